@@ -1,0 +1,41 @@
+# make demo   everything from an empty machine to a word error rate, in minutes
+# make test   the tests
+# Both make .venv themselves, with uv where it is on the PATH, else with venv and pip.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN ?= runs/demo
+# Two cores: the training process computes on both, its loader workers are light.
+export MPLBACKEND := Agg
+
+.PHONY: .venv demo test lint clean
+
+.venv: $(VENV)/demo.stamp
+
+$(BIN)/python:
+	@if command -v uv >/dev/null; then uv venv --quiet --allow-existing --python $(PYTHON) $(VENV); \
+	else $(PYTHON) -m venv $(VENV); fi
+
+$(VENV)/%.stamp: setup.cfg pyproject.toml | $(BIN)/python
+	@echo "installing .[$*] into $(VENV)"
+	@if command -v uv >/dev/null; then uv pip install --quiet --python $(BIN)/python -e '.[$*]'; \
+	else $(BIN)/python -m pip install --quiet -e '.[$*]'; fi
+	@touch $@
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/python -m asr.train recipes/demo.yaml --run $(RUN) --resume
+	$(BIN)/python -m asr.evaluate $(RUN) --split test
+	$(BIN)/python -m asr.transcribe $(RUN) data/spoken_numbers/hello.flac
+	@$(BIN)/python -m asr.evaluate $(RUN) --split test --show
+	@echo "TensorBoard: $(BIN)/tensorboard --logdir $(dir $(RUN))"
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info
