@@ -1,0 +1,81 @@
+"""Greedy search against a plain loop over one sentence at a time."""
+
+import pytest
+import torch
+from toy_speller import ToySpeller, alone, toy_memory
+
+from asr.decoding.search import Hypothesis, greedy, length_limits
+from asr.errors import UserError
+from asr.nn.memory import Memory
+from asr.tokens import BLANK, EOS, SOS
+
+
+def greedy_loop(model, memory, limit):
+    """The judge: always run the whole sentence again, take the best allowed token."""
+    tokens = []
+    while len(tokens) < limit:
+        log_probs, _ = model.spell(memory, tokens)
+        log_probs[:, [BLANK, SOS]] = -torch.inf
+        best = int(log_probs[-1].argmax())
+        if best == EOS:
+            break
+        tokens.append(best)
+    log_probs, attention = model.spell(memory, tokens)
+    each = log_probs.gather(1, torch.tensor([*tokens, EOS])[:, None]).squeeze(1)
+    log_probs[:, [BLANK, SOS]] = -torch.inf
+    return tokens, each, attention, int(log_probs[-1].argmax()) == EOS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_greedy_is_the_plain_loop_for_every_utterance(seed):
+    model, memory = ToySpeller(seed=seed), toy_memory(11, 3, 7, 2)
+    hypotheses = greedy(model, memory, max_ratio=1.0, max_constant=2, keep_attention=True)
+    for utterance, ours in enumerate(hypotheses):
+        frames = int(memory.valid[utterance].sum())
+        tokens, each, attention, ended = greedy_loop(model, alone(memory, utterance), frames + 2)
+        assert ours.tokens == tuple(tokens)
+        assert ours.finished == ended
+        assert ours.log_probs == pytest.approx(each.tolist(), abs=1e-9)
+        assert ours.score == pytest.approx(float(each.sum()), abs=1e-9)
+        torch.testing.assert_close(ours.attention[:, :frames], attention)
+        assert not ours.attention[:, frames:].any()
+
+
+def test_seeds_reach_both_ends():
+    """The judge above would be idle if every sentence ended the same way."""
+    found = [h for s in range(5) for h in greedy(ToySpeller(seed=s), toy_memory(11, 3, 7, 2))]
+    assert {h.finished for h in found} == {True, False}
+
+
+def test_ended_utterances_cost_no_more_steps():
+    model, memory = ToySpeller(seed=3), toy_memory(11, 3, 7, 2)
+    hypotheses = greedy(model, memory)
+    assert model.steps == sum(len(h.tokens) + 1 for h in hypotheses)
+
+
+def test_an_utterance_without_frames_says_nothing_and_harms_no_mate():
+    model, memory = ToySpeller(), toy_memory(5, 3)
+    silent = Memory(memory.states, memory.valid & torch.tensor([[True], [False]]))
+    assert greedy(model, silent)[1] == Hypothesis((), 0.0, True)
+    assert greedy(model, silent)[0].tokens == greedy(model, memory)[0].tokens
+    nothing = Memory(torch.zeros(2, 0, 5), torch.zeros(2, 0, dtype=torch.bool))
+    assert greedy(model, nothing) == [Hypothesis((), 0.0, True)] * 2
+
+
+def test_a_limit_of_no_tokens_leaves_only_the_end():
+    (hypothesis,) = greedy(ToySpeller(), toy_memory(5), max_ratio=0, max_constant=0)
+    assert hypothesis.tokens == ()
+    assert len(hypothesis.log_probs) == 1
+
+
+def test_limits_count_real_frames_only():
+    valid = toy_memory(7, 2, 5).valid
+    assert length_limits(valid, 0.5, 1.4).tolist() == [4, 2, 3]
+    assert length_limits(valid, 0, -3).tolist() == [0, 0, 0]
+
+
+def test_nan_is_named_not_searched():
+    model = ToySpeller()
+    model.output[:] = torch.nan
+    with pytest.raises(UserError, match="log-probs are NaN"):
+        greedy(model, toy_memory(3))
