@@ -1,0 +1,149 @@
+"""LSTM with layer normalisation for the Listen-Attend-Spell encoder and decoder.
+
+Ba, Kiros & Hinton 2016 (arXiv:1607.06450), equations 20 to 22, and the other places where a norm
+can stand; kernels/reference.py has them side by side. norm="none" is nn.LSTM, whose parameter
+names and layout all settings keep.
+
+Padding is skipped, not computed and masked: a run over silence has no variance to divide by, and
+each of its steps would multiply the gradient by 1 / sqrt(eps).
+
+Legend: B utterances, T frames, I input size, H hidden size, D directions, L layers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asr.errors import UserError
+from asr.nn.kernels import choice
+from asr.nn.kernels.choice import backends
+from asr.nn.kernels.problem import Batch
+from asr.nn.lstm_cell import (
+    LayerNormLSTMCell,
+    State,
+    add_weights,
+    check_dropout,
+    draw_mask,
+    get_weights,
+    make_setting,
+)
+
+__all__ = ["LayerNormLSTM", "LayerNormLSTMCell", "backends"]
+
+
+class LayerNormLSTM(nn.Module):
+    """Batch-first nn.LSTM with norm "none", "ba", "raw", "thesis", "per_gate" or "cell".
+
+    dropout acts between layers, recurrent_dropout on the candidate g with one mask per sequence
+    (Semeniuta et al. 2016). eps None takes the norm's own. zero_rows "guard" normalises a row
+    without variance to zero and passes no gradient there; "raw" keeps the textbook formula.
+    precision "bf16" takes the matrix products in bf16; under autocast they are anyway.
+    Raises UserError for a setting that does not exist.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        recurrent_dropout: float = 0.0,
+        norm: str = "ba",
+        eps: float | None = None,
+        zero_rows: str = "guard",
+        backend: str = "auto",
+        precision: str = "fp32",
+    ) -> None:
+        super().__init__()
+        self.setting = make_setting(norm, eps, zero_rows, precision)
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.directions = 2 if bidirectional else 1
+        self.dropout = check_dropout("dropout", dropout)
+        self.recurrent_dropout = check_dropout("recurrent_dropout", recurrent_dropout)
+        self.backend = choice.check_name(backend)
+        for layer in range(num_layers):
+            size = input_size if layer == 0 else hidden_size * self.directions
+            for suffix in self._suffixes(layer):
+                add_weights(self, norm, size, hidden_size, suffix)
+
+    def forward(
+        self, x: Tensor, lengths: Tensor | Sequence[int] | None = None, state: State | None = None
+    ) -> tuple[Tensor, State]:
+        """x (B, T, I), lengths (B,) in frames, state (h, c) -> output (B, T, D * H), (h, c).
+
+        Each state is (L * D, B, H), layer by layer, forward before backward; None is zeros.
+        The returned one stands at each utterance's last frame (backward: its first). Padded
+        outputs are zero, and nothing in the padding of x is read.
+        Raises UserError where a shape, length, dtype or device does not fit.
+        """
+        self._check_input(x)
+        frames = None if lengths is None else check_lengths(lengths, x.shape[0], x.shape[1])
+        h, c = self._initial(x) if state is None else self._check_state(state, x)
+        ends = []
+        for layer in range(self.num_layers):
+            if layer > 0:
+                x = functional.dropout(x, self.dropout, self.training)
+            now = slice(layer * self.directions, (layer + 1) * self.directions)
+            mask = self._dropout_mask(x.shape[0])
+            weights = [get_weights(self, self.setting.norm, s) for s in self._suffixes(layer)]
+            batch = Batch(x, frames, h[now], c[now], mask)
+            x, *end = choice.run_layer(self.backend, batch, weights, self.setting)
+            ends.append(end)
+        h, c = (torch.cat(parts) for parts in zip(*ends, strict=True))
+        return x, (h, c)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}, "
+            f"bidirectional={self.directions == 2}, norm={self.setting.norm!r}"
+        )
+
+    def _suffixes(self, layer: int) -> list[str]:
+        return [f"_l{layer}", f"_l{layer}_reverse"][: self.directions]
+
+    def _dropout_mask(self, batch_size: int) -> Tensor | None:
+        if not self.training or self.recurrent_dropout == 0.0:
+            return None
+        shape = (self.directions, batch_size, self.hidden_size)
+        return draw_mask(self.weight_hh_l0, shape, self.recurrent_dropout)
+
+    def _state_shape(self, x: Tensor) -> tuple[int, int, int]:
+        return self.num_layers * self.directions, x.shape[0], self.hidden_size
+
+    def _initial(self, x: Tensor) -> State:
+        zeros = self.weight_hh_l0.new_zeros(self._state_shape(x))
+        return zeros, zeros
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.dim() != 3 or x.shape[2] != self.input_size or 0 in x.shape:
+            raise UserError(f"x has shape {tuple(x.shape)}; expected (B, T, {self.input_size})")
+        own = self.weight_hh_l0
+        if x.device != own.device:
+            raise UserError(f"x is on {x.device}, the LSTM's weights are on {own.device}")
+        mixed = torch.is_autocast_enabled(x.device.type)
+        if x.dtype != own.dtype and not mixed:
+            raise UserError(f"x is {x.dtype}, the LSTM's weights are {own.dtype}")
+
+    def _check_state(self, state: State, x: Tensor) -> State:
+        for name, part in zip("hc", state, strict=True):
+            if part.shape != self._state_shape(x):
+                expected = self._state_shape(x)
+                raise UserError(f"{name} has shape {tuple(part.shape)}; expected {expected}")
+        return state
+
+
+def check_lengths(lengths: Tensor | Sequence[int], B: int, T: int) -> list[int] | None:
+    """Frame counts as a list, None where all are T.
+
+    Raises UserError naming the first that is below 1 or above T, or a wrong number of them.
+    """
+    counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    if len(counts) != B:
+        raise UserError(f"{len(counts)} lengths for a batch of {B} utterances")
+    for row, count in enumerate(counts):
+        if not 1 <= count <= T:
+            raise UserError(f"length {count} of utterance {row} is not within 1 to {T} frames")
+    return None if min(counts) == T else [int(count) for count in counts]

@@ -1,0 +1,126 @@
+"""One time step of a LayerNorm-LSTM as a module, for decoders that feed their output back.
+
+What the norms mean and where they come from: asr/nn/kernels/reference.py.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from asr.errors import UserError
+from asr.nn.kernels import choice
+from asr.nn.kernels.problem import DEFAULT_EPS, NORMS, Setting, Weights, weight_shapes
+
+State = tuple[Tensor, Tensor]
+
+
+class LayerNormLSTMCell(nn.Module):
+    """nn.LSTMCell with layer normalisation; the parameters keep its names and layout.
+
+    eps None takes the norm's own (problem.DEFAULT_EPS). zero_rows "guard" normalises a row
+    without variance to zero and passes no gradient there, "raw" keeps the textbook formula.
+    Raises UserError for a norm, zero_rows, precision or backend that does not exist.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        norm: str = "ba",
+        *,
+        recurrent_dropout: float = 0.0,
+        eps: float | None = None,
+        zero_rows: str = "guard",
+        precision: str = "fp32",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.setting = make_setting(norm, eps, zero_rows, precision)
+        self.input_size, self.hidden_size = input_size, hidden_size
+        self.recurrent_dropout = check_dropout("recurrent_dropout", recurrent_dropout)
+        self.backend = choice.check_name(backend)
+        add_weights(self, norm, input_size, hidden_size)
+
+    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> State:
+        """x (B, I), state (h, c) each (B, H) or None for zeros -> the next (h, c).
+
+        mask (B, H) is what dropout_mask gave at the beginning of the sequence.
+        Raises UserError where a shape does not fit.
+        """
+        if x.dim() != 2 or x.shape[1] != self.input_size:
+            raise UserError(f"x has shape {tuple(x.shape)}; expected (B, {self.input_size})")
+        if state is None:
+            zeros = x.new_zeros(x.shape[0], self.hidden_size, dtype=self.weight_hh.dtype)
+            state = zeros, zeros
+        weights = get_weights(self, self.setting.norm)
+        return choice.run_step(self.backend, x, state, mask, weights, self.setting)
+
+    def dropout_mask(self, batch_size: int) -> Tensor | None:
+        """A fresh recurrent-dropout mask (B, H) for one sequence; None where nothing is dropped."""
+        if not self.training or self.recurrent_dropout == 0.0:
+            return None
+        return draw_mask(self.weight_hh, (batch_size, self.hidden_size), self.recurrent_dropout)
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.hidden_size}, norm={self.setting.norm!r}"
+
+
+def make_setting(norm: str, eps: float | None, zero_rows: str, precision: str) -> Setting:
+    """Checked Setting. Raises UserError naming the value that is not known."""
+    check_one_of("norm", norm, NORMS)
+    check_one_of("zero_rows", zero_rows, ("guard", "raw"))
+    check_one_of("precision", precision, ("fp32", "bf16"))
+    if eps is not None and eps < 0:
+        raise UserError(f"eps is {eps}; it must not be negative")
+    chosen = DEFAULT_EPS[norm] if eps is None else eps
+    return Setting(norm, chosen, zero_rows == "guard", precision)
+
+
+def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises UserError unless value is allowed."""
+    if value not in allowed:
+        raise UserError(f"{name} {value!r} is not known; choose one of {', '.join(allowed)}")
+
+
+def check_dropout(name: str, value: float) -> float:
+    """The probability itself. Raises UserError outside [0, 1)."""
+    if not 0.0 <= value < 1.0:
+        raise UserError(f"{name} is {value}; it must be at least 0 and below 1")
+    return value
+
+
+def draw_mask(like: Tensor, shape: tuple[int, ...], dropout: float) -> Tensor:
+    """0 with probability `dropout`, else 1 / (1 - dropout)."""
+    kept = torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1.0 - dropout)
+    return kept / (1.0 - dropout)
+
+
+def add_weights(
+    module: nn.Module, norm: str, input_size: int, hidden_size: int, suffix: str = ""
+) -> None:
+    """Registers and initialises one direction's weights, called as in nn.LSTM."""
+    for name, shape in weight_shapes(norm, input_size, hidden_size).items():
+        module.register_parameter(name + suffix, nn.Parameter(torch.empty(shape)))
+    reset_weights(get_weights(module, norm, suffix))
+
+
+def get_weights(module: nn.Module, norm: str, suffix: str = "") -> Weights:
+    """The weights that add_weights registered."""
+    names = weight_shapes(norm, 1, 1)
+    return Weights(**{name: getattr(module, name + suffix) for name in names})
+
+
+@torch.no_grad()
+def reset_weights(weights: Weights) -> None:
+    """Xavier W_x, orthogonal W_h (each per gate), gains 1, biases 0 but for the forget gate's 1.
+
+    A forget bias of 1 lets memory survive long utterances. Two biases are added, as in
+    nn.LSTM; only one of them gets the 1.
+    """
+    for block in weights.weight_ih.chunk(4):
+        nn.init.xavier_uniform_(block)
+    for block in weights.weight_hh.chunk(4):
+        nn.init.orthogonal_(block)
+    for name, weight in weights._asdict().items():
+        if weight is not None and name.startswith(("bias", "gain")):
+            weight.fill_(1.0 if name.startswith("gain") else 0.0)
+    weights.bias_ih.chunk(4)[1].fill_(1.0)
