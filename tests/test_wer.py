@@ -1,0 +1,204 @@
+"""asr.scoring.wer and alignment, judged by a plain Levenshtein loop and by hand."""
+
+import random
+import time
+from math import sqrt
+
+import pytest
+
+from asr.errors import UserError
+from asr.scoring.alignment import Edit, align, alignment_text, confusions
+from asr.scoring.wer import score, summarize
+
+
+def levenshtein(reference, hypothesis):
+    """Fewest substitutions, deletions and insertions: the textbook table, one row at a time."""
+    row = list(range(len(hypothesis) + 1))
+    for i, ours in enumerate(reference, 1):
+        above, row = row, [i]
+        for j, theirs in enumerate(hypothesis, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (ours != theirs)))
+    return row[-1]
+
+
+def random_texts(count, seed):
+    draw = random.Random(seed)
+    words = ["A", "AB", "BA", "ÉTÉ", "語", "A'B", "*", "<b>"]
+    return [" ".join(draw.choices(words, k=draw.randrange(7))) for _ in range(count)]
+
+
+def test_counts_agree_with_a_plain_levenshtein_loop():
+    references, hypotheses = random_texts(211, seed=1), random_texts(211, seed=2)
+    found = score(references, hypotheses)
+    for utterance, ours, theirs in zip(found.utterances, references, hypotheses, strict=True):
+        words, other = ours.split(), theirs.split()
+        assert utterance.errors == levenshtein(words, other)
+        assert utterance.character_errors == levenshtein(ours, theirs)
+        assert utterance.insertions - utterance.deletions == len(other) - len(words)
+        assert (utterance.words, utterance.characters) == (len(words), len(ours))
+    assert found.errors == sum(u.errors for u in found.utterances)
+    assert found.words == sum(len(text.split()) for text in references)
+    assert found.wer == found.errors / found.words
+    assert found.cer == sum(u.character_errors for u in found.utterances) / found.characters
+    assert found.sentence_errors == sum(
+        a.split() != b.split() for a, b in zip(references, hypotheses, strict=True)
+    )
+
+
+def test_hand_worked_counts():
+    found = score(["THE CAT SAT ON THE MAT", "YES"], ["THE CAT SAD THE MAT NOW", "YES"])
+    assert (found.substitutions, found.deletions, found.insertions) == (1, 1, 1)
+    assert (found.words, found.wer) == (7, 3 / 7)
+    # SAT ON -> SAD: T to D and three characters less; " NOW": four more. 22 + 3 characters.
+    assert (found.character_errors, found.characters) == (8, 25)
+    assert (found.sentences, found.sentence_errors, found.sentence_error_rate) == (2, 1, 0.5)
+
+
+def test_white_space_is_one_space_but_case_and_punctuation_count():
+    assert score([" a\tb \n c "], ["a b  c"]).character_errors == 0
+    assert score(["a b"], ["A b."]).substitutions == 2
+
+
+def test_empty_texts_are_scored():
+    silence = score([""], [""])
+    assert (silence.wer, silence.cer, silence.sentence_errors, silence.words) == (0, 0, 0, 0)
+    missed = score(["one two"], ["  "])
+    assert (missed.deletions, missed.wer, missed.cer) == (2, 1, 1)
+    invented = score([" "], ["one two"])
+    assert (invented.insertions, invented.wer, invented.cer) == (2, 2, 7)
+    both = score(["", "one two"], ["three", ""])
+    assert (both.insertions, both.deletions, both.wer) == (1, 2, 3 / 2)
+
+
+def test_speakers_have_their_own_counts():
+    found = score(
+        ["a b", "c d e", "f"], ["a x", "c d e", ""], speakers=["zoe", "ann", "zoe"], ids="xyz"
+    )
+    assert [(s.speaker, s.sentences, s.words, s.errors) for s in found.speakers] == [
+        ("ann", 1, 3, 0),
+        ("zoe", 2, 3, 2),
+    ]
+    assert found.speakers[1].wer == 2 / 3
+    assert [u.id for u in found.utterances] == ["x", "y", "z"]
+
+
+def test_interval_is_the_binomial_one_where_words_fail_independently():
+    draw = random.Random(5)
+    rate, size = 0.3, 2003
+    wrong = ["no" if draw.random() < rate else "yes" for _ in range(size)]
+    found = score(["yes"] * size, wrong, draws=4000)
+    half = 1.96 * sqrt(found.wer * (1 - found.wer) / size)
+    assert found.wer_interval == pytest.approx((found.wer - half, found.wer + half), rel=0.02)
+
+
+def test_interval_over_speakers_is_wider_where_speakers_differ():
+    # Every utterance of a speaker fails or none: 41 speakers are all that is known.
+    speakers = [str(number // 23) for number in range(41 * 23)]
+    hypotheses = ["no" if int(speaker) % 4 == 0 else "yes" for speaker in speakers]
+    given = (["yes"] * len(speakers), hypotheses, None, speakers)
+    by_speaker = score(*given, interval_over="speakers", draws=4000)
+    rate = by_speaker.wer
+    half = 1.96 * sqrt(rate * (1 - rate) / 41)
+    assert by_speaker.wer_interval == pytest.approx((rate - half, rate + half), abs=0.02)
+    low, high = score(*given).wer_interval
+    assert high - low < half  # a quarter of the truth: 1 / sqrt(23)
+    assert by_speaker.interval_over == "speakers"
+
+
+def test_interval_covers_the_true_rate_nineteen_times_of_twenty():
+    draw, covered, trials = random.Random(7), 0, 150
+    for _ in range(trials):
+        wrong = [
+            " ".join("no" if draw.random() < 0.2 else "yes" for _ in "abcde") for _ in "x" * 83
+        ]
+        low, high = score(["yes yes yes yes yes"] * 83, wrong, draws=300).wer_interval
+        covered += low <= 0.2 <= high
+    assert 0.89 <= covered / trials <= 0.99  # 0.95 with a standard error of 0.018
+
+
+def test_one_unit_has_no_interval():
+    assert score(["a"], ["b"]).wer_interval is None
+    assert score(["a", "b"], ["a", "c"]).wer_interval == (0, 1)
+    assert score(["a", "b"], ["a", "c"], interval_over="speakers").cer_interval is None
+
+
+def test_same_seed_same_interval():
+    texts = random_texts(31, seed=3), random_texts(31, seed=4)
+    assert score(*texts) == score(*texts)
+    assert score(*texts).wer_interval != score(*texts, seed=1).wer_interval
+
+
+def test_a_part_can_be_summarized():
+    found = score(["a", "b c", "d"], ["a", "b", "x"], speakers=["p", "q", "p"])
+    part = summarize([u for u in found.utterances if u.speaker == "p"])
+    assert part == score(["a", "d"], ["a", "x"], ids=["1", "3"], speakers=["p", "p"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (([], []), "nothing to score: there are no utterances"),
+        ((["a"], ["a", "b"]), "1 references but 2 hypotheses: give one for each utterance"),
+        ((["a"], ["a"], ["x", "y"]), "1 references but 2 ids: give one for each utterance"),
+        ((["a"], ["a"], ["x"], []), "1 references but 0 speakers: give one for each utterance"),
+        ((["a", "b"], ["a", "b"], ["x", "x"]), "id 'x' comes more than once: make the ids unique"),
+    ],
+)
+def test_wrong_input_is_named(given, message):
+    with pytest.raises(UserError, match=message):
+        score(*given)
+
+
+def test_ten_thousand_utterances_are_quick():
+    draw = random.Random(11)
+    words = ["".join(draw.choices("ABCDEFGH", k=draw.randrange(1, 9))) for _ in range(997)]
+    references = [" ".join(draw.choices(words, k=17)) for _ in range(10_000)]
+    hypotheses = [text.replace("A ", "B ").replace(" C", " ") for text in references]
+    start = time.process_time()
+    found = score(references, hypotheses)
+    assert time.process_time() - start < 3  # 1.2 s on an idle core
+    assert found.sentences == 10_000
+
+
+def test_alignment_is_an_optimal_path_through_both_texts():
+    references, hypotheses = random_texts(97, seed=5), random_texts(97, seed=6)
+    for ours, theirs, edits in zip(
+        references, hypotheses, align(references, hypotheses), strict=True
+    ):
+        assert [e.reference for e in edits if e.mark != "I"] == ours.split()
+        assert [e.hypothesis for e in edits if e.mark != "D"] == theirs.split()
+        assert all((e.reference == e.hypothesis) == (e.mark == "C") for e in edits)
+        assert sum(e.mark != "C" for e in edits) == levenshtein(ours.split(), theirs.split())
+
+
+def test_alignment_text_by_hand():
+    edits = [
+        Edit("C", "THE", "THE"),
+        Edit("S", "CAT", "DOGS"),
+        Edit("D", "SAT", ""),
+        Edit("I", "", "語"),
+        Edit("C", "e\u0301", "e\u0301"),
+        Edit("I", "", "UH"),
+    ]
+    assert alignment_text(edits) == (
+        "REF: THE CAT  SAT ** e\u0301 **\nHYP: THE DOGS *** 語 e\u0301 UH\n         S    D   I    I"
+    )
+    assert alignment_text([]) == ""
+
+
+def test_long_alignments_wrap():
+    edits = [Edit("S", "abcde", "fgh")] * 13 + [Edit("C", "x" * 61, "x" * 61)]
+    blocks = alignment_text(edits, width=41).split("\n\n")
+    assert [block.count("abcde") for block in blocks] == [6, 6, 1, 0]
+    assert all(len(line) <= 41 for block in blocks[:3] for line in block.split("\n"))
+    assert blocks[3].split("\n")[0] == "REF: " + "x" * 61  # a longer word has a line of its own
+
+
+def test_confusions_are_counted_and_ordered():
+    alignments = align(["a b c", "a b", "d", "e"], ["x b", "x y", "d d", "e q"])
+    found = confusions(alignments)
+    assert found.substitutions == (("a", "x", 2), ("b", "y", 1))
+    assert found.deletions == (("c", 1),)
+    assert found.insertions == (("d", 1), ("q", 1))
+    assert confusions(alignments, most=1).substitutions == (("a", "x", 2),)
+    assert confusions([]).deletions == ()
