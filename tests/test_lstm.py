@@ -1,0 +1,166 @@
+"""The LayerNorm-LSTM as a module: what it shares with nn.LSTM, how it starts, what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from asr.errors import UserError
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, backends
+
+NORMS = ["none", "ba", "raw", "thesis", "per_gate", "cell"]
+
+
+def as_judge(ours, layers, bidirectional):
+    judge = nn.LSTM(3, 7, layers, batch_first=True, bidirectional=bidirectional)
+    judge.load_state_dict(ours.state_dict())
+    return judge
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_without_norm_it_is_torch_lstm(bidirectional):
+    torch.manual_seed(1)
+    ours = LayerNormLSTM(3, 7, 2, bidirectional, norm="none", backend="reference").double()
+    judge = as_judge(ours, 2, bidirectional).double()
+    x = torch.randn(5, 11, 3, dtype=torch.float64)
+    start = torch.randn(2, 2 * (1 + bidirectional), 5, 7, dtype=torch.float64)
+    output, state = ours(x, None, tuple(start))
+    expected, expected_state = judge(x, tuple(start))
+    torch.testing.assert_close((output, *state), (expected, *expected_state))
+
+
+def test_weights_of_torch_lstm_load_both_ways():
+    judge = nn.LSTM(3, 7, 2, batch_first=True, bidirectional=True)
+    ours = LayerNormLSTM(3, 7, 2, True, norm="none")
+    assert list(ours.state_dict()) == list(judge.state_dict())
+    ours.load_state_dict(judge.state_dict())
+    x = torch.randn(5, 11, 3)
+    torch.testing.assert_close(ours(x)[0], judge(x)[0], atol=1e-6, rtol=1e-5)
+    as_judge(ours, 2, True)
+
+
+def test_ragged_batch_is_torch_lstm_on_packed_sequences():
+    torch.manual_seed(2)
+    ours = LayerNormLSTM(3, 7, 2, True, norm="none").eval()
+    judge = as_judge(ours, 2, True)
+    x, lengths = torch.randn(5, 11, 3), torch.tensor([4, 11, 1, 7, 7])
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    expected, (h, c) = judge(packed)
+    padded, _ = nn.utils.rnn.pad_packed_sequence(expected, batch_first=True)
+    output, state = ours(x, lengths)
+    torch.testing.assert_close((output, *state), (padded, h, c), atol=1e-6, rtol=1e-5)
+
+
+def test_cell_without_norm_is_torch_cell():
+    ours, judge = LayerNormLSTMCell(3, 7, norm="none"), nn.LSTMCell(3, 7)
+    ours.load_state_dict(judge.state_dict())
+    x, state = torch.randn(5, 3), (torch.randn(5, 7), torch.randn(5, 7))
+    torch.testing.assert_close(ours(x, state), judge(x, state))
+    torch.testing.assert_close(ours(x), judge(x))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_cell_repeated_is_the_layer(norm):
+    torch.manual_seed(3)
+    layer, cell = LayerNormLSTM(3, 7, norm=norm), LayerNormLSTMCell(3, 7, norm=norm)
+    cell.load_state_dict({k.removesuffix("_l0"): v for k, v in layer.state_dict().items()})
+    x, state = torch.randn(5, 11, 3), None
+    output, (h, c) = layer(x)
+    for t in range(11):
+        state = cell(x[:, t], state)
+        torch.testing.assert_close(state[0], output[:, t], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(state, (h[0], c[0]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_start_values(norm):
+    lstm = LayerNormLSTM(5, 7, norm=norm)
+    for gate in lstm.weight_hh_l0.chunk(4):
+        torch.testing.assert_close(gate @ gate.T, torch.eye(7), atol=1e-5, rtol=0)
+    _, forget, _, _ = (lstm.bias_ih_l0 + lstm.bias_hh_l0).chunk(4)
+    assert (forget == 1).all()
+    assert (lstm.bias_ih_l0 + lstm.bias_hh_l0).sum() == 7
+    gains = [p for name, p in lstm.named_parameters() if name.startswith("gain")]
+    assert all((gain == 1).all() for gain in gains)
+    assert len(gains) == {"none": 0, "ba": 3, "per_gate": 2}.get(norm, 1)
+
+
+def test_dropout_acts_between_layers_in_training_alone():
+    torch.manual_seed(4)
+    lstm = LayerNormLSTM(3, 7, 2, dropout=0.5)
+    x = torch.randn(5, 11, 3)
+    assert not torch.equal(lstm(x)[0], lstm(x)[0])
+    lstm.eval()
+    assert torch.equal(lstm(x)[0], lstm(x)[0])
+    single = LayerNormLSTM(3, 7, 1, dropout=0.5)
+    assert torch.equal(single(x)[0], single(x)[0])
+
+
+def test_recurrent_dropout_keeps_one_mask_for_the_sequence():
+    torch.manual_seed(5)
+    lstm = LayerNormLSTM(3, 17, recurrent_dropout=0.5, norm="none")
+    nn.init.zeros_(lstm.weight_hh_l0)
+    x = torch.randn(2, 1, 3).expand(-1, 5, -1)
+    _, (_, c) = lstm(x)
+    dropped = c[0] == 0  # a candidate that is dropped at every step leaves its cell at zero
+    assert 0.2 < dropped.float().mean() < 0.8
+    assert not torch.equal(dropped[0], dropped[1])
+    assert (lstm.eval()(x)[1][1] != 0).all()
+
+
+def test_cell_draws_its_mask_once_per_sequence():
+    cell = LayerNormLSTMCell(3, 17, recurrent_dropout=0.5)
+    mask = cell.dropout_mask(2)
+    assert set(mask.unique().tolist()) == {0.0, 2.0}
+    _, c = cell(torch.randn(2, 3), None, mask)
+    assert torch.equal(c == 0, mask == 0)
+    assert cell.eval().dropout_mask(2) is None
+
+
+def test_state_of_the_thesis_is_swapped_on_reading():
+    """Its memory is bounded: what it carries as c is sigmoid * tanh."""
+    torch.manual_seed(6)
+    thesis, raw = (LayerNormLSTMCell(3, 7, norm=norm) for norm in ("thesis", "raw"))
+    raw.load_state_dict(thesis.state_dict())
+    x, h, c = torch.randn(5, 3), torch.randn(5, 7), torch.randn(5, 7)
+    torch.testing.assert_close(thesis(x, (h, c)), raw(x, (c, h)))
+
+
+def test_backends_say_what_can_run():
+    known = backends()
+    assert known["reference"] is None
+    assert all(reason is None or reason for reason in known.values())
+
+
+def call(**changes):
+    settings = {"x": torch.randn(2, 5, 3), "lengths": None, "state": None} | changes
+    LayerNormLSTM(3, 7, 2, True)(settings["x"], settings["lengths"], settings["state"])
+
+
+MISTAKES = {
+    "norm 'batch' is not known; choose one of none, ba": lambda: LayerNormLSTM(3, 7, norm="batch"),
+    "zero_rows 'skip' is not known": lambda: LayerNormLSTM(3, 7, zero_rows="skip"),
+    "precision 'fp8' is not known": lambda: LayerNormLSTMCell(3, 7, precision="fp8"),
+    "backend 'gpu' is not known; choose one of auto": lambda: LayerNormLSTM(3, 7, backend="gpu"),
+    "eps is -1": lambda: LayerNormLSTM(3, 7, eps=-1),
+    "dropout is 1": lambda: LayerNormLSTM(3, 7, dropout=1.0),
+    r"x has shape \(2, 5, 4\); expected \(B, T, 3\)": lambda: call(x=torch.randn(2, 5, 4)),
+    r"x has shape \(2, 0, 3\)": lambda: call(x=torch.randn(2, 0, 3)),
+    "x is torch.float64, the LSTM's weights are torch.float32": lambda: call(
+        x=torch.randn(2, 5, 3).double()
+    ),
+    "x is on meta, the LSTM's weights are on cpu": lambda: call(
+        x=torch.randn(2, 5, 3, device="meta")
+    ),
+    "length 6 of utterance 1 is not within 1 to 5": lambda: call(lengths=torch.tensor([5, 6])),
+    "length 0 of utterance 0 is not": lambda: call(lengths=[0, 5]),
+    "3 lengths for a batch of 2": lambda: call(lengths=[1, 2, 3]),
+    r"c has shape \(4, 2, 8\); expected \(4, 2, 7\)": lambda: call(
+        state=(torch.zeros(4, 2, 7), torch.zeros(4, 2, 8))
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistake_is_named(message):
+    with pytest.raises(UserError, match=message):
+        MISTAKES[message]()

@@ -1,0 +1,76 @@
+"""The Transformer's norms against their formulas, and what happens at the edges."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from asr.errors import UserError
+from asr.nn.norm import make_norm
+
+
+def by_formula(kind, x, weight, bias, eps):
+    """One vector at a time, straight from the papers."""
+    rows = []
+    for row in x.reshape(-1, x.shape[-1]):
+        if kind == "layer":
+            variance = ((row - row.mean()) ** 2).sum() / len(row)
+            rows.append((row - row.mean()) / (variance + eps) ** 0.5 * weight + bias)
+        elif kind == "rms":
+            rows.append(row / ((row**2).sum() / len(row) + eps) ** 0.5 * weight)
+        else:
+            rows.append(weight * row / (row**2).sum() ** 0.5)
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "scale"])
+def test_norm_is_its_formula(kind):
+    torch.manual_seed(1)
+    norm = make_norm(kind, 7).double()
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 5, 7, dtype=torch.float64)
+    expected = by_formula(kind, x, norm.weight, getattr(norm, "bias", None), 1e-6)
+    torch.testing.assert_close(norm(x), expected, atol=1e-10, rtol=1e-10)
+    assert gradcheck(norm, x.requires_grad_())
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "scale"])
+def test_a_vector_keeps_its_size_at_the_start(kind):
+    x = 100 * torch.randn(3, 64)
+    size = make_norm(kind, 64)(x).norm(dim=-1)
+    torch.testing.assert_close(size, torch.full((3,), 8.0), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "scale"])
+def test_zero_vector_gives_zero_and_a_finite_gradient(kind):
+    x = torch.zeros(2, 7, requires_grad=True)
+    y = make_norm(kind, 7)(x)
+    y.sum().backward()
+    assert (y == 0).all()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["rms", "scale"])
+def test_bf16_statistics_are_taken_in_float32(kind):
+    torch.manual_seed(2)
+    x = torch.randn(3, 513).bfloat16()
+    exact = make_norm(kind, 513)(x.float())
+    assert make_norm(kind, 513)(x).dtype == torch.bfloat16
+    torch.testing.assert_close(make_norm(kind, 513)(x), exact.bfloat16())
+
+
+def test_scale_has_one_parameter_that_starts_at_the_root_of_the_size():
+    (g,) = make_norm("scale", 49).parameters()
+    assert g.shape == ()
+    assert g.item() == 7.0
+
+
+def test_eps_can_be_set():
+    assert make_norm("layer", 3).eps == 1e-6
+    x = torch.ones(1, 4)
+    torch.testing.assert_close(make_norm("rms", 4, eps=3.0)(x), x / 2)
+
+
+def test_unknown_norm_is_named():
+    with pytest.raises(UserError, match="norm 'batch' is not known; choose one of layer, rms"):
+        make_norm("batch", 3)
