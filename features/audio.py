@@ -1,0 +1,180 @@
+"""Audio files of any common kind -> mono waveform at the sample rate of the recogniser.
+
+soundfile (libsndfile) decodes WAV, FLAC, OGG Vorbis, Opus, MP3, AIFF and more by content, not by
+name. A file is never believed: what its header claims is checked against what can be decoded, so
+a WAV that announces 4 GB over 1 kB of data costs 1 kB.
+
+Shapes: S samples, C channels.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+from torch import Tensor
+from torchaudio.transforms import Resample
+
+# Values decoded at once, over all channels: 16 MB, and a whole utterance in nearly every case.
+BLOCK_VALUES = 2**22
+# A header is free to claim any rate, and resampling from 1 Hz would turn 1 MB into 30 GB.
+SAMPLE_RATES = (1_000, 1_000_000)
+# Lossy decoders overshoot full scale a little; beyond this the file is not scaled to [-1, 1].
+MAX_PEAK = 8.0
+# Taps of the largest bank of resampling filters; the usual rates need at most 282,240.
+MAX_FILTER_TAPS = 2**20
+# What libsndfile reports where the header does not know (FLAC written to a pipe).
+UNKNOWN_FRAMES = 2**63 - 1
+
+
+class AudioError(Exception):
+    """One line: the file, and what is wrong with it."""
+
+
+def read_audio(
+    path: str | os.PathLike[str], sample_rate: int = 16_000, max_seconds: float | None = None
+) -> Tensor:
+    """The samples of a file, mono and at `sample_rate`: (S,) float32 in [-1, 1].
+
+    Channels are averaged. Raises AudioError for a file that is missing, not audio, empty, broken,
+    holds NaN or infinite samples, or lasts longer than `max_seconds`; no more than `max_seconds`
+    and one block of it is decoded, whatever the header says.
+    """
+    name = _printable(path)
+    with _open(path) as sound:
+        limit = math.inf if max_seconds is None else max_seconds * sound.samplerate
+        blocks, count = [], 0
+        for block in _blocks(sound, name):
+            blocks.append(block)
+            count += len(block)
+            if count > limit:
+                raise AudioError(f"{name}: longer than the limit of {max_seconds:g} seconds")
+        rate = sound.samplerate
+    samples = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
+    return from_samples(samples, rate, sample_rate, name)
+
+
+def audio_seconds(path: str | os.PathLike[str]) -> float:
+    """Duration by the file's header; decoded and counted only where the header does not know.
+
+    Raises AudioError as `read_audio` does, for what shows without decoding.
+    """
+    with _open(path) as sound:
+        frames = sound.frames
+        if frames == UNKNOWN_FRAMES:
+            frames = sum(len(block) for block in _blocks(sound, _printable(path)))
+        if frames <= 0:
+            raise AudioError(f"{_printable(path)}: no audio, 0 samples")
+        return frames / sound.samplerate
+
+
+def from_samples(
+    samples: np.ndarray | Tensor, rate: int, sample_rate: int = 16_000, name: str = "the waveform"
+) -> Tensor:
+    """Samples in memory, (S,) or (S, C) at `rate` -> (S',) float32 in [-1, 1] at `sample_rate`.
+
+    Values over full scale are clipped to it, after resampling, which overshoots at sharp edges.
+    Raises AudioError, beginning with `name`, for samples that are empty, not finite, of another
+    shape, or not scaled to [-1, 1].
+    """
+    _check_rate(rate, name)
+    array = samples.numpy(force=True) if isinstance(samples, Tensor) else samples
+    waveform = torch.from_numpy(np.array(array, dtype=np.float32))
+    if waveform.ndim not in (1, 2):
+        shape = tuple(waveform.shape)
+        raise AudioError(f"{name}: expected shape (samples,) or (samples, channels), got {shape}")
+    if not waveform.numel():
+        raise AudioError(f"{name}: no audio, 0 samples")
+    peak = float(waveform.abs().max())
+    if not math.isfinite(peak):
+        raise AudioError(f"{name}: holds samples that are NaN or infinite")
+    if peak > MAX_PEAK:
+        raise AudioError(f"{name}: samples reach {peak:.4g}; scale floating-point audio to [-1, 1]")
+    mono = waveform if waveform.ndim == 1 else waveform.mean(dim=1)
+    return resample(mono, rate, sample_rate).clamp(-1.0, 1.0)
+
+
+def resample(waveform: Tensor, rate: int, sample_rate: int) -> Tensor:
+    """(S,) at `rate` -> (ceil(S * sample_rate / rate),) at `sample_rate`, band-limited (Hann sinc).
+
+    Rates with no useful common divisor (44,101 to 16,000 Hz) would need gigabytes of filters; they
+    are met by the nearest ratio that does not, at most 0.05 % away, which no listener notices.
+    """
+    ratio = Fraction(rate, sample_rate)
+    ratio = ratio.limit_denominator(max(1, math.isqrt(int(MAX_FILTER_TAPS / ratio))))
+    if ratio == 1:
+        return waveform
+    return _resampler(ratio.numerator, ratio.denominator)(waveform)
+
+
+@lru_cache(maxsize=16)  # one entry holds at most 4 MB of filters
+def _resampler(old: int, new: int) -> Resample:
+    return Resample(old, new)
+
+
+def _open(path: str | os.PathLike[str]) -> soundfile.SoundFile:
+    name = _printable(path)
+    try:
+        if not Path(path).exists():
+            raise AudioError(f"{name}: no such file")
+        if not Path(path).is_file():  # a pipe or a device could be read for ever
+            raise AudioError(f"{name}: not a regular file")
+        if not Path(path).stat().st_size:
+            raise AudioError(f"{name}: the file is empty (0 bytes)")
+        sound = soundfile.SoundFile(os.fspath(path))
+    except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
+        raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
+    try:
+        _check_rate(sound.samplerate, name)
+    except AudioError:
+        sound.close()
+        raise
+    return sound
+
+
+def _blocks(sound: soundfile.SoundFile, name: str) -> Iterator[np.ndarray]:
+    """The rest of the file, averaged over channels, (S,) float32 at a time."""
+    length = max(1, min(sound.frames, BLOCK_VALUES // sound.channels))
+    block = np.empty((length, sound.channels), np.float32)
+    read = length
+    while read == length:
+        read = _read_block(sound, block, name)
+        if read:
+            yield block[:read].mean(axis=1)
+
+
+def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int:
+    """Fills `block` (S, C) from its start; returns the number of samples read, less at the end."""
+    block.fill(np.nan)
+    try:
+        return len(sound.read(out=block))
+    except (soundfile.SoundFileError, ValueError) as error:
+        # soundfile seeks after it has read, which fails at the end of a file of unknown length:
+        # the samples are there, but not their number. Such files are FLAC, hence never NaN.
+        if sound.frames == UNKNOWN_FRAMES and "fseek" in str(error):
+            return int((~np.isnan(block[:, 0])).sum())
+        text = "broken, or shorter than its header claims"
+        raise AudioError(f"{name}: {text} ({_reason(error)})") from error
+
+
+def _check_rate(rate: int, name: str) -> None:
+    lowest, highest = SAMPLE_RATES
+    if not lowest <= rate <= highest:
+        raise AudioError(f"{name}: sample rate {rate} Hz is outside {lowest} to {highest} Hz")
+
+
+def _printable(path: str | os.PathLike[str]) -> str:
+    """A file name may hold line breaks and bytes that are not text; a message is one clean line."""
+    text = os.fspath(path)
+    return text if text.isprintable() else ascii(text)
+
+
+def _reason(error: Exception) -> str:
+    """libsndfile's own words, without the path that it repeats."""
+    text = getattr(error, "error_string", None) or str(error)
+    return " ".join(text.split()).rstrip(".")

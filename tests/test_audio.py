@@ -1,0 +1,266 @@
+"""Audio files: soundfile writes them, a sine says what must be heard in them."""
+
+import math
+import os
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from features.audio import BLOCK_VALUES, AudioError, audio_seconds, from_samples, read_audio
+
+SECONDS = 0.73
+WAV = [("WAV", subtype) for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")]
+LOSSLESS = [*WAV, ("FLAC", "PCM_16"), ("FLAC", "PCM_24"), ("AIFF", "PCM_16"), ("RF64", "PCM_16")]
+RATES = [8_000, 11_025, 16_000, 22_050, 44_100, 48_000, 96_000]
+LOSSY = [
+    *[("OGG", "VORBIS", rate) for rate in RATES],
+    *[("WAV", "ULAW", rate) for rate in RATES],
+    *[("MP3", "MPEG_LAYER_III", rate) for rate in RATES if rate <= 48_000],
+    *[("OGG", "OPUS", rate) for rate in (8_000, 12_000, 16_000, 24_000, 48_000)],
+]
+
+
+def sines(rate: int, channels: int, seconds: float = SECONDS) -> np.ndarray:
+    """(S, C): channel c holds a sine of 300 + 170 c Hz, so each is heard in the mean."""
+    time = np.arange(round(rate * seconds)) / rate
+    return np.stack([0.4 * np.sin(2 * np.pi * (300 + 170 * c) * time) for c in range(channels)], 1)
+
+
+def check(path, channels: int, least_decibels: float) -> None:
+    """The file holds the mean of the sines at 16 kHz, but for its edges."""
+    heard = read_audio(path).double().numpy()
+    expected = sines(16_000, channels).mean(axis=1)
+    assert abs(len(heard) - len(expected)) <= 1
+    inner = slice(800, len(expected) - 800)
+    error = heard[inner] - expected[inner]
+    decibels = 10 * math.log10((expected[inner] ** 2).sum() / ((error**2).sum() + 1e-20))
+    assert decibels > least_decibels
+    assert audio_seconds(path) == pytest.approx(SECONDS, abs=1e-3)
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize(("kind", "subtype"), LOSSLESS)
+def test_lossless_files_give_the_mean_of_their_channels(tmp_path, kind, subtype, rate):
+    for channels in (1, 2, 5):
+        path = tmp_path / f"{channels}.audio"  # by content, not by name
+        soundfile.write(path, sines(rate, channels), rate, format=kind, subtype=subtype)
+        check(path, channels, 25 if subtype == "PCM_U8" else 45)
+
+
+@pytest.mark.parametrize(("kind", "subtype", "rate"), LOSSY)
+def test_lossy_files_sound_alike(tmp_path, kind, subtype, rate):
+    for channels in (1, 2):
+        path = tmp_path / f"{channels}.audio"
+        soundfile.write(path, sines(rate, channels), rate, format=kind, subtype=subtype)
+        check(path, channels, 15)
+
+
+@pytest.mark.parametrize("rate", [7_919, 15_991, 44_101, 999_983])
+def test_a_rate_with_no_common_divisor_costs_no_gigabytes(tmp_path, rate):
+    path = tmp_path / "odd.wav"
+    soundfile.write(path, sines(rate, 1), rate)
+    heard = read_audio(path)
+    assert len(heard) == pytest.approx(SECONDS * 16_000, rel=6e-4)
+    spectrum = np.abs(np.fft.rfft(heard.numpy() * np.hanning(len(heard))))
+    assert spectrum.argmax() * 16_000 / len(heard) == pytest.approx(300, abs=1)
+
+
+def test_another_target_rate_keeps_what_fits_and_drops_what_would_alias(tmp_path):
+    time = np.arange(16_000) / 16_000
+    low, high = np.sin(2 * np.pi * 1_000 * time), np.sin(2 * np.pi * 6_000 * time)
+    soundfile.write(tmp_path / "a.wav", 0.3 * low + 0.3 * high, 16_000, subtype="FLOAT")
+    heard = read_audio(tmp_path / "a.wav", sample_rate=8_000).numpy()
+    assert len(heard) == 8_000
+    np.testing.assert_allclose(heard[100:-100], 0.3 * low[::2][100:-100], atol=2e-3)
+
+
+def test_a_file_of_many_blocks_is_read_whole(tmp_path, monkeypatch):
+    expected = sines(16_000, 3).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", expected, 16_000, subtype="FLOAT")
+    monkeypatch.setattr("features.audio.BLOCK_VALUES", 3 * 997)
+    np.testing.assert_allclose(read_audio(tmp_path / "a.wav"), expected.mean(1), atol=1e-6)
+
+
+def test_samples_over_full_scale_are_clipped_and_unscaled_ones_refused(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.array([0.5, 1.5, -1.5]), 16_000, subtype="FLOAT")
+    assert read_audio(tmp_path / "a.wav").tolist() == [0.5, 1.0, -1.0]
+    soundfile.write(tmp_path / "b.wav", np.array([0.5, 3000.0]), 16_000, subtype="FLOAT")
+    with pytest.raises(AudioError, match=r"b.wav: samples reach 3000; scale"):
+        read_audio(tmp_path / "b.wav")
+
+
+def test_samples_in_memory_go_the_same_way():
+    stereo = sines(48_000, 2)
+    ours = from_samples(stereo, 48_000)
+    torch.testing.assert_close(ours, from_samples(torch.tensor(stereo), 48_000))
+    np.testing.assert_allclose(ours[99:-99], sines(16_000, 2).mean(1)[99:-99], atol=2e-3)
+    frozen = np.zeros(7, np.float32)
+    frozen.flags.writeable = False
+    assert from_samples(frozen, 16_000).tolist() == [0.0] * 7
+    with pytest.raises(AudioError, match=r"the waveform: expected shape .* got \(2, 3, 5\)"):
+        from_samples(np.zeros((2, 3, 5)), 16_000)
+
+
+# Files that lie, end early, or hold nothing.
+
+
+def wav(claimed_bytes: int, data: bytes, channels: int = 1, rate: int = 16_000) -> bytes:
+    width = 2 * channels
+    riff = struct.pack("<4sI4s", b"RIFF", min(claimed_bytes + 36, 2**32 - 1), b"WAVE")
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, channels, rate, rate * width, width, 16)
+    return riff + form + struct.pack("<4sI", b"data", claimed_bytes) + data
+
+
+def flac(path, claimed_samples: int, samples: np.ndarray) -> None:
+    """A FLAC file whose STREAMINFO claims another number of samples (36 bits at byte 21)."""
+    soundfile.write(path, samples, 16_000, format="FLAC")
+    raw = bytearray(path.read_bytes())
+    raw[21] = (raw[21] & 0xF0) | (claimed_samples >> 32)
+    raw[22:26] = struct.pack(">I", claimed_samples & 0xFFFFFFFF)
+    path.write_bytes(raw)
+
+
+def peak_megabytes(path) -> float:
+    """Memory that reading takes, whether or not it succeeds."""
+    tracemalloc.start()
+    try:
+        read_audio(path)
+    except AudioError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak / 2**20
+
+
+def test_a_wav_that_claims_4_gb_costs_what_it_holds(tmp_path):
+    path = tmp_path / "liar.wav"
+    path.write_bytes(wav(2**32 - 16, struct.pack("<h", 8192) * 500))
+    assert read_audio(path).tolist() == [0.25] * 500
+    assert peak_megabytes(path) < 1
+
+
+def test_a_flac_that_claims_49_days_is_refused_in_bounded_memory(tmp_path):
+    path = tmp_path / "liar.flac"
+    flac(path, 2**36 - 1, sines(16_000, 1))
+    with pytest.raises(AudioError, match=r"liar.flac: broken, or shorter than its header claims"):
+        read_audio(path)
+    assert peak_megabytes(path) < 2 * BLOCK_VALUES * 4 / 2**20
+
+
+@pytest.mark.parametrize("block", [1000, 997, 2**22])
+def test_a_flac_written_to_a_pipe_knows_no_length_and_is_read_whole(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("features.audio.BLOCK_VALUES", block)
+    samples = sines(16_000, 1, seconds=0.5)
+    flac(tmp_path / "pipe.flac", 0, samples)
+    heard = read_audio(tmp_path / "pipe.flac")
+    np.testing.assert_allclose(heard, samples[:, 0], atol=1e-4)
+    assert audio_seconds(tmp_path / "pipe.flac") == 0.5
+
+
+def test_more_than_max_seconds_is_refused_without_decoding_it_all(tmp_path, monkeypatch):
+    path = tmp_path / "long.flac"  # an hour of silence in a small file
+    soundfile.write(path, np.zeros(3600 * 1_000, np.int16), 1_000)
+    assert path.stat().st_size < 50_000
+    monkeypatch.setattr("features.audio.BLOCK_VALUES", 1_000)
+    with pytest.raises(AudioError, match=r"long.flac: longer than the limit of 7.5 seconds"):
+        read_audio(path, max_seconds=7.5)
+    tracemalloc.start()
+    with pytest.raises(AudioError):
+        read_audio(path, max_seconds=7.5)
+    assert tracemalloc.get_traced_memory()[1] < 2**20  # the whole is 14 MB
+    tracemalloc.stop()
+    assert len(read_audio(path, sample_rate=1_000, max_seconds=3600)) == 3_600_000
+
+
+def test_cut_off_files_give_what_is_there_or_an_error(tmp_path):
+    for kind in ("WAV", "FLAC", "OGG", "MP3"):
+        path = tmp_path / f"cut.{kind}"
+        soundfile.write(path, sines(16_000, 1, seconds=3), 16_000, format=kind)
+        raw = path.read_bytes()
+        path.write_bytes(raw[: len(raw) // 2])
+        if kind in ("FLAC", "OGG"):
+            with pytest.raises(AudioError, match=f"cut[.]{kind}: (broken|not readable)"):
+                read_audio(path)
+        else:
+            assert 0 < len(read_audio(path)) < 3 * 16_000
+
+
+BAD = {
+    "empty.wav": (b"", "the file is empty"),
+    "header.wav": (wav(0, b""), "no audio, 0 samples"),
+    "text.wav": (b"this is no audio\n" * 99, "not readable as audio (Format not recognised)"),
+    "headerless.raw": (bytes(999), "not readable as audio"),
+    "slow.wav": (wav(8, bytes(8), rate=1), "sample rate 1 Hz is outside 1000 to 1000000 Hz"),
+    "fast.wav": (wav(8, bytes(8), rate=2**31 - 1), "sample rate 2147483647 Hz is outside"),
+    "still.wav": (wav(8, bytes(8), rate=0), "not readable as audio"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_named_in_one_line(tmp_path, name):
+    content, message = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    for read in (read_audio, audio_seconds):
+        with pytest.raises(AudioError) as caught:
+            read(path)
+        assert str(caught.value).startswith(f"{path}: {message}")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_samples_that_are_not_numbers_are_refused(tmp_path, value):
+    samples = sines(16_000, 2)
+    samples[4321, 1] = value
+    soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
+    with pytest.raises(AudioError, match=r"a.wav: holds samples that are NaN or infinite"):
+        read_audio(tmp_path / "a.wav")
+
+
+def test_what_is_no_file_is_refused_unread(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # opening one would wait for ever
+    for path, message in (
+        (tmp_path / "pipe", "not a regular file"),
+        (tmp_path, "not a regular file"),
+        (tmp_path / "missing.flac", "no such file"),
+        (tmp_path / "nul\0.flac", "no such file"),
+        (tmp_path / "a" / ("x" * 300), "no such file|File name too long"),
+    ):
+        with pytest.raises(AudioError, match=message):
+            read_audio(path)
+
+
+def test_a_file_name_with_a_line_break_makes_no_second_line(tmp_path):
+    with pytest.raises(AudioError) as caught:
+        read_audio(tmp_path / "two\nlines.wav")
+    assert str(caught.value).endswith(r"two\nlines.wav': no such file")
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "OPUS", "MP3", "AIFF"])
+def test_damaged_files_give_sound_or_a_clear_error(tmp_path, kind):
+    """Random bytes overwritten, mostly in the header; seeded."""
+    path, draw = tmp_path / f"damaged.{kind}", np.random.default_rng(17)
+    options = {"format": "OGG", "subtype": "OPUS"} if kind == "OPUS" else {"format": kind}
+    soundfile.write(path, sines(16_000, 2, seconds=0.3), 16_000, **options)
+    good, refused = path.read_bytes(), 0
+    for trial in range(30):
+        raw = bytearray(good)
+        reach = 64 if trial % 2 else len(raw)
+        for place in draw.integers(0, reach, size=1 + trial % 5):
+            raw[place] = draw.integers(256)
+        path.write_bytes(raw)
+        try:
+            heard = read_audio(path, max_seconds=60)
+        except AudioError as error:
+            refused += 1
+            assert str(error).startswith(str(path))
+            assert "\n" not in str(error)
+        else:
+            assert heard.isfinite().all()
+            assert heard.abs().max() <= 1
+    assert refused > 0
