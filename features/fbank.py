@@ -1,0 +1,250 @@
+"""Spectral features of one utterance: Kaldi's log-mel and MFCC, and Slaney's mel.
+
+`Fbank` and `Mfcc` are a thin face over `torchaudio.compliance.kaldi`, which computes what Kaldi's
+compute-fbank-feats and compute-mfcc-feats do: frames that fit whole into the samples
+(snip_edges), pre-emphasis 0.97, Povey window, samples scaled to 16 bits. `SlaneyMel` computes
+librosa's `melspectrogram` (Slaney 1998, Auditory Toolbox).
+
+One difference: dither is added to the samples, from a generator of its own, where Kaldi draws
+anew for every frame; so the same utterance has the same features everywhere.
+
+Shapes: S samples, T frames, F features per frame (`size`).
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torchaudio
+from torch import Tensor
+from torch.nn.functional import pad
+from torchaudio.compliance import kaldi
+
+# Kaldi reads samples as 16-bit integers.
+KALDI_SCALE = 32768.0
+# Frames computed at once: an hour of audio needs no more memory than ten seconds, and 1,000
+# frames still fit a core's cache. Frames do not depend on each other.
+BLOCK_FRAMES = 1000
+# Slaney-mel energy below this is taken for this, -100 dB, before the logarithm.
+POWER_FLOOR = 1e-10
+
+
+class Frames:
+    """What all kinds share: how samples are cut into overlapping frames."""
+
+    size: int
+
+    def __init__(
+        self, sample_rate: int, frame_length: float, frame_shift: float, dither: float
+    ) -> None:
+        self.sample_rate, self.dither = sample_rate, dither
+        self.frame_length, self.frame_shift = frame_length, frame_shift  # milliseconds
+        self.window = int(sample_rate * frame_length * 0.001)  # samples, rounded as Kaldi does
+        self.shift = int(sample_rate * frame_shift * 0.001)
+        if self.window < 2 or self.shift < 1:
+            raise ValueError(
+                f"frame_length {frame_length} ms and frame_shift {frame_shift} ms are too short"
+                f" at {sample_rate} Hz"
+            )
+
+    def num_frames(self, samples: int) -> int:
+        """T for S samples; none where the samples do not fill one window."""
+        return 0 if samples < self.window else 1 + (samples - self.window) // self.shift
+
+    def __call__(self, waveform: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """waveform (S,) in [-1, 1] -> features (T, F) float32; T = `num_frames(S)`.
+
+        Dither, where it is on, comes from `generator`; without one (at evaluation) the same noise
+        is drawn for every utterance. Raises ValueError for a waveform that is not one-dimensional.
+        """
+        if waveform.ndim != 1:
+            raise ValueError(f"expected a waveform (samples,), got shape {tuple(waveform.shape)}")
+        if self.num_frames(len(waveform)) == 0:
+            return torch.zeros(0, self.size)
+        waveform = self._dithered(waveform.float(), generator)
+        return torch.cat([self._features(piece) for piece in self._pieces(waveform)])
+
+    def _features(self, piece: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _pieces(self, waveform: Tensor) -> Iterator[Tensor]:
+        """Overlapping stretches (S',) that together hold every frame once."""
+        frames = self.num_frames(len(waveform))
+        for first in range(0, frames, BLOCK_FRAMES):
+            last = min(first + BLOCK_FRAMES, frames) - 1
+            yield waveform[first * self.shift : last * self.shift + self.window]
+
+    def _dithered(self, waveform: Tensor, generator: torch.Generator | None) -> Tensor:
+        if self.dither == 0.0:
+            return waveform
+        generator = generator or torch.Generator().manual_seed(0)
+        noise = torch.randn(waveform.shape, generator=generator)
+        return waveform + noise * (self.dither / KALDI_SCALE)
+
+
+class Fbank(Frames):
+    """Kaldi's log-mel filterbank energies: (S,) -> (T, num_mel_bins).
+
+    Lengths in milliseconds, frequencies in Hz; `high_freq` 0 or below counts from the Nyquist
+    frequency; `dither` in units of a 16-bit sample. Raises ValueError for a filterbank with a
+    bin that no FFT frequency falls into (Kaldi refuses those, torchaudio returns a constant).
+    """
+
+    def __init__(
+        self,
+        sample_rate: int = 16_000,
+        num_mel_bins: int = 80,
+        frame_length: float = 25.0,
+        frame_shift: float = 10.0,
+        dither: float = 0.0,
+        low_freq: float = 20.0,
+        high_freq: float = 0.0,
+    ) -> None:
+        super().__init__(sample_rate, frame_length, frame_shift, dither)
+        _check_band(sample_rate, low_freq, high_freq)
+        self.size = self.num_mel_bins = num_mel_bins
+        self.low_freq, self.high_freq = low_freq, high_freq
+        if num_mel_bins < 4:
+            raise ValueError(f"num_mel_bins {num_mel_bins}: Kaldi's filterbank needs 4 or more")
+        fft = 2 ** (self.window - 1).bit_length()
+        banks, _ = kaldi.get_mel_banks(
+            num_mel_bins, fft, sample_rate, low_freq, high_freq, 100.0, -500.0, 1.0
+        )
+        _check_filters(banks, sample_rate)
+
+    def _features(self, piece: Tensor) -> Tensor:
+        return kaldi.fbank(piece[None] * KALDI_SCALE, **self._options())
+
+    def _options(self) -> dict[str, float]:
+        return {
+            "sample_frequency": self.sample_rate,
+            "num_mel_bins": self.num_mel_bins,
+            "frame_length": self.frame_length,
+            "frame_shift": self.frame_shift,
+            "low_freq": self.low_freq,
+            "high_freq": self.high_freq,
+        }
+
+
+class Mfcc(Fbank):
+    """Kaldi's mel-frequency cepstra with C0, liftered by 22: (S,) -> (T, num_ceps * (1 + deltas)).
+
+    `deltas` 1 appends the first and 2 also the second time derivative, as Kaldi's add-deltas does
+    (regression over 2 frames to each side). Raises ValueError as `Fbank` does.
+    """
+
+    def __init__(
+        self,
+        sample_rate: int = 16_000,
+        num_ceps: int = 13,
+        deltas: int = 0,
+        num_mel_bins: int = 23,
+        frame_length: float = 25.0,
+        frame_shift: float = 10.0,
+        dither: float = 0.0,
+        low_freq: float = 20.0,
+        high_freq: float = 0.0,
+    ) -> None:
+        super().__init__(
+            sample_rate, num_mel_bins, frame_length, frame_shift, dither, low_freq, high_freq
+        )
+        if not 1 <= num_ceps <= num_mel_bins:
+            raise ValueError(f"num_ceps {num_ceps} must lie in 1 to num_mel_bins ({num_mel_bins})")
+        if deltas not in (0, 1, 2):
+            raise ValueError(f"deltas {deltas} must be 0, 1 or 2")
+        self.num_ceps, self.deltas = num_ceps, deltas
+        self.size = num_ceps * (1 + deltas)
+
+    def __call__(self, waveform: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """As `Frames.__call__`; deltas look across the pieces, so they come last."""
+        features = super().__call__(waveform, generator)
+        return add_deltas(features, self.deltas) if self.deltas and len(features) else features
+
+    def _features(self, piece: Tensor) -> Tensor:
+        return kaldi.mfcc(piece[None] * KALDI_SCALE, num_ceps=self.num_ceps, **self._options())
+
+
+def add_deltas(features: Tensor, order: int) -> Tensor:
+    """(T, F) -> (T, F * (1 + order)): the features, then their derivatives, T at least 1.
+
+    Kaldi (feat/feature-functions.cc) repeats the first and last frame before it differentiates
+    once or twice, instead of repeating the first and last derivative; so the frames are repeated
+    far enough out for both.
+    """
+    reach = 2 * order
+    parts = [pad(features.T[None], (reach, reach), mode="replicate")[0]]  # (F, T + 2 * reach)
+    for _ in range(order):
+        parts.append(torchaudio.functional.compute_deltas(parts[-1], win_length=5))
+    return torch.cat(parts)[:, reach : reach + len(features)].T.contiguous()
+
+
+class SlaneyMel(Frames):
+    """The natural logarithm of librosa's mel power spectrogram: (S,) -> (T, num_mel_bins).
+
+    Agrees with log(max(1e-10, melspectrogram(n_fft=window, hop_length=shift, center=False,
+    htk=False, norm="slaney"))): Hann window, no pre-emphasis, samples in [-1, 1], frames counted
+    as `Fbank` counts them. `dither` in units of a 16-bit sample. Raises ValueError as `Fbank` does.
+    """
+
+    def __init__(
+        self,
+        sample_rate: int = 16_000,
+        num_mel_bins: int = 80,
+        frame_length: float = 25.0,
+        frame_shift: float = 10.0,
+        dither: float = 0.0,
+        low_freq: float = 0.0,
+        high_freq: float = 0.0,
+    ) -> None:
+        super().__init__(sample_rate, frame_length, frame_shift, dither)
+        _check_band(sample_rate, low_freq, high_freq)
+        self.size = num_mel_bins
+        top = high_freq if high_freq > 0 else sample_rate / 2 + high_freq
+        frequencies = torch.fft.rfftfreq(self.window, 1 / sample_rate, dtype=torch.float64)
+        self.filters = slaney_filters(frequencies, num_mel_bins, low_freq, top).float()
+        _check_filters(self.filters, sample_rate)
+        self.hann = torch.hann_window(self.window)
+
+    def _features(self, piece: Tensor) -> Tensor:
+        frames = piece.unfold(0, self.window, self.shift) * self.hann  # (T', window)
+        power = torch.fft.rfft(frames).abs().square()  # (T', window // 2 + 1)
+        return (power @ self.filters.T).clamp_min(POWER_FLOOR).log()
+
+
+def slaney_filters(frequencies: Tensor, bins: int, low_freq: float, high_freq: float) -> Tensor:
+    """Triangles of area 1 Hz, equally spaced in Slaney's mel: frequencies (N,) -> (bins, N).
+
+    That scale is linear to 1 kHz, 15 mel, and logarithmic above: 27 mel to a factor of 6.4.
+    """
+    step = math.log(6.4) / 27
+    ends = [
+        15 + math.log(f / 1000) / step if f > 1000 else 0.015 * f for f in (low_freq, high_freq)
+    ]
+    mel = torch.linspace(*ends, bins + 2, dtype=torch.float64)[:, None]
+    hertz = torch.where(mel > 15, 1000 * ((mel - 15) * step).exp(), mel / 0.015)  # (bins + 2, 1)
+    left, centre, right = hertz[:-2], hertz[1:-1], hertz[2:]
+    rising, falling = (
+        (frequencies - left) / (centre - left),
+        (right - frequencies) / (right - centre),
+    )
+    return torch.minimum(rising, falling).clamp_min(0) * 2 / (right - left)
+
+
+def _check_band(sample_rate: int, low_freq: float, high_freq: float) -> None:
+    nyquist = sample_rate / 2
+    top = high_freq if high_freq > 0 else nyquist + high_freq
+    if not 0 <= low_freq < top <= nyquist:
+        raise ValueError(
+            f"low_freq {low_freq} and high_freq {high_freq} (that is {top} Hz) must lie in order"
+            f" between 0 and {nyquist} Hz, half the sample rate"
+        )
+
+
+def _check_filters(filters: Tensor, sample_rate: int) -> None:
+    """filters (F, frequencies): a filter of zeros would give a feature that never moves."""
+    empty = int((filters.amax(dim=1) == 0).sum())
+    if empty:
+        raise ValueError(
+            f"{empty} of {len(filters)} mel bins at {sample_rate} Hz are narrower than the FFT's"
+            " resolution; use fewer num_mel_bins or a longer frame_length"
+        )
