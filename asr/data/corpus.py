@@ -121,11 +121,14 @@ def leaves(audio: str, root: Path) -> bool:
     return parts[: len(base)] != base or ".." in Path(audio).parts
 
 
-def read_rows(path: Path, required: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+def read_rows(
+    path: Path, required: Sequence[str], faults: dict[int, str] | None = None
+) -> Iterator[tuple[int, dict[str, str]]]:
     """The rows of a table as (line number, {column: field}); empty lines are passed over.
 
-    Raises UserError where the file is missing, not UTF-8, lacks a required column or has no rows,
-    and where a row has another number of fields than the header.
+    Raises UserError where the file is missing, not UTF-8, lacks a required column or has no rows.
+    A row with another number of fields than the header is noted in `faults` by its line, or raises
+    UserError where there is no such note-book.
     """
     lines = _lines(path)
     header = next(lines, (1, []))[1]
@@ -137,11 +140,13 @@ def read_rows(path: Path, required: Sequence[str]) -> Iterator[tuple[int, dict[s
         )
     line = None
     for line, fields in lines:
-        if len(fields) != len(header):
-            raise UserError(
-                f"{path}:{line}: {len(fields)} fields where the header has {len(header)}"
-            )
-        yield line, dict(zip(header, fields, strict=True))
+        if len(fields) == len(header):
+            yield line, dict(zip(header, fields, strict=True))
+            continue
+        fault = f"{len(fields)} fields where the header has {len(header)}"
+        if faults is None:
+            raise UserError(f"{path}:{line}: {fault}")
+        faults[line] = fault
     if line is None:
         raise UserError(f"{path}: the manifest is empty; it needs one line per utterance")
 
@@ -178,6 +183,30 @@ def audio_field(audio: Path, manifest: Path) -> str:
         return audio.relative_to(manifest.parent).as_posix()
     except ValueError:
         raise UserError(f"{manifest}: audio {audio} lies outside the manifest's folder") from None
+
+
+def link_audio(manifest: Path, audio: Path) -> Path:
+    """A folder below the manifest's that shows `audio`: itself, or the link NAME.audio to it.
+
+    Raises UserError where NAME.audio is no link of ours to change, or links cannot be made.
+    """
+    folder, audio = manifest.parent.resolve(), audio.resolve()
+    if audio.is_relative_to(folder):
+        return manifest.parent / audio.relative_to(folder)
+    link = manifest.with_suffix(".audio")
+    if link.exists() and not link.is_symlink():
+        raise UserError(f"{link}: in the way; a link to {audio} shall stand there")
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        fresh.symlink_to(audio, target_is_directory=True)
+        fresh.replace(link)
+    except OSError as error:
+        raise UserError(
+            f"{link}: cannot be made a link to {audio}: {error.strerror}; "
+            "or let --to be a folder that holds the audio"
+        ) from None
+    return link
 
 
 def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -1,0 +1,221 @@
+"""The built-in corpus: its phrases, its splits, its audio, and what survives a break."""
+
+import builtins
+import random
+import re
+import threading
+from itertools import combinations, islice, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from asr.data.corpora import espeak, spoken_numbers
+from asr.data.corpora.spoken_numbers import ACCENTS, VARIANTS, cardinal, in_a_room, phrases, prepare
+from asr.data.corpus import read_manifest
+from asr.errors import UserError
+
+SPLITS = {"train": 7, "valid": 3, "test": 5}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    pytest.importorskip("espeakng_loader", reason="the speech engine is the extra `demo`")
+    folder = tmp_path_factory.mktemp("data") / "spoken_numbers"
+    prepare(folder, **SPLITS, workers=1)
+    return folder
+
+
+# fmt: off
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+         "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+         "nineteen", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+# fmt: on
+
+
+def value(words: str) -> int:
+    """The number back from its words, by adding up: a judge that shares no code with `cardinal`."""
+    units = {word: i for i, word in enumerate(WORDS[:20])}
+    units |= {word: 10 * i for i, word in enumerate(WORDS[20:], start=2)}
+    total = group = 0
+    for word in words.split():
+        if word == "thousand":
+            total, group = 1000 * group, 0
+        elif word == "hundred":
+            group *= 100
+        elif word != "and":
+            group += units[word]
+    return total + group
+
+
+def test_every_cardinal_says_its_number():
+    numbers = [*range(1200), *random.Random(3).sample(range(1200, 1_000_000), 2000)]
+    assert [value(cardinal(n)) for n in numbers] == numbers
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (84, "eighty four"),
+        (407, "four hundred and seven"),
+        (4007, "four thousand and seven"),
+        (4700, "four thousand seven hundred"),
+        (100_000, "one hundred thousand"),
+        (999_999, "nine hundred and ninety nine thousand nine hundred and ninety nine"),
+    ],
+)
+def test_cardinals_in_british_words(number, words):
+    assert cardinal(number) == words
+
+
+def test_phrases_are_capital_words_without_repeats():
+    said = list(islice(phrases(random.Random(5)), 3000))
+    assert len(set(said)) == 3000
+    assert all(re.fullmatch(r"[A-Z]+( [A-Z]+)*", phrase) for phrase in said)
+    words = {word for phrase in said for word in phrase.split()}
+    assert len(words) == 33 and {"ZERO", "OH", "POINT", "HUNDRED", "AND", "THOUSAND"} < words
+    assert said == list(islice(phrases(random.Random(5)), 3000))
+
+
+def test_no_variant_speaks_in_two_splits():
+    for one, other in combinations(VARIANTS.values(), 2):
+        assert not set(one) & set(other)
+
+
+def test_splits_share_neither_phrase_nor_speaker(corpus):
+    made = {split: read_manifest(corpus / f"{split}.tsv") for split in SPLITS}
+    assert {split: len(c) for split, c in made.items()} == SPLITS
+    for one, other in combinations(made.values(), 2):
+        assert not set(one.texts) & set(other.texts)
+        assert not set(one.speakers) & set(other.speakers)
+        assert not set(one.ids) & set(other.ids)
+
+
+def test_the_audio_is_what_the_manifest_says(corpus):
+    for split in SPLITS:
+        for utterance in read_manifest(corpus / f"{split}.tsv"):
+            samples, rate = soundfile.read(utterance.audio)
+            assert rate == 16000 and samples.ndim == 1 and utterance.audio.suffix == ".flac"
+            assert len(samples) / rate == pytest.approx(utterance.seconds, abs=1e-3)
+            # Someone speaks, for a while that fits the text, and nothing is clipped.
+            assert 0.05 < np.abs(samples).max() < 0.95
+            assert 0.02 < utterance.seconds / len(utterance.text) < 0.3
+            assert samples.std() > 10 * np.sort(np.abs(samples))[len(samples) // 20]
+
+
+def test_the_example_is_a_test_utterance(corpus):
+    first = read_manifest(corpus / "test.tsv")[0]
+    assert (corpus / "example.flac").read_bytes() == first.audio.read_bytes()
+
+
+def test_a_second_call_makes_nothing(corpus, monkeypatch):
+    monkeypatch.setattr(spoken_numbers, "_build", None)  # calling it would raise
+    prepare(corpus, **SPLITS)
+
+
+def test_another_corpus_in_the_folder_is_refused(corpus, tmp_path):
+    with pytest.raises(UserError, match="of other settings; delete the folder"):
+        prepare(corpus, train=8)
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty, and not the spoken numbers"):
+        prepare(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_a_break_leaves_nothing(tmp_path, monkeypatch):
+    def build(folder, *_):
+        (folder / "train.tsv").write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spoken_numbers, "_build", build)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "corpus")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_callers_at_one_time_leave_one_whole_corpus(tmp_path, monkeypatch):
+    meet = threading.Barrier(3)
+
+    def build(folder, *_):
+        (folder / "train.tsv").write_text(folder.name)
+        meet.wait(10)  # all have built before the first renames
+
+    monkeypatch.setattr(spoken_numbers, "_build", build)
+    folder, errors = tmp_path / "corpus", []
+
+    def call():
+        try:
+            prepare(folder)
+        except Exception as error:
+            errors.append(error)
+
+    callers = [threading.Thread(target=call) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert errors == []
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
+    assert sorted(p.name for p in folder.iterdir()) == ["corpus.json", "train.tsv"]
+
+
+def test_a_missing_extra_is_named_with_its_remedy(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "espeakng_loader":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"pip install 'layernorm-asr\[demo\]'"):
+        prepare(tmp_path / "corpus")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def engine():
+    pytest.importorskip("espeakng_loader", reason="the speech engine is the extra `demo`")
+    return espeak.Engine()
+
+
+def test_every_voice_of_the_cast_exists_and_speaks(engine):
+    variants = [v for split in VARIANTS.values() for v in split]
+    # The engine passes over a variant that it does not know.
+    known = Path(pytest.importorskip("espeakng_loader").get_data_path()) / "voices" / "!v"
+    assert [v for v in variants if not (known / v).is_file()] == []
+    for accent, variant in product(ACCENTS, variants):
+        spoken = engine.say("seven", f"{accent}+{variant}", 160, 50)
+        assert 0.2 < len(spoken) / engine.sample_rate < 1.5
+        assert 1000 < np.abs(spoken.astype(int)).max() < 32767
+    with pytest.raises(ValueError, match="no voice 'en-moon'"):
+        engine.say("seven", "en-moon", 160, 50)
+
+
+def test_rate_and_pitch_are_heard(engine):
+    slow, fast = (engine.say("seven hundred", "en-us", rate, 50) for rate in (120, 240))
+    assert len(slow) > 1.4 * len(fast)
+    low, high = (engine.say("nine", "en-us", 160, pitch).astype(float) for pitch in (10, 90))
+    assert _pitch(high, engine.sample_rate) > 1.3 * _pitch(low, engine.sample_rate)
+
+
+def _pitch(samples: np.ndarray, rate: int) -> float:
+    """The strongest frequency of a voice's fundamental range, in Hz."""
+    frequencies = np.fft.rfftfreq(len(samples), 1 / rate)
+    voice = (frequencies > 50) & (frequencies < 250)
+    return frequencies[voice][np.abs(np.fft.rfft(samples))[voice].argmax()]
+
+
+def test_the_room_keeps_to_its_noise_and_its_gain():
+    speech = np.sin(np.arange(16000) / 5).astype(np.float32)
+    silent = np.zeros(4000, np.float32)
+    for seed in range(20):
+        heard = in_a_room(np.concatenate([silent, speech, silent]), np.random.default_rng(seed))
+        before_and_after = len(heard) - 16000
+        assert 2 * 800 - 10 <= before_and_after < 2 * 4000
+        assert 0.09 < np.abs(heard).max() < 0.9
+        noise = heard[:800].std()
+        ratio = 20 * np.log10(heard[4000:14000].std() / noise)
+        assert 13 < ratio < 42
