@@ -202,10 +202,11 @@ def test_rate_and_pitch_are_heard(engine):
 
 
 def _pitch(samples: np.ndarray, rate: int) -> float:
-    """The strongest frequency of a voice's fundamental range, in Hz."""
-    frequencies = np.fft.rfftfreq(len(samples), 1 / rate)
-    voice = (frequencies > 50) & (frequencies < 250)
-    return frequencies[voice][np.abs(np.fft.rfft(samples))[voice].argmax()]
+    """The fundamental in Hz, by the delay at which 0.1 s of the voice is most like itself."""
+    middle = samples[len(samples) // 3 :][: rate // 10]
+    echo = np.correlate(middle - middle.mean(), middle - middle.mean(), "full")[len(middle) - 1 :]
+    shortest, longest = rate // 220, rate // 50
+    return rate / (shortest + int(echo[shortest:longest].argmax()))
 
 
 def test_the_room_keeps_to_its_noise_and_its_gain():
