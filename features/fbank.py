@@ -22,9 +22,9 @@ from torchaudio.compliance import kaldi
 
 # Kaldi reads samples as 16-bit integers.
 KALDI_SCALE = 32768.0
-# Frames computed at once: an hour of audio needs no more memory than ten seconds, and 1,000
+# Frames computed at once: an hour of audio needs no more memory than six seconds, and 600
 # frames still fit a core's cache. Frames do not depend on each other.
-BLOCK_FRAMES = 1000
+BLOCK_FRAMES = 600
 # Slaney-mel energy below this is taken for this, -100 dB, before the logarithm.
 POWER_FLOOR = 1e-10
 
