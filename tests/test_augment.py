@@ -1,0 +1,173 @@
+"""Augmentation: a sine judges speed, counting judges masks, power judges noise."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from features.augment import SpecAugment, add_noise, change_speed
+
+T, F = 211, 83
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def picture(frames: int = T, size: int = F) -> torch.Tensor:
+    """Features of mean 3, no two alike."""
+    return torch.randn(frames, size, generator=seeded(99)) + 3
+
+
+def runs(hidden: torch.Tensor) -> list[int]:
+    """Lengths of the stretches of True."""
+    return [len(run) for run in "".join("x" if h else " " for h in hidden.tolist()).split()]
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1, 1.0, 0.83, 2.0, 0.25])
+@pytest.mark.parametrize("samples", [1, 9, 16_000, 15_991])
+def test_speed_divides_the_length(factor, samples):
+    waveform = torch.zeros(samples)
+    assert len(change_speed(waveform, factor)) == math.ceil(round(samples / factor, 6))
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1, 0.83])
+def test_speed_is_the_same_sine_played_at_another_pitch(factor):
+    time = torch.arange(16_001, dtype=torch.float64) / 16_000
+    ours = change_speed((0.5 * torch.sin(2 * math.pi * 440 * time)).float(), factor)
+    later = torch.arange(len(ours), dtype=torch.float64) / 16_000
+    judge = 0.5 * torch.sin(2 * math.pi * 440 * factor * later)
+    torch.testing.assert_close(ours[99:-99].double(), judge[99:-99], rtol=0, atol=2e-3)
+
+
+def test_speed_one_changes_nothing_and_a_fast_one_does_not_alias():
+    waveform = torch.randn(997, generator=seeded())
+    assert torch.equal(change_speed(waveform, 1.0), waveform)
+    time = torch.arange(16_000) / 16_000
+    above = change_speed(torch.sin(2 * math.pi * 7_000 * time), 1.5)  # would be 10.5 kHz
+    assert above[99:-99].abs().max() < 0.02
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 0.2, 4.1, math.nan])
+def test_a_speed_that_is_none_is_refused(factor):
+    with pytest.raises(ValueError, match=r"speed .* must lie in 0.25 to 4.0"):
+        change_speed(torch.zeros(7), factor)
+
+
+@pytest.mark.parametrize("snr", [-5.0, 0.0, 20.0])
+def test_noise_has_its_power_and_comes_from_the_generator(snr):
+    waveform = 0.3 * torch.sin(torch.arange(160_000) / 7)
+    noise = add_noise(waveform, snr, seeded(3)) - waveform
+    decibels = 10 * math.log10(waveform.square().mean() / noise.square().mean())
+    assert decibels == pytest.approx(snr, abs=0.05)
+    assert abs(float(noise[1:] @ noise[:-1]) / float(noise @ noise)) < 0.02  # white
+    assert torch.equal(add_noise(waveform, snr, seeded(3)), waveform + noise)
+    assert not torch.equal(add_noise(waveform, snr, seeded(4)), waveform + noise)
+
+
+def test_noise_leaves_silence_and_nothing_alone():
+    assert torch.equal(add_noise(torch.zeros(97), 10.0, seeded()), torch.zeros(97))
+    assert add_noise(torch.zeros(0), 10.0, seeded()).shape == (0,)
+
+
+def test_one_time_mask_hides_a_stretch_of_whole_frames_and_nothing_else():
+    mask = SpecAugment(freq_masks=0, time_masks=1, time_width=37)
+    features, widths, starts, ends = picture(), [], [], []
+    for seed in range(2_000):
+        masked = mask(features, seeded(seed))
+        hidden = (masked != features).any(dim=1)
+        assert torch.equal(hidden, (masked == features.mean()).all(dim=1))
+        widths.append(sum(runs(hidden)))
+        assert len(runs(hidden)) <= 1
+        starts.append(int(hidden[0]))
+        ends.append(int(hidden[-1]))
+    # Uniform over 0 to 37 inclusive, and the edges are within reach.
+    counts = np.bincount(widths, minlength=38)
+    assert len(counts) == 38
+    assert counts.min() > 20  # 52.6 expected
+    assert counts.max() < 100
+    assert min(sum(starts), sum(ends)) > 0
+
+
+def test_frequency_masks_hide_whole_features():
+    mask = SpecAugment(freq_masks=3, freq_width=11, time_masks=0)
+    features, widest = picture(), 0
+    for seed in range(300):
+        masked = mask(features, seeded(seed))
+        hidden = (masked != features).any(dim=0)
+        assert torch.equal(hidden, (masked == features.mean()).all(dim=0))
+        assert len(runs(hidden)) <= 3
+        widest = max(widest, sum(runs(hidden)))
+    assert 22 < widest <= 33  # all three were seen beside each other
+
+
+@pytest.mark.parametrize(("frames", "fraction"), [(100, 0.05), (211, 0.05), (19, 0.05), (13, 0.5)])
+def test_no_time_mask_exceeds_its_fraction_of_the_utterance(frames, fraction):
+    mask = SpecAugment(freq_masks=0, time_masks=1, time_width=100, time_fraction=fraction)
+    features, widest = picture(frames), 0
+    for seed in range(200):
+        hidden = (mask(features, seeded(seed)) != features).any(dim=1)
+        widest = max(widest, int(hidden.sum()))
+    assert widest == int(fraction * frames)
+
+
+@pytest.mark.parametrize(("frames", "size"), [(0, 5), (1, 5), (2, 1), (7, 3)])
+def test_pictures_smaller_than_their_masks(frames, size):
+    mask = SpecAugment(time_warp=5)
+    for seed in range(50):
+        masked = mask(picture(frames, size), seeded(seed))
+        assert masked.shape == (frames, size)
+        assert masked.isfinite().all()
+
+
+def test_the_input_stays_as_it_is_and_the_seed_decides():
+    mask, features = SpecAugment(time_warp=7), picture()
+    before = features.clone()
+    first = mask(features, seeded(3))
+    torch.manual_seed(1)
+    assert torch.equal(mask(features, seeded(3)), first)
+    assert not torch.equal(mask(features, seeded(4)), first)
+    assert torch.equal(features, before)
+
+
+def test_nothing_to_mask_is_nothing_masked():
+    off = SpecAugment(freq_masks=0, time_masks=0)
+    assert torch.equal(off(picture(), seeded()), picture())
+
+
+def test_the_generator_moves_on_alike_for_every_length():
+    """Else one utterance's length would change what the next one draws."""
+    states = []
+    for frames in (0, 3, T):
+        generator = seeded()
+        SpecAugment(time_warp=5)(picture(frames), generator)
+        states.append(generator.get_state())
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
+
+
+def test_time_warp_moves_frames_in_order_and_no_further_than_it_may():
+    """A ramp over time shows where each frame came from."""
+    warp, ramp = SpecAugment(freq_masks=0, time_masks=0, time_warp=13), torch.arange(T).float()
+    furthest = 0.0
+    for seed in range(200):
+        source = warp(ramp[:, None].expand(T, 3), seeded(seed))
+        assert source.shape == (T, 3)
+        assert (source[1:] >= source[:-1]).all()
+        furthest = max(furthest, float((source[:, 0] - ramp).abs().max()))
+    assert 11 < furthest <= 14
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"freq_masks": -1}, "freq_masks -1 must not be negative"),
+        ({"time_width": -3}, "time_width -3 must not be negative"),
+        ({"time_fraction": 1.5}, "time_fraction 1.5 must lie in 0 to 1"),
+        ({"time_fraction": math.nan}, "time_fraction nan must lie in 0 to 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        SpecAugment(**setting)
