@@ -1,0 +1,116 @@
+"""The chain from a file to features: each link called by hand is the judge."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from torchaudio.compliance import kaldi
+
+from features.audio import AudioError
+from features.augment import SpecAugment, add_noise, change_speed
+from features.fbank import Fbank, Mfcc
+from features.front_end import FrontEnd
+from features.normalize import MeanVarianceNorm, StatisticsError
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """1.3 seconds of stereo noise at 44.1 kHz."""
+    samples = 0.1 * np.random.default_rng(0).standard_normal((57_331, 2))
+    soundfile.write(tmp_path / "a.flac", samples, 44_100)
+    return tmp_path / "a.flac"
+
+
+def test_evaluation_is_log_mel_normalised_and_the_same_every_time(path):
+    augment = SpecAugment()
+    front = FrontEnd(Fbank(num_mel_bins=41), MeanVarianceNorm("utterance"), 16_000, augment, (0, 9))
+    waveform = front.load(path)
+    mel = kaldi.fbank(waveform[None] * 32768, num_mel_bins=41).double()
+    judge = (mel - mel.mean(0)) / mel.std(0, correction=0)
+    ours = front.features(waveform, "ann")
+    torch.testing.assert_close(ours, judge.float(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(front.features(waveform), ours)
+    assert ours.shape == (front.num_frames(57_331 / 44_100), front.size) == (128, 41)
+
+
+def test_training_adds_speed_noise_and_masks_in_that_order(path):
+    augment = SpecAugment(time_masks=3, time_width=11)
+    front = FrontEnd(
+        Fbank(num_mel_bins=41), MeanVarianceNorm("utterance"), spec_augment=augment, noise=(7, 13)
+    )
+    waveform, generator = front.load(path), seeded(5)
+    ours = front.augmented(waveform, "ann", 0.9, seeded(5))
+    snr = 7 + 6 * float(torch.rand((), generator=generator))
+    noisy = add_noise(change_speed(waveform, 0.9), snr, generator)
+    assert torch.equal(ours, augment(front.features(noisy), generator))
+    assert torch.equal(front.augmented(waveform, "ann", 0.9, seeded(5)), ours)
+    assert not torch.equal(front.augmented(waveform, "ann", 0.9, seeded(6)), ours)
+    assert len(ours) == front.num_frames(len(waveform) / 16_000, speed=0.9)
+
+
+def test_with_nothing_switched_on_training_is_evaluation(path):
+    front = FrontEnd(Fbank(), MeanVarianceNorm("utterance"))
+    waveform = front.load(path)
+    assert torch.equal(
+        front.augmented(waveform, None, 1.0, seeded()), front.features(waveform, None)
+    )
+
+
+@pytest.mark.parametrize("kind", ["speaker", "global"])
+def test_statistics_are_measured_over_the_corpus(kind):
+    front = FrontEnd(Mfcc(), MeanVarianceNorm(kind))
+    waveforms = [
+        0.1 * torch.randn(samples, generator=seeded(samples)) for samples in (2_003, 4_001)
+    ]
+    if kind == "global":
+        with pytest.raises(StatisticsError, match="no statistics were measured"):
+            front.features(waveforms[0], "ann")
+    for waveform in waveforms:
+        front.measure(waveform, "ann")
+    frames = torch.cat([front.extract(waveform) for waveform in waveforms]).double()
+    judge = (front.extract(waveforms[0]) - frames.mean(0)) / frames.std(0, correction=0)
+    ours = front.features(waveforms[0], "ann")
+    torch.testing.assert_close(ours, judge.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_an_utterance_shorter_than_a_window_has_no_frames():
+    front = FrontEnd(Fbank(), MeanVarianceNorm("utterance"), spec_augment=SpecAugment())
+    assert front.features(torch.zeros(399)).shape == (0, 80)
+    assert front.augmented(torch.zeros(399), None, 1.1, seeded()).shape == (0, 80)
+    assert front.num_frames(399 / 16_000) == 0
+
+
+def test_files_longer_than_the_limit_are_refused(path):
+    front = FrontEnd(Fbank(), MeanVarianceNorm("none"), max_seconds=1.0)
+    with pytest.raises(AudioError, match=r"a.flac: longer than the limit of 1 seconds"):
+        front.load(path)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="features at 8000 Hz of audio at 16000 Hz"):
+        FrontEnd(Fbank(8_000, 23), MeanVarianceNorm("none"))
+    with pytest.raises(ValueError, match=r"noise \(9, 3\) must be \(lowest, highest\) in dB"):
+        FrontEnd(Fbank(), MeanVarianceNorm("none"), noise=(9, 3))
+
+
+def test_real_speech_goes_through():
+    shared = Path(os.environ.get("ASR_SHARED", Path(__file__).parents[2] / "shared"))
+    speech = sorted((shared / "librispeech-sample").rglob("*.flac"))[:3]
+    if not speech:
+        pytest.skip(f"no LibriSpeech sample under {shared}; set ASR_SHARED")
+    front = FrontEnd(Fbank(), MeanVarianceNorm("utterance"))
+    for path in speech:
+        waveform = front.load(path)
+        samples, rate = soundfile.read(path, dtype="float32")
+        assert rate == 16_000
+        assert torch.equal(waveform, torch.from_numpy(samples))
+        features = front.features(waveform)
+        assert features.shape == (1 + (len(samples) - 400) // 160, 80)
+        torch.testing.assert_close(features.mean(0), torch.zeros(80), rtol=0, atol=1e-4)
