@@ -58,7 +58,7 @@ def write_evaluation(
         "alignment.txt": "\n".join([_summary(score, len(shown)), *shown]),
         "score.json": json.dumps(_rates(score, confused, about or {}), indent=1) + "\n",
     }
-    _replace_all(folder, contents)
+    replace_files(folder, contents)
 
 
 def read_evaluation(folder: Path) -> Evaluation:
@@ -177,7 +177,7 @@ def _headline(utterance: UtteranceScore) -> str:
     )
 
 
-def _replace_all(folder: Path, contents: Mapping[str, str]) -> None:
+def replace_files(folder: Path, contents: Mapping[str, str]) -> None:
     """Write all files beside their places, then put each in place, in the order given."""
     written = {folder / f".{name}.{os.getpid()}": folder / name for name in contents}
     try:

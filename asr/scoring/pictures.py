@@ -1,0 +1,62 @@
+"""Pictures for TensorBoard and reports, as pixels (height, width, 3) uint8; and what they show.
+
+U tokens, T frames of memory, F mel bins.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+
+def attention_picture(weights: np.ndarray, tokens: Sequence[str], title: str = "") -> np.ndarray:
+    """weights (U, T): which frame each token was read from."""
+    size = (8, 1 + min(0.16 * len(weights), 9))
+
+    def draw(axes: Axes) -> None:
+        axes.imshow(weights, aspect="auto", origin="lower", cmap="magma", vmin=0.0)
+        axes.set_yticks(range(len(tokens)), tokens, fontsize=6)
+        axes.set(xlabel="frame of memory", ylabel="token", title=title)
+
+    return _pixels(draw, size)
+
+
+def feature_picture(features: np.ndarray, title: str = "") -> np.ndarray:
+    """features (T, F), low frequencies below."""
+
+    def draw(axes: Axes) -> None:
+        axes.imshow(features.T, aspect="auto", origin="lower", cmap="viridis")
+        axes.set(xlabel="frame", ylabel="feature", title=title)
+
+    return _pixels(draw, (8, 2.5))
+
+
+def diagonality(weights: np.ndarray) -> float:
+    """How far attention (U, T) walks through the utterance in step with the tokens, 0 to 1.
+
+    Each token's mean frame, as a share of T, against the token's place, as a share of U: the
+    slope of the regression line (at most 1) times the correlation. Attention that looks
+    everywhere, or always at one place, gives about 0; a diagonal gives 1.
+    """
+    U, T = weights.shape
+    if U < 3 or T < 2:
+        return 1.0
+    place = np.linspace(0.0, 1.0, U)
+    frame = weights @ np.linspace(0.0, 1.0, T)
+    if frame.std() < 1e-9:
+        return 0.0
+    covariance = np.mean((place - place.mean()) * (frame - frame.mean()))
+    slope = covariance / place.var()
+    correlation = covariance / (place.std() * frame.std())
+    return float(np.clip(min(slope, 1.0) * correlation, 0.0, 1.0)) if slope > 0 else 0.0
+
+
+def _pixels(draw: Callable[[Axes], None], size: tuple[float, float]) -> np.ndarray:
+    # Figure, not pyplot: nothing global, no window, safe in any thread.
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    draw(figure.subplots())
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
