@@ -1,0 +1,63 @@
+"""Where a frame or token stands: sinusoidal (Vaswani et al. 2017, section 3.5) or learned."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from asr.errors import UserError
+
+
+def make_positions(kind: str, size: int, max_length: int = 5000) -> nn.Module:
+    """`sinusoidal`, any length, or `learned`, up to max_length. ValueError for another kind."""
+    if kind == "sinusoidal":
+        return SinusoidalPositions(size)
+    if kind == "learned":
+        return LearnedPositions(size, max_length)
+    raise ValueError(f"positions {kind!r} is unknown: choose sinusoidal or learned")
+
+
+class SinusoidalPositions(nn.Module):
+    """PE(t, 2i) = sin(t / 10000^(2i/E)), PE(t, 2i+1) = cos of the same."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        # Not saved: it follows from the formula, and grows with the longest input seen.
+        self.register_buffer("table", _sinusoids(512, size), persistent=False)
+
+    def forward(self, start: int, length: int) -> Tensor:
+        """Encodings of the places start .. start + length - 1: (length, E)."""
+        stop = start + length
+        if stop > len(self.table):
+            self.table = _sinusoids(2 * stop, self.size).to(self.table)
+        return self.table[start:stop]
+
+
+class LearnedPositions(nn.Module):
+    """A learned vector for each of the first `max_length` places."""
+
+    def __init__(self, size: int, max_length: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(max_length, size) * size**-0.5)
+
+    def forward(self, start: int, length: int) -> Tensor:
+        """Encodings of the places start .. start + length - 1: (length, E).
+
+        Raises UserError beyond max_length: there is nothing learned to extend.
+        """
+        stop = start + length
+        if stop > len(self.table):
+            raise UserError(
+                f"a sequence of {stop} places is longer than the {len(self.table)} learned "
+                "positions: use sinusoidal positions or shorter audio"
+            )
+        return self.table[start:stop]
+
+
+def _sinusoids(length: int, size: int) -> Tensor:
+    """(length, size), computed in float64: float32 angles would be off by 1e-4 at 1,000 frames."""
+    exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
+    rates = torch.exp(-math.log(10000.0) * exponent)
+    angles = torch.arange(length, dtype=torch.float64).unsqueeze(1) * rates  # (length, ceil(E/2))
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :size].float()
