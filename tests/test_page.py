@@ -141,6 +141,12 @@ def test_links_are_relative_and_lead_to_the_file(tmp_path, name):
         assert (folder / unquote(parts.path)).resolve() == file.resolve()
 
 
+def test_a_file_beside_the_page_cannot_be_named_like_a_scheme(tmp_path):
+    file = tmp_path / "javascript:alert(1)"
+    write_page(tmp_path / "p.html", score(["a"], ["b"]), audio={"1": file})
+    assert Parsed(tmp_path / "p.html").data[0]["audio"] == "javascript%3Aalert%281%29"
+
+
 def test_only_png_data_are_taken_as_they_are(tmp_path):
     png = "data:image/png;base64," + b64encode(b"\x89PNG\r\n\x1a\n?").decode()
     found = score(["a", "b"], ["a", "b"])

@@ -156,7 +156,9 @@ def test_ten_thousand_utterances_are_quick():
     hypotheses = [text.replace("A ", "B ").replace(" C", " ") for text in references]
     start = time.process_time()
     found = score(references, hypotheses)
-    assert time.process_time() - start < 3  # 1.2 s on an idle core
+    assert (
+        time.process_time() - start < 6
+    )  # 1.2 s on an idle core; a loaded one may take twice that
     assert found.sentences == 10_000
 
 
