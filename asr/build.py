@@ -1,0 +1,122 @@
+"""Recipe -> objects: the only place where settings become modules."""
+
+import torch
+from torch import nn, optim
+
+from asr.data.batch import Epochs, Utterances
+from asr.data.corpus import Corpus
+from asr.data.text import Characters, SentencePieces, Tokenizer
+from asr.models.las import LAS
+from asr.models.listener import Listener
+from asr.models.speller import Speller
+from asr.settings import Features, Las, Recipe, Text
+from asr.settings.train import Train
+from asr.training import optim as rates
+from asr.training.loop import Limits
+from asr.training.objective import SpeechObjective
+from features.augment import SpecAugment
+from features.fbank import Fbank, Frames, Mfcc, SlaneyMel
+from features.front_end import FrontEnd
+from features.normalize import MeanVarianceNorm
+
+
+def front_end(features: Features, max_seconds: float | None = None) -> FrontEnd:
+    """The way from audio to features; statistics of its norm are still to be measured or loaded."""
+    masks = features.spec_augment
+    return FrontEnd(
+        extractor(features),
+        MeanVarianceNorm(features.mvn, features.mvn_variance),
+        features.sample_rate,
+        SpecAugment(**masks.model_dump()) if masks else None,
+        features.noise,
+        max_seconds,
+    )
+
+
+def extractor(features: Features) -> Frames:
+    """Log-mel (Kaldi's or Slaney's) or MFCC."""
+    rate, bins = features.sample_rate, features.mel_bins
+    if features.kind == "mfcc":
+        ceps, deltas = features.ceps, features.deltas
+        return Mfcc(rate, num_mel_bins=bins, num_ceps=ceps, deltas=deltas, dither=features.dither)
+    kind = {"logmel": Fbank, "slaney": SlaneyMel}[features.kind]
+    return kind(rate, num_mel_bins=bins, dither=features.dither)
+
+
+def tokenizer(text: Text, corpus: Corpus) -> Tokenizer:
+    """Made from the training transcripts."""
+    if text.kind == "characters":
+        return Characters.train(corpus.texts)
+    return SentencePieces.train(corpus.texts, text.size, text.kind)
+
+
+def speech_model(model: Las, features: int, vocabulary: int) -> nn.Module:
+    """`features` values per frame and a vocabulary size -> a model with the common face."""
+    listening = model.listener.model_dump()
+    spelling = model.speller.model_dump()
+    sampling = spelling.pop("sampling")
+    listener = Listener(features, **listening)
+    speller = Speller(
+        vocabulary,
+        listener.size,
+        attention=model.attention,
+        attention_size=model.attention_size,
+        **spelling,
+    )
+    return LAS(listener, speller, vocabulary, sampling, ctc=model.ctc_weight > 0)
+
+
+def speech_objective(recipe: Recipe, features: int, vocabulary: int) -> SpeechObjective:
+    """The model with its loss, on the recipe's device."""
+    model = speech_model(recipe.model, features, vocabulary)
+    smoothing = recipe.train.label_smoothing
+    return SpeechObjective(model, recipe.model.ctc_weight, smoothing).to(
+        device(recipe.train.device)
+    )
+
+
+def device(name: str) -> torch.device:
+    """`auto` takes a GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def epochs(recipe: Recipe, utterances: Utterances) -> Epochs:
+    """The training corpus in batches."""
+    train = recipe.train
+    return Epochs(
+        utterances,
+        train.batch_seconds,
+        recipe.features.speed,
+        train.short_first,
+        recipe.data.workers,
+    )
+
+
+def optimizer(train: Train, objective: nn.Module) -> optim.Optimizer:
+    """Adam or AdamW."""
+    return rates.make_optimizer(objective, **train.optimizer.model_dump())
+
+
+def schedule(train: Train) -> rates.Schedule:
+    """The learning rate as a function of the step."""
+    lr, plan = train.optimizer.lr, train.schedule
+    if plan.kind == "noam":
+        return rates.noam(lr, plan.warmup, plan.width)
+    if plan.kind == "constant":
+        return rates.constant(lr, plan.warmup)
+    return rates.ramp_hold_decay(lr, plan.warmup, plan.hold, plan.floor)
+
+
+def limits(recipe: Recipe) -> Limits:
+    """How far to train and what each step may do."""
+    train = recipe.train
+    return Limits(
+        epochs=train.epochs,
+        steps=train.steps,
+        accumulate=train.accumulate,
+        clip=train.clip,
+        precision=train.precision,
+        broken=recipe.data.broken,
+    )

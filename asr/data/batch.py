@@ -1,0 +1,231 @@
+"""Utterances of like length in one padded batch, in an order that can be resumed.
+
+What is drawn at random (order, speed, masks) depends on (seed, epoch, utterance) alone, never on
+how many workers load or where a run was cut off. An epoch is planned as a list of batches before
+its first utterance is read, so resuming is leaving out the first ones.
+
+B utterances, T frames, F features, U tokens, N utterances in the corpus.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from asr.data.corpus import Corpus
+from asr.data.text import Tokenizer
+from asr.tokens import BLANK
+from features.audio import AudioError
+from features.front_end import FrontEnd
+
+
+class Item(NamedTuple):
+    """One utterance as an epoch reads it; epoch 0 is evaluation, without augmentation."""
+
+    index: int
+    epoch: int
+    speed: float
+
+
+class Example(NamedTuple):
+    """One utterance, ready: features (T, F), tokens (U,)."""
+
+    id: str
+    features: Tensor
+    tokens: Tensor
+
+
+class Broken(NamedTuple):
+    """An utterance that could not be read, and why."""
+
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """features (B, T, F), lengths (B,), tokens (B, U) without <sos> and <eos>, token_lengths (B,).
+
+    Padding is 0 in features and <blank> in tokens. `seconds` is the audio of the real frames.
+    """
+
+    ids: tuple[str, ...]
+    features: Tensor
+    lengths: Tensor
+    tokens: Tensor
+    token_lengths: Tensor
+    seconds: float
+    broken: tuple[Broken, ...] = field(default=())
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device; lengths too, since masks are made from them there."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("features", "lengths", "tokens", "token_lengths")
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of one epoch, and the share of padding in them."""
+
+    batches: list[list[Item]]
+    padding: float
+
+
+def plan_epoch(
+    seconds: np.ndarray,
+    cap: float,
+    seed: int,
+    epoch: int,
+    speeds: Sequence[float] = (1.0,),
+    short_first: bool = False,
+) -> Plan:
+    """Batches of at most `cap` padded seconds (one utterance at least), by length, then shuffled.
+
+    seconds (N,) of every utterance; each draws one of `speeds`. `short_first` keeps the batches
+    in the order of their length.
+    """
+    random = np.random.default_rng([seed, epoch])
+    speed = random.choice(np.asarray(speeds), size=len(seconds))
+    length = seconds / speed
+    # A little noise, so that the same utterances do not meet in every epoch.
+    order = np.argsort(length * random.uniform(0.95, 1.05, size=len(length)), kind="stable")
+    batches = [
+        [Item(int(i), epoch, float(speed[i])) for i in rows] for rows in _cut(order, length, cap)
+    ]
+    padded = sum(len(b) * max(length[item.index] for item in b) for b in batches)
+    if not short_first:
+        random.shuffle(batches)
+    return Plan(batches, 1.0 - float(length.sum()) / padded if padded else 0.0)
+
+
+def plan_evaluation(seconds: np.ndarray, cap: float) -> Plan:
+    """Every utterance once, the longest first: what does not fit in memory shows at once."""
+    order = np.argsort(-seconds, kind="stable")
+    batches = [[Item(int(i), 0, 1.0) for i in rows] for rows in _cut(order, seconds, cap)]
+    padded = sum(len(b) * max(seconds[item.index] for item in b) for b in batches)
+    return Plan(batches, 1.0 - float(seconds.sum()) / padded if padded else 0.0)
+
+
+def _cut(order: np.ndarray, length: np.ndarray, cap: float) -> Iterator[list[int]]:
+    rows: list[int] = []
+    longest = 0.0
+    for index in order:
+        longest = max(longest, length[index])
+        if rows and longest * (len(rows) + 1) > cap:
+            yield rows
+            rows, longest = [], length[index]
+        rows.append(index)
+    if rows:
+        yield rows
+
+
+class Utterances(Dataset):
+    """Reads one planned Item: audio -> features and text -> tokens."""
+
+    def __init__(
+        self, corpus: Corpus, front_end: FrontEnd, tokenizer: Tokenizer, seed: int
+    ) -> None:
+        self.corpus, self.front_end, self.tokenizer, self.seed = corpus, front_end, tokenizer, seed
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def __getitem__(self, item: Item) -> Example | Broken:
+        utterance = self.corpus[item.index]
+        try:
+            waveform = self.front_end.load(utterance.audio)
+            if item.epoch == 0:
+                features = self.front_end.features(waveform, utterance.speaker)
+            else:
+                chance = random_of(self.seed, item.epoch, utterance.id)
+                features = self.front_end.augmented(waveform, utterance.speaker, item.speed, chance)
+        except AudioError as error:
+            return Broken(utterance.id, str(error))
+        if len(features) == 0:
+            return Broken(utterance.id, f"{utterance.audio}: shorter than one frame")
+        tokens = torch.tensor(self.tokenizer.encode(utterance.text), dtype=torch.long)
+        return Example(utterance.id, features, tokens)
+
+
+def random_of(seed: int, epoch: int, name: str) -> torch.Generator:
+    """The random numbers of one utterance in one epoch."""
+    digest = hashlib.blake2b(f"{seed} {epoch} {name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def collate(examples: Sequence[Example | Broken], frame_seconds: float = 0.01) -> Batch:
+    """Pad examples to one batch; the broken ones are set aside."""
+    good = [example for example in examples if isinstance(example, Example)]
+    broken = tuple(example for example in examples if isinstance(example, Broken))
+    frames = [len(example.features) for example in good]
+    features = [example.features for example in good] or [torch.zeros(0, 0)]
+    tokens = [example.tokens for example in good] or [torch.zeros(0, dtype=torch.long)]
+    return Batch(
+        tuple(example.id for example in good),
+        pad_sequence(features, batch_first=True),
+        torch.tensor(frames, dtype=torch.long),
+        pad_sequence(tokens, batch_first=True, padding_value=BLANK),
+        torch.tensor([len(example.tokens) for example in good], dtype=torch.long),
+        sum(frames) * frame_seconds,
+        broken,
+    )
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """The training corpus, epoch after epoch."""
+
+    utterances: Utterances
+    cap: float  # padded seconds per batch
+    speeds: tuple[float, ...] = (1.0,)
+    short_first: bool = False  # in epoch 1
+    workers: int = 0
+
+    def plan(self, epoch: int) -> Plan:
+        """The batches of an epoch, counted from 1."""
+        return plan_epoch(
+            self.utterances.corpus.seconds,
+            self.cap,
+            self.utterances.seed,
+            epoch,
+            self.speeds,
+            self.short_first and epoch == 1,
+        )
+
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
+        """Those batches, read, without the first `skip`."""
+        return load(self.utterances, self.plan(epoch).batches[skip:], self.workers)
+
+
+def load(
+    utterances: Utterances, batches: Sequence[Sequence[Item]], workers: int
+) -> Iterator[Batch]:
+    """The planned batches, in order, read by `workers` processes (0: by this one)."""
+    return iter(
+        DataLoader(
+            utterances,
+            batch_sampler=batches,
+            collate_fn=collate,
+            num_workers=workers,
+            worker_init_fn=_one_thread,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its seed is drawn here, not from what dropout draws
+        )
+    )
+
+
+def _one_thread(worker: int) -> None:
+    """Workers run side by side: more threads than cores made a step twenty times slower."""
+    torch.set_num_threads(1)

@@ -1,0 +1,125 @@
+"""The speller of Listen, Attend and Spell: memory and earlier tokens -> the next token.
+
+Chan et al. 2016 (arXiv:1508.01211), equations 6 to 8:
+    s_u = LSTM(s_{u-1}, y_{u-1}, c_{u-1})
+    c_u = attention over the memory with query s_u
+    P(y_u) = softmax(MLP(s_u, c_u))
+
+B utterances, K hypotheses per utterance, U tokens, T frames of memory, E encoder size, H hidden
+size, V vocabulary, L layers.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asr.nn.attention import Attention, Look, no_look
+from asr.nn.lstm import LayerNormLSTMCell
+from asr.nn.memory import Memory
+
+
+class Context(NamedTuple):
+    """What stays the same for an utterance: memory, attention keys, recurrent-dropout masks."""
+
+    memory: Memory
+    keys: Tensor  # (B, T, A)
+    masks: tuple[Tensor | None, ...]  # one (B, H) per layer
+
+
+class SpellerState(NamedTuple):
+    """Where every hypothesis stands."""
+
+    context: Context
+    cells: tuple[tuple[Tensor, Tensor], ...]  # per layer h and c, each (B * K, H)
+    read: Tensor  # (B, K, E), what was read of the memory in the last step
+    look: Look
+
+    @property
+    def attention(self) -> Tensor:
+        """The last step's attention weights, (B, K, T)."""
+        return self.look.weights
+
+
+class Speller(nn.Module):
+    """Attention decoder with input feeding.
+
+    `tied` shares the embedding's weights with the output layer. `lstm` (norm, eps, zero_rows,
+    recurrent_dropout, backend) goes to every LayerNormLSTMCell.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        memory_size: int,
+        layers: int = 1,
+        hidden: int = 256,
+        embedding: int = 128,
+        attention: str = "location",
+        attention_size: int = 128,
+        dropout: float = 0.0,
+        tied: bool = False,
+        **lstm: Any,
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        sizes = [embedding + memory_size] + [hidden] * (layers - 1)
+        self.cells = nn.ModuleList(LayerNormLSTMCell(size, hidden, **lstm) for size in sizes)
+        self.attend = Attention(attention, memory_size, hidden, attention_size)
+        self.merge = nn.Linear(hidden + memory_size, embedding if tied else hidden)
+        self.out = nn.Linear(self.merge.out_features, vocabulary)
+        if tied:
+            self.out.weight = self.embedding.weight
+
+    def start(self, memory: Memory) -> SpellerState:
+        """Every utterance with one hypothesis (K = 1) that stands before <sos>."""
+        B, _, E = memory.states.shape
+        states = memory.states
+        masks = tuple(cell.dropout_mask(B) for cell in self.cells)
+        cells = tuple((states.new_zeros(B, c.hidden_size),) * 2 for c in self.cells)
+        context = Context(memory, self.attend.keys(memory), masks)
+        return SpellerState(context, cells, states.new_zeros(B, 1, E), no_look(memory))
+
+    def advance(self, state: SpellerState, tokens: Tensor) -> tuple[Tensor, SpellerState]:
+        """Read tokens (B, K) -> what the output layer reads, (B, K, H + E), and the next state."""
+        context, look = state.context, state.look
+        B, K = tokens.shape
+        embedded = functional.dropout(self.embedding(tokens), self.dropout, self.training)
+        x = torch.cat([embedded, state.read], dim=-1).view(B * K, -1)
+        cells = []
+        for cell, before, mask in zip(self.cells, state.cells, context.masks, strict=True):
+            cells.append(cell(x, before, mask))
+            x = functional.dropout(cells[-1][0], self.dropout, self.training)
+        query = x.view(B, K, -1)
+        look = self.attend(query, context.keys, context.memory.valid, look)
+        read = look.weights @ context.memory.states  # (B, K, E)
+        return torch.cat([query, read], dim=-1), SpellerState(context, tuple(cells), read, look)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """(..., H + E) -> (..., V)."""
+        merged = self.merge(outputs).tanh()
+        return self.out(functional.dropout(merged, self.dropout, self.training))
+
+    def select(self, state: SpellerState, rows: Tensor) -> SpellerState:
+        """Keep the hypotheses in rows (B', K'), numbered b * K + k; a line is one utterance."""
+        K = state.read.size(1)
+        utterances = rows[:, 0] // K
+        flat = rows.reshape(-1)
+
+        def pick(x: Tensor) -> Tensor:
+            return x.flatten(0, 1)[flat].view(*rows.shape, *x.shape[2:])
+
+        context = state.context
+        if not is_identity(utterances, len(context.keys)):
+            memory = Memory(*(part[utterances] for part in context.memory))
+            masks = tuple(None if mask is None else mask[utterances] for mask in context.masks)
+            context = Context(memory, context.keys[utterances], masks)
+        cells = tuple((h[flat], c[flat]) for h, c in state.cells)
+        return SpellerState(context, cells, pick(state.read), Look(*map(pick, state.look)))
+
+
+def is_identity(rows: Tensor, size: int) -> bool:
+    """Whether rows are 0, 1, ... size - 1, so that nothing need be copied."""
+    return len(rows) == size and torch.equal(rows, torch.arange(size, device=rows.device))

@@ -1,0 +1,88 @@
+"""How a speller looks back over the memory: additive, dot-product or location-aware attention.
+
+Bahdanau et al. 2015 (additive), Luong et al. 2015 (dot product, scaled as in Vaswani et al. 2017),
+Chorowski et al. 2015, equation 9 (location-aware). Location-aware attention here reads, beside the
+last step's weights, their running sum: what was written already tells a repeat from a new word.
+
+B utterances, K hypotheses per utterance, T frames of memory, E encoder size, Q query size,
+A attention size. Keys are made once per utterance and shared by its hypotheses.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from asr.nn.memory import Memory
+
+KINDS = ("additive", "dot", "location")
+
+
+class Look(NamedTuple):
+    """One step's weights and the sum of all steps' so far, each (B, K, T)."""
+
+    weights: Tensor
+    total: Tensor
+
+
+class Attention(nn.Module):
+    """Weights over the memory for a query.
+
+    `reach` is how many frames to each side location-aware attention reads of its past weights.
+    Raises ValueError for an unknown kind.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        memory_size: int,
+        query_size: int,
+        size: int,
+        filters: int = 10,
+        reach: int = 25,
+    ) -> None:
+        super().__init__()
+        if kind not in KINDS:
+            raise ValueError(f"attention {kind!r} is unknown: choose one of {', '.join(KINDS)}")
+        self.kind = kind
+        self.to_key = nn.Linear(memory_size, size)
+        self.to_query = nn.Linear(query_size, size, bias=False)
+        if kind == "location":
+            self.conv = nn.Conv1d(2, filters, 2 * reach + 1, padding=reach, bias=False)
+            self.to_place = nn.Linear(filters, size, bias=False)
+        if kind != "dot":
+            self.to_energy = nn.Linear(size, 1, bias=False)
+
+    def keys(self, memory: Memory) -> Tensor:
+        """(B, T, A), to be made once per utterance."""
+        return self.to_key(memory.states)
+
+    def forward(self, query: Tensor, keys: Tensor, valid: Tensor, past: Look) -> Look:
+        """query (B, K, Q), keys (B, T, A), valid (B, T) -> this step's look.
+
+        Each row of weights sums to 1 over the valid frames.
+        """
+        wanted = self.to_query(query)  # (B, K, A)
+        if self.kind == "dot":
+            energy = wanted @ keys.transpose(1, 2) / math.sqrt(keys.size(-1))  # (B, K, T)
+        else:
+            mixed = wanted.unsqueeze(2) + keys.unsqueeze(1)  # (B, K, T, A)
+            if self.kind == "location":
+                mixed = mixed + self._places(past)
+            energy = self.to_energy(mixed.tanh()).squeeze(-1)  # (B, K, T)
+        weights = energy.masked_fill(~valid.unsqueeze(1), -torch.inf).softmax(dim=-1)
+        return Look(weights, past.total + weights)
+
+    def _places(self, past: Look) -> Tensor:
+        """What was looked at before, as (B, K, T, A)."""
+        B, K, T = past.weights.shape
+        seen = torch.stack([past.weights, past.total], dim=2).view(B * K, 2, T)
+        return self.to_place(self.conv(seen).transpose(1, 2)).view(B, K, T, -1)
+
+
+def no_look(memory: Memory, hypotheses: int = 1) -> Look:
+    """What was looked at before the first step: nothing."""
+    B, T = memory.valid.shape
+    nothing = memory.states.new_zeros(B, hypotheses, T)
+    return Look(nothing, nothing)

@@ -1,0 +1,216 @@
+"""YAML file + `key.path=value` overrides -> a validated Recipe.
+
+A recipe may name another as its `base:` and then holds only what differs. A mapping whose
+`kind` differs from the base's replaces it whole, since its keys belong to another thing.
+Only plain YAML is read: no tags, no anchors, no environment variables, no code.
+"""
+
+import difflib
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from asr.errors import UserError
+from asr.settings import Recipe, Settings
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 20
+
+
+class RecipeError(UserError):
+    """A recipe that cannot be used; the message names file, dotted key and remedy."""
+
+
+class PlainLoader(yaml.SafeLoader):
+    """YAML without aliases (a few bytes could stand for gigabytes) and without repeated keys."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse an alias where a value should stand."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.MarkedYAMLError(None, None, "aliases are not allowed", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that stands twice: PyYAML would keep the last in silence."""
+        keys = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.MarkedYAMLError(
+                    None, None, f"key {key.value!r} stands twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file with its bases and the command line's `key.path=value` overrides.
+
+    Raises RecipeError with one line on any mistake.
+    """
+    path = Path(path)
+    tree = _with_bases(path, ())
+    changed = set()
+    for override in overrides:
+        keys, value = _parse_override(override)
+        tree = _merge(tree, _nested(keys, value))
+        changed.add(tuple(keys))
+    return validate(tree, str(path), changed)
+
+
+def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = ()) -> Recipe:
+    """A plain mapping -> Recipe; `place` and the overridden key paths go into the error line."""
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
+    keys = tuple(str(key) for key in _plain_location(first["loc"]))
+    if any(
+        keys[: len(changed)] == changed or changed[: len(keys)] == keys for changed in overridden
+    ):
+        place = "command line"
+    more = f" ({len(details) - 1} more like it)" if len(details) > 1 else ""
+    raise RecipeError(f"{place}: {_explain(first, keys)}{more}")
+
+
+def write_recipe(recipe: Recipe, path: Path) -> None:
+    """The fully resolved recipe: every key, as a file that read_recipe takes."""
+    path.write_text(as_yaml(recipe), encoding="utf-8")
+
+
+def as_yaml(recipe: Recipe) -> str:
+    """Every key with its value, in the catalogue's order."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    resolved = path.resolve()
+    if resolved in seen:
+        raise RecipeError(
+            f"{path}: base names a recipe that is based on this one. Remove the ring."
+        )
+    tree = _load(path)
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise RecipeError(f"{path}: base must be the name of a recipe file, it is {base!r}.")
+    base_path = path.parent / base
+    if not base_path.is_file():
+        raise RecipeError(f"{path}: base {base!r} is not there (looked for {base_path}).")
+    return _merge(_with_bases(base_path, (*seen, resolved)), tree)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise RecipeError(f"{path}: larger than {MAX_BYTES} bytes; is this a recipe?")
+        tree = yaml.load(path.read_text(encoding="utf-8"), PlainLoader)
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: there is no such recipe.{_nearest_file(path)}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}.") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise RecipeError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RecipeError(f"{path}: not valid YAML: {reason}.") from None
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise RecipeError(
+            f"{path}: a recipe is a mapping of keys to values; see recipes/demo.yaml."
+        )
+    return tree
+
+
+def _parse_override(text: str) -> tuple[list[str], Any]:
+    key, equals, value = text.partition("=")
+    keys = key.strip().split(".")
+    if not equals or not all(keys):
+        raise RecipeError(f"command line: {text!r} is not of the form key.path=value.")
+    try:
+        return keys, yaml.load(value, PlainLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise RecipeError(f"command line: the value in {text!r} is not valid YAML.") from None
+
+
+def _nested(keys: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _merge(base: Mapping[str, Any], change: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """`change` laid over `base`, mappings key by key."""
+    if depth > MAX_DEPTH:
+        raise RecipeError(f"recipe keys are nested more than {MAX_DEPTH} deep.")
+    merged = dict(base)
+    for key, value in change.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        same_kind = both and value.get("kind", old.get("kind")) == old.get("kind")
+        merged[key] = _merge(old, value, depth + 1) if same_kind else value
+    return merged
+
+
+def _plain_location(location: Iterable[Any]) -> list[Any]:
+    """Pydantic puts a union's chosen tag into the path; a recipe has no such key."""
+    keys = list(location)
+    if len(keys) > 1 and keys[0] == "model" and keys[1] in KINDS:
+        del keys[1]
+    return keys
+
+
+def _explain(detail: ErrorDetails, keys: tuple[str, ...]) -> str:
+    name = ".".join(keys)
+    if detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(keys[-1], _siblings(detail["loc"]), n=1, cutoff=0.5)
+        return f"{name} is not a recipe key.{f' Did you mean {near[0]!r}?' if near else ''}"
+    if detail["type"] == "missing":
+        return f"{name} is missing."
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    value = repr(detail["input"])
+    return f"{name} = {value if len(value) < 60 else value[:57] + '...'}: {message}."
+
+
+def _siblings(location: tuple[Any, ...]) -> list[str]:
+    """The keys that may stand where an unknown one stood."""
+    group: Any = Recipe
+    for key in location[:-1]:
+        if key in KINDS:
+            group = next(kind for kind in _groups(group) if key in _kind_of(kind))
+            continue
+        fields = next((g.model_fields for g in _groups(group) if key in g.model_fields), {})
+        group = fields[key].annotation if key in fields else None
+    return [name for one in _groups(group) for name in one.model_fields]
+
+
+def _groups(annotation: Any) -> list[type[Settings]]:
+    """The Settings classes in a type such as `SpecAugment | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _groups(part)]
+
+
+def _kind_of(group: type[Settings]) -> tuple[str, ...]:
+    return get_args(group.model_fields["kind"].annotation) if "kind" in group.model_fields else ()
+
+
+KINDS = {
+    kind for group in _groups(Recipe.model_fields["model"].annotation) for kind in _kind_of(group)
+}
+
+
+def _nearest_file(path: Path) -> str:
+    there = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, there, n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""
+
+
+if __name__ == "__main__":  # python -m asr.recipe FILE [key=value ...]: show the resolved recipe
+    print(as_yaml(read_recipe(sys.argv[1], sys.argv[2:])), end="")

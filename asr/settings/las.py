@@ -1,0 +1,69 @@
+"""Recipe keys under `model:` for `kind: las` (Listen, Attend and Spell)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from asr.settings.base import Count, Positive, Rate, Settings, Weight
+
+LstmNorm = Literal["none", "ba", "raw", "thesis", "per_gate", "cell"]
+Backend = Literal["auto", "reference", "python", "cpu", "cuda"]
+Layer = Annotated[int, Field(ge=1, le=64)]
+
+
+class Listener(Settings):
+    """Bidirectional LayerNorm-LSTM; the layers named in `pyramid` read pairs of frames."""
+
+    norm: LstmNorm = "ba"
+    norm_layers: Literal["all", "pyramid", "first"] = "all"  # where `norm` holds; plain elsewhere
+    layers: Layer = 4
+    hidden: Count = 256  # per direction
+    pyramid: tuple[Layer, ...] = (2, 3)  # counted from 1; each halves the frame rate
+    convolution: Literal[1, 2, 4] = 1  # frame-rate reduction by strided convolutions in front
+    dropout: Rate = 0.0  # after each layer
+    recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per utterance
+    eps: Positive | None = None  # of the norms; None takes each norm's own default
+    zero_rows: Literal["guard", "raw"] = "guard"
+    backend: Backend = "auto"
+
+    @model_validator(mode="after")
+    def _pyramid_layers_exist(self) -> "Listener":
+        if len(set(self.pyramid)) != len(self.pyramid) or any(
+            n > self.layers for n in self.pyramid
+        ):
+            raise ValueError(
+                f"pyramid {list(self.pyramid)} must name different layers of 1 to {self.layers}"
+            )
+        return self
+
+    @property
+    def reduction(self) -> int:
+        """Input frames per frame of memory."""
+        return self.convolution * 2 ** len(self.pyramid)
+
+
+class Speller(Settings):
+    """LayerNorm-LSTM decoder with input feeding."""
+
+    norm: LstmNorm = "ba"
+    layers: Layer = 1
+    hidden: Count = 256
+    embedding: Count = 128
+    dropout: Rate = 0.0
+    recurrent_dropout: Rate = 0.0
+    sampling: Rate = 0.0  # probability of reading its own last token instead of the true one
+    tied: bool = False  # output layer shares the embedding's weights
+    eps: Positive | None = None
+    zero_rows: Literal["guard", "raw"] = "guard"
+    backend: Backend = "auto"
+
+
+class Las(Settings):
+    """The whole model."""
+
+    kind: Literal["las"]
+    listener: Listener = Listener()
+    attention: Literal["additive", "dot", "location"] = "location"
+    attention_size: Count = 128
+    speller: Speller = Speller()
+    ctc_weight: Weight = 0.3  # share of the CTC loss; 0 leaves the CTC head out

@@ -1,0 +1,175 @@
+"""The task of recognising speech: corpus, objective and what validation shows.
+
+asr.train trains any task; this one brings the training corpus in batches, a SpeechObjective, and
+a report for TensorBoard: greedy and CTC word error rates, and for a few fixed utterances the
+log-mel picture, where attention looked and what was heard.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from asr import build, corpora
+from asr.data.batch import Batch, Epochs, Utterances, load, plan_evaluation
+from asr.data.corpus import Corpus
+from asr.data.statistics import measure
+from asr.data.text import Tokenizer, load_tokenizer
+from asr.decoding.search import Hypothesis
+from asr.errors import UserError
+from asr.nn.memory import Memory
+from asr.recognizer import STATISTICS, Recognizer, about
+from asr.scoring.pictures import attention_picture, diagonality, feature_picture
+from asr.scoring.wer import score
+from asr.settings import Recipe
+from asr.training.log import Log
+from asr.training.loop import Position
+from asr.training.objective import SpeechObjective, needed_frames, shift
+from features.front_end import FrontEnd
+
+
+@dataclass(frozen=True)
+class SpeechTask:
+    """Everything that asr.train needs to know of a task."""
+
+    recipe: Recipe
+    objective: SpeechObjective
+    epochs: Epochs
+    heard: Utterances  # of the validation split
+    recognizer: Recognizer
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What a checkpoint says of itself."""
+        return about(self.recognizer.tokenizer)
+
+    def valid(self) -> Iterator[Batch]:
+        """The validation split, once."""
+        plan = plan_evaluation(self.heard.corpus.seconds, self.recipe.decode.batch_seconds)
+        return load(self.heard, plan.batches, self.recipe.data.workers)
+
+    def report(self, log: Log, position: Position) -> dict[str, float]:
+        """Word error rates and attention's diagonality on validation; pictures and texts.
+
+        Utterances are taken in the order of the manifest, train.wer_utterances of them.
+        """
+        train = self.recipe.train
+        seconds = self.heard.corpus.seconds[: train.wer_utterances]
+        plan = plan_evaluation(seconds, self.recipe.decode.batch_seconds)
+        texts: dict[str, str] = {}
+        ctc_texts: dict[str, str] = {}
+        slopes = []
+        shown = set(self.heard.corpus.ids[: train.samples])
+        for batch in load(self.heard, plan.batches, self.recipe.data.workers):
+            if not len(batch):
+                continue
+            memory = self.recognizer.encode(batch)
+            found = self.recognizer.hypotheses(memory)
+            texts |= zip(batch.ids, map(self._text, found), strict=True)
+            ctc_texts |= zip(batch.ids, self.recognizer.ctc_texts(memory) or (), strict=False)
+            weights = self._attention(memory, batch)
+            slopes += [diagonality(w) for w in weights]
+            for row in (i for i, name in enumerate(batch.ids) if name in shown):
+                self._show(log, position.step, batch, row, weights[row])
+        self._samples(log, position.step, texts, ctc_texts)
+        rates = {"wer": self._rate(texts), "diagonality": float(np.mean(slopes))}
+        return rates | ({"ctc_wer": self._rate(ctc_texts)} if ctc_texts else {})
+
+    def _text(self, hypothesis: Hypothesis) -> str:
+        return self.recognizer.tokenizer.decode(hypothesis.tokens)
+
+    def _rate(self, texts: dict[str, str]) -> float:
+        truth = {u.id: u.text for u in self.heard.corpus}
+        return score([truth[name] for name in texts], list(texts.values()), draws=1).wer
+
+    @torch.no_grad()
+    def _attention(self, memory: Memory, batch: Batch) -> list[np.ndarray]:
+        """Where the model looks when it reads the true text: per utterance (U + 1, T)."""
+        inputs, _ = shift(batch.tokens, batch.token_lengths)
+        weights = self.recognizer.model.attention(memory, inputs.to(memory.states.device))
+        frames = memory.valid.sum(dim=1).tolist()
+        return [
+            w[: u + 1, :t].float().cpu().numpy()
+            for w, u, t in zip(weights, batch.token_lengths.tolist(), frames, strict=True)
+        ]
+
+    def _show(self, log: Log, step: int, batch: Batch, row: int, weights: np.ndarray) -> None:
+        name = batch.ids[row]
+        tokens = batch.tokens[row, : batch.token_lengths[row]].tolist()
+        labels = [self.recognizer.tokenizer.decode([token]) or "?" for token in tokens]
+        log.picture(f"attention/{name}", attention_picture(weights, [*labels, "<eos>"], name), step)
+        features = batch.features[row, : batch.lengths[row]].numpy()
+        log.picture(f"features/{name}", feature_picture(features, name), step)
+
+    def _samples(
+        self, log: Log, step: int, texts: dict[str, str], ctc_texts: dict[str, str]
+    ) -> None:
+        for utterance in list(self.heard.corpus)[: self.recipe.train.samples]:
+            lines = [f"reference: {utterance.text}", f"attention: {texts.get(utterance.id)}"]
+            if ctc_texts:
+                lines.append(f"CTC: {ctc_texts.get(utterance.id)}")
+            log.text(f"decoded/{utterance.id}", "\n\n".join(lines), step)
+
+
+def speech_task(recipe: Recipe, run: Path, resume: bool) -> SpeechTask:
+    """Read the corpus, make or load vocabulary and statistics, build the model.
+
+    Raises UserError for a corpus that is missing or cannot be learned from as the recipe stands.
+    """
+    data = recipe.data
+    whole = corpora.corpus(data, data.train, "train")
+    training = corpora.within(whole, data.min_seconds, data.max_seconds)
+    valid = corpora.corpus(data, data.valid, "valid")
+    front_end = build.front_end(recipe.features, data.max_seconds * 2)
+    if resume:
+        tokenizer = load_tokenizer(run)
+        if front_end.norm.needs_statistics:
+            front_end.norm.load(run / STATISTICS)
+    else:
+        tokenizer = build.tokenizer(recipe.text, training)
+        measure(training, front_end, data.workers)
+    corpora.check_text(valid.texts, [tokenizer.unknown(text) for text in valid.texts], valid.path)
+    torch.manual_seed(recipe.seed)
+    objective = build.speech_objective(recipe, front_end.size, tokenizer.size)
+    check_room(recipe, training, tokenizer, front_end, objective)
+    return SpeechTask(
+        recipe,
+        objective,
+        build.epochs(recipe, Utterances(training, front_end, tokenizer, recipe.seed)),
+        Utterances(valid, front_end, tokenizer, recipe.seed),
+        Recognizer(objective.model, tokenizer, front_end, recipe.decode),
+    )
+
+
+def check_room(
+    recipe: Recipe,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    front_end: FrontEnd,
+    objective: SpeechObjective,
+) -> None:
+    """CTC needs a frame of memory per token: name the utterances that have too few.
+
+    Raises UserError where more than 1 % of them have.
+    """
+    if not recipe.model.ctc_weight:
+        return
+    fastest = max(recipe.features.speed)
+    frames = torch.tensor([front_end.num_frames(u.seconds, fastest) for u in corpus])
+    room = objective.model.memory_lengths(frames).tolist()
+    tight = [
+        u.id
+        for u, there in zip(corpus, room, strict=True)
+        if needed_frames(tokenizer.encode(u.text)) > there
+    ]
+    if not tight:
+        return
+    names = f"{' '.join(tight[:5])}{' ...' if len(tight) > 5 else ''}"
+    line = f"{len(tight)} of {len(corpus)} utterances have more CTC labels than frames: {names}"
+    if len(tight) > 0.01 * len(corpus):
+        raise UserError(
+            f"{line}. Reduce fewer frames (model.listener.pyramid) or use text.kind=bpe."
+        )
+    print(f"{line}; the CTC loss leaves them out", flush=True)

@@ -1,0 +1,192 @@
+"""Checkpoints: the weights as safetensors, the rest of a training run beside them.
+
+    RUN/checkpoints/00000500/model.safetensors   weights; step and validation loss as metadata
+                             training.pt         optimiser, position, random states
+
+A checkpoint is written into a hidden folder, synced and renamed, so it is there whole or not at
+all. Nothing that is read can run code: safetensors for the weights, weights_only for the rest.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from asr.errors import UserError
+
+WEIGHTS = "model.safetensors"
+TRAINING = "training.pt"
+SUMS = "sha256.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk; `loss` is the validation loss in nats, infinite if not measured."""
+
+    folder: Path
+    step: int
+    loss: float
+
+
+def save_checkpoint(
+    run: Path,
+    module: nn.Module,
+    training: dict[str, Any],
+    step: int,
+    loss: float,
+    about: dict[str, str],
+) -> Checkpoint:
+    """Write RUN/checkpoints/STEP whole, or leave what was there. OSError where the disk is full.
+
+    `about` goes into the metadata of the weights (vocabulary fingerprint).
+    """
+    folder = run / "checkpoints" / f"{step:08d}"
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        meta = {**about, "step": str(step), "loss": repr(loss)}
+        save_file(_weights(module), part / WEIGHTS, metadata=meta)
+        torch.save(training, part / TRAINING)
+        sums = {name: _digest(part / name) for name in (WEIGHTS, TRAINING)}
+        (part / SUMS).write_text(json.dumps(sums))
+        for file in part.iterdir():
+            _sync(file)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return Checkpoint(folder, step, loss)
+
+
+def list_checkpoints(run: Path) -> list[Checkpoint]:
+    """The whole ones of a run, by step; a folder that cannot be read as one is left out."""
+    found = []
+    for folder in sorted((run / "checkpoints").glob("[0-9]*")):
+        try:
+            with safe_open(folder / WEIGHTS, "pt") as file:
+                about = file.metadata() or {}
+            found.append(Checkpoint(folder, int(about["step"]), float(about["loss"])))
+        except (OSError, SafetensorError, KeyError, ValueError):
+            continue
+    return found
+
+
+def is_sound(checkpoint: Checkpoint) -> bool:
+    """Whether its files are what was written (by their checksums)."""
+    try:
+        sums = json.loads((checkpoint.folder / SUMS).read_text())
+        return all(_digest(checkpoint.folder / name) == sums[name] for name in (WEIGHTS, TRAINING))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def prune(run: Path, keep: int, keep_best: int) -> None:
+    """Leave the last `keep` checkpoints and the best `keep_best`."""
+    there = list_checkpoints(run)
+    kept = {c.folder for c in there[-keep:]} | {c.folder for c in best_of(there)[:keep_best]}
+    for checkpoint in there:
+        if checkpoint.folder not in kept:
+            shutil.rmtree(checkpoint.folder, ignore_errors=True)
+
+
+def best_of(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Those with a validation loss, the lowest first; of equals the later."""
+    measured = [c for c in checkpoints if math.isfinite(c.loss)]
+    return sorted(measured, key=lambda c: (c.loss, -c.step))
+
+
+def choose(run: Path, which: str, average: int) -> list[Checkpoint]:
+    """The checkpoints to read a model from: the `average` best or last ones.
+
+    Raises UserError where the run has none.
+    """
+    there = list_checkpoints(run)
+    if not there:
+        raise UserError(f"{run}: no checkpoint in it; train it first (python -m asr.train)")
+    chosen = best_of(there) if which == "best" else there[::-1]
+    return (chosen or there[::-1])[:average]
+
+
+def load_weights(
+    module: nn.Module, checkpoints: Sequence[Checkpoint], about: dict[str, str]
+) -> None:
+    """The mean of the checkpoints' weights into the module.
+
+    Raises UserError where a file is damaged, or of another model or vocabulary.
+    """
+    mean: dict[str, Tensor] = {}
+    for checkpoint in checkpoints:
+        path = checkpoint.folder / WEIGHTS
+        try:
+            with safe_open(path, "pt") as file:
+                there = file.metadata() or {}
+            weights = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read as weights ({error})") from None
+        for name, value in about.items():
+            if there.get(name) != value:
+                raise UserError(f"{path}: of another {name} ({there.get(name)}, here {value})")
+        for name, weight in weights.items():
+            mean[name] = mean.get(name, 0) + weight.double() / len(checkpoints)
+    _fill(module, mean, checkpoints[-1].folder / WEIGHTS)
+
+
+def read_training(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What save_checkpoint was given as `training`. Raises UserError where it is damaged."""
+    path = checkpoint.folder / TRAINING
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many kinds; all mean the same to a user
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: cannot be read as a training state ({reason})") from None
+
+
+def _fill(module: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    own = module.state_dict()
+    wrong = [n for n in weights.keys() & own.keys() if weights[n].shape != own[n].shape]
+    unlike = sorted((weights.keys() ^ _weights(module).keys()) | set(wrong))
+    if unlike:
+        raise UserError(
+            f"{path}: weights of another model: {unlike[0]} and {len(unlike) - 1} more do not fit"
+        )
+    module.load_state_dict({n: w.to(own[n].dtype) for n, w in weights.items()}, strict=False)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """Each tensor once: tied weights share their memory, and safetensors stores no sharing."""
+    seen: set[int] = set()
+    once = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            once[name] = tensor.detach().cpu().contiguous()
+    return once
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

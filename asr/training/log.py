@@ -1,0 +1,131 @@
+"""What a run says while it trains: on the console, in train.log and in TensorBoard."""
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from asr.training.loop import Position, Step
+from asr.training.objective import Sum, add, means
+
+
+class Log:
+    """One run's log. Use it as a context, so that the files are closed whatever happens.
+
+    On a terminal a progress bar, elsewhere one line every `every` steps.
+    """
+
+    def __init__(self, run: Path, every: int, total_steps: int, step: int = 0) -> None:
+        self.every = every
+        self.total = total_steps
+        self.lines = _line_logger(run / "train.log")
+        # What a killed run wrote behind its last checkpoint would overlap: purge it.
+        self.board = SummaryWriter(str(run), purge_step=step + 1 if step else None)
+        self.progress = _progress() if sys.stdout.isatty() else None
+        self.task = (
+            self.progress.add_task("", total=total_steps, completed=step) if self.progress else None
+        )
+        self._clear()
+
+    def __enter__(self) -> "Log":
+        if self.progress:
+            self.progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.progress:
+            self.progress.stop()
+        self.board.close()
+        for handler in list(self.lines.handlers):
+            handler.close()
+            self.lines.removeHandler(handler)
+
+    def note(self, text: str) -> None:
+        """One line on the console and in train.log."""
+        self.lines.info(text)
+        if self.progress:
+            self.progress.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def step(self, position: Position, step: Step) -> None:
+        """Count a step in; every so many, say how it goes."""
+        add(self.sums, step.sums)
+        self.audio += step.seconds
+        self.norm = max(self.norm, step.norm)
+        if position.step % self.every == 0 or position.step >= self.total:
+            self._report(position, step)
+            self._clear()
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """Curves `group/name`, one point each."""
+        for name, value in values.items():
+            self.board.add_scalar(f"{group}/{name}", value, step)
+
+    def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        """pixels (height, width, 3) uint8."""
+        self.board.add_image(name, pixels, step, dataformats="HWC")
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Markdown."""
+        self.board.add_text(name, text, step)
+
+    def recipe(self, yaml: str, flat: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """The resolved recipe as text, and as hparams beside the run's final figures."""
+        self.board.add_text("recipe", f"```yaml\n{yaml}```", 0)
+        plain = {
+            k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat.items()
+        }
+        self.board.add_hparams(plain, dict(metrics), run_name=".", global_step=0)
+
+    def _report(self, position: Position, step: Step) -> None:
+        now = means(self.sums)
+        passed = max(time.perf_counter() - self.since, 1e-9)
+        rate = self.audio / passed
+        self.scalars("train", now, position.step)
+        health = {"learning_rate": step.lr, "gradient_norm": self.norm, "audio_per_second": rate}
+        self.scalars("run", {**health, "epoch": position.epoch}, position.step)
+        loss = "  ".join(f"{name} {value:.4f}" for name, value in now.items())
+        place = f"step {position.step}/{self.total}  epoch {position.epoch}"
+        line = f"{place}  {loss}  {rate:.0f}x real time"
+        self.lines.info(line)
+        if self.progress:
+            self.progress.update(
+                self.task, completed=position.step, description=f"{loss}  {rate:.0f}x"
+            )
+        else:
+            left = (self.total - position.step) * passed / self.every
+            print(f"{line}  {left / 60:.1f} min left", flush=True)
+
+    def _clear(self) -> None:
+        self.sums: dict[str, Sum] = {}
+        self.audio = 0.0
+        self.norm = 0.0
+        self.since = time.perf_counter()
+
+
+def _progress() -> Progress:
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.description}"), transient=True)
+
+
+def _line_logger(path: Path) -> logging.Logger:
+    logger = logging.getLogger(f"asr.run.{path.parent.resolve()}")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    return logger

@@ -1,0 +1,116 @@
+"""What is minimised, in a form that sums over micro-batches and machines without bias.
+
+An Objective is an nn.Module whose forward(batch) returns a dict of Sum(total, count), never a
+mean. The entry "objective" is minimised: gradient = sum of its totals / sum of its counts, over
+all micro-batches of a step. The other entries are only logged; "nats" is the unsmoothed
+cross-entropy per target token, so that curves of different settings compare.
+
+B utterances, T frames, U tokens, V vocabulary.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asr.data.batch import Batch
+from asr.tokens import BLANK, EOS, SOS
+
+
+class Sum(NamedTuple):
+    """A total over `count` things, both scalar tensors."""
+
+    total: Tensor
+    count: Tensor
+
+
+class Objective(Protocol):
+    """Any task: speech, language model, classification."""
+
+    def __call__(self, batch: Batch) -> dict[str, Sum]: ...
+
+
+class SpeechObjective(nn.Module):
+    """Label-smoothed cross-entropy of the decoder and CTC of the encoder, per target token.
+
+    (1 - ctc_weight) * cross-entropy + ctc_weight * CTC, as in Watanabe et al. 2017, both divided
+    by the number of target tokens (<eos> counts as one). Label smoothing: Szegedy et al. 2016,
+    the mass spread evenly over the whole vocabulary. An utterance with more labels than frames
+    has no CTC path; it adds nothing to that part.
+    """
+
+    def __init__(self, model: nn.Module, ctc_weight: float, label_smoothing: float) -> None:
+        super().__init__()
+        self.model = model
+        self.ctc_weight = ctc_weight
+        self.label_smoothing = label_smoothing
+
+    def forward(self, batch: Batch) -> dict[str, Sum]:
+        """-> objective, nats, accuracy, and ctc where there is a CTC head."""
+        memory = self.model.encode(batch.features, batch.lengths)
+        inputs, targets = shift(batch.tokens, batch.token_lengths)
+        logits = self.model.decode(memory, inputs).float()  # (B, U + 1, V)
+        sums = cross_entropy(logits, targets, self.label_smoothing)
+        log_probs = self.model.ctc(memory)
+        if log_probs is not None:
+            frames = memory.valid.sum(dim=1)
+            total = ctc_loss(log_probs.float(), frames, batch.tokens, batch.token_lengths)
+            smoothed, count = sums["objective"]
+            mixed = (1 - self.ctc_weight) * smoothed + self.ctc_weight * total
+            sums |= {"objective": Sum(mixed, count), "ctc": Sum(total.detach(), count)}
+        return sums
+
+
+def shift(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens (B, U) -> what the decoder reads, <sos> first, and says, <eos> last: (B, U + 1)."""
+    inputs = functional.pad(tokens, (1, 0), value=SOS)
+    targets = functional.pad(tokens, (0, 1), value=BLANK)
+    return inputs, targets.scatter(1, lengths.unsqueeze(1), EOS)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> dict[str, Sum]:
+    """logits (B, U, V), targets (B, U) with <blank> as padding -> objective, nats, accuracy."""
+    real = targets != BLANK
+    log_probs = logits[real].log_softmax(dim=-1)  # (tokens, V)
+    wanted = targets[real].unsqueeze(1)
+    nats = -log_probs.gather(1, wanted).sum()
+    spread = -log_probs.mean(dim=-1).sum()
+    right = (log_probs.argmax(dim=-1, keepdim=True) == wanted).sum()
+    count = real.sum()
+    return {
+        "objective": Sum((1 - smoothing) * nats + smoothing * spread, count),
+        "nats": Sum(nats.detach(), count),
+        "accuracy": Sum(right, count),
+    }
+
+
+def ctc_loss(log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """log_probs (B, T, V), frames (B,), tokens (B, U), lengths (B,) -> summed over B."""
+    return functional.ctc_loss(
+        log_probs.transpose(0, 1),
+        tokens,
+        frames,
+        lengths,
+        blank=BLANK,
+        reduction="sum",
+        zero_infinity=True,
+    )
+
+
+def needed_frames(tokens: list[int]) -> int:
+    """Frames that a CTC path for these tokens takes: one each, and a blank between twins."""
+    return len(tokens) + sum(a == b for a, b in pairwise(tokens))
+
+
+def add(sums: dict[str, Sum], more: dict[str, Sum]) -> None:
+    """Add `more` into `sums`, entry by entry, detached and in float64."""
+    for name, (total, count) in more.items():
+        total, count = total.detach().double(), count.double()
+        old = sums.get(name)
+        sums[name] = Sum(old.total + total, old.count + count) if old else Sum(total, count)
+
+
+def means(sums: dict[str, Sum]) -> dict[str, float]:
+    """Total / count of every entry that counted anything."""
+    return {name: float(total / count) for name, (total, count) in sums.items() if count > 0}
