@@ -86,7 +86,7 @@ class Recognizer:
             return Transcript("", 0.0, ())
         batch = collate([Example("", features, torch.zeros(0, dtype=torch.long))])
         best = self.hypotheses(self.encode(batch))[0]
-        return Transcript(self.tokenizer.decode(best.tokens), best.score, best.tokens)
+        return Transcript(self.text(best), best.score, best.tokens)
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Memory:
@@ -98,6 +98,10 @@ class Recognizer:
     def hypotheses(self, memory: Memory) -> list[Hypothesis]:
         """The best hypothesis of every utterance."""
         return greedy(self.model, memory, max_ratio=self.decode.max_ratio)
+
+    def text(self, hypothesis: Hypothesis) -> str:
+        """What a hypothesis says."""
+        return self.tokenizer.decode(hypothesis.tokens)
 
     @torch.no_grad()
     def ctc_texts(self, memory: Memory) -> list[str] | None:

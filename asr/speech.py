@@ -17,7 +17,6 @@ from asr.data.batch import Batch, Epochs, Utterances, load, plan_evaluation
 from asr.data.corpus import Corpus
 from asr.data.statistics import measure
 from asr.data.text import Tokenizer, load_tokenizer
-from asr.decoding.search import Hypothesis
 from asr.errors import UserError
 from asr.nn.memory import Memory
 from asr.recognizer import STATISTICS, Recognizer, about
@@ -67,7 +66,7 @@ class SpeechTask:
                 continue
             memory = self.recognizer.encode(batch)
             found = self.recognizer.hypotheses(memory)
-            texts |= zip(batch.ids, map(self._text, found), strict=True)
+            texts |= zip(batch.ids, map(self.recognizer.text, found), strict=True)
             ctc_texts |= zip(batch.ids, self.recognizer.ctc_texts(memory) or (), strict=False)
             weights = self._attention(memory, batch)
             slopes += [diagonality(w) for w in weights]
@@ -76,9 +75,6 @@ class SpeechTask:
         self._samples(log, position.step, texts, ctc_texts)
         rates = {"wer": self._rate(texts), "diagonality": float(np.mean(slopes))}
         return rates | ({"ctc_wer": self._rate(ctc_texts)} if ctc_texts else {})
-
-    def _text(self, hypothesis: Hypothesis) -> str:
-        return self.recognizer.tokenizer.decode(hypothesis.tokens)
 
     def _rate(self, texts: dict[str, str]) -> float:
         truth = {u.id: u.text for u in self.heard.corpus}

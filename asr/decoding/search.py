@@ -7,7 +7,6 @@ belongs to one utterance, so fewer lines mean that utterances have left.
 Shapes: B utterances, K hypotheses of each, T memory frames, U tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,17 +28,24 @@ class State(Protocol):
         """The last step's weights (B, K, T); None before the first, or where there are none."""
 
 
-class SearchModel(Protocol):
-    """An encoder-decoder as a search sees it."""
+class Scorer(Protocol):
+    """Anything that scores the next token: an encoder-decoder, a language model, CTC.
+
+    Scores are log-probs, at most 0: the beam's exact stop relies on that.
+    """
 
     def start(self, memory: Memory) -> Any:
         """-> State before SOS with one hypothesis per utterance."""
 
     def step(self, state: Any, tokens: Tensor) -> tuple[Tensor, Any]:
-        """state, tokens (B, K), SOS first -> log-probs (B, K, V) of the next token, State."""
+        """state, tokens (B, K), SOS first -> scores (B, K, V) of the next token, State."""
 
     def select(self, state: Any, rows: Tensor) -> Any:
         """rows (B', K') number old hypotheses b * K + k -> State of B' utterances x K'."""
+
+
+class SearchModel(Scorer, Protocol):
+    """An encoder-decoder as a search sees it: a Scorer whose states are of type State."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,7 @@ class Hypothesis:
     finished: bool  # False where the length limit ended it and another token was likelier than EOS
     log_probs: tuple[float, ...] = ()  # the model's, one per token and one for EOS
     parts: tuple[float, ...] = ()  # unweighted sums: the model's log-probs, then each scorer's
-    coverage: float = 0.0  # unweighted coverage penalty (score.py), where the search used it
-    attention: Tensor | None = None  # (U + 1, T), EOS last, where the search was told to keep it
+    covered: float = 0.0  # unweighted coverage penalty (score.py), where the search used it
 
 
 def length_limits(valid: Tensor, ratio: float, constant: float) -> Tensor:
@@ -80,12 +85,7 @@ def checked(log_probs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def greedy(
-    model: SearchModel,
-    memory: Memory,
-    *,
-    max_ratio: float = 1.0,
-    max_constant: float = 10.0,
-    keep_attention: bool = False,
+    model: SearchModel, memory: Memory, *, max_ratio: float = 1.0, max_constant: float = 10.0
 ) -> list[Hypothesis]:
     """Take the likeliest token at every step, EOS included, until each utterance has ended.
 
@@ -98,59 +98,30 @@ def greedy(
     if len(active) == 0:
         return results
     limits = length_limits(memory.valid, max_ratio, max_constant)
+    never = torch.tensor(NEVER, device=limits.device)
     state = model.start(memory)
-    trail = _Trail.empty(len(active), limits.device)
+    tokens = torch.full_like(active[:, None], SOS)  # (B, 1 + U)
+    each = torch.zeros(len(active), 0, device=limits.device)  # (B, U)
     while len(active):
-        log_probs, state = model.step(state, trail.tokens[:, -1:])
-        log_probs = checked(log_probs).squeeze(1).index_fill(1, _never(log_probs), -torch.inf)
-        cut = limits < trail.tokens.shape[1]  # SOS stands in front
-        wanted = log_probs.argmax(dim=1)
-        chosen = wanted.masked_fill(cut, EOS)  # (B,)
-        weights = state.attention if keep_attention else None
-        trail = trail.extended(chosen, log_probs.gather(1, chosen[:, None]), weights)
-        ended = chosen == EOS
+        log_probs, state = model.step(state, tokens[:, -1:])
+        log_probs = checked(log_probs).squeeze(1).index_fill(1, never, -torch.inf)  # (B, V)
+        wanted = log_probs.argmax(dim=1, keepdim=True)
+        chosen = wanted.masked_fill(limits[:, None] < tokens.shape[1], EOS)
+        tokens = torch.cat([tokens, chosen], dim=1)
+        each = torch.cat([each, log_probs.gather(1, chosen)], dim=1)
+        ended = (chosen == EOS).squeeze(1)
         for row in ended.nonzero().squeeze(1).tolist():
-            results[active[row]] = trail.hypothesis(row, finished=bool(wanted[row] == EOS))
+            finished = bool(wanted[row] == EOS)
+            results[active[row]] = _said(tokens[row], each[row], finished)
         if ended.any():
             rows = (~ended).nonzero().squeeze(1)
-            active, limits, trail = active[rows], limits[rows], trail.rows(rows)
+            active, limits, tokens, each = active[rows], limits[rows], tokens[rows], each[rows]
             state = model.select(state, rows[:, None]) if len(rows) else state
     return results
 
 
-def _never(like: Tensor) -> Tensor:
-    return torch.tensor(NEVER, device=like.device)
-
-
-@dataclass(frozen=True)
-class _Trail:
-    """What greedy has said so far."""
-
-    tokens: Tensor  # (B, 1 + U), SOS first
-    log_probs: Tensor  # (B, U)
-    attention: Sequence[Tensor]  # U of (B, T)
-
-    @classmethod
-    def empty(cls, utterances: int, device: torch.device) -> "_Trail":
-        tokens = torch.full((utterances, 1), SOS, device=device)
-        return cls(tokens, torch.zeros(utterances, 0, device=device), ())
-
-    def extended(self, chosen: Tensor, log_probs: Tensor, attention: Tensor | None) -> "_Trail":
-        """chosen (B,), log_probs (B, 1), attention (B, 1, T) or None."""
-        return _Trail(
-            torch.cat([self.tokens, chosen[:, None]], dim=1),
-            torch.cat([self.log_probs, log_probs], dim=1),
-            self.attention if attention is None else [*self.attention, attention[:, 0]],
-        )
-
-    def rows(self, rows: Tensor) -> "_Trail":
-        attention = [weights[rows] for weights in self.attention]
-        return _Trail(self.tokens[rows], self.log_probs[rows], attention)
-
-    def hypothesis(self, row: int, finished: bool) -> Hypothesis:
-        """The sentence of a row that has just said EOS."""
-        log_probs = tuple(self.log_probs[row].tolist())
-        attention = torch.stack([w[row] for w in self.attention]) if self.attention else None
-        total = sum(log_probs)
-        tokens = tuple(self.tokens[row, 1:-1].tolist())
-        return Hypothesis(tokens, total, finished, log_probs, (total,), attention=attention)
+def _said(tokens: Tensor, each: Tensor, finished: bool) -> Hypothesis:
+    """tokens (U + 2,) from SOS to EOS, each (U + 1,)."""
+    log_probs = tuple(each.tolist())
+    total = sum(log_probs)
+    return Hypothesis(tuple(tokens[1:-1].tolist()), total, finished, log_probs, (total,))
