@@ -1,0 +1,29 @@
+"""A small Transformer and a batch for it, every size another prime where it can be."""
+
+import torch
+
+from asr.models.transformer import Transformer
+
+F, V, E = 13, 17, 10
+SETTINGS = (
+    {},
+    {"norm_position": "post", "norm": "rms", "activation": "gelu", "positions": "learned"},
+    {"norm": "scale", "fixnorm": True, "tied": True, "residual_scale": 1.3},
+    {"norm_position": "post", "residual_scale": "deepnet", "reduction": 6, "activation": "swish"},
+)
+
+
+def model(**settings):
+    """Small, in evaluation, and with biases and norms moved from where they start."""
+    torch.manual_seed(0)
+    sizes = {"d_model": E, "heads": 2, "feed_forward": 19, "subsampling_channels": 3}
+    sizes |= {"encoder_layers": 3, "decoder_layers": 2, "max_positions": 97}
+    made = Transformer(F, V, **(sizes | settings)).eval()
+    for parameter in made.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return made
+
+
+def batch(size=3, frames=41, tokens=7):
+    lengths = torch.tensor([frames, 29, 23][:size])
+    return torch.randn(size, frames, F), lengths, torch.randint(4, V, (size, tokens))

@@ -1,0 +1,190 @@
+"""The whole Transformer: padding, options, and what it refuses."""
+
+import pytest
+import torch
+from reference_transformer import fixnorm, norm, sinusoid
+from small_transformer import SETTINGS, E, F, V, batch, model
+
+from asr.nn.drop import DropHead, VShape
+from asr.tokens import BLANK
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@torch.no_grad()
+def test_padding_and_batch_mates_change_nothing(settings):
+    ours = model(**settings)
+    features, lengths, tokens = batch()
+    for b, length in enumerate(lengths.tolist()):
+        alone = ours.encode(features[b : b + 1, :length], lengths[b : b + 1])
+        decoded = ours.decode(alone, tokens[b : b + 1, : 7 - b])
+        padded = torch.full((3, 59, F), float("nan"))
+        padded[:, :41] = features
+        padded[b, length:] = float("nan")
+        memory = ours.encode(padded, lengths)
+        size = ours.memory_lengths(lengths)[b]
+        assert memory.valid[b].sum() == size == alone.states.size(1)
+        torch.testing.assert_close(memory.states[b, :size], alone.states[0])
+        torch.testing.assert_close(ours.ctc(memory)[b, :size], ours.ctc(alone)[0])
+        right_padded = tokens.clone()
+        right_padded[b, 7 - b :] = BLANK
+        out = ours.decode(memory, right_padded)
+        torch.testing.assert_close(out[b, : 7 - b], decoded[0])
+        weights = ours.attention(memory, right_padded)[b, : 7 - b]
+        torch.testing.assert_close(weights.sum(-1), torch.ones(7 - b))
+        assert (weights[:, size:] == 0).all()
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_poisoned_padding_and_empty_utterances_give_finite_gradients(train):
+    ours = model(dropout=0.1, attention_dropout=0.1).train(train)
+    features, _, tokens = batch()
+    lengths = torch.tensor([41, 0, 23])
+    for b, length in enumerate(lengths):
+        features[b, length:] = float("nan")
+    memory = ours.encode(features, lengths)
+    logits, log_probs = ours.decode(memory, tokens), ours.ctc(memory)
+    assert logits.isfinite().all() and log_probs[memory.valid].isfinite().all()
+    (logits.sum() + log_probs[memory.valid].sum()).backward()
+    assert all(p.grad.isfinite().all() for p in ours.parameters())
+
+
+@torch.no_grad()
+def test_future_tokens_change_nothing():
+    ours = model()
+    features, lengths, tokens = batch()
+    memory = ours.encode(features, lengths)
+    before, changed = ours.decode(memory, tokens), tokens.clone()
+    changed[:, 4:] = torch.randint(4, V, (3, 3))
+    torch.testing.assert_close(ours.decode(memory, changed)[:, :4], before[:, :4])
+    future = changed.clone()
+    future[:, 3] = (future[:, 3] - 4 + 1) % (V - 4) + 4
+    assert not torch.isclose(ours.decode(memory, future)[:, 3], before[:, 3]).all()
+
+
+@torch.no_grad()
+def test_fixnorm_tied_behind_scale_norm_gives_scaled_cosines():
+    ours = model(norm="scale", norm_position="post", fixnorm=True, tied=True).double()
+    features, lengths, tokens = batch()
+    memory = ours.encode(features.double(), lengths)
+    logits = ours.decode(memory, tokens)
+    g = ours.decoder.layers[-1].around_feed_forward.norm.weight
+    words = torch.stack([fixnorm(row) for row in ours.words.weight])
+    assert (logits.abs() <= g * (1 + 1e-9)).all()
+    expected = words[tokens] * E**0.5
+    torch.testing.assert_close(ours.words(tokens), expected)
+    hidden = torch.linalg.lstsq(words, logits[0].T).solution.T  # the h behind these logits
+    torch.testing.assert_close(hidden.norm(dim=-1), g.expand(7))
+    cosine = torch.nn.functional.cosine_similarity(hidden[:, None], words[None], dim=-1)
+    torch.testing.assert_close(logits[0], g * cosine)
+
+
+@torch.no_grad()
+def test_inputs_are_scaled_and_placed():
+    ours = model(tied=True).double()
+    tokens = torch.tensor([[5, 9, 5]])
+    heard = []
+    ours.decoder.layers[0].register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
+    features, lengths, _ = batch(1)
+    ours.decode(ours.encode(features.double(), lengths), tokens)
+    slow = [ours.words.weight[t] * E**0.5 + sinusoid(u, E) for u, t in enumerate([5, 9, 5])]
+    torch.testing.assert_close(heard[0][0], torch.stack(slow), rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_pre_norm_ends_with_a_norm():
+    ours = model().double()
+    features, lengths, _ = batch(1)
+    stream = []
+    ours.encoder.last_norm.register_forward_hook(lambda _, inputs, out: stream.append(inputs[0]))
+    memory = ours.encode(features.double(), lengths)
+    parameters = list(ours.encoder.last_norm.parameters())
+    torch.testing.assert_close(memory.states[0], norm("layer", parameters, stream[0][0]))
+
+
+def test_without_drops_training_equals_evaluation():
+    plain = model(dropout=0.0)
+    dropping = model(dropout=0.0, layer_drop=0.7, drop_head=0.7)
+    features, lengths, tokens = batch()
+    expected = plain.decode(plain.encode(features, lengths), tokens)
+    for ours in (dropping, plain.train()):
+        out = ours.decode(ours.encode(features, lengths), tokens)
+        torch.testing.assert_close(out, expected)
+    dropping.train()
+    assert not torch.allclose(dropping.decode(dropping.encode(features, lengths), tokens), expected)
+
+
+def test_layer_drop_has_the_expected_depth():
+    ours = model(encoder_layers=7, decoder_layers=5, layer_drop={"encoder": 0.5, "decoder": 0.2})
+    ours.train()
+    depths = []
+    for stack, layers, rate in ((ours.encoder, 7, 0.5), (ours.decoder, 5, 0.2)):
+        depths = [len(list(stack.passing())) for _ in range(2000)]
+        expected, deviation = layers * (1 - rate), (layers * rate * (1 - rate) / 2000) ** 0.5
+        assert abs(sum(depths) / 2000 - expected) < 5 * deviation
+
+
+def test_set_step_moves_every_head_dropper():
+    ours = model(drop_head=VShape(end=0.4, warmup=10, total=30))
+    droppers = [module for module in ours.modules() if isinstance(module, DropHead)]
+    assert len(droppers) == 3 + 2 * 2
+    for step, rate in ((0, 0.4), (10, 0.0), (30, 0.4)):
+        ours.set_step(step)
+        assert {round(dropper.rate, 9) for dropper in droppers} == {rate}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_parameter_learns_and_is_saved(settings):
+    ours = model(**settings)
+    features, lengths, tokens = batch()
+    memory = ours.encode(features, lengths)
+    (ours.decode(memory, tokens).square().sum() + ours.ctc(memory).square().sum()).backward()
+    silent = [name for name, p in ours.named_parameters() if p.grad is None or not p.grad.any()]
+    assert silent == []
+    again = model(**settings)
+    for parameter in again.parameters():
+        torch.nn.init.zeros_(parameter)
+    again.load_state_dict(ours.state_dict())
+    out = again.decode(again.encode(features, lengths), tokens)
+    assert torch.equal(out, ours.decode(ours.encode(features, lengths), tokens))
+
+
+def test_without_ctc_there_is_no_head():
+    ours = model(ctc=False)
+    features, lengths, _ = batch()
+    assert ours.ctc(ours.encode(features, lengths)) is None
+
+
+def test_ctc_gives_log_probabilities():
+    ours = model()
+    features, lengths, _ = batch()
+    total = ours.ctc(ours.encode(features, lengths)).exp().sum(-1)
+    torch.testing.assert_close(total, torch.ones(3, 11))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 3}, "model size 10 is not divisible by heads 3"),
+        ({"encoder_layers": 0}, r"0 \+ 2 layers: each stack needs one"),
+        ({"residual_scale": 0.0}, "residual_scale 0.0 must be above 0"),
+        ({"residual_scale": "wide"}, "residual_scale 'wide' is neither a number nor"),
+        ({"norm_position": "both"}, "norm_position 'both' is unknown"),
+        ({"activation": "tanh"}, "activation 'tanh' is unknown"),
+        ({"positions": "none"}, "positions 'none' is unknown"),
+        ({"reduction": 3}, "subsampling factor 3 is unknown"),
+        ({"dropout": 1.0}, "dropout 1.0 is not a rate"),
+        ({"attention_dropout": -0.1}, "dropout -0.1 is not a rate"),
+        ({"layer_drop": 1.0}, "layer_drop 1.0 is not a rate"),
+        ({"layer_drop": {"encoder": 0.1}}, "layer_drop .* is neither a number nor one for"),
+        ({"drop_head": 1.0}, "drop_head 1.0 is not a rate"),
+    ],
+)
+def test_bad_settings_have_one_clear_line(settings, message):
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        model(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(TypeError, match="attention_drop'"):
+        model(attention_drop=0.1)
