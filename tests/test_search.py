@@ -20,25 +20,23 @@ def greedy_loop(model, memory, limit):
         if best == EOS:
             break
         tokens.append(best)
-    log_probs, attention = model.spell(memory, tokens)
+    log_probs, _ = model.spell(memory, tokens)
     each = log_probs.gather(1, torch.tensor([*tokens, EOS])[:, None]).squeeze(1)
     log_probs[:, [BLANK, SOS]] = -torch.inf
-    return tokens, each, attention, int(log_probs[-1].argmax()) == EOS
+    return tokens, each, int(log_probs[-1].argmax()) == EOS
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_greedy_is_the_plain_loop_for_every_utterance(seed):
     model, memory = ToySpeller(seed=seed), toy_memory(11, 3, 7, 2)
-    hypotheses = greedy(model, memory, max_ratio=1.0, max_constant=2, keep_attention=True)
+    hypotheses = greedy(model, memory, max_ratio=1.0, max_constant=2)
     for utterance, ours in enumerate(hypotheses):
         frames = int(memory.valid[utterance].sum())
-        tokens, each, attention, ended = greedy_loop(model, alone(memory, utterance), frames + 2)
+        tokens, each, ended = greedy_loop(model, alone(memory, utterance), frames + 2)
         assert ours.tokens == tuple(tokens)
         assert ours.finished == ended
         assert ours.log_probs == pytest.approx(each.tolist(), abs=1e-9)
         assert ours.score == pytest.approx(float(each.sum()), abs=1e-9)
-        torch.testing.assert_close(ours.attention[:, :frames], attention)
-        assert not ours.attention[:, frames:].any()
 
 
 def test_seeds_reach_both_ends():

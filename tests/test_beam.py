@@ -1,0 +1,385 @@
+"""Beam search against brute force over every sentence of a small space."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from toy_speller import ToySpeller, alone, toy_memory
+
+from asr.decoding.beam import beam_search
+from asr.decoding.follow import repeated
+from asr.decoding.score import FLOOR, Ranking
+from asr.decoding.search import Hypothesis, greedy
+from asr.errors import UserError
+from asr.nn.memory import Memory
+from asr.tokens import BLANK, EOS, SOS, UNK
+
+V = 6
+WORDS = (UNK, 4, 5)  # all that a sentence may hold
+
+
+class Bigrams:
+    """A language model that sees one token back."""
+
+    def __init__(self, vocabulary=V, seed=9):
+        draw = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(vocabulary, vocabulary, generator=draw).double().log_softmax(1)
+
+    def start(self, memory):
+        return torch.zeros(len(memory.valid), 1)
+
+    def step(self, state, tokens):
+        assert state.shape == tokens.shape
+        return self.table[tokens], state
+
+    def select(self, state, rows):
+        return state.flatten()[rows]
+
+    def sentence(self, tokens):
+        pairs = zip([SOS, *tokens], [*tokens, EOS], strict=True)
+        return sum(float(self.table[pair]) for pair in pairs)
+
+
+def random_ctc(memory, seed=3):
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randn(*memory.valid.shape, V, generator=draw).double() * 2).log_softmax(-1)
+
+
+def ctc_sentence(ctc, tokens):
+    """The judge of a sentence's CTC log-prob: torch's loss."""
+    loss = torch.nn.functional.ctc_loss(
+        ctc[:, None],
+        torch.tensor([tokens], dtype=torch.long),
+        torch.tensor([len(ctc)]),
+        torch.tensor([len(tokens)]),
+        reduction="sum",
+    )
+    return -float(loss)
+
+
+def says_twice(tokens, n):
+    found = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
+    return len(found) != len(set(found))
+
+
+def brute_force(model, memory, longest, shortest=0, *, ctc=None, lm=None, **settings):
+    """All sentences of one utterance, scored in a plain loop, best first: [(score, tokens)]."""
+    ctc_weight, lm_weight = settings.get("ctc_weight", 0.0), settings.get("lm_weight", 0.0)
+    found = []
+    for length in range(shortest, longest + 1):
+        for tokens in itertools.product(WORDS, repeat=length):
+            log_probs, attention = model.spell(memory, tokens)
+            if settings.get("ngram") and says_twice(tokens, settings["ngram"]):
+                continue
+            log_probs = (log_probs / settings.get("temperature", 1.0)).log_softmax(1)
+            best_other = float(log_probs[-1, list(WORDS)].max())
+            threshold = settings.get("eos_threshold", math.inf)
+            if float(log_probs[-1, EOS]) < threshold * best_other and length < longest:
+                continue
+            score = sum(float(log_probs[u, t]) for u, t in enumerate([*tokens, EOS]))
+            score *= 1 - ctc_weight
+            if ctc_weight:
+                score += ctc_weight * ctc_sentence(ctc, tokens)
+            if lm_weight:
+                score += lm_weight * lm.sentence(tokens)
+            score /= ((5 + length + 1) / 6) ** settings.get("length_penalty", 0.0)
+            covered = sum(math.log(min(max(c, FLOOR), 1.0)) for c in attention.sum(0).tolist())
+            score += settings.get("coverage_penalty", 0.0) * covered
+            score += settings.get("token_reward", 0.0) * (length + 1)
+            found.append((score, tokens))
+    return sorted(found, reverse=True)
+
+
+SETTINGS = {
+    "plain": {},
+    "length": {"length_penalty": 0.9},
+    "reward": {"token_reward": 0.7},
+    "fine": {"token_reward": -0.4, "length_penalty": 0.3},
+    "coverage": {"coverage_penalty": 0.6},
+    "temperature": {"temperature": 1.7},
+    "threshold": {"eos_threshold": 1.5},
+    "bigram guard": {"ngram": 2},
+    "token guard": {"ngram": 1},
+    "ctc": {"ctc_weight": 0.4},
+    "ctc alone": {"ctc_weight": 1.0},
+    "language model": {"lm_weight": 0.5},
+    "subtracted": {"lm_weight": -0.3},
+    "all": {
+        "length_penalty": 0.6,
+        "token_reward": 0.2,
+        "coverage_penalty": 0.3,
+        "eos_threshold": 2.0,
+        "ngram": 3,
+        "temperature": 1.2,
+        "ctc_weight": 0.3,
+        "lm_weight": 0.4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_beam_as_wide_as_the_space_is_brute_force(name):
+    settings = dict(SETTINGS[name])
+    model, memory, lm = ToySpeller(V, sharpness=2.0, seed=4), toy_memory(7, 5), Bigrams()
+    ctc = random_ctc(memory)
+    results = beam_search(
+        model,
+        memory,
+        beam=250,
+        nbest=5,
+        ctc=ctc,
+        max_ratio=0.5,
+        max_constant=1,  # 4 and 3 tokens
+        min_ratio=0,
+        min_constant=1,
+        scorers=[(settings["lm_weight"], lm)] if "lm_weight" in settings else [],
+        **{key: value for key, value in settings.items() if key != "lm_weight"},
+    )
+    for utterance, (frames, longest) in enumerate([(7, 4), (5, 3)]):
+        judge = brute_force(
+            model,
+            alone(memory, utterance),
+            longest,
+            shortest=1,
+            ctc=ctc[utterance, :frames],
+            lm=lm,
+            **settings,
+        )[:5]
+        ours = results[utterance]
+        assert [h.tokens for h in ours] == [tokens for _, tokens in judge]
+        assert [h.score for h in ours] == pytest.approx([score for score, _ in judge], abs=1e-6)
+
+
+def test_settings_of_the_brute_force_matter():
+    """A judge whose settings all chose the same sentence would judge nothing."""
+    model, memory = ToySpeller(V, sharpness=2.0, seed=4), toy_memory(7)
+    ctc, lm = random_ctc(memory)[0], Bigrams()
+    best = {
+        name: brute_force(model, memory, 4, 1, ctc=ctc, lm=lm, **settings)[0]
+        for name, settings in SETTINGS.items()
+    }
+    assert len({round(score, 6) for score, _ in best.values()}) > 10
+    assert len({tokens for _, tokens in best.values()}) > 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_beam_1_is_greedy(seed):
+    model, memory = ToySpeller(11, seed=seed), toy_memory(13, 4, 0, 7)
+    for ours, judge in zip(beam_search(model, memory, 1), greedy(model, memory), strict=True):
+        assert len(ours) == 1
+        assert ours[0].tokens == judge.tokens
+        assert ours[0].score == pytest.approx(judge.score, abs=1e-5)
+        assert ours[0].log_probs == pytest.approx(judge.log_probs, abs=1e-5)
+        assert ours[0].parts == pytest.approx(judge.parts, abs=1e-5)
+        assert ours[0].finished == judge.finished
+
+
+EVERYTHING = {
+    "length_penalty": 0.6,
+    "token_reward": 0.1,
+    "coverage_penalty": 0.05,
+    "eos_threshold": 1.5,
+    "ngram": 4,
+    "ctc_weight": 0.3,
+}
+
+
+def test_a_batch_is_its_utterances_one_by_one():
+    lengths = [13, 3, 11, 5]
+    model, memory = ToySpeller(V, sharpness=1.5), toy_memory(*lengths)
+    ctc, lm = random_ctc(memory), [(0.2, Bigrams())]
+    together = beam_search(model, memory, 4, nbest=3, ctc=ctc, scorers=lm, **EVERYTHING)
+    for utterance, frames in enumerate(lengths):
+        one = ctc[utterance : utterance + 1, :frames]
+        mine = alone(memory, utterance)
+        (judge,) = beam_search(model, mine, 4, nbest=3, ctc=one, scorers=lm, **EVERYTHING)
+        assert [h.tokens for h in together[utterance]] == [h.tokens for h in judge]
+        for ours, other in zip(together[utterance], judge, strict=True):
+            assert ours.score == pytest.approx(other.score, abs=1e-5)
+            assert ours.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+            assert ours.parts == pytest.approx(other.parts, abs=1e-5)
+            assert ours.covered == pytest.approx(other.covered, abs=1e-5)
+
+
+def test_scores_add_up_from_their_parts():
+    model, memory, lm = ToySpeller(V, sharpness=1.5), toy_memory(7, 5), Bigrams()
+    ctc = random_ctc(memory)
+    results = beam_search(model, memory, 5, nbest=5, ctc=ctc, scorers=[(0.2, lm)], **EVERYTHING)
+    ranking = Ranking(0.6, 0.1, 0.05)
+    for utterance, frames in enumerate([7, 5]):
+        for hypothesis in results[utterance]:
+            attention_part, ctc_part, lm_part = hypothesis.parts
+            assert attention_part == pytest.approx(sum(hypothesis.log_probs), abs=1e-5)
+            judge = ctc_sentence(ctc[utterance, :frames], hypothesis.tokens)
+            assert ctc_part == pytest.approx(judge, abs=1e-5)
+            assert lm_part == pytest.approx(lm.sentence(hypothesis.tokens), abs=1e-5)
+            total = 0.7 * attention_part + 0.3 * ctc_part + 0.2 * lm_part
+            score = ranking.final(total, len(hypothesis.tokens) + 1, hypothesis.covered)
+            assert hypothesis.score == pytest.approx(score, abs=1e-5)
+
+
+STOPPED = {**SETTINGS, "long": {"length_penalty": 3.0}, "unlike": {"lm_weight": -0.9}}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_the_early_stop_changes_nothing(name, monkeypatch):
+    settings = dict(STOPPED[name])
+    scorers = [(settings.pop("lm_weight"), Bigrams())] if "lm_weight" in settings else []
+    memory = toy_memory(5, 3)
+    settings |= {"nbest": 2, "ctc": random_ctc(memory), "scorers": scorers, "max_constant": 0}
+
+    def results():
+        return [
+            [(h.tokens, h.score, h.finished) for h in hypotheses]
+            for seed in range(16)
+            for hypotheses in beam_search(
+                ToySpeller(V, sharpness=2.0, seed=seed), memory, 3, **settings
+            )
+        ]
+
+    stopped = results()
+    monkeypatch.setattr(Ranking, "bound", lambda *_: math.inf)
+    assert stopped == results()
+
+
+def test_the_early_stop_saves_steps(monkeypatch):
+    model, memory = ToySpeller(V, seed=2), toy_memory(31, 29)
+    beam_search(model, memory, 3, length_penalty=0.6)
+    early, model.steps = model.steps, 0
+    monkeypatch.setattr(Ranking, "bound", lambda *_: math.inf)
+    beam_search(model, memory, 3, length_penalty=0.6)
+    assert early < model.steps / 2
+
+
+def test_patience_ends_a_search_that_the_exact_stop_cannot():
+    model, memory = ToySpeller(V, seed=2), toy_memory(31, 29)
+    exact = beam_search(model, memory, 3, token_reward=0.3)
+    steps, model.steps = model.steps, 0
+    patient = beam_search(model, memory, 3, token_reward=0.3, patience=1.0)
+    assert model.steps < steps / 2
+    assert all(p[0].score <= e[0].score for p, e in zip(patient, exact, strict=True))
+
+
+def test_the_bound_is_reached_by_no_longer_sentence():
+    for alpha, reward in itertools.product([0.0, 0.6, 2.0], [-0.5, 0.0, 0.5]):
+        ranking = Ranking(alpha, reward, 0.1)
+        bound = ranking.bound(-3.0, 4, 9)
+        for length, loss, covered in itertools.product(range(4, 10), [0.0, 2.0], [0.0, -1.0]):
+            assert ranking.final(-3.0 - loss, length, covered) <= bound + 1e-12
+    assert Ranking().bound(0.1, 1, 2) == math.inf
+
+
+def test_exact_lengths_are_kept():
+    model, memory = ToySpeller(V, seed=1), toy_memory(7, 3)
+    results = beam_search(
+        model, memory, 4, nbest=4, max_ratio=0, max_constant=5, min_ratio=0, min_constant=5
+    )
+    assert {len(h.tokens) for hypotheses in results for h in hypotheses} == {5}
+    assert model.steps == 2 + 2 * 3 + 2 * 4 * 4  # 1, then 3, then 4 rows an utterance
+
+
+def test_a_minimum_over_the_maximum_gives_way():
+    (hypotheses,) = beam_search(
+        ToySpeller(V), toy_memory(7), 2, max_ratio=0, max_constant=2, min_constant=9
+    )
+    assert len(hypotheses[0].tokens) == 2
+
+
+def test_no_hypothesis_holds_a_special_token_or_comes_twice():
+    results = beam_search(ToySpeller(V, sharpness=0.1), toy_memory(5, 3), 20, nbest=20)
+    for hypotheses in results:
+        assert len({h.tokens for h in hypotheses}) == len(hypotheses) == 20
+        assert not {BLANK, SOS, EOS} & {token for h in hypotheses for token in h.tokens}
+        assert [h.score for h in hypotheses] == sorted((h.score for h in hypotheses), reverse=True)
+
+
+def test_repeated_marks_what_would_say_an_ngram_twice():
+    said = torch.tensor([[[4, 5, 4, 5, 4], [5, 5, 5, 4, 6]]])
+    assert repeated(said, 3, 7).nonzero().tolist() == [[0, 0, 5]]
+    assert repeated(said, 1, 7).nonzero()[:, 1:].tolist() == [
+        [0, 4],
+        [0, 5],
+        [1, 4],
+        [1, 5],
+        [1, 6],
+    ]
+    assert not repeated(said, 6, 7).any()
+    assert not repeated(said[..., :0], 1, 7).any()
+
+
+def test_a_beam_whose_rules_leave_nothing_says_so():
+    """Each of 3 tokens once, but at least 5 tokens: the best that there was, unfinished."""
+    (hypotheses,) = beam_search(
+        ToySpeller(V), toy_memory(7), 2, ngram=1, min_ratio=0, min_constant=5
+    )
+    assert len(hypotheses) == 1
+    assert sorted(hypotheses[0].tokens) == [UNK, 4, 5]
+    assert not hypotheses[0].finished
+    assert len(hypotheses[0].log_probs) == 3
+
+
+def test_ctc_without_room_for_a_token_gives_an_empty_sentence():
+    memory = Memory(torch.randn(1, 1, 5).double(), torch.ones(1, 1, dtype=torch.bool))
+    ctc = torch.full((1, 1, V), -50.0)
+    ctc[..., BLANK] = 0.0
+    (hypotheses,) = beam_search(ToySpeller(V), memory, 3, ctc=ctc, ctc_weight=1.0)
+    assert hypotheses[0].tokens == ()
+
+
+def test_silence_says_nothing_and_harms_no_mate():
+    memory = toy_memory(5, 3)
+    valid = memory.valid & torch.tensor([[False], [True]])
+    ctc = random_ctc(memory)
+    silent = beam_search(ToySpeller(V), Memory(memory.states, valid), 3, ctc=ctc, ctc_weight=0.3)
+    both = beam_search(ToySpeller(V), memory, 3, ctc=ctc, ctc_weight=0.3)
+    assert silent[0] == [Hypothesis((), 0.0, True)]
+    assert silent[1][0].tokens == both[1][0].tokens
+    nothing = Memory(torch.zeros(1, 0, 5), torch.zeros(1, 0, dtype=torch.bool))
+    assert beam_search(ToySpeller(V), nothing, 3) == [[Hypothesis((), 0.0, True)]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beam": 0}, r"beam is 0; it must be 1 or more"),
+        ({"nbest": 9}, r"nbest is 9; it must lie between 1 and the beam \(8\)"),
+        ({"nbest": 0}, r"nbest is 0; it must lie between 1 and the beam \(8\)"),
+        ({"temperature": 0}, r"temperature is 0; it must be more than 0"),
+        ({"length_penalty": -0.1}, r"length_penalty is -0.1; it must be 0 or more"),
+        ({"coverage_penalty": -1}, r"coverage_penalty is -1; it must be 0 or more"),
+        ({"eos_threshold": 0}, r"eos_threshold is 0; it must be more than 0"),
+        ({"ngram": -1}, r"ngram is -1; it must be 0 \(no guard\) or more"),
+        ({"patience": 0}, r"patience is 0; it must be more than 0, or null for none"),
+        ({"ctc_weight": 1.5}, r"ctc_weight is 1.5; it must lie between 0 and 1"),
+        ({"ctc_weight": 0.3}, r"ctc_weight is 0.3, but this model has no CTC head; set ctc_weight"),
+        (
+            {"scorers": [(0.3, Bigrams(11))]},
+            r"a scorer knows 11 tokens and the model 6; both must use one vocabulary",
+        ),
+    ],
+)
+def test_mistakes_are_one_clear_line(settings, message):
+    with pytest.raises(UserError, match=message) as error:
+        beam_search(ToySpeller(V), toy_memory(3), **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_coverage_without_attention_is_named():
+    class Deaf(ToySpeller):
+        def step(self, state, tokens):
+            log_probs, state = super().step(state, tokens)
+            return log_probs, state._replace(attention=None)
+
+        def select(self, state, rows):
+            return super().select(state._replace(attention=state.hidden), rows)
+
+    with pytest.raises(UserError, match="coverage_penalty needs attention weights"):
+        beam_search(Deaf(V), toy_memory(3), coverage_penalty=0.1)
+
+
+def test_nan_is_named_not_searched():
+    model = ToySpeller(V)
+    model.output[:] = torch.nan
+    with pytest.raises(UserError, match="log-probs are NaN"):
+        beam_search(model, toy_memory(3))
