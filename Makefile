@@ -6,7 +6,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/demo
-# Two cores: the training process computes on both, its loader workers are light.
 export MPLBACKEND := Agg
 
 .PHONY: .venv demo test lint clean
@@ -25,10 +24,10 @@ $(VENV)/%.stamp: setup.cfg pyproject.toml | $(BIN)/python
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m asr.train recipes/demo.yaml --run $(RUN) --resume
+	$(BIN)/python -m asr.transcribe $(RUN) data/spoken_numbers/example.flac
 	$(BIN)/python -m asr.evaluate $(RUN) --split test
-	$(BIN)/python -m asr.transcribe $(RUN) data/spoken_numbers/hello.flac
-	@$(BIN)/python -m asr.evaluate $(RUN) --split test --show
-	@echo "TensorBoard: $(BIN)/tensorboard --logdir $(dir $(RUN))"
+	@echo "run:         $(RUN)"
+	@echo "TensorBoard: $(BIN)/tensorboard --logdir $(dir $(RUN:%/=%))"
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -q

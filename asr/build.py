@@ -3,13 +3,16 @@
 import torch
 from torch import nn, optim
 
+from asr import settings
 from asr.data.batch import Epochs, Utterances
 from asr.data.corpus import Corpus
 from asr.data.text import Characters, SentencePieces, Tokenizer
 from asr.models.las import LAS
 from asr.models.listener import Listener
 from asr.models.speller import Speller
-from asr.settings import Features, Las, Recipe, Text
+from asr.models.transformer import Transformer
+from asr.nn.drop import VShape
+from asr.settings import Features, Model, Recipe, Text
 from asr.settings.train import Train
 from asr.training import optim as rates
 from asr.training.loop import Limits
@@ -50,8 +53,22 @@ def tokenizer(text: Text, corpus: Corpus) -> Tokenizer:
     return SentencePieces.train(corpus.texts, text.size, text.kind)
 
 
-def speech_model(model: Las, features: int, vocabulary: int) -> nn.Module:
+def speech_model(model: Model, features: int, vocabulary: int) -> nn.Module:
     """`features` values per frame and a vocabulary size -> a model with the common face."""
+    make = {"las": las, "transformer": transformer}[model.kind]
+    return make(model, features, vocabulary)
+
+
+def transformer(model: settings.Transformer, features: int, vocabulary: int) -> Transformer:
+    """Encoder-decoder with the norms, scales and drops of the recipe."""
+    plain = model.model_dump(exclude={"kind", "ctc_weight"})
+    if isinstance(plain["drop_head"], dict):
+        plain["drop_head"] = VShape(**plain["drop_head"])
+    return Transformer(features, vocabulary, ctc=model.ctc_weight > 0, **plain)
+
+
+def las(model: settings.Las, features: int, vocabulary: int) -> LAS:
+    """Listener and speller, each with its own norms."""
     listening = model.listener.model_dump()
     spelling = model.speller.model_dump()
     sampling = spelling.pop("sampling")

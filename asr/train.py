@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class Training:
 
     def check(self) -> None:
         """Validation: loss, word error rates, pictures, a checkpoint, perhaps the alarm."""
-        position, log = self.position, self.log
+        position, log, begin = self.position, self.log, time.perf_counter()
         random = random_state()
         losses = means(validate(self.task.objective, self.task.valid(), self.settings.precision))
         shown = self.task.report(log, position)
@@ -140,6 +141,7 @@ class Training:
             )
         self.validated = position.step
         self.save(losses["nats"])
+        log.pause(time.perf_counter() - begin)
 
     def save(self, loss: float) -> None:
         """A checkpoint of everything that resuming needs."""

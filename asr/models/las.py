@@ -32,6 +32,9 @@ class LAS(nn.Module):
         self.sampling = sampling
         self.ctc_head = nn.Linear(listener.size, vocabulary) if ctc else None
 
+    def set_step(self, step: int) -> None:
+        """Told the training step, counted from 0; nothing here changes with it."""
+
     def encode(self, features: Tensor, lengths: Tensor) -> Memory:
         """features (B, T, F), lengths (B,) -> what the speller attends over."""
         return self.listener(features, lengths)

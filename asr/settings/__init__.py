@@ -8,6 +8,9 @@ from asr.settings.base import Settings
 from asr.settings.data import Data, Features, SpecAugment, Text
 from asr.settings.las import Las
 from asr.settings.train import Decode, Train
+from asr.settings.transformer import Transformer
+
+Model = Annotated[Las | Transformer, Field(discriminator="kind")]
 
 
 class Recipe(Settings):
@@ -18,7 +21,7 @@ class Recipe(Settings):
     data: Data
     features: Features = Features()
     text: Text = Text()
-    model: Las
+    model: Model
     train: Train = Train()
     decode: Decode = Decode()
 
@@ -30,4 +33,16 @@ class Recipe(Settings):
         return name
 
 
-__all__ = ["Data", "Decode", "Features", "Las", "Recipe", "SpecAugment", "Text", "Train"]
+__all__ = [
+    "Data",
+    "Decode",
+    "Features",
+    "Las",
+    "Model",
+    "Recipe",
+    "Settings",
+    "SpecAugment",
+    "Text",
+    "Train",
+    "Transformer",
+]

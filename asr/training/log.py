@@ -69,6 +69,10 @@ class Log:
             self._report(position, step)
             self._clear()
 
+    def pause(self, seconds: float) -> None:
+        """Leave time that went into validation out of the throughput."""
+        self.since += seconds
+
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Curves `group/name`, one point each."""
         for name, value in values.items():

@@ -88,6 +88,7 @@ def fit(
         for group in groups(epochs.batches(position.epoch, position.batch), limits.accumulate):
             begin = time.perf_counter()
             _count(position, group, limits, between.note)
+            objective.set_step(position.step)
             lr = schedule(position.step + 1, min((position.step + 1) / total, 1.0))
             step = take_step(
                 objective, [b.to(device) for b in group if len(b)], optimizer, lr, limits

@@ -28,6 +28,10 @@ class Sum(NamedTuple):
 class Objective(Protocol):
     """Any task: speech, language model, classification."""
 
+    model: nn.Module  # what a checkpoint holds
+
+    def set_step(self, step: int) -> None: ...
+
     def __call__(self, batch: Batch) -> dict[str, Sum]: ...
 
 
@@ -45,6 +49,10 @@ class SpeechObjective(nn.Module):
         self.model = model
         self.ctc_weight = ctc_weight
         self.label_smoothing = label_smoothing
+
+    def set_step(self, step: int) -> None:
+        """Tell the model which training step, counted from 0, comes next."""
+        self.model.set_step(step)
 
     def forward(self, batch: Batch) -> dict[str, Sum]:
         """-> objective, nats, accuracy, and ctc where there is a CTC head."""

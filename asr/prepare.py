@@ -1,0 +1,143 @@
+"""Make manifests: python -m asr.prepare librispeech|tsv|spoken-numbers --to DIR"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from asr import command
+from asr.data.corpora import librispeech, spoken_numbers, tsv
+from asr.data.corpus import read_manifest
+from asr.errors import UserError
+
+
+def main() -> None:
+    """Read the command line and prepare what it names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m asr.prepare",
+        description="Make manifests (id, speaker, audio, seconds, text) that recipes train on.",
+    )
+    kinds = parser.add_subparsers(required=True, metavar="librispeech | tsv | spoken-numbers")
+    _add_librispeech(kinds)
+    _add_tsv(kinds)
+    _add_spoken_numbers(kinds)
+    args = parser.parse_args()
+    args.prepare(args)
+
+
+def _add_librispeech(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "librispeech",
+        help="LibriSpeech or Mini LibriSpeech, from openslr.org or an unpacked folder",
+        description="Downloads, verifies and unpacks subsets of LibriSpeech, and writes "
+        "DIR/SUBSET.tsv for each. Running it again goes on where it broke off.",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--subsets",
+        nargs="+",
+        required=True,
+        choices=librispeech.SUBSETS,
+        metavar="SUBSET",
+        help=", ".join(librispeech.SUBSETS),
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FOLDER",
+        help="an unpacked LibriSpeech folder: nothing is downloaded or copied; "
+        "DIR/SUBSET.audio becomes a link to it",
+    )
+    parser.add_argument("--url", default=librispeech.URL, help="a mirror of %(default)s")
+    parser.add_argument(
+        "--keep-archives", action="store_true", help="keep DIR/SUBSET.tar.gz once unpacked"
+    )
+    parser.set_defaults(prepare=_librispeech)
+
+
+def _librispeech(args: argparse.Namespace) -> None:
+    # All folders first: a subset that is not there shall not leave the others half done.
+    folders = {
+        subset: librispeech.find(args.source, subset)
+        if args.source
+        else librispeech.download(subset, args.to, args.url, args.keep_archives)
+        for subset in args.subsets
+    }
+    for subset, folder in folders.items():
+        _say(librispeech.write(subset, folder, args.to))
+
+
+def _add_tsv(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "tsv",
+        help="your own recordings, listed in a table",
+        description="Checks every row of a table with the columns id, audio, text, and perhaps "
+        "speaker and seconds (parted by tabs, audio relative to the table), decodes every file, "
+        "and writes DIR/NAME.tsv. Faults are listed all at once, and then nothing is written.",
+    )
+    parser.add_argument("table", type=Path, metavar="MANIFEST.tsv")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--audio",
+        type=Path,
+        metavar="FOLDER",
+        help="the folder that all audio must lie in (default: the table's own); where it is not "
+        "below DIR, DIR/NAME.audio becomes a link to it",
+    )
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="write the good rows; the others are listed"
+    )
+    parser.add_argument(
+        "--text",
+        choices=("as-is", "upper", "lower"),
+        default="as-is",
+        help="turn the text to capitals or small letters (default: as-is, nothing is changed)",
+    )
+    parser.add_argument(
+        "--headers-only",
+        action="store_true",
+        help="believe the audio files' headers; faster, but a file that breaks off passes",
+    )
+    parser.add_argument("--max-seconds", type=float, help="longer recordings are a fault")
+    parser.set_defaults(prepare=_tsv)
+
+
+def _tsv(args: argparse.Namespace) -> None:
+    checked = tsv.check(args.table, args.audio, args.headers_only, args.max_seconds)
+    for message in checked.messages():
+        print(f"skipped: {message}" if args.skip_bad else message, file=sys.stderr)
+    if checked.faults and not args.skip_bad:
+        whole = len(checked.faults) + len(checked.rows)
+        raise UserError(
+            f"{args.table}: {len(checked.faults)} of {whole} rows are faulty, nothing is written; "
+            "mend them, or leave them out with --skip-bad"
+        )
+    _say(tsv.write(checked, args.to, args.text))
+
+
+def _add_spoken_numbers(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "spoken-numbers",
+        help="the built-in corpus of synthetic speech, made on this machine in a minute",
+        description="Synthesises number phrases in many voices: DIR/train.tsv (about 1 hour), "
+        "DIR/valid.tsv, DIR/test.tsv, with other voices and phrases in each.",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.set_defaults(prepare=_spoken_numbers)
+
+
+def _spoken_numbers(args: argparse.Namespace) -> None:
+    spoken_numbers.prepare(args.to, seed=args.seed)
+    for split in ("train", "valid", "test"):
+        _say(args.to / f"{split}.tsv")
+
+
+def _say(manifest: Path) -> None:
+    corpus = read_manifest(manifest)
+    hours = float(corpus.seconds.sum()) / 3600
+    print(f"{manifest}: {len(corpus)} utterances, {hours:.2f} hours")
+
+
+if __name__ == "__main__":
+    command.run(main)
