@@ -1,8 +1,14 @@
 """CTC decoding against sums over every path of a tiny space."""
 
+import itertools
+import math
+from collections import defaultdict
+
+import pytest
 import torch
 
-from asr.decoding.ctc import collapse, ctc_greedy
+from asr.decoding.ctc import collapse, ctc_beam_search, ctc_greedy
+from asr.errors import UserError
 
 
 def random_log_probs(*shape, seed=0, sharpness=2.0):
@@ -25,3 +31,64 @@ def test_greedy_reads_the_best_path_of_real_frames_only():
         said = [b for a, b in zip([0, *best], best, strict=False) if a != b and b != 0]
         assert ctc_greedy(log_probs, valid)[utterance] == said
     assert ctc_greedy(log_probs, valid)[2] == []
+
+
+def sums_over_paths(log_probs):
+    """log_probs (T, V) -> every sentence's log-prob, best first, from all V ** T paths."""
+    sums = defaultdict(float)
+    rows = log_probs.tolist()
+    for path in itertools.product(range(len(rows[0])), repeat=len(rows)):
+        score = sum(row[label] for row, label in zip(rows, path, strict=True))
+        sums[tuple(collapse(list(path)))] += math.exp(score)
+    return sorted(((math.log(p), tokens) for tokens, p in sums.items() if p), reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wide_beam_finds_the_sums_over_all_paths(seed):
+    log_probs = random_log_probs(2, 6, 5, seed=seed, sharpness=1.0)
+    valid = torch.arange(6) < torch.tensor([6, 4])[:, None]
+    results = ctc_beam_search(log_probs, valid, beam=5000, nbest=7)
+    for utterance, length in enumerate([6, 4]):
+        judge = sums_over_paths(log_probs[utterance, :length])[:7]
+        assert [h.tokens for h in results[utterance]] == [tokens for _, tokens in judge]
+        ours = [h.score for h in results[utterance]]
+        assert ours == pytest.approx([score for score, _ in judge], abs=1e-9)
+
+
+def test_the_best_sentence_need_not_be_the_best_path():
+    log_probs = torch.tensor([[[0.6, 0.4], [0.6, 0.4]]]).log()
+    valid = torch.ones(1, 2, dtype=torch.bool)
+    assert ctc_greedy(log_probs, valid) == [[]]  # 0.36 against 0.24 + 0.24 + 0.16
+    (best,) = ctc_beam_search(log_probs, valid, beam=2)[0]
+    assert best.tokens == (1,)
+    assert math.exp(best.score) == pytest.approx(0.64)
+
+
+def test_trying_fewer_tokens_drops_only_their_paths():
+    log_probs = random_log_probs(1, 6, 5)
+    valid = torch.ones(1, 6, dtype=torch.bool)
+    (best,) = ctc_beam_search(log_probs, valid, beam=5000, tokens=2)[0]
+    kept = log_probs.topk(2, dim=2).indices
+    mask = torch.zeros(1, 6, 5, dtype=torch.bool).scatter(2, kept, True)
+    mask[..., 0] = True
+    score, tokens = sums_over_paths(log_probs.masked_fill(~mask, -1e4)[0])[0]
+    assert (best.tokens, best.score) == (tokens, pytest.approx(score))
+
+
+def test_no_frames_say_nothing():
+    log_probs = random_log_probs(1, 3, 5)
+    (best,) = ctc_beam_search(log_probs, torch.zeros(1, 3, dtype=torch.bool))[0]
+    assert (best.tokens, best.score) == ((), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beam": 0}, "beam is 0; it must be 1 or more"),
+        ({"nbest": 9}, r"nbest is 9; it must lie between 1 and the beam \(8\)"),
+        ({"tokens": 0}, "tokens is 0; it must be 1 or more"),
+    ],
+)
+def test_mistakes_are_named(settings, message):
+    with pytest.raises(UserError, match=message):
+        ctc_beam_search(random_log_probs(1, 3, 5), torch.ones(1, 3, dtype=torch.bool), **settings)
