@@ -1,0 +1,132 @@
+"""Attention against the papers' equations, written as slow loops over single frames."""
+
+import math
+
+import pytest
+import torch
+
+from asr.nn.attention import KINDS, Attention, Look, no_look
+from asr.nn.memory import Memory
+
+B, K, T, E, Q, A, FILTERS, REACH = 2, 3, 11, 5, 7, 13, 4, 3
+LENGTHS = [11, 6]
+
+
+@pytest.fixture
+def memory():
+    torch.manual_seed(1)
+    valid = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
+    return Memory(torch.randn(B, T, E, dtype=torch.float64), valid)
+
+
+def attention(kind):
+    torch.manual_seed(2)
+    return Attention(kind, E, Q, A, FILTERS, REACH).double()
+
+
+def looked(memory, seed=3):
+    """A past: last weights and a running sum of two steps, zero in the padding."""
+    draw = torch.Generator().manual_seed(seed)
+    two = torch.rand(2, B, K, T, generator=draw, dtype=torch.float64) * memory.valid[:, None]
+    two = two / two.sum(-1, keepdim=True)
+    return Look(two[1], two.sum(0))
+
+
+def slow_energy(module, kind, query, states, past, frame):
+    """One query (Q,), one frame of one utterance; past holds (T,) weights and (T,) their sum."""
+    key = module.to_key.weight @ states[frame] + module.to_key.bias
+    wanted = module.to_query.weight @ query
+    if kind == "dot":
+        return float(wanted @ key) / math.sqrt(A)
+    mixed = wanted + key
+    if kind == "location":  # Chorowski et al. 2015, equations 8 and 9: f = F * alpha, then U f
+        for number in range(FILTERS):
+            f = 0.0
+            for channel, seen in enumerate(past):
+                for tap in range(2 * REACH + 1):
+                    place = frame + tap - REACH
+                    if 0 <= place < T:
+                        f += module.conv.weight[number, channel, tap] * seen[place]
+            mixed = mixed + module.to_place.weight[:, number] * f
+    return float(module.to_energy.weight[0] @ torch.tanh(mixed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_the_equations(kind, memory):
+    module, past = attention(kind), looked(memory)
+    query = torch.randn(B, K, Q, dtype=torch.float64)
+    with torch.no_grad():
+        look = module(query, module.keys(memory), memory.valid, past)
+        for b in range(B):
+            for k in range(K):
+                seen = (past.weights[b, k], past.total[b, k])
+                energy = torch.tensor(
+                    [
+                        slow_energy(module, kind, query[b, k], memory.states[b], seen, t)
+                        for t in range(LENGTHS[b])
+                    ],
+                    dtype=torch.float64,
+                )
+                expected = torch.zeros(T, dtype=torch.float64)
+                expected[: LENGTHS[b]] = energy.exp() / energy.exp().sum()
+                torch.testing.assert_close(look.weights[b, k], expected)
+                torch.testing.assert_close(look.total[b, k], past.total[b, k] + expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_and_batch_mates_change_nothing(kind, memory):
+    module, past = attention(kind), looked(memory)
+    query = torch.randn(B, K, Q, dtype=torch.float64)
+    together = module(query, module.keys(memory), memory.valid, past)
+    n = LENGTHS[1]
+    alone = Memory(memory.states[1:, :n], memory.valid[1:, :n])
+    short = Look(past.weights[1:, :, :n], past.total[1:, :, :n])
+    look = module(query[1:], module.keys(alone), alone.valid, short)
+    torch.testing.assert_close(look.weights, together.weights[1:, :, :n])
+    assert (together.weights[1, :, n:] == 0).all()
+
+
+def test_location_tells_a_repeat_by_what_was_read(memory):
+    module = attention("location")
+    query = torch.randn(B, K, Q, dtype=torch.float64)
+    keys = module.keys(memory)
+    fresh = module(query, keys, memory.valid, no_look(memory, K))
+    again = module(query, keys, memory.valid, fresh)
+    assert not torch.allclose(fresh.weights, again.weights)
+    # The running sum matters too, not the last weights alone.
+    other = module(query, keys, memory.valid, Look(fresh.weights, 3 * fresh.total))
+    assert not torch.allclose(again.weights, other.weights)
+
+
+@pytest.mark.parametrize("kind", ["additive", "dot"])
+def test_the_others_do_not_read_the_past(kind, memory):
+    module = attention(kind)
+    query = torch.randn(B, K, Q, dtype=torch.float64)
+    keys = module.keys(memory)
+    fresh = module(query, keys, memory.valid, no_look(memory, K))
+    again = module(query, keys, memory.valid, looked(memory))
+    torch.testing.assert_close(fresh.weights, again.weights)
+
+
+def test_nothing_was_looked_at_before_the_first_step(memory):
+    look = no_look(memory, K)
+    assert look.weights.shape == look.total.shape == (B, K, T)
+    assert look.weights.dtype == memory.states.dtype
+    assert not look.weights.any() and not look.total.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_learns(kind, memory):
+    module = attention(kind)
+    query = torch.randn(B, K, Q, dtype=torch.float64)
+    look = module(query, module.keys(memory), memory.valid, looked(memory))
+    (look.weights * torch.randn(B, K, T, dtype=torch.float64)).sum().backward()
+    for name, weight in module.named_parameters():
+        assert weight.grad is not None and weight.grad.isfinite().all(), name
+        if (kind, name) != ("dot", "to_key.bias"):  # one constant for all frames of a query
+            assert weight.grad.any(), name
+
+
+def test_unknown_kind_names_the_known():
+    with pytest.raises(ValueError, match="'locatoin' is unknown: choose one of additive, dot"):
+        Attention("locatoin", E, Q, A)
