@@ -1,0 +1,172 @@
+"""Own data: a table of recordings, every row of it checked before a manifest is written.
+
+The table has a header and columns parted by tabs: `id`, `audio` and `text`, perhaps `speaker`
+(else every utterance is its own speaker) and `seconds` (else it is measured), and any others, which
+are kept. `audio` is relative to the table.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from asr.data.corpus import COLUMNS, audio_field, leaves, link_audio, read_rows, write_rows
+from asr.errors import UserError
+from features.audio import AudioError, audio_seconds, read_audio
+
+REQUIRED = ("id", "audio", "text")
+TOLERANCE = 0.1  # seconds between the table and the file
+RATE = 16000  # at which a file is decoded to see whether it can be
+
+
+@dataclass(slots=True)
+class Checked:
+    """A table's rows that are good, by line, and what is wrong with the others."""
+
+    path: Path
+    root: Path  # below it lies all audio of the good rows
+    rows: dict[int, dict[str, str]] = field(default_factory=dict)
+    faults: dict[int, str] = field(default_factory=dict)
+
+    def messages(self) -> list[str]:
+        return [f"{self.path}:{line}: {self.faults[line]}" for line in sorted(self.faults)]
+
+
+def check(
+    table: str | Path,
+    audio: str | Path | None = None,
+    headers_only: bool = False,
+    max_seconds: float | None = None,
+) -> Checked:
+    """Looks at every row and every file.
+
+    `audio` is the folder that all audio must lie in, by default the table's own. Every file is
+    decoded to its end, unless `headers_only`: then a file that breaks off midway passes.
+    Raises UserError where the table itself cannot be read; all else is in the result.
+    """
+    table = Path(table)
+    checked = Checked(table, Path(audio) if audio else table.parent)
+    first: dict[str, int] = {}
+    for line, row in read_rows(table, REQUIRED, checked.faults):
+        fault = _fault(row, first.setdefault(row["id"], line), line, checked)
+        if fault:
+            checked.faults[line] = fault
+        else:
+            checked.rows[line] = row
+    _measure(checked, headers_only, max_seconds)
+    return checked
+
+
+def _fault(row: Mapping[str, str], first: int, line: int, checked: Checked) -> str | None:
+    """What is wrong with a row by its own words, before its file is opened."""
+    if not row["id"]:
+        return "the id is empty"
+    if first != line:
+        return f"id {row['id']!r} stands in line {first} already"
+    if not row["audio"]:
+        return "no audio file is named"
+    if not row["text"]:
+        return "the text is empty"
+    if leaves(str(_place(row, checked)), checked.root):
+        return f"audio {row['audio']!r} lies outside {checked.root}; --audio names another folder"
+    return _duration_fault(row.get("seconds", ""))
+
+
+def _duration_fault(seconds: str) -> str | None:
+    if not seconds:
+        return None
+    try:
+        value = float(seconds)
+    except ValueError:
+        return f"seconds is {seconds!r}, not a number"
+    if not (math.isfinite(value) and value > 0):
+        return f"seconds is {seconds!r}; a length must be above 0"
+    return None
+
+
+def _place(row: Mapping[str, str], checked: Checked) -> Path:
+    return _absolute(checked.path.parent / row["audio"])
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path))  # noqa: PTH100 (resolve follows links)
+
+
+def _measure(checked: Checked, headers_only: bool, max_seconds: float | None) -> None:
+    """Opens every file; puts the measured length into its row, or the row among the faults."""
+
+    def look(row: Mapping[str, str]) -> float | str:
+        try:
+            found = _seconds(_place(row, checked), headers_only, max_seconds)
+        except AudioError as error:
+            return str(error)
+        if max_seconds is not None and found > max_seconds:
+            return f"{found:.2f} seconds long, over the limit of {max_seconds:g}"
+        if row.get("seconds") and abs(float(row["seconds"]) - found) > TOLERANCE:
+            return f"seconds is {row['seconds']}, but the file has {found:.3f}"
+        return found
+
+    rows, console = checked.rows, Console(stderr=True)
+    # Threads, since the decoder lets go of the interpreter.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        looks = track(
+            pool.map(look, rows.values()),
+            f"checking {checked.path.name}",
+            len(rows),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        for line, found in zip(list(rows), looks, strict=True):
+            if isinstance(found, str):
+                checked.faults[line] = found
+            else:
+                rows[line]["seconds"] = f"{found:.3f}"
+    for line in checked.faults:
+        rows.pop(line, None)
+
+
+def _seconds(path: Path, headers_only: bool, max_seconds: float | None) -> float:
+    if headers_only:
+        return audio_seconds(path)
+    return len(read_audio(path, RATE, max_seconds)) / RATE
+
+
+def write(checked: Checked, to: str | Path, case: str = "as-is") -> Path:
+    """Writes the good rows to a manifest of the table's name in the folder `to`.
+
+    Where the audio does not lie below `to`, a link NAME.audio to its folder is made there.
+    `case` is as-is, upper or lower. Raises UserError where no row is good, and where the manifest
+    would be the table itself.
+    """
+    manifest = Path(to) / checked.path.with_suffix(".tsv").name
+    if not checked.rows:
+        raise UserError(f"{checked.path}: no row is good, nothing is written")
+    if manifest.resolve() == checked.path.resolve():
+        raise UserError(f"{manifest}: is the table itself; give --to another folder")
+    shown = link_audio(manifest, checked.root)
+    extra = [name for name in next(iter(checked.rows.values())) if name not in COLUMNS]
+    write_rows(manifest, (*COLUMNS, *extra), _rows(checked, manifest, shown, case, extra))
+    return manifest
+
+
+def _rows(
+    checked: Checked, manifest: Path, shown: Path, case: str, extra: Iterable[str]
+) -> Iterator[list[str]]:
+    turn = {"as-is": str, "upper": str.upper, "lower": str.lower}[case]
+    for row in checked.rows.values():
+        below = _place(row, checked).relative_to(_absolute(checked.root))
+        audio = audio_field(shown / below, manifest)
+        speaker = row.get("speaker") or row["id"]
+        yield [
+            row["id"],
+            speaker,
+            audio,
+            row["seconds"],
+            turn(row["text"]),
+            *(row[name] for name in extra),
+        ]

@@ -1,0 +1,410 @@
+"""The command asr.prepare: own data, LibriSpeech from a folder and from a server, exit codes."""
+
+import hashlib
+import os
+import shutil
+import sys
+import tarfile
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from asr import command, prepare
+from asr.data import download
+from asr.data.corpora import librispeech, spoken_numbers
+from asr.data.corpus import Utterance, read_manifest, write_manifest
+
+SHARED = Path(os.environ.get("ASR_SHARED", Path(__file__).parents[2] / "shared"))
+
+
+@pytest.fixture
+def asr_prepare(monkeypatch, capsys):
+    """Runs the command: (exit code, standard output, lines of standard error)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            command.run(prepare.main)
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return caught.value.code, said.out, said.err.splitlines()
+
+    return run
+
+
+def record(path, seconds=1.0, rate=16000):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    wave = 0.1 * np.sin(np.arange(round(seconds * rate)) / 7)
+    soundfile.write(path, wave, rate)
+    return path
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder of own data: three good rows, with a column more."""
+    folder = tmp_path / "own"
+    for name, seconds, rate in (
+        ("a.wav", 1.0, 16000),
+        ("x/b.flac", 0.7, 44100),
+        ("c.ogg", 1.3, 8000),
+    ):
+        record(folder / name, seconds, rate)
+    table = folder / "mine.tsv"
+    table.write_text(
+        "id\taudio\ttext\tseconds\tspeaker\troom\n"
+        "a\ta.wav\tHello there\t1.0\tanna\tkitchen\n"
+        "b\tx/b.flac\tÇa va\t\t\tcellar\n"
+        "c\t./x/../c.ogg\tGood bye\t1.35\tanna\troof\n"
+    )
+    return table
+
+
+def test_good_rows_become_a_manifest(own, tmp_path, asr_prepare):
+    code, out, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+    manifest = tmp_path / "to" / "mine.tsv"
+    assert code == 0 and err == [] and out == f"{manifest}: 3 utterances, 0.00 hours\n"
+    corpus = read_manifest(manifest)
+    assert corpus.ids == ["a", "b", "c"] and corpus.speakers == ["anna", "b", "anna"]
+    assert corpus.texts == ["Hello there", "Ça va", "Good bye"]
+    np.testing.assert_allclose(corpus.seconds, [1.0, 0.7, 1.3], atol=2e-3)  # as measured
+    assert all(u.audio.is_file() for u in corpus)
+    assert [line.split("\t")[-1] for line in manifest.read_text().splitlines()] == [
+        "room",
+        "kitchen",
+        "cellar",
+        "roof",
+    ]
+
+
+def test_a_relative_call_gives_the_same(own, tmp_path, asr_prepare, monkeypatch):
+    monkeypatch.chdir(own.parent)
+    assert asr_prepare("tsv", own.name, "--to", "../to")[0] == 0
+    assert asr_prepare("tsv", own.name, "--to", "sub", "--audio", ".")[0] == 0
+    for folder in (tmp_path / "to", own.parent / "sub"):
+        assert all(u.audio.is_file() for u in read_manifest(folder / "mine.tsv"))
+
+
+@pytest.mark.parametrize(("case", "text"), [("upper", "ÇA VA"), ("lower", "ça va")])
+def test_text_is_turned_only_where_asked(own, tmp_path, asr_prepare, case, text):
+    assert asr_prepare("tsv", own, "--to", tmp_path, "--text", case)[0] == 0
+    assert read_manifest(tmp_path / "mine.tsv")[1].text == text
+
+
+def test_audio_below_the_target_needs_no_link(own, tmp_path, asr_prepare):
+    assert asr_prepare("tsv", own, "--to", tmp_path)[0] == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.tsv", "own"]
+    assert "\town/x/b.flac\t" in (tmp_path / "mine.tsv").read_text()
+
+
+FAULTS = [
+    ("d\tnone.wav\tText\t1\ts\tr", "none.wav: no such file"),
+    ("d\ttext.wav\tText\t1\ts\tr", "text.wav: not readable as audio"),
+    ("d\tcut.flac\tText\t\ts\tr", "cut.flac: broken, or shorter than its header claims"),
+    ("d\tzero.wav\tText\t\ts\tr", "zero.wav: no audio, 0 samples"),
+    ("d\tnan.wav\tText\t\ts\tr", "nan.wav: holds samples that are NaN"),
+    ("d\ta.wav\t\t1\ts\tr", "the text is empty"),
+    ("d\ta.wav\t  \t1\ts\tr", "the text is empty"),
+    ("\ta.wav\tText\t1\ts\tr", "the id is empty"),
+    ("a\ta.wav\tText\t1\ts\tr", "id 'a' stands in line 2 already"),
+    ("d\t\tText\t1\ts\tr", "no audio file is named"),
+    ("d\ta.wav\tText\t-1\ts\tr", "seconds is '-1'; a length must be above 0"),
+    ("d\ta.wav\tText\tnan\ts\tr", "seconds is 'nan'; a length must be above 0"),
+    ("d\ta.wav\tText\tlong\ts\tr", "seconds is 'long', not a number"),
+    ("d\ta.wav\tText\t1.2\ts\tr", "seconds is 1.2, but the file has 1.000"),
+    ("d\t../other.wav\tText\t1\ts\tr", "'../other.wav' lies outside"),
+    ("d\t/dev/zero\tText\t1\ts\tr", "'/dev/zero' lies outside"),
+    ("d\ta.wav\tText", "3 fields where the header has 6"),
+    ("d\ta.wav\tText\t1\ts\tr\tmore", "7 fields where the header has 6"),
+]
+
+
+def spoil(folder):
+    record(folder.parent / "other.wav")
+    (folder / "text.wav").write_text("this is no sound" * 99)
+    whole = record(folder / "whole.flac", 3.0).read_bytes()
+    (folder / "cut.flac").write_bytes(whole[: len(whole) // 2])
+    soundfile.write(folder / "zero.wav", np.zeros(0), 16000)
+    soundfile.write(folder / "nan.wav", np.full(99, np.nan), 16000, subtype="FLOAT")
+
+
+def test_all_faults_are_told_at_once_and_nothing_is_written(own, tmp_path, asr_prepare):
+    spoil(own.parent)
+    own.write_text(own.read_text() + "".join(f"{row}\n" for row, _ in FAULTS))
+    code, out, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+    assert code == 2 and out == "" and not (tmp_path / "to").exists()
+    assert len(err) == len(FAULTS) + 1
+    ids = [f"{own}:{line}: " for line in range(5, 5 + len(FAULTS))]
+    for told, where, (row, words) in zip(err, ids, FAULTS, strict=False):
+        # Three rows share the id 'd' with the first: they are told of that instead.
+        expected = words if row.split("\t")[0] != "d" or where == ids[0] else ""
+        assert told.startswith(where) and (expected in told or "stands in line 5" in told)
+    assert err[-1].startswith(f"error: {own}: {len(FAULTS)} of {len(FAULTS) + 3} rows are faulty")
+    assert "--skip-bad" in err[-1]
+
+
+@pytest.mark.parametrize(("row", "words"), FAULTS)
+def test_each_fault_has_its_words_and_can_be_skipped(own, tmp_path, asr_prepare, row, words):
+    spoil(own.parent)
+    own.write_text(own.read_text() + f"{row}\n")
+    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+    assert code == 2 and not (tmp_path / "to").exists()
+    assert err[0].startswith(f"{own}:5: ") and words in err[0] and len(err) == 2
+    code, out, err = asr_prepare("tsv", own, "--to", tmp_path / "to", "--skip-bad")
+    assert code == 0 and "3 utterances" in out
+    assert len(err) == 1 and err[0].startswith(f"skipped: {own}:5: ") and words in err[0]
+    assert read_manifest(tmp_path / "to" / "mine.tsv").ids == ["a", "b", "c"]
+
+
+def test_headers_alone_do_not_show_a_file_that_breaks_off(own, tmp_path, asr_prepare):
+    spoil(own.parent)
+    own.write_text(own.read_text() + "d\tcut.flac\tText\t\ts\tr\n")
+    assert asr_prepare("tsv", own, "--to", tmp_path, "--headers-only")[0] == 0
+
+
+def test_long_recordings_are_a_fault_where_a_limit_is_set(own, tmp_path, asr_prepare):
+    for more in ([], ["--headers-only"]):
+        code, _, err = asr_prepare("tsv", own, "--to", tmp_path, "--max-seconds", 1.2, *more)
+        assert code == 2 and f"{own}:4: " in err[0] and "limit of 1.2" in err[0]
+
+
+def test_audio_elsewhere_is_taken_where_its_folder_is_named(own, tmp_path, asr_prepare):
+    other = record(tmp_path / "elsewhere" / "d.wav")
+    own.write_text(f"id\taudio\ttext\nd\t{other}\tText\n")
+    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+    assert code == 2 and "--audio names another folder" in err[0]
+    assert asr_prepare("tsv", own, "--to", tmp_path / "to", "--audio", other.parent)[0] == 0
+    corpus = read_manifest(tmp_path / "to" / "mine.tsv")
+    assert corpus[0].audio == tmp_path / "to" / "mine.audio" / "d.wav"
+    assert corpus[0].audio.resolve() == other and corpus.speakers == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "mine.tsv: cannot be read: No such file"),
+        ("", "no column id, audio, text"),
+        ("id\taudio\n", "no column text"),
+        ("id\taudio\ttext\n", "the manifest is empty"),
+        ("id\taudio\ttext\nd\tnone.wav\tText\n", "no row is good"),
+    ],
+)
+def test_a_table_that_cannot_be_used(tmp_path, asr_prepare, content, words):
+    table = tmp_path / "mine.tsv"
+    if content is not None:
+        table.write_text(content)
+    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to", "--skip-bad")
+    assert code == 2 and words in err[-1] and not (tmp_path / "to").exists()
+
+
+def test_the_table_itself_is_never_written_over(own, asr_prepare):
+    before = own.read_text()
+    code, _, err = asr_prepare("tsv", own, "--to", own.parent)
+    assert code == 2 and "is the table itself" in err[0] and own.read_text() == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["tsv"], ["librispeech", "--to", "x", "--subsets", "y"]])
+def test_a_wrong_command_line_has_exit_code_2(asr_prepare, arguments):
+    code, _, err = asr_prepare(*arguments)
+    assert code == 2 and "error" in err[-1]
+
+
+def libri_speech(folder, subset, speakers=(19, 26)):
+    """A small tree of the corpus' own shape."""
+    for speaker in speakers:
+        chapter = folder / "LibriSpeech" / subset / str(speaker) / "198"
+        lines = []
+        for number in range(3):
+            name = f"{speaker}-198-{number:04d}"
+            record(chapter / f"{name}.flac", 0.5 + 0.25 * number)
+            lines.append(f"{name} NUMBER {number} OF {speaker}\n")
+        (chapter / f"{speaker}-198.trans.txt").write_text("".join(lines))
+    (folder / "LibriSpeech" / "LICENSE.TXT").write_text("CC BY 4.0")
+    return folder / "LibriSpeech"
+
+
+@pytest.mark.parametrize("level", ["", "LibriSpeech", "LibriSpeech/dev-clean"])
+def test_an_unpacked_tree_is_listed_where_it_lies(tmp_path, asr_prepare, level):
+    tree = libri_speech(tmp_path / "from", "dev-clean")
+    code, out, err = asr_prepare(
+        "librispeech",
+        "--to",
+        tmp_path / "to",
+        "--subsets",
+        "dev-clean",
+        "--from",
+        tree.parent / level,
+    )
+    assert code == 0 and err == [] and "6 utterances" in out
+    corpus = read_manifest(tmp_path / "to" / "dev-clean.tsv")
+    assert corpus.ids == [f"{s}-198-{n:04d}" for s in (19, 26) for n in range(3)]
+    assert corpus.speakers == ["19"] * 3 + ["26"] * 3 and corpus.texts[5] == "NUMBER 2 OF 26"
+    np.testing.assert_allclose(corpus.seconds, [0.5, 0.75, 1.0] * 2)
+    first = tree / "dev-clean/19/198/19-198-0000.flac"
+    assert corpus[0].audio.resolve() == first.resolve()
+
+
+def test_a_subset_that_is_not_there_stops_all(tmp_path, asr_prepare):
+    tree = libri_speech(tmp_path / "from", "dev-clean")
+    both = ("--subsets", "dev-clean", "test-clean", "--from")
+    code, _, err = asr_prepare("librispeech", "--to", tmp_path / "to", *both, tree)
+    assert code == 2 and err == [f"error: {tree}: no subset test-clean; dev-clean is there"]
+    assert not (tmp_path / "to").exists()
+    code, _, err = asr_prepare("librispeech", "--to", tmp_path / "to", *both, tmp_path / "no")
+    assert code == 2 and "no such folder" in err[0]
+
+
+def _remove_audio(chapter):
+    (chapter / "19-198-0001.flac").unlink()
+
+
+def _add_audio(chapter):
+    record(chapter / "19-198-0009.flac")
+
+
+def _break_audio(chapter):
+    (chapter / "19-198-0001.flac").write_text("no sound")
+
+
+def _break_line(chapter):
+    (chapter / "19-198.trans.txt").write_text("19-198-0000 FINE\n20-198-0001 OF ANOTHER\n")
+
+
+def _empty_line(chapter):
+    (chapter / "19-198.trans.txt").write_text("19-198-0000\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil_tree", "words"),
+    [
+        (_remove_audio, "19-198-0001.flac: is missing"),
+        (_add_audio, "19-198-0009.flac: has no transcript"),
+        (_break_audio, "19-198-0001.flac: not readable as audio"),
+        (_break_line, "19-198.trans.txt:2: not a line '19-198-NUMBER TEXT'"),
+        (_empty_line, "19-198.trans.txt:1: not a line"),
+        (lambda chapter: shutil.rmtree(chapter.parents[1]), "no subset dev-clean; nothing"),
+        (lambda chapter: shutil.rmtree(chapter.parent), "no SPEAKER/CHAPTER"),
+    ],
+)
+def test_a_tree_that_is_not_whole_is_refused(tmp_path, asr_prepare, spoil_tree, words):
+    tree = libri_speech(tmp_path / "from", "dev-clean", speakers=[19])
+    spoil_tree(tree / "dev-clean" / "19" / "198")
+    code, _, err = asr_prepare(
+        "librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--from", tree
+    )
+    assert code == 2 and len(err) == 1 and words in err[0]
+    assert not (tmp_path / "to" / "dev-clean.tsv").exists()
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    """A server with NUMBER/SUBSET.tar.gz of two subsets, whose sums stand for the published."""
+    root = tmp_path / "mirror"
+    for subset, number in (("dev-clean", 12), ("dev-clean-2", 31)):
+        tree = libri_speech(tmp_path / "source" / subset, subset)
+        archive = root / str(number) / f"{subset}.tar.gz"
+        archive.parent.mkdir(parents=True)
+        with tarfile.open(archive, "w:gz") as tar:
+            tar.add(tree, "LibriSpeech")
+        md5 = hashlib.md5(archive.read_bytes()).hexdigest()
+        monkeypatch.setitem(librispeech.SUBSETS, subset, librispeech.Archive(number, md5))
+    monkeypatch.setattr(download, "PAUSE", 0.0)
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    handler = partial(SimpleHTTPRequestHandler, directory=root)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/", root
+        server.shutdown()
+        thread.join()
+
+
+def test_subsets_are_downloaded_unpacked_and_listed(mirror, tmp_path, asr_prepare):
+    url, root = mirror
+    to = tmp_path / "to"
+    call = ("librispeech", "--to", to, "--subsets", "dev-clean", "dev-clean-2", "--url", url)
+    code, out, _ = asr_prepare(*call)
+    assert code == 0 and len(out.splitlines()) == 2
+    for subset in ("dev-clean", "dev-clean-2"):
+        corpus = read_manifest(to / f"{subset}.tsv")
+        assert len(corpus) == 6 and all(u.audio.is_file() for u in corpus)
+        assert corpus[0].audio == to / f"LibriSpeech/{subset}/19/198/19-198-0000.flac"
+    names = ["LibriSpeech", "dev-clean-2.tsv", "dev-clean.tsv"]
+    assert sorted(p.name for p in to.iterdir()) == names
+    assert (to / "LibriSpeech/LICENSE.TXT").is_file()
+    shutil.rmtree(root)  # a second call needs no server
+    assert asr_prepare(*call)[0] == 0
+
+
+def test_the_archive_is_kept_where_asked(mirror, tmp_path, asr_prepare):
+    call = ("librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--url", mirror[0])
+    assert asr_prepare(*call, "--keep-archives")[0] == 0
+    assert (tmp_path / "to" / "dev-clean.tar.gz").is_file()
+
+
+def test_a_download_of_another_content_leaves_no_corpus(mirror, tmp_path, asr_prepare):
+    url, root = mirror
+    with (root / "12/dev-clean.tar.gz").open("ab") as file:
+        file.write(b"more")
+    code, _, err = asr_prepare(
+        "librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--url", url
+    )
+    assert code == 2 and "published is" in err[-1]
+    assert list((tmp_path / "to").iterdir()) == []
+
+
+def test_an_archive_without_its_subset_is_refused(mirror, tmp_path, asr_prepare, monkeypatch):
+    url, root = mirror
+    shutil.copy(root / "31/dev-clean-2.tar.gz", root / "12/dev-clean.tar.gz")
+    other = librispeech.SUBSETS["dev-clean-2"].md5
+    monkeypatch.setitem(librispeech.SUBSETS, "dev-clean", librispeech.Archive(12, other))
+    code, _, err = asr_prepare(
+        "librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--url", url
+    )
+    assert code == 2 and "holds no LibriSpeech/dev-clean" in err[-1]
+    assert [p.name for p in (tmp_path / "to").iterdir()] == ["dev-clean.tar.gz"]
+
+
+def test_a_mirror_must_be_safe(tmp_path, asr_prepare):
+    code, _, err = asr_prepare(
+        "librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--url", "http://x.org"
+    )
+    assert code == 2 and "only https" in err[0]
+
+
+def test_published_sums_are_sums():
+    assert len({a.md5 for a in librispeech.SUBSETS.values()}) == len(librispeech.SUBSETS) == 9
+    for archive in librispeech.SUBSETS.values():
+        assert len(archive.md5) == 32 and set(archive.md5) <= set("0123456789abcdef")
+
+
+def test_real_librispeech_folders(tmp_path, asr_prepare):
+    sample = SHARED / "librispeech-sample" / "LibriSpeech"
+    if not sample.is_dir():
+        pytest.skip(f"no LibriSpeech sample in {sample}; ASR_SHARED names its parent")
+    subsets = ["train-clean-100", "dev-clean"]
+    code, *_ = asr_prepare("librispeech", "--to", tmp_path, "--subsets", *subsets, "--from", sample)
+    assert code == 0
+    for subset in subsets:
+        corpus = read_manifest(tmp_path / f"{subset}.tsv")
+        assert len(corpus) == len(list((sample / subset).rglob("*.flac"))) > 0
+        info = soundfile.info(str(corpus[0].audio))
+        assert info.frames / info.samplerate == pytest.approx(corpus[0].seconds, abs=1e-3)
+        assert all(text == text.upper() and text for text in corpus.texts)
+
+
+def test_spoken_numbers_are_made_by_the_command(tmp_path, asr_prepare, monkeypatch):
+    def two_of_each(folder, seed):
+        for split in ("train", "valid", "test"):
+            said = [Utterance(f"{seed}-{n}", "s", folder / "a.flac", 1800, "ONE") for n in (1, 2)]
+            write_manifest(folder / f"{split}.tsv", said)
+
+    monkeypatch.setattr(spoken_numbers, "prepare", two_of_each)
+    to = tmp_path / "numbers"
+    code, out, _ = asr_prepare("spoken-numbers", "--to", to, "--seed", 5)
+    assert code == 0 and read_manifest(to / "test.tsv").ids == ["5-1", "5-2"]
+    assert out.splitlines()[0] == f"{to / 'train.tsv'}: 2 utterances, 1.00 hours"
