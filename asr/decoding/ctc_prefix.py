@@ -69,36 +69,40 @@ class CTCPrefixScorer:
     def step(self, state: Prefixes, tokens: Tensor) -> tuple[Tensor, Prefixes]:
         """tokens (B, K), SOS first -> scores (B, K, V), Prefixes."""
         if state.last is None:
-            state = state._replace(last=torch.full_like(tokens, BLANK))
-        else:
-            state = _extended(state, state.last, tokens)
-        return _scores(state), state
+            tokens = torch.full_like(tokens, BLANK)
+        logs = _logs_of(state.frames, tokens)  # (B, K, T)
+        if state.last is not None:
+            state = _extended(state, state.last, tokens, logs)
+        state = state._replace(last=tokens)
+        return _scores(state, tokens, logs), state
 
     def select(self, state: Prefixes, rows: Tensor) -> Prefixes:
         """rows (B', K') number old hypotheses b * K + k."""
         utterances = rows[:, 0] // state.prefix.shape[1]
-        frames = Frames(*(kept[utterances] for kept in state.frames))
+        frames = state.frames
+        everyone = torch.arange(len(frames.valid), device=rows.device)
+        if not torch.equal(utterances, everyone):  # copy V x T only when utterances leave
+            frames = Frames(*(kept[utterances] for kept in frames))
         moved = (kept.flatten(0, 1)[rows] for kept in state[1:] if kept is not None)
         return Prefixes(frames, *moved)
 
 
-def _extended(state: Prefixes, last: Tensor, tokens: Tensor) -> Prefixes:
-    """h -> h c, for c in tokens (B, K)."""
+def _extended(state: Prefixes, last: Tensor, tokens: Tensor, logs: Tensor) -> Prefixes:
+    """h -> h c, for c in tokens (B, K) with their logs (B, K, T); last (B, K) ends h."""
     frames = state.frames
-    logs = _logs_of(frames, tokens)  # (B, K, T)
     phi = torch.where((tokens == last)[..., None], state.blank, state.either)[..., :-1]
     prefix = (phi + logs).masked_fill(~frames.valid[:, None], -torch.inf).logsumexp(dim=2)
     token = _accumulated(phi, logs)  # r^n
     blank = _accumulated(token[..., :-1], frames.logs[:, None, BLANK])
-    return Prefixes(frames, blank, torch.logaddexp(token, blank), prefix, tokens)
+    return Prefixes(frames, blank, _added(token, blank), prefix, tokens)
 
 
-def _scores(state: Prefixes) -> Tensor:
-    """-> (B, K, V)."""
-    frames, last = state.frames, state.last
+def _scores(state: Prefixes, last: Tensor, logs: Tensor) -> Tensor:
+    """last (B, K) tokens with their logs (B, K, T) -> (B, K, V)."""
+    frames = state.frames
     padding = ~frames.valid[:, None]  # (B, 1, T)
     psi = _mixed(state.either[..., :-1].masked_fill(padding, -torch.inf), frames.probs)
-    repeat = (state.blank[..., :-1] + _logs_of(frames, last)).masked_fill(padding, -torch.inf)
+    repeat = (state.blank[..., :-1] + logs).masked_fill(padding, -torch.inf)
     psi = psi.scatter(2, last[..., None], repeat.logsumexp(dim=2, keepdim=True))
     ends = frames.valid.sum(dim=1)[:, None, None].expand(-1, psi.shape[1], 1)  # (B, K, 1)
     psi[..., EOS] = state.either.gather(2, ends).squeeze(2)
@@ -125,6 +129,12 @@ def _accumulated(entering: Tensor, logs: Tensor) -> Tensor:
     products = _before(logs)
     sums = (entering - products[..., :-1]).logcumsumexp(dim=2)
     return pad(sums + products[..., 1:], (1, 0), value=-torch.inf)
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    """log(exp(a) + exp(b)), several times faster than torch.logaddexp on CPU."""
+    larger = torch.maximum(a, b).nan_to_num(neginf=0.0)
+    return ((a - larger).exp() + (b - larger).exp()).log() + larger
 
 
 def _before(logs: Tensor) -> Tensor:
