@@ -83,11 +83,15 @@ def test_inputs_are_scaled_and_placed():
     ours = model(tied=True).double()
     tokens = torch.tensor([[5, 9, 5]])
     heard = []
-    ours.decoder.layers[0].register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
+    for stack in (ours.encoder, ours.decoder):
+        stack.layers[0].register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
     features, lengths, _ = batch(1)
     ours.decode(ours.encode(features.double(), lengths), tokens)
-    slow = [ours.words.weight[t] * E**0.5 + sinusoid(u, E) for u, t in enumerate([5, 9, 5])]
+    frames, _ = ours.front(features.double(), lengths)
+    slow = [frame * E**0.5 + sinusoid(t, E) for t, frame in enumerate(frames[0])]
     torch.testing.assert_close(heard[0][0], torch.stack(slow), rtol=1e-6, atol=1e-6)
+    slow = [ours.words.weight[t] * E**0.5 + sinusoid(u, E) for u, t in enumerate([5, 9, 5])]
+    torch.testing.assert_close(heard[1][0], torch.stack(slow), rtol=1e-6, atol=1e-6)
 
 
 @torch.no_grad()
