@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from asr.nn.attention import KINDS, Attention, Look, no_look
+from asr.nn.attention import KINDS, Attention, Look, first_look
 from asr.nn.memory import Memory
 
 B, K, T, E, Q, A, FILTERS, REACH = 2, 3, 11, 5, 7, 13, 4, 3
@@ -30,6 +30,11 @@ def looked(memory, seed=3):
     two = torch.rand(2, B, K, T, generator=draw, dtype=torch.float64) * memory.valid[:, None]
     two = two / two.sum(-1, keepdim=True)
     return Look(two[1], two.sum(0))
+
+
+def start(memory):
+    """The first look, for K hypotheses."""
+    return Look(*(part.expand(B, K, T) for part in first_look(memory)))
 
 
 def slow_energy(module, kind, query, states, past, frame):
@@ -90,7 +95,7 @@ def test_location_tells_a_repeat_by_what_was_read(memory):
     module = attention("location")
     query = torch.randn(B, K, Q, dtype=torch.float64)
     keys = module.keys(memory)
-    fresh = module(query, keys, memory.valid, no_look(memory, K))
+    fresh = module(query, keys, memory.valid, start(memory))
     again = module(query, keys, memory.valid, fresh)
     assert not torch.allclose(fresh.weights, again.weights)
     # The running sum matters too, not the last weights alone.
@@ -103,16 +108,16 @@ def test_the_others_do_not_read_the_past(kind, memory):
     module = attention(kind)
     query = torch.randn(B, K, Q, dtype=torch.float64)
     keys = module.keys(memory)
-    fresh = module(query, keys, memory.valid, no_look(memory, K))
+    fresh = module(query, keys, memory.valid, start(memory))
     again = module(query, keys, memory.valid, looked(memory))
     torch.testing.assert_close(fresh.weights, again.weights)
 
 
-def test_nothing_was_looked_at_before_the_first_step(memory):
-    look = no_look(memory, K)
-    assert look.weights.shape == look.total.shape == (B, K, T)
-    assert look.weights.dtype == memory.states.dtype
-    assert not look.weights.any() and not look.total.any()
+def test_it_starts_on_the_first_frame(memory):
+    look = first_look(memory)
+    expected = torch.zeros(B, 1, T, dtype=torch.float64)
+    expected[:, :, 0] = 1.0
+    assert torch.equal(look.weights, expected) and torch.equal(look.total, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

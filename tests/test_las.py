@@ -1,0 +1,215 @@
+"""LAS as every loop and search sees it: one face, exact padding, steps equal to the whole."""
+
+import pytest
+import torch
+from torch import nn
+
+from asr.data.batch import Batch
+from asr.decoding.search import greedy
+from asr.models.las import LAS
+from asr.models.listener import Listener
+from asr.models.speller import Speller
+from asr.nn.memory import Memory
+from asr.tokens import BLANK, EOS, SOS
+from asr.training.objective import SpeechObjective
+
+F, H, V = 7, 5, 13
+LENGTHS = [11, 6, 3]
+TOKEN_LENGTHS = [4, 0, 2]
+
+
+def las(sampling=0.0, ctc=True, norm="ba", kind="location", std=0.5, **speller):
+    torch.manual_seed(1)
+    listener = Listener(F, 2, H, pyramid=(2,), norm=norm, backend="reference")
+    spelling = Speller(V, 2 * H, 1, 11, 3, kind, 7, norm=norm, backend="reference", **speller)
+    model = LAS(listener, spelling, V, sampling, ctc)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=std)
+    return model.double().eval()
+
+
+def batch(seed=2):
+    torch.manual_seed(seed)
+    features = torch.randn(3, max(LENGTHS), F, dtype=torch.float64)
+    tokens = torch.randint(4, V, (3, max(TOKEN_LENGTHS)))
+    for row, (frames, count) in enumerate(zip(LENGTHS, TOKEN_LENGTHS, strict=True)):
+        features[row, frames:] = torch.nan
+        tokens[row, count:] = BLANK
+    lengths = torch.tensor(LENGTHS), torch.tensor(TOKEN_LENGTHS)
+    return Batch(("a", "b", "c"), features, lengths[0], tokens, lengths[1], 0.2)
+
+
+def one(whole, row):
+    frames, count = LENGTHS[row], TOKEN_LENGTHS[row]
+    return Batch(
+        (whole.ids[row],),
+        whole.features[row : row + 1, :frames],
+        whole.lengths[row : row + 1],
+        whole.tokens[row : row + 1, :count],
+        whole.token_lengths[row : row + 1],
+        0.1,
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", ["none", "ba", "raw", "per_gate", "cell"])
+def test_padding_and_batch_mates_change_nothing(norm):
+    model, whole = las(norm=norm), batch()
+    memory = model.encode(whole.features, whole.lengths)
+    inputs = torch.cat([torch.full((3, 1), SOS), whole.tokens], dim=1)
+    logits, weights = model.decode(memory, inputs), model.attention(memory, inputs)
+    ctc = model.ctc(memory)
+    frames = model.memory_lengths(whole.lengths).tolist()
+    assert frames == memory.valid.sum(dim=1).tolist()
+    for row, t in enumerate(frames):
+        single = one(whole, row)
+        alone = model.encode(single.features, single.lengths)
+        u = TOKEN_LENGTHS[row] + 1
+        torch.testing.assert_close(alone.states[0], memory.states[row, :t])
+        torch.testing.assert_close(
+            model.decode(alone, inputs[row : row + 1, :u])[0], logits[row, :u]
+        )
+        expected = model.attention(alone, inputs[row : row + 1, :u])[0]
+        torch.testing.assert_close(weights[row, :u, :t], expected)
+        torch.testing.assert_close(weights[row].sum(-1), torch.ones(len(inputs[0])).double())
+        assert (weights[row, :, t:] == 0).all()
+        torch.testing.assert_close(model.ctc(alone)[0], ctc[row, :t])
+
+
+def gradients(model, batches):
+    objective = SpeechObjective(model, 0.3, 0.1)
+    model.zero_grad()
+    totals = []
+    for each in batches:
+        sums = objective(each)
+        sums["objective"].total.backward()
+        totals.append({name: (s.total.item(), s.count.item()) for name, s in sums.items()})
+    return totals, [weight.grad.clone() for weight in model.parameters()]
+
+
+def test_the_loss_and_its_gradient_are_those_of_each_utterance_alone():
+    model, whole = las(), batch()
+    (together,), grads = gradients(model, [whole])
+    apart, expected = gradients(model, [one(whole, row) for row in range(3)])
+    for name, (total, count) in together.items():
+        assert total == pytest.approx(sum(single[name][0] for single in apart)), name
+        assert count == sum(single[name][1] for single in apart), name
+    # The loss is taken in float32, whatever the model computes in.
+    torch.testing.assert_close(grads, expected, atol=1e-5, rtol=1e-5)
+    assert all(grad.isfinite().all() and grad.any() for grad in grads[:4])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["additive", "dot", "location"])
+def test_steps_equal_the_whole(kind):
+    model, whole = las(kind=kind), batch()
+    memory = model.encode(whole.features, whole.lengths)
+    tokens = torch.tensor([[SOS, 4, 9, 9, 5], [SOS, 12, 4, 7, 8], [SOS, 6, 6, 6, 6]])
+    expected = model.decode(memory, tokens).log_softmax(-1)
+    weights = model.attention(memory, tokens)
+    state = model.start(memory)
+    for u, token in enumerate(tokens.unbind(dim=1)):
+        log_probs, state = model.step(state, token[:, None])
+        torch.testing.assert_close(log_probs[:, 0], expected[:, u])
+        torch.testing.assert_close(state.attention[:, 0], weights[:, u])
+
+
+@torch.no_grad()
+def test_a_beam_follows_its_hypotheses():
+    """Three hypotheses each, reordered twice, an utterance dropped: as if spelt from the start."""
+    model, whole = las(), batch()
+    memory = model.encode(whole.features, whole.lengths)
+    _, state = model.step(model.start(memory), torch.full((3, 1), SOS))
+    state = model.select(state, torch.arange(3)[:, None].expand(3, 3))
+    words = [[[4], [5], [6]], [[7], [8], [9]], [[10], [11], [12]]]
+    draw = torch.Generator().manual_seed(0)
+    utterances = [0, 1, 2]
+    for turn in range(3):
+        tokens = torch.tensor([[h[-1] for h in beam] for beam in words])
+        log_probs, state = model.step(state, tokens)
+        for b, beam in enumerate(words):
+            row = utterances[b]
+            alone = Memory(memory.states[row : row + 1], memory.valid[row : row + 1])
+            for k, hypothesis in enumerate(beam):
+                expected = model.decode(alone, torch.tensor([[SOS, *hypothesis]]))[0, -1]
+                torch.testing.assert_close(log_probs[b, k], expected.log_softmax(-1))
+        kept = [0, 2] if turn == 1 else list(range(len(words)))
+        rows = torch.stack([b * 3 + torch.randint(0, 3, (3,), generator=draw) for b in kept])
+        state = model.select(state, rows)
+        words = [
+            [[*words[r // 3][r % 3], 4 + (5 * i + turn) % 9] for i, r in enumerate(line)]
+            for line in rows.tolist()
+        ]
+        utterances = [utterances[b] for b in kept]
+    assert utterances == [0, 2]
+
+
+@torch.no_grad()
+def test_greedy_reads_the_model_through_its_own_steps():
+    model, whole = las(std=1.5), batch()
+    memory = model.encode(whole.features, whole.lengths)
+    found = greedy(model, memory, max_ratio=1.0, max_constant=3.0)
+    assert any(h.tokens for h in found)
+    for b, hypothesis in enumerate(found):
+        inputs = torch.tensor([[SOS, *hypothesis.tokens]])
+        alone = Memory(memory.states[b : b + 1], memory.valid[b : b + 1])
+        log_probs = model.decode(alone, inputs)[0].log_softmax(-1)
+        said = torch.tensor([*hypothesis.tokens, EOS])
+        total = log_probs.gather(1, said[:, None]).sum()
+        assert hypothesis.score == pytest.approx(float(total))
+        log_probs[:, [BLANK, SOS]] = -torch.inf
+        best = log_probs.argmax(-1).tolist()
+        assert best[: len(hypothesis.tokens)] == list(hypothesis.tokens)
+
+
+@torch.no_grad()
+def test_ctc_is_a_distribution_or_absent():
+    whole = batch()
+    model = las()
+    log_probs = model.ctc(model.encode(whole.features, whole.lengths))
+    assert log_probs.shape == (3, 6, V)
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(3, 6).double())
+    bare = las(ctc=False)
+    assert bare.ctc(bare.encode(whole.features, whole.lengths)) is None
+    assert not [name for name, _ in bare.named_parameters() if "ctc" in name]
+
+
+class TestScheduledSampling:
+    """Bengio et al. 2015: in training the speller reads its own last choice now and then."""
+
+    tokens = torch.tensor([[SOS, 4, 9, 5, 7], [SOS, 12, 4, 7, 8], [SOS, 6, 10, 6, 11]])
+
+    @torch.no_grad()
+    def logits(self, model, seed=3):
+        whole = batch()
+        torch.manual_seed(seed)
+        return model.decode(model.encode(whole.features, whole.lengths), self.tokens)
+
+    def test_evaluation_reads_the_true_tokens(self):
+        torch.testing.assert_close(self.logits(las(0.7)), self.logits(las(0.0)))
+
+    def test_never_and_hardly_ever_are_the_true_tokens(self):
+        assert torch.equal(self.logits(las(0.0).train()), self.logits(las(1e-9).train()))
+
+    def test_always_reads_its_own_choice(self):
+        model = las(1.0 - 1e-9, std=1.0)
+        sampled = self.logits(model.train())
+        model.eval()
+        whole = batch()
+        with torch.no_grad():
+            state = model.start(model.encode(whole.features, whole.lengths))
+            token = self.tokens[:, :1]
+            for u in range(5):
+                log_probs, state = model.step(state, token)
+                torch.testing.assert_close(sampled[:, u].log_softmax(-1), log_probs[:, 0])
+                token = log_probs.argmax(-1)
+
+    def test_the_share_of_own_choices_is_the_rate(self):
+        model = las(0.3).train()
+        torch.manual_seed(4)
+        true, output = torch.zeros(10_007, dtype=torch.long), torch.zeros(10_007, 1, 11 + 2 * H)
+        model.speller.out.bias.data[7] += 100.0  # its own choice is always 7
+        own = model._sample(true, output.double())
+        assert set(own.tolist()) == {0, 7}
+        share = float((own == 7).double().mean())
+        assert abs(share - 0.3) < 4 * (0.3 * 0.7 / 10_007) ** 0.5

@@ -1,0 +1,168 @@
+"""The speller against a loop over single hypotheses with nn.LSTMCell, and its beam bookkeeping."""
+
+import pytest
+import torch
+from torch import nn
+
+from asr.models.speller import Speller
+from asr.nn.attention import Look
+from asr.nn.memory import Memory
+from asr.tokens import SOS
+
+B, T, E, H, D, A, V = 2, 7, 5, 11, 3, 13, 17  # D embedding
+LENGTHS = [7, 4]
+
+
+def speller(**settings):
+    torch.manual_seed(1)
+    made = Speller(V, E, hidden=H, embedding=D, attention_size=A, backend="reference", **settings)
+    for weight in made.parameters():
+        nn.init.normal_(weight, std=0.5)
+    return made.double().eval()
+
+
+@pytest.fixture
+def memory():
+    torch.manual_seed(2)
+    valid = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
+    states = torch.randn(B, T, E, dtype=torch.float64)
+    return Memory(states.masked_fill(~valid[..., None], 0.0), valid)
+
+
+def slow_speller(ours, memory, tokens):
+    """One utterance without padding, tokens [U] -> logits (U, V), weights (U, T)."""
+    cells = [nn.LSTMCell(c.input_size, H).double() for c in ours.cells]
+    for judge, cell in zip(cells, ours.cells, strict=True):
+        judge.load_state_dict(cell.state_dict())
+    states = [(torch.zeros(1, H).double(), torch.zeros(1, H).double()) for _ in cells]
+    read, look = torch.zeros(1, E).double(), ours.start(memory).look
+    logits, weights = [], []
+    for token in tokens:
+        x = torch.cat([ours.embedding.weight[token][None], read], dim=1)
+        for i, cell in enumerate(cells):
+            states[i] = cell(x, states[i])
+            x = states[i][0]
+        keys = ours.attend.keys(memory)
+        look = ours.attend(x[:, None], keys, memory.valid, look)
+        read = sum(look.weights[0, 0, t] * memory.states[:, t] for t in range(len(keys[0])))
+        merged = torch.tanh(ours.merge(torch.cat([x, read], dim=1)))
+        logits.append(ours.out(merged)[0])
+        weights.append(look.weights[0, 0])
+    return torch.stack(logits), torch.stack(weights)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["additive", "dot", "location"])
+def test_it_is_the_slow_loop(kind, tied, memory):
+    ours = speller(layers=2, norm="none", attention=kind, tied=tied)
+    sentences = [[SOS, 5, 9, 9, 4], [SOS, 16, 4, 5, 7]]
+    state = ours.start(memory)
+    with torch.no_grad():
+        for u in range(5):
+            outputs, state = ours.advance(state, torch.tensor([[s[u]] for s in sentences]))
+            logits = ours.logits(outputs)
+            for b, length in enumerate(LENGTHS):
+                alone = Memory(memory.states[b : b + 1, :length], memory.valid[b : b + 1, :length])
+                expected, weights = slow_speller(ours, alone, sentences[b][: u + 1])
+                torch.testing.assert_close(logits[b, 0], expected[-1])
+                torch.testing.assert_close(state.attention[b, 0, :length], weights[-1])
+                assert (state.attention[b, 0, length:] == 0).all()
+
+
+def test_a_step_leaves_the_state_before_it_as_it_was(memory):
+    ours = speller()
+    before = ours.start(memory)
+    sos = torch.full((B, 1), SOS)
+    with torch.no_grad():
+        first, _ = ours.advance(before, sos)
+        ours.advance(before, torch.full((B, 1), 7))
+        again, _ = ours.advance(before, sos)
+    assert torch.equal(first, again)
+
+
+def spell(ours, state, tokens):
+    """tokens (B, K, U) -> logits of the last step (B, K, V), state."""
+    for token in tokens.unbind(dim=2):
+        outputs, state = ours.advance(state, token)
+    return ours.logits(outputs), state
+
+
+@torch.no_grad()
+def test_select_reorders_expands_and_drops(memory):
+    ours = speller(layers=2)
+    _, state = spell(ours, ours.start(memory), torch.full((B, 1, 1), SOS))
+    state = ours.select(state, torch.arange(B)[:, None].expand(B, 3))
+    tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    _, state = spell(ours, state, tokens[..., None])
+    # Utterance 1 only, with 2 hypotheses: its third and then its first.
+    rows = torch.tensor([[5, 3]])
+    state = ours.select(state, rows)
+    assert state.context.memory.states.shape[0] == 1  # kept once per utterance
+    last = torch.tensor([[10, 11]])
+    logits, state = spell(ours, state, last[..., None])
+    for k, words in enumerate([[SOS, 9, 10], [SOS, 7, 11]]):
+        alone = Memory(memory.states[1:, :4], memory.valid[1:, :4])
+        expected, after = spell(ours, ours.start(alone), torch.tensor([[words]]))
+        torch.testing.assert_close(logits[0, k], expected[0, 0])
+        torch.testing.assert_close(state.attention[0, k, :4], after.attention[0, 0])
+        torch.testing.assert_close(state.look.total[0, k, :4], after.look.total[0, 0])
+
+
+@torch.no_grad()
+def test_select_can_swap_utterances_and_shrink_the_beam(memory):
+    ours = speller()
+    state = ours.select(ours.start(memory), torch.arange(B)[:, None].expand(B, 2))
+    _, state = spell(ours, state, torch.full((B, 2, 1), SOS))
+    _, state = spell(ours, state, torch.tensor([[[4], [5]], [[6], [7]]]))
+    logits, _ = spell(ours, ours.select(state, torch.tensor([[3], [0]])), torch.full((B, 1, 1), 8))
+    for row, (b, token) in enumerate([(1, 7), (0, 4)]):
+        n = LENGTHS[b]
+        alone = Memory(memory.states[b : b + 1, :n], memory.valid[b : b + 1, :n])
+        expected, _ = spell(ours, ours.start(alone), torch.tensor([[[SOS, token, 8]]]))
+        torch.testing.assert_close(logits[row, 0], expected[0, 0])
+
+
+def test_selecting_all_copies_no_memory(memory):
+    ours = speller()
+    state = ours.select(ours.start(memory), torch.arange(B)[:, None].expand(B, 5))
+    assert state.context.memory.states.data_ptr() == memory.states.data_ptr()
+
+
+def test_tied_weights_are_one_tensor_that_learns_from_both_sides(memory):
+    ours = speller(tied=True)
+    assert ours.out.weight is ours.embedding.weight
+    names = [name for name, _ in ours.named_parameters()]
+    assert "embedding.weight" in names and "out.weight" not in names
+    outputs, _ = ours.advance(ours.start(memory), torch.full((B, 1), SOS))
+    ours.logits(outputs)[..., 9].sum().backward()
+    rows = ours.embedding.weight.grad.any(dim=1).nonzero().squeeze(1).tolist()
+    assert rows == [SOS, 9]  # read as input, scored as output
+    assert speller(tied=False).out.weight.shape == (V, H)
+
+
+def test_recurrent_dropout_draws_one_mask_for_the_sentence(memory):
+    ours = speller(recurrent_dropout=0.5, layers=2).train()
+    torch.manual_seed(5)
+    state = ours.start(memory)
+    assert [mask.shape for mask in state.context.masks] == [(B, H), (B, H)]
+    _, later = ours.advance(state, torch.full((B, 1), SOS))
+    assert later.context is state.context
+    assert speller(recurrent_dropout=0.5).start(memory).context.masks == (None,)
+
+
+def test_dropout_is_silent_in_evaluation(memory):
+    ours = speller(dropout=0.5)
+    sos = torch.full((B, 1), SOS)
+    assert torch.equal(*(ours.advance(ours.start(memory), sos)[0] for _ in range(2)))
+    ours.train()
+    assert not torch.equal(*(ours.advance(ours.start(memory), sos)[0] for _ in range(2)))
+
+
+def test_input_feeding_reads_what_attention_found(memory):
+    """What was read of the memory enters the next step: change it and the next step changes."""
+    ours = speller()
+    _, state = ours.advance(ours.start(memory), torch.full((B, 1), SOS))
+    told, _ = ours.advance(state, torch.full((B, 1), 4))
+    other, _ = ours.advance(state._replace(read=state.read + 1), torch.full((B, 1), 4))
+    assert not torch.allclose(told[..., :H], other[..., :H])
+    assert isinstance(state.look, Look)
