@@ -1,0 +1,221 @@
+"""Planned epochs in numpy, and what the loader makes of them."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asr.data.batch import (
+    Broken,
+    Epochs,
+    Example,
+    Item,
+    Utterances,
+    collate,
+    load,
+    plan_epoch,
+    plan_evaluation,
+    random_of,
+)
+from asr.data.corpus import Corpus, Utterance
+from asr.data.text import Characters
+from asr.tokens import BLANK
+from features.augment import SpecAugment
+from features.fbank import Fbank
+from features.front_end import FrontEnd
+from features.normalize import MeanVarianceNorm
+
+SPEEDS = (0.9, 1.0, 1.1)
+SECONDS = np.random.default_rng(0).uniform(0.3, 17.0, 211).astype(np.float32)
+
+
+def padded(batch, seconds):
+    return len(batch) * max(float(seconds[item.index]) / item.speed for item in batch)
+
+
+lengths = st.lists(st.floats(0.1, 40.0), min_size=1, max_size=60)
+
+
+@given(lengths, st.floats(1.0, 60.0), st.integers(0, 2**31 - 1), st.integers(1, 50), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_utterance_once_under_the_cap(seconds, cap, seed, epoch, short_first):
+    seconds = np.array(seconds, dtype=np.float32)
+    plan = plan_epoch(seconds, cap, seed, epoch, SPEEDS, short_first)
+    assert sorted(item.index for batch in plan.batches for item in batch) == [*range(len(seconds))]
+    for batch in plan.batches:
+        assert len(batch) == 1 or padded(batch, seconds) <= cap * (1 + 1e-6)
+        assert all(item.epoch == epoch and item.speed in SPEEDS for item in batch)
+    whole = sum(padded(batch, seconds) for batch in plan.batches)
+    real = sum(float(seconds[i.index]) / i.speed for batch in plan.batches for i in batch)
+    assert plan.padding == pytest.approx(1 - real / whole, abs=1e-6)
+
+
+def test_same_seed_and_epoch_same_plan_and_each_epoch_its_own():
+    plan = plan_epoch(SECONDS, 60, 1, 3, SPEEDS)
+    assert plan == plan_epoch(SECONDS, 60, 1, 3, SPEEDS)
+    assert plan.batches != plan_epoch(SECONDS, 60, 2, 3, SPEEDS).batches
+    other = plan_epoch(SECONDS, 60, 1, 4, SPEEDS)
+    mates = [frozenset(i.index for i in b) for b in plan.batches]
+    other_mates = [frozenset(i.index for i in b) for b in other.batches]
+    assert mates != other_mates  # the order
+    assert set(mates) != set(other_mates)  # and the company
+
+
+def test_every_speed_is_drawn_about_as_often():
+    drawn = [i.speed for b in plan_epoch(np.ones(30_000), 99, 1, 1, SPEEDS).batches for i in b]
+    for speed in SPEEDS:
+        share = drawn.count(speed) / len(drawn)
+        assert abs(share - 1 / 3) < 4 * (2 / 9 / 30_000) ** 0.5
+
+
+def test_short_first_goes_up_and_else_is_shuffled():
+    def longest(short_first):
+        batches = plan_epoch(SECONDS, 60, 1, 1, SPEEDS, short_first).batches
+        return [max(SECONDS[i.index] / i.speed for i in b) for b in batches]
+
+    up, mixed = longest(True), longest(False)
+    # The drawn noise of 5 % may swap neighbours, no more.
+    assert all(later > 0.9 * earlier for earlier, later in pairwise(up))
+    assert any(later < 0.9 * earlier for earlier, later in pairwise(mixed))
+    assert sorted(up) == sorted(mixed)
+
+
+def test_bucketing_wastes_little():
+    random = np.random.default_rng(1).permutation(len(SECONDS))
+    whole = [random[i : i + 7] for i in range(0, len(random), 7)]
+    unsorted = 1 - SECONDS.sum() / sum(len(rows) * SECONDS[rows].max() for rows in whole)
+    assert plan_epoch(SECONDS, 60, 1, 1).padding < 0.12 < unsorted
+
+
+def test_evaluation_plan_is_whole_longest_first_and_unaugmented():
+    plan = plan_evaluation(SECONDS, 60)
+    items = [item for batch in plan.batches for item in batch]
+    assert sorted(i.index for i in items) == [*range(len(SECONDS))]
+    assert {(i.epoch, i.speed) for i in items} == {(0, 1.0)}
+    assert [SECONDS[i.index] for i in items] == sorted(SECONDS, reverse=True)
+    assert all(len(b) == 1 or padded(b, SECONDS) <= 60 for b in plan.batches)
+
+
+def test_an_utterance_over_the_cap_is_alone():
+    batches = plan_epoch(np.array([3.0, 50.0, 2.0]), 7, 1, 1).batches
+    assert [0 in [i.index for i in b] or len(b) == 1 for b in batches] == [True] * len(batches)
+    assert [i.index for b in batches for i in b if len(b) == 1] == [1]
+
+
+def test_randomness_is_of_seed_epoch_and_name_alone():
+    def draw(*key):
+        return torch.rand(3, generator=random_of(*key)).tolist()
+
+    assert draw(1, 2, "a") == draw(1, 2, "a")
+    keys = [(1, 2, "a"), (2, 2, "a"), (1, 3, "a"), (1, 2, "b"), (11, 2, "a"), (1, 12, "a")]
+    assert len({tuple(draw(*key)) for key in keys}) == len(keys)
+
+
+def example(name, frames, tokens):
+    return Example(name, torch.randn(frames, 5), torch.tensor(tokens, dtype=torch.long))
+
+
+def test_collate_pads_and_sets_the_broken_aside():
+    a, c = example("a", 3, [4, 5, 6]), example("c", 7, [])
+    batch = collate([a, Broken("b", "no such file"), c])
+    assert batch.ids == ("a", "c") and len(batch) == 2
+    assert batch.features.shape == (2, 7, 5) and not batch.features[0, 3:].any()
+    assert torch.equal(batch.features[0, :3], a.features)
+    assert batch.lengths.tolist() == [3, 7] and batch.token_lengths.tolist() == [3, 0]
+    assert batch.tokens.tolist() == [[4, 5, 6], [BLANK] * 3]
+    assert batch.seconds == pytest.approx(0.1)
+    assert batch.broken == (Broken("b", "no such file"),)
+    moved = batch.to(torch.device("cpu"))
+    assert moved.ids == batch.ids and torch.equal(moved.tokens, batch.tokens)
+
+
+def test_a_batch_of_broken_ones_is_empty():
+    batch = collate([Broken("b", "x"), Broken("c", "y")])
+    assert len(batch) == 0 and len(batch.broken) == 2 and batch.seconds == 0
+
+
+@pytest.fixture(scope="module")
+def utterances(tmp_path_factory):
+    """Eleven seconds of noise in 13 files, one of them broken, one shorter than a frame."""
+    folder = tmp_path_factory.mktemp("noise")
+    random = np.random.default_rng(0)
+    rows = []
+    for number in range(13):
+        samples = 320 if number == 5 else 8000 + 1601 * number
+        path = folder / f"{number}.wav"
+        soundfile.write(path, 0.1 * random.standard_normal(samples), 16_000)
+        rows.append(Utterance(f"u{number}", "s", path, samples / 16_000, "ab" * (number % 3)))
+    (folder / "3.wav").write_bytes(b"RIFF nonsense")
+    front_end = FrontEnd(
+        Fbank(num_mel_bins=11),
+        MeanVarianceNorm("utterance"),
+        spec_augment=SpecAugment(time_width=20),
+        noise=(5.0, 25.0),
+    )
+    return Utterances(Corpus(rows), front_end, Characters(["a", "b"]), seed=7)
+
+
+def epochs(utterances, workers=0):
+    return Epochs(utterances, 3.0, SPEEDS, short_first=True, workers=workers)
+
+
+def read(batches):
+    return [(b.ids, b.features, b.lengths, b.tokens, b.token_lengths, b.broken) for b in batches]
+
+
+def assert_same(first, second):
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert a[0] == b[0] and a[5] == b[5]
+        assert all(torch.equal(x, y) for x, y in zip(a[1:5], b[1:5], strict=True))
+
+
+def test_workers_change_nothing_and_skip_resumes(utterances):
+    whole = read(epochs(utterances).batches(2))
+    assert_same(whole, read(epochs(utterances, workers=2).batches(2)))
+    assert_same(whole[2:], read(epochs(utterances).batches(2, skip=2)))
+    assert_same(whole[3:], read(epochs(utterances, workers=1).batches(2, skip=3)))
+    assert read(epochs(utterances).batches(2, skip=len(whole))) == []
+
+
+def test_the_loader_draws_nothing_from_the_models_generator(utterances):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    for workers in (0, 1):
+        list(epochs(utterances, workers).batches(1))
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_only_the_first_epoch_goes_up(utterances):
+    def order(number):
+        batches = epochs(utterances).plan(number).batches
+        longest = [max(utterances.corpus.seconds[i.index] for i in b) for b in batches]
+        return all(a <= 1.3 * b for a, b in pairwise(longest))
+
+    assert order(1) and not all(order(n) for n in range(2, 9))
+
+
+def test_broken_and_too_short_are_named(utterances):
+    batches = list(load(utterances, plan_evaluation(utterances.corpus.seconds, 9).batches, 0))
+    broken = {b.id: b.reason for batch in batches for b in batch.broken}
+    assert set(broken) == {"u3", "u5"}
+    assert "3.wav: not readable as audio" in broken["u3"]
+    assert "5.wav: shorter than one frame" in broken["u5"]
+    assert sum(len(batch) for batch in batches) == 11
+
+
+def test_evaluation_is_the_front_end_bare(utterances):
+    for index in (0, 7):
+        utterance = utterances.corpus[index]
+        waveform = utterances.front_end.load(utterance.audio)
+        bare = utterances.front_end.features(waveform)
+        assert torch.equal(utterances[Item(index, 0, 1.0)].features, bare)
+        one, same, two = (utterances[Item(index, e, 1.0)].features for e in (1, 1, 2))
+        assert torch.equal(one, same) and not torch.equal(one, two)
+        slow = utterances[Item(index, 1, 0.9)].features
+        assert len(slow) == pytest.approx(len(bare) / 0.9, abs=3)
+        assert utterances[Item(index, 1, 1.0)].tokens.tolist() == [4, 5] * (index % 3)

@@ -1,0 +1,168 @@
+"""The objective against torch's own cross_entropy and ctc_loss, mean by mean."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from asr.data.batch import Batch
+from asr.nn.memory import Memory
+from asr.tokens import BLANK, EOS, SOS
+from asr.training.objective import (
+    SpeechObjective,
+    Sum,
+    add,
+    cross_entropy,
+    ctc_loss,
+    means,
+    needed_frames,
+    shift,
+)
+
+B, U, V, T, F = 3, 5, 11, 13, 2
+TOKENS = torch.tensor([[4, 5, 5, 10, 9], [7, 4, 0, 0, 0], [0, 0, 0, 0, 0]])
+LENGTHS = torch.tensor([5, 2, 0])
+
+
+def test_shift_puts_sos_first_and_eos_last():
+    inputs, targets = shift(TOKENS, LENGTHS)
+    assert inputs.tolist() == [[SOS, 4, 5, 5, 10, 9], [SOS, 7, 4, 0, 0, 0], [SOS, 0, 0, 0, 0, 0]]
+    assert targets.tolist() == [[4, 5, 5, 10, 9, EOS], [7, 4, EOS, 0, 0, 0], [EOS, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.37])
+def test_cross_entropy_is_torchs_with_label_smoothing(smoothing):
+    torch.manual_seed(1)
+    logits = torch.randn(B, U + 1, V, dtype=torch.float64, requires_grad=True)
+    _, targets = shift(TOKENS, LENGTHS)
+    sums = cross_entropy(logits, targets, smoothing)
+    flat = logits.flatten(0, 1), targets.flatten()
+    judge = functional.cross_entropy(
+        *flat, ignore_index=BLANK, reduction="sum", label_smoothing=smoothing
+    )
+    nats = functional.cross_entropy(*flat, ignore_index=BLANK, reduction="sum")
+    torch.testing.assert_close(sums["objective"].total, judge)
+    torch.testing.assert_close(sums["nats"].total, nats.detach())
+    assert all(int(s.count) == 10 for s in sums.values())  # 7 tokens and 3 <eos>
+    assert not sums["nats"].total.requires_grad
+    (ours,) = torch.autograd.grad(sums["objective"].total, logits)
+    (theirs,) = torch.autograd.grad(judge, logits)
+    torch.testing.assert_close(ours, theirs)
+    assert not ours[targets == BLANK].any()
+
+
+def test_accuracy_counts_the_likeliest():
+    logits = torch.zeros(1, 4, V)
+    for place, said in enumerate([4, 5, 6, 7]):
+        logits[0, place, said] = 1.0
+    sums = cross_entropy(logits, torch.tensor([[4, 9, EOS, BLANK]]), 0.1)
+    assert (int(sums["accuracy"].total), int(sums["accuracy"].count)) == (1, 3)
+
+
+def test_ctc_is_torchs_utterance_by_utterance():
+    torch.manual_seed(2)
+    log_probs = torch.randn(B, T, V, dtype=torch.float64).log_softmax(-1)
+    frames = torch.tensor([13, 7, 3])
+    expected = sum(
+        functional.ctc_loss(
+            log_probs[b, : frames[b]][:, None],
+            TOKENS[b : b + 1, : LENGTHS[b]],
+            frames[b : b + 1],
+            LENGTHS[b : b + 1],
+            blank=BLANK,
+            reduction="sum",
+        )
+        for b in range(B)
+    )
+    torch.testing.assert_close(ctc_loss(log_probs, frames, TOKENS, LENGTHS), expected)
+
+
+def test_no_ctc_path_adds_nothing_and_no_nan():
+    log_probs = torch.randn(1, 5, V, requires_grad=True)
+    tokens = torch.tensor([[4, 5, 5, 10, 9]])  # 6 frames needed: a blank between the twins
+    total = ctc_loss(log_probs.log_softmax(-1), torch.tensor([5]), tokens, torch.tensor([5]))
+    total.backward()
+    assert float(total.detach()) == 0.0 and not log_probs.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "frames"), [([], 0), ([4], 1), ([4, 4], 3), ([4, 4, 4], 5), ([4, 5, 4], 3)]
+)
+def test_needed_frames_is_where_ctc_becomes_finite(tokens, frames):
+    assert needed_frames(tokens) == frames
+
+    def loss(count):
+        log_probs = torch.full((count, 1, V), 1 / V).log()
+        lengths = torch.tensor([count]), torch.tensor([len(tokens)])
+        return functional.ctc_loss(log_probs, torch.tensor([tokens]).long(), *lengths)
+
+    if tokens:
+        assert loss(frames).isfinite()
+        assert frames == 1 or loss(frames - 1).isinf()
+
+
+class Parrot(nn.Module):
+    """A model whose answers are given: states (B, T, F), logits and CTC log-probs."""
+
+    def __init__(self, logits, log_probs, valid):
+        super().__init__()
+        self.logits, self.log_probs, self.valid = logits, log_probs, valid
+
+    def encode(self, features, lengths):
+        return Memory(features, self.valid)
+
+    def decode(self, memory, tokens):
+        assert tokens[:, 0].eq(SOS).all()
+        return self.logits
+
+    def ctc(self, memory):
+        return self.log_probs
+
+    def set_step(self, step):
+        self.told = step
+
+
+def batch():
+    features = torch.zeros(B, T, F)
+    lengths = torch.full((B,), T)
+    return Batch(("a", "b", "c"), features, lengths, TOKENS, LENGTHS, 0.39)
+
+
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_attention_and_ctc_are_weighed_per_target_token(weight):
+    torch.manual_seed(3)
+    logits, raw = torch.randn(B, U + 1, V), torch.randn(B, T, V).log_softmax(-1)
+    frames = torch.tensor([13, 7, 3])
+    parrot = Parrot(logits, raw, torch.arange(T) < frames[:, None])
+    sums = SpeechObjective(parrot, weight, 0.1)(batch())
+    _, targets = shift(TOKENS, LENGTHS)
+    smoothed = functional.cross_entropy(
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=0,
+        reduction="sum",
+        label_smoothing=0.1,
+    )
+    ctc = functional.ctc_loss(raw.transpose(0, 1), TOKENS, frames, LENGTHS, reduction="sum")
+    torch.testing.assert_close(sums["objective"].total, (1 - weight) * smoothed + weight * ctc)
+    torch.testing.assert_close(sums["ctc"].total, ctc)
+    assert {int(s.count) for s in sums.values()} == {10}
+
+
+def test_without_a_ctc_head_it_is_cross_entropy_alone():
+    logits = torch.randn(B, U + 1, V)
+    objective = SpeechObjective(Parrot(logits, None, torch.ones(B, T).bool()), 0.3, 0.1)
+    sums = objective(batch())
+    assert set(sums) == {"objective", "nats", "accuracy"}
+    expected = cross_entropy(logits, shift(TOKENS, LENGTHS)[1], 0.1)["objective"].total
+    torch.testing.assert_close(sums["objective"].total, expected)
+    objective.set_step(17)
+    assert objective.model.told == 17
+
+
+def test_sums_add_up_before_they_are_divided():
+    sums = {}
+    add(sums, {"nats": Sum(torch.tensor(6.0, requires_grad=True), torch.tensor(3))})
+    add(sums, {"nats": Sum(torch.tensor(1.0), torch.tensor(4)), "none": Sum(*torch.zeros(2))})
+    assert means(sums) == {"nats": 1.0}
+    assert sums["nats"].total.dtype == torch.float64 and not sums["nats"].total.requires_grad
