@@ -1,0 +1,83 @@
+"""Timed words as subtitles: SubRip (.srt) and WebVTT (.vtt)."""
+
+import textwrap
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from asr.decoding.times import Word
+
+LINE = 42  # characters, and two lines: what broadcasters show at once
+LINES = 2
+LONGEST = 7.0  # seconds that a cue stays
+GAP = 1.0  # seconds of pause that end a cue
+SHORTEST = 0.01  # seconds: WebVTT wants an end after the start, in whole milliseconds
+
+
+class Cue(NamedTuple):
+    """What is shown from start to end, in seconds; lines are parted by newlines."""
+
+    start: float
+    end: float
+    text: str
+
+
+def make_cues(words: Sequence[Word]) -> list[Cue]:
+    """Words in order -> cues that break at pauses, and where lines or time run out.
+
+    A word longer than a line, or said for longer than LONGEST, has a cue of its own.
+    """
+    groups: list[list[Word]] = []
+    for word in words:
+        if groups and _fits(groups[-1], word):
+            groups[-1].append(word)
+        else:
+            groups.append([word])
+    cues = []
+    for group, after in zip_longest(groups, groups[1:]):
+        start = group[0].start
+        end = group[-1].end if after is None else min(group[-1].end, after[0].start)
+        cues.append(Cue(start, max(end, start + SHORTEST), "\n".join(_lines(group))))
+    return cues
+
+
+def _fits(group: list[Word], word: Word) -> bool:
+    return (
+        word.start - group[-1].end <= GAP
+        and word.end - group[0].start <= LONGEST
+        and len(_lines([*group, word])) <= LINES
+    )
+
+
+def _lines(group: list[Word]) -> list[str]:
+    text = " ".join(word.text for word in group)
+    return textwrap.wrap(text, LINE, break_long_words=False, break_on_hyphens=False)
+
+
+def srt(cues: Sequence[Cue]) -> str:
+    """SubRip: numbered cues, a comma before the milliseconds."""
+    blocks = [
+        f"{number}\n{_clock(cue.start, ',')} --> {_clock(cue.end, ',')}\n{cue.text}\n"
+        for number, cue in enumerate(cues, start=1)
+    ]
+    return "\n".join(blocks)
+
+
+def webvtt(cues: Sequence[Cue]) -> str:
+    """WebVTT (W3C): a header, a point before the milliseconds, markup escaped."""
+    blocks = [
+        f"{_clock(cue.start, '.')} --> {_clock(cue.end, '.')}\n{_escaped(cue.text)}\n"
+        for cue in cues
+    ]
+    return "\n".join(["WEBVTT\n", *blocks])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _clock(seconds: float, point: str) -> str:
+    minutes, milliseconds = divmod(round(max(0.0, seconds) * 1000), 60_000)
+    hours, minutes = divmod(minutes, 60)
+    whole, milliseconds = divmod(milliseconds, 1000)
+    return f"{hours:02d}:{minutes:02d}:{whole:02d}{point}{milliseconds:03d}"

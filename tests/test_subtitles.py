@@ -1,0 +1,81 @@
+"""Subtitles parsed back by independent libraries."""
+
+import io
+from datetime import timedelta
+
+import pytest
+import srt as srt_library
+import webvtt as webvtt_library
+
+from asr.decoding.subtitles import LINE, LONGEST, Cue, make_cues, srt, webvtt
+from asr.decoding.times import Word
+
+CUES = [
+    Cue(0.0, 1.2345, "four hundred\nand seven"),
+    Cue(59.9996, 61.0, 'R&B <loud> --> "end"'),
+    Cue(3725.5, 3726.25, "später, 你好"),
+]
+
+
+def test_srt_is_read_back():
+    parsed = list(srt_library.parse(srt(CUES)))
+    assert [cue.index for cue in parsed] == [1, 2, 3]
+    assert [cue.content for cue in parsed] == [cue.text for cue in CUES]
+    for ours, cue in zip(CUES, parsed, strict=True):
+        assert abs(cue.start - timedelta(seconds=ours.start)) <= timedelta(milliseconds=0.5)
+        assert abs(cue.end - timedelta(seconds=ours.end)) <= timedelta(milliseconds=0.5)
+
+
+def test_webvtt_is_read_back():
+    parsed = webvtt_library.from_buffer(io.StringIO(webvtt(CUES)))
+    assert len(parsed) == 3
+    assert parsed[0].text == CUES[0].text
+    assert parsed[1].raw_text == 'R&amp;B &lt;loud&gt; --&gt; "end"'
+    assert parsed[2].text == CUES[2].text
+    for ours, cue in zip(CUES, parsed, strict=True):
+        assert cue.start_in_seconds == pytest.approx(ours.start, abs=1)  # whole seconds there
+        assert cue.end_in_seconds == pytest.approx(ours.end, abs=1)
+    assert [cue.start for cue in parsed] == ["00:00:00.000", "00:01:00.000", "01:02:05.500"]
+
+
+def test_nothing_said_gives_valid_empty_files():
+    assert make_cues([]) == []
+    assert list(srt_library.parse(srt([]))) == []
+    assert len(webvtt_library.from_buffer(io.StringIO(webvtt([])))) == 0
+
+
+def words_at(text, times):
+    return [Word(w, s, e, 1.0) for w, (s, e) in zip(text.split(), times, strict=True)]
+
+
+def test_cues_break_at_pauses():
+    words = words_at("a b c d", [(0, 0.4), (0.5, 0.9), (2.5, 2.9), (3.0, 3.3)])
+    assert make_cues(words) == [Cue(0, 0.9, "a b"), Cue(2.5, 3.3, "c d")]
+
+
+def test_cues_fill_two_lines_and_no_more():
+    words = [Word("hundred", 0.1 * i, 0.1 * i + 0.1, 1.0) for i in range(23)]
+    cues = make_cues(words)
+    assert " ".join(" ".join(cue.text.split()) for cue in cues) == " ".join(["hundred"] * 23)
+    assert all(len(line) <= LINE for cue in cues for line in cue.text.split("\n"))
+    assert [len(cue.text.split("\n")) for cue in cues] == [2, 2, 1]
+
+
+def test_cues_do_not_stay_too_long():
+    words = [Word("a", float(i), i + 0.9, 1.0) for i in range(20)]
+    cues = make_cues(words)
+    assert all(cue.end - cue.start <= LONGEST for cue in cues)
+    assert len(cues) == 3
+
+
+def test_words_in_disorder_still_give_cues_that_follow_each_other():
+    words = words_at("a b c", [(0.0, 5.0), (0.0, 9.0), (2.0, 2.0)])
+    cues = make_cues(words)
+    parsed = list(srt_library.parse(srt(cues)))
+    assert all(cue.end > cue.start for cue in parsed)
+    assert "".join(cue.text for cue in cues).replace(" ", "") == "abc"
+
+
+def test_a_word_longer_than_a_line_is_kept_whole():
+    (cue,) = make_cues([Word("x" * 99, 0.0, 1.0, 1.0)])
+    assert cue.text == "x" * 99
