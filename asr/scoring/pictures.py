@@ -3,6 +3,7 @@
 U tokens, T frames of memory, F mel bins.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,8 +18,9 @@ def attention_picture(weights: np.ndarray, tokens: Sequence[str], title: str = "
 
     def draw(axes: Axes) -> None:
         axes.imshow(weights, aspect="auto", origin="lower", cmap="magma", vmin=0.0)
-        axes.set_yticks(range(len(tokens)), tokens, fontsize=6)
-        axes.set(xlabel="frame of memory", ylabel="token", title=title)
+        axes.set_yticks(range(len(tokens)), tokens, fontsize=6, parse_math=False)
+        axes.set(xlabel="frame of memory", ylabel="token")
+        axes.set_title(title, parse_math=False)
 
     return _pixels(draw, size)
 
@@ -28,7 +30,8 @@ def feature_picture(features: np.ndarray, title: str = "") -> np.ndarray:
 
     def draw(axes: Axes) -> None:
         axes.imshow(features.T, aspect="auto", origin="lower", cmap="viridis")
-        axes.set(xlabel="frame", ylabel="feature", title=title)
+        axes.set(xlabel="frame", ylabel="feature")
+        axes.set_title(title, parse_math=False)
 
     return _pixels(draw, (8, 2.5))
 
@@ -57,6 +60,9 @@ def _pixels(draw: Callable[[Axes], None], size: tuple[float, float]) -> np.ndarr
     # Figure, not pyplot: nothing global, no window, safe in any thread.
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    draw(figure.subplots())
-    canvas.draw()
+    with warnings.catch_warnings():
+        # A box stands for a letter that the font lacks; a corpus has thousands of them.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        draw(figure.subplots())
+        canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
