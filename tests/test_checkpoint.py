@@ -1,0 +1,211 @@
+"""Checkpoints: whole or not at all, read without running code, chosen and averaged."""
+
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from asr.errors import UserError
+from asr.training import checkpoint
+from asr.training.checkpoint import (
+    best_of,
+    choose,
+    is_sound,
+    list_checkpoints,
+    load_weights,
+    prune,
+    read_training,
+    save_checkpoint,
+)
+
+ABOUT = {"vocabulary": "abc"}
+
+
+class Tied(nn.Module):
+    """Two names for one tensor, a buffer, and weights of different primes."""
+
+    def __init__(self, size=5):
+        super().__init__()
+        self.embedding = nn.Embedding(7, size)
+        self.out = nn.Linear(size, 7)
+        self.out.weight = self.embedding.weight
+        self.register_buffer("seen", torch.tensor(3.0))
+
+
+def save(run, step, loss=math.inf, module=None, training=None):
+    module = module or Tied()
+    return save_checkpoint(run, module, training or {"step": step}, step, loss, ABOUT)
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    module, optimizer = Tied(), None
+    optimizer = torch.optim.Adam(module.parameters())
+    module.out(module.embedding(torch.tensor([3]))).sum().backward()
+    optimizer.step()
+    training = {"optimizer": optimizer.state_dict(), "random": torch.get_rng_state(), "n": 0.5}
+    saved = save(tmp_path, 17, 0.25, module, training)
+    assert (saved.step, saved.loss) == (17, 0.25) and list_checkpoints(tmp_path) == [saved]
+    other = Tied()
+    load_weights(other, [saved], ABOUT)
+    torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
+    assert other.out.weight is other.embedding.weight
+    back = read_training(saved)
+    assert back["n"] == 0.5 and torch.equal(back["random"], training["random"])
+    assert torch.equal(
+        back["optimizer"]["state"][0]["exp_avg"], training["optimizer"]["state"][0]["exp_avg"]
+    )
+    # Anyone can read the weights with safetensors alone; the tied tensor stands there once.
+    names = load_file(saved.folder / "model.safetensors").keys()
+    assert names == {"embedding.weight", "out.bias", "seen"}
+
+
+def test_infinite_loss_means_not_measured(tmp_path):
+    for step, loss in [(1, 3.0), (2, math.inf), (3, 1.0), (4, 1.0), (5, math.nan)]:
+        save(tmp_path, step, loss)
+    there = list_checkpoints(tmp_path)
+    assert [c.step for c in there] == [1, 2, 3, 4, 5]
+    assert [c.step for c in best_of(there)] == [4, 3, 1]
+    assert [c.step for c in choose(tmp_path, "best", 2)] == [4, 3]
+    assert [c.step for c in choose(tmp_path, "last", 3)] == [5, 4, 3]
+    assert [c.step for c in choose(tmp_path, "last", 99)] == [5, 4, 3, 2, 1]
+
+
+def test_best_falls_back_to_the_last_where_none_was_measured(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    assert [c.step for c in choose(tmp_path, "best", 1)] == [2]
+
+
+def test_prune_keeps_the_last_and_the_best(tmp_path):
+    for step, loss in enumerate([5.0, 1.0, 4.0, 2.0, 3.0, math.inf, 9.0], start=1):
+        save(tmp_path, step, loss)
+    prune(tmp_path, keep=2, keep_best=2)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [2, 4, 6, 7]
+    prune(tmp_path, keep=1, keep_best=0)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [7]
+
+
+def test_the_mean_of_weights(tmp_path):
+    modules = [Tied() for _ in range(3)]
+    saved = [save(tmp_path, n, 1.0, module) for n, module in enumerate(modules)]
+    mean = Tied()
+    load_weights(mean, saved, ABOUT)
+    for name in ("embedding.weight", "out.bias", "seen"):
+        expected = torch.stack([m.state_dict()[name] for m in modules]).mean(0)
+        torch.testing.assert_close(mean.state_dict()[name], expected)
+
+
+def test_a_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
+    before = save(tmp_path, 5, 2.0)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.torch, "save", full)
+    for step in (5, 6):
+        with pytest.raises(OSError, match="No space left"):
+            save(tmp_path, step, 1.0)
+    assert list_checkpoints(tmp_path) == [before] and is_sound(before)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000005"]
+
+
+def test_what_a_killed_process_left_is_not_taken_for_a_checkpoint(tmp_path):
+    save(tmp_path, 3, 1.0)
+    part = tmp_path / "checkpoints" / ".00000004.part"
+    shutil.copytree(tmp_path / "checkpoints" / "00000003", part)
+    (tmp_path / "checkpoints" / "00000009").mkdir()
+    assert [c.step for c in list_checkpoints(tmp_path)] == [3]
+    save(tmp_path, 4)  # and the half one is no hindrance
+    assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4] and not part.exists()
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 3)
+    second = save(tmp_path, 3, 0.5)
+    assert list_checkpoints(tmp_path) == [second]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
+def test_a_flipped_bit_shows(tmp_path, name):
+    saved = save(tmp_path, 1, 1.0)
+    assert is_sound(saved)
+    path = saved.folder / name
+    content = bytearray(path.read_bytes())
+    content[-40] ^= 1
+    path.write_bytes(content)
+    assert not is_sound(saved)
+
+
+def test_sums_that_are_missing_or_no_sums_are_not_sound(tmp_path):
+    saved = save(tmp_path, 1, 1.0)
+    for text in ("", "[]", "{}", json.dumps({"model.safetensors": "0", "training.pt": "0"})):
+        (saved.folder / "sha256.json").write_text(text)
+        assert not is_sound(saved)
+    (saved.folder / "sha256.json").unlink()
+    assert not is_sound(saved)
+
+
+def test_a_run_without_checkpoints_says_what_to_do(tmp_path):
+    with pytest.raises(UserError, match=r"no checkpoint in it; train it first \(python -m asr"):
+        choose(tmp_path, "best", 1)
+
+
+def test_another_vocabulary_is_refused(tmp_path):
+    saved = save(tmp_path, 1)
+    with pytest.raises(UserError, match=r"safetensors: of another vocabulary \(abc, here xyz\)"):
+        load_weights(Tied(), [saved], {"vocabulary": "xyz"})
+
+
+def test_another_model_is_refused_and_the_module_is_untouched(tmp_path):
+    saved = save(tmp_path, 1)
+    for module in (Tied(11), nn.Linear(5, 7)):
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        with pytest.raises(UserError, match="weights of another model"):
+            load_weights(module, [saved], ABOUT)
+        torch.testing.assert_close(dict(module.state_dict()), before)
+
+
+def test_damaged_weights_are_one_line(tmp_path):
+    saved = save(tmp_path, 1)
+    path = saved.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-11])
+    with pytest.raises(UserError, match="cannot be read as weights") as error:
+        load_weights(Tied(), [saved], ABOUT)
+    assert "\n" not in str(error.value)
+
+
+class Bomb:
+    """What a hostile training.pt would hold: unpickling it runs a command."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_reading_runs_no_code(tmp_path):
+    saved = save(tmp_path, 1)
+    torch.save({"optimizer": Bomb(tmp_path / "owned")}, saved.folder / "training.pt")
+    with pytest.raises(UserError, match="cannot be read as a training state") as error:
+        read_training(saved)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_missing_training_state_is_one_line(tmp_path):
+    saved = save(tmp_path, 1)
+    (saved.folder / "training.pt").unlink()
+    with pytest.raises(UserError, match=r"training\.pt: cannot be read as a training state"):
+        read_training(saved)
+
+
+def test_weights_without_our_metadata_are_no_checkpoint(tmp_path):
+    saved = save(tmp_path, 1)
+    save_file({"a": torch.zeros(2)}, saved.folder / "model.safetensors")
+    assert list_checkpoints(tmp_path) == []
