@@ -1,38 +1,104 @@
-"""Which backend computes a layer or a step: the one asked for, or the fastest that can."""
+"""Which backend computes a layer or a step: the one asked for, or the fastest that can.
 
+"auto" may be replaced by the environment variable LAYERNORM_LSTM_BACKEND. What a fast backend
+does not cover falls back to one that does, said once; a backend that is asked for by name where
+it cannot run at all is a UserError.
+"""
+
+import functools
+import logging
+import os
+
+import torch
 from torch import Tensor
 
 from asr.errors import UserError
-from asr.nn.kernels import reference
+from asr.nn.kernels import python, reference
+from asr.nn.kernels.cpu import backend as cpu
+from asr.nn.kernels.cpu import build
 from asr.nn.kernels.problem import Batch, Result, Setting, Weights
 
-NAMES = ("auto", "reference")
+NAMES = ("auto", "reference", "python", "cpu")
+VARIABLE = "LAYERNORM_LSTM_BACKEND"
+State = tuple[Tensor, Tensor]
 
 
 def backends() -> dict[str, str | None]:
     """Every backend's name -> None where it can run on this machine, else the reason why not."""
-    return {"reference": None}
+    return {"reference": None, "python": None, "cpu": build.obstacle()}
 
 
-def check_name(name: str) -> str:
+def check_name(name: str, place: str = "backend") -> str:
     """The name itself. Raises UserError where there is no such backend."""
     if name not in NAMES:
-        raise UserError(f"backend {name!r} is not known; choose one of {', '.join(NAMES)}")
+        raise UserError(f"{place} {name!r} is not known; choose one of {', '.join(NAMES)}")
     return name
 
 
 def run_layer(name: str, batch: Batch, weights: list[Weights], setting: Setting) -> Result:
-    """One layer, all directions."""
-    return reference.layer(batch, weights, setting)
+    """One layer, all directions. Raises UserError where the backend asked for cannot run."""
+    own = weights[0].weight_hh
+    setting, mixed = _under_autocast(setting, own)
+    chosen = choose(name, setting, own)
+    layers = {"reference": reference.layer, "python": python.layer, "cpu": cpu.layer}
+    if not mixed or chosen == "reference":  # which autocast serves as it does any module
+        return layers[chosen](batch, weights, setting)
+    with torch.autocast(own.device.type, enabled=False):
+        batch = Batch(*(_cast(part, own.dtype) for part in batch))
+        return layers[chosen](batch, weights, setting)
 
 
 def run_step(
-    name: str,
-    x: Tensor,
-    state: tuple[Tensor, Tensor],
-    mask: Tensor | None,
-    weights: Weights,
-    setting: Setting,
-) -> tuple[Tensor, Tensor]:
+    name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: Setting
+) -> State:
     """One time step: x (B, I), state of two (B, H) -> the next state."""
     return reference.step(x, state, mask, weights, setting)
+
+
+def choose(name: str, setting: Setting, like: Tensor) -> str:
+    """The backend for weights like `like`. Raises UserError where the one asked for cannot run."""
+    name = check_name(os.environ.get(VARIABLE, name), VARIABLE) if name == "auto" else name
+    if name == "reference":
+        return name
+    if setting.norm == "thesis" or not setting.guard:
+        what = "norm 'thesis'" if setting.norm == "thesis" else "zero_rows 'raw'"
+        _say_once(f"{what} is computed by the LSTM's reference backend")
+        return "reference"
+    if name == "python" or (name == "auto" and like.device.type != "cpu"):
+        return "python"
+    if reason := _obstacle(like):
+        if name == "cpu":
+            raise UserError(f"backend 'cpu' cannot run: {reason}")
+        _say_once(f"the LSTM's slower backend 'python' is used: {reason}")
+        return "python"
+    return "cpu"
+
+
+def _obstacle(like: Tensor) -> str | None:
+    """Why the C++ kernels cannot be used on weights like these; compiles them if need be."""
+    if like.device.type != "cpu":
+        return f"the weights are on {like.device}"
+    if like.dtype not in (torch.float32, torch.float64):
+        return f"the weights are {like.dtype}"
+    try:
+        build.load()
+    except build.BuildError as error:
+        return str(error)
+    return None
+
+
+def _under_autocast(setting: Setting, like: Tensor) -> tuple[Setting, bool]:
+    kind = like.device.type
+    if not torch.is_autocast_enabled(kind):
+        return setting, False
+    half = torch.get_autocast_dtype(kind) == torch.bfloat16
+    return (setting._replace(precision="bf16") if half else setting), True
+
+
+def _cast(part: object, dtype: torch.dtype) -> object:
+    return part.to(dtype) if isinstance(part, Tensor) else part
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger(__name__).warning(message)

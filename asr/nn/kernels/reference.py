@@ -49,7 +49,7 @@ def normalise(x: Tensor, eps: float, guard: bool) -> Tensor:
 
 
 def _direction(batch: Batch, d: int, weights: Weights, setting: Setting) -> tuple[Tensor, ...]:
-    packed = _pack(batch, reverse=d == 1)
+    packed = pack(batch, reverse=d == 1)
     B, T, _ = batch.x.shape
     frames = batch.x.flatten(0, 1)[packed.frames]  # (N, I)
     gates = _input_part(frames, weights, setting)  # (N, 4H): one product for all time steps
@@ -70,13 +70,16 @@ def _direction(batch: Batch, d: int, weights: Weights, setting: Setting) -> tupl
     return output, h, c
 
 
-class _Packed(NamedTuple):
+class Packed(NamedTuple):
+    """The valid frames of a batch in the order in which one direction reads them."""
+
     order: Tensor  # (B,)  the utterances, longest first
     frames: Tensor  # (N,)  valid frames as rows of (B * T), by time step, then in that order
     sizes: list[int]  # utterances that are still running in each time step
 
 
-def _pack(batch: Batch, reverse: bool) -> _Packed:
+def pack(batch: Batch, reverse: bool) -> Packed:
+    """The order in which one direction reads the valid frames."""
     B, T, _ = batch.x.shape
     lengths = torch.tensor(batch.lengths or [T] * B)
     order = lengths.argsort(descending=True, stable=True)
@@ -86,7 +89,7 @@ def _pack(batch: Batch, reverse: bool) -> _Packed:
     at = lengths - 1 - times if reverse else times.expand_as(running)
     frames = (order * T + at)[running]
     device = batch.x.device
-    return _Packed(order.to(device), frames.to(device), running.sum(dim=1).tolist())
+    return Packed(order.to(device), frames.to(device), running.sum(dim=1).tolist())
 
 
 def _input_part(x: Tensor, weights: Weights, setting: Setting) -> Tensor:

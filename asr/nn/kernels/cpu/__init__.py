@@ -1,0 +1,1 @@
+"""The LayerNorm-LSTM in C++ for the CPU, compiled on first use."""

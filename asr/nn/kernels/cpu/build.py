@@ -1,0 +1,120 @@
+"""Compiles the kernels once per machine and version and loads them.
+
+The library lies in $LAYERNORM_LSTM_CACHE, else in ~/.cache/layernorm_asr, under a name made of
+the sources, the flags, torch's version and the processor's features. Several processes may ask
+at once: one compiles under a file lock, which ends with its process, the others wait.
+"""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+
+
+class BuildError(Exception):
+    """The kernels could not be compiled or loaded; the message says why, in one line."""
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> ctypes.CDLL:
+    """The compiled kernels. Raises BuildError; a failure is remembered for the process."""
+    if _failures:
+        raise BuildError(_failures[0])
+    try:
+        return ctypes.CDLL(str(_compiled()))
+    except (OSError, RuntimeError, ImportError) as error:
+        _failures.append(_reason(error))
+        raise BuildError(_failures[0]) from error
+
+
+_failures: list[str] = []
+
+
+def obstacle() -> str | None:
+    """Why nothing can be compiled here; None where it can, or need not be any more."""
+    if _failures:
+        return _failures[0]
+    if _library_path().exists():
+        return None
+    tools = {os.environ.get("CXX", "c++"): "C++ compiler", "ninja": "ninja"}
+    for tool, role in tools.items():
+        if shutil.which(tool) is None:
+            return f"no {role} ({tool}) on the PATH"
+    return None
+
+
+def _compiled() -> Path:
+    target = _library_path()
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(target)
+    return target
+
+
+def _compile(target: Path) -> None:
+    if missing := obstacle():
+        raise RuntimeError(missing)
+    print(f"compiling the LSTM's CPU kernels, once, into {target.parent}", file=sys.stderr)
+    from torch.utils import cpp_extension  # slow to import and seldom needed
+
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        cpp_extension.load(
+            name=target.stem,
+            sources=[str(SOURCES / "layer.cpp")],
+            extra_cflags=list(FLAGS),
+            extra_ldflags=["-pthread"],
+            build_directory=folder,
+            is_python_module=False,
+        )
+        # A rename is atomic: nobody ever sees half a library.
+        (Path(folder) / f"{target.stem}.so").replace(target)
+
+
+@functools.lru_cache(maxsize=1)
+def _library_path() -> Path:
+    parts = [torch.__version__, platform.machine(), _processor(), *FLAGS]
+    parts += [path.read_text() for path in sorted(SOURCES.glob("*.[hc]*")) if path.suffix != ".py"]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return _cache_folder() / f"layernorm_lstm_{key}.so"
+
+
+def _cache_folder() -> Path:
+    if chosen := os.environ.get("LAYERNORM_LSTM_CACHE"):
+        return Path(chosen)
+    try:
+        home = Path.home() / ".cache"
+        home.mkdir(exist_ok=True)
+        if os.access(home, os.W_OK):
+            return home / "layernorm_asr"
+    except (OSError, RuntimeError):
+        pass
+    return Path(tempfile.gettempdir()) / f"layernorm_asr_{os.getuid()}"
+
+
+def _processor() -> str:
+    """The processor's features: what -march=native looks at."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    wanted = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _reason(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "error" in line.lower()]
+    return (telling or lines or [type(error).__name__])[0].strip()

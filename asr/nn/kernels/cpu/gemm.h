@@ -1,0 +1,213 @@
+// C (M, N) = or += A (M, K) B (K, N), single-threaded, for rows that lie anywhere in memory.
+//
+// B is packed once into panels of up to three vectors of columns. The micro kernel keeps a tile
+// of kRows rows by one panel in registers and streams K through it. Rows of A and C are given as
+// pointers, so that ragged batches need no gathering.
+//
+// An element E is what one multiplication takes: a float, a double, or a Pair of bf16, which
+// AVX512-BF16 multiplies and adds into one float.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "simd.h"
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if SIMD_BYTES == 64
+constexpr int kRows = 8;  // 8 x 3 accumulators of 32 registers
+#else
+constexpr int kRows = 4;  // 4 x 3 of 16
+#endif
+constexpr int kPanel = 3;        // vectors in a panel
+constexpr int64_t kDepth = 512;  // of K at a time: a panel of that depth stays in the L2 cache
+
+struct Pair {
+  uint32_t bits;
+};
+
+template <class E> struct Element {
+  using Sum = E;  // what products are summed in
+  static constexpr int kPer = 1;
+};
+template <> struct Element<Pair> {
+  using Sum = float;
+  static constexpr int kPer = 2;
+};
+template <class E> using Sum = typename Element<E>::Sum;
+template <class E> constexpr int64_t packed_depth(int64_t K) {
+  return (K + Element<E>::kPer - 1) / Element<E>::kPer;
+}
+
+inline uint32_t bf16_bits(float x) {  // rounded to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return x == x ? rounded : 0x7fc0u;
+}
+
+// One element from row k (and k + 1) of a matrix given by its rows.
+template <class T> inline void gather(T& to, const T* a, const T*) { to = *a; }
+inline void gather(Pair& to, const float* a, const float* b) {
+  to.bits = bf16_bits(*a) | (b ? bf16_bits(*b) << 16 : 0u);
+}
+
+template <class T> inline Vec<T> multiply_add(Vec<T> acc, T a, Vec<T> b) { return acc + a * b; }
+#if defined(__AVX512BF16__)
+inline Vec<float> multiply_add(Vec<float> acc, Pair a, Vec<float> b) {
+  return (Vec<float>)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(int(a.bits)),
+                                      (__m512bh)b);
+}
+#endif
+
+template <class E> struct Panels {
+  int64_t K = 0, N = 0, depth = 0;
+  std::vector<int> widths;  // vectors in each panel
+  std::vector<E> data;
+
+  void shape(int64_t rows, int64_t columns) {
+    constexpr int lanes = Simd<Sum<E>>::N;
+    K = rows, N = columns, depth = packed_depth<E>(K);
+    int64_t vectors = (N + lanes - 1) / lanes;
+    widths.clear();
+    for (int64_t left = vectors; left > 0; left -= widths.back())
+      widths.push_back(left == 4 ? 2 : int(std::min<int64_t>(left, kPanel)));
+    data.resize(depth * vectors * lanes);
+  }
+
+  // From K rows of N values.
+  void from_rows(const Sum<E>* const* rows, int64_t k_count, int64_t columns) {
+    shape(k_count, columns);
+    fill([&](int64_t k, int64_t n, E& to) {
+      bool both = Element<E>::kPer == 2 && k + 1 < K;
+      gather(to, rows[k] + n, both ? rows[k + 1] + n : nullptr);
+    });
+  }
+
+  // From the transpose: N rows of K values, one after the other.
+  void from_columns(const Sum<E>* matrix, int64_t k_count, int64_t columns) {
+    shape(k_count, columns);
+    fill([&](int64_t k, int64_t n, E& to) {
+      const Sum<E>* at = matrix + n * K + k;
+      gather(to, at, Element<E>::kPer == 2 && k + 1 < K ? at + 1 : nullptr);
+    });
+  }
+
+ private:
+  template <class Get> void fill(Get get) {
+    constexpr int lanes = Simd<Sum<E>>::N;
+    E* to = data.data();
+    int64_t begin = 0;
+    for (int width : widths) {
+      int64_t wide = width * lanes, real = std::min(wide, N - begin);
+      for (int64_t k = 0; k < depth; k++, to += wide) {
+        for (int64_t n = 0; n < real; n++) get(k * Element<E>::kPer, begin + n, to[n]);
+        std::fill(to + real, to + wide, E{});
+      }
+      begin += wide;
+    }
+  }
+};
+
+// One tile: R rows of A, elements kStride apart, times W vectors of a panel.
+template <class E, int R, int W, int kStride>
+inline void tile(const E* const* a, int64_t k, int64_t depth, const E* b, Sum<E>* const* c,
+                 int64_t column, int64_t columns, bool accumulate) {
+  using S = Sum<E>;
+  constexpr int lanes = Simd<S>::N;
+  Vec<S> acc[R][W] = {};
+  const E* row[R];
+  for (int r = 0; r < R; r++) row[r] = a[r] + k * kStride;
+  for (int64_t d = 0; d < depth; d++, b += W * lanes) {
+    Vec<S> from_b[W];
+#pragma GCC unroll 3
+    for (int w = 0; w < W; w++) from_b[w] = load<S>((const S*)b + w * lanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 3
+      for (int w = 0; w < W; w++)
+        acc[r][w] = multiply_add(acc[r][w], row[r][d * kStride], from_b[w]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int w = 0; w < W; w++) {
+      S* to = c[r] + column + w * lanes;
+      int64_t left = columns - column - w * lanes;
+      if (accumulate) acc[r][w] += load<S>(to, left);
+      store<S>(to, acc[r][w], left);
+    }
+}
+
+template <class E, int W, int kStride, int R = kRows>
+inline void tile_of(int64_t rows, const E* const* a, int64_t k, int64_t depth, const E* b,
+                    Sum<E>* const* c, int64_t column, int64_t columns, bool accumulate) {
+  if (rows >= R) return tile<E, R, W, kStride>(a, k, depth, b, c, column, columns, accumulate);
+  if constexpr (R > 1)
+    tile_of<E, W, kStride, R - 1>(rows, a, k, depth, b, c, column, columns, accumulate);
+}
+
+// kStride 1: a[m] is row m of A. kStride kRows: a[m] is column m of a block packed by Blocks.
+template <class E, int kStride = 1>
+void multiply(const E* const* a, int64_t M, const Panels<E>& b, Sum<E>* const* c,
+              bool accumulate) {
+  constexpr int lanes = Simd<Sum<E>>::N;
+  constexpr int64_t block = kDepth / Element<E>::kPer;
+  for (int64_t k = 0; k < b.depth; k += block) {
+    int64_t depth = std::min(block, b.depth - k), column = 0;
+    bool add = accumulate || k > 0;
+    for (int width : b.widths) {
+      const E* panel = b.data.data() + column * b.depth + k * width * lanes;
+      for (int64_t m = 0; m < M; m += kRows) {
+        auto run = width == 3   ? tile_of<E, 3, kStride>
+                   : width == 2 ? tile_of<E, 2, kStride>
+                                : tile_of<E, 1, kStride>;
+        run(M - m, a + m, k, depth, panel, c + m, column, b.N, add);
+      }
+      column += width * lanes;
+    }
+  }
+}
+
+// A transposed: K rows of M values become blocks of kRows columns, each (depth, kRows).
+template <class E> struct Blocks {
+  std::vector<E> data;
+  std::vector<const E*> columns;
+
+  void from_rows(const Sum<E>* const* rows, int64_t K, int64_t M) {
+    int64_t depth = packed_depth<E>(K), blocks = (M + kRows - 1) / kRows;
+    data.resize(blocks * depth * kRows);
+    columns.resize(blocks * kRows);
+    for (int64_t m = 0; m < blocks * kRows; m++)
+      columns[m] = data.data() + m / kRows * depth * kRows + m % kRows;
+    for (int64_t d = 0; d < depth; d++) {
+      int64_t k = d * Element<E>::kPer;
+      const Sum<E>* one = rows[k];
+      const Sum<E>* two = Element<E>::kPer == 2 && k + 1 < K ? rows[k + 1] : nullptr;
+      for (int64_t m = 0; m < M; m++)
+        gather(data[(m / kRows * depth + d) * kRows + m % kRows], one + m, two ? two + m : two);
+    }
+  }
+};
+
+// Rows of A as elements: the rows themselves, or their bf16 copies.
+template <class E> struct Rows {
+  std::vector<E> data;
+  std::vector<const E*> rows;
+
+  void from(const Sum<E>* const* values, int64_t M, int64_t K) {
+    rows.resize(M);
+    if constexpr (Element<E>::kPer == 1) {
+      std::copy(values, values + M, rows.begin());
+    } else {
+      int64_t depth = packed_depth<E>(K);
+      data.resize(M * depth);
+      for (int64_t m = 0; m < M; m++) {
+        E* to = data.data() + m * depth;
+        rows[m] = to;
+        for (int64_t k = 0; k < K; k += 2)
+          gather(to[k / 2], values[m] + k, k + 1 < K ? values[m] + k + 1 : nullptr);
+      }
+    }
+  }
+};

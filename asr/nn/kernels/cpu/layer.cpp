@@ -1,0 +1,62 @@
+// The entry points that Python calls (asr/nn/kernels/cpu/library.py). Plain C, no torch headers:
+// it compiles in seconds and serves every version of torch.
+#include "backward.h"
+#include "forward.h"
+
+template <class E> void run_forward(const Call& call) {
+  std::vector<ForwardWeights<E>> packed(call.D);
+  in_parallel(2 * call.D, call.threads, [&](int64_t k) {
+    const Direction& own = call.direction[k / 2];
+    if (k % 2 == 0)
+      packed[k / 2].input.from_columns(in<Sum<E>>(own.weight_ih), call.I, 4 * call.H);
+    else
+      packed[k / 2].recurrent.from_columns(in<Sum<E>>(own.weight_hh), call.H, 4 * call.H);
+  });
+  auto shares = make_shares(call);
+  in_parallel(shares.size(), call.threads,
+              [&](int64_t k) { Forward<E>(call, shares[k], packed[shares[k].d]).run(); });
+}
+
+template <class E> void run_backward(const Call& call) {
+  using T = Sum<E>;
+  std::vector<BackwardWeights<E>> packed(call.D);
+  in_parallel(2 * call.D, call.threads, [&](int64_t k) {
+    const Direction& own = call.direction[k / 2];
+    const bool input = k % 2 == 0;
+    const int64_t width = input ? call.I : call.H;
+    auto rows = row_pointers<const T>(in<T>(input ? own.weight_ih : own.weight_hh), 4 * call.H,
+                                      width);
+    (input ? packed[k / 2].input : packed[k / 2].recurrent)
+        .from_rows(rows.data(), 4 * call.H, width);
+  });
+  auto shares = make_shares(call);
+  in_parallel(shares.size(), call.threads,
+              [&](int64_t k) { Backward<E>(call, shares[k], packed[shares[k].d]).run(); });
+}
+
+// kind: 0 float, 1 double, 2 float with products in bf16.
+#if defined(__AVX512BF16__)
+#define EACH_KIND(run)                   \
+  if (kind == 0) run<float>(*call);      \
+  else if (kind == 1) run<double>(*call); \
+  else run<Pair>(*call);
+#else
+#define EACH_KIND(run)                   \
+  if (kind == 1) run<double>(*call);     \
+  else run<float>(*call);
+#endif
+
+extern "C" {
+int64_t lstm_call_size() { return sizeof(Call); }
+
+int lstm_has_bf16() {
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+void lstm_forward(const Call* call, int kind) { EACH_KIND(run_forward) }
+void lstm_backward(const Call* call, int kind) { EACH_KIND(run_backward) }
+}

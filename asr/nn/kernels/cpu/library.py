@@ -1,0 +1,57 @@
+"""The C structures of call.h, field by field, and calls of the compiled kernels."""
+
+import ctypes
+from ctypes import Structure, c_double, c_int, c_int64, c_void_p
+
+from torch import Tensor
+
+from asr.nn.kernels.cpu import build
+
+KINDS = {"float32": 0, "float64": 1, "bf16": 2}  # what layer.cpp calls them
+
+
+def _pointers(names: str) -> list[tuple[str, type]]:
+    return [(name, c_void_p) for name in names.split()]
+
+
+class Direction(Structure):
+    """call.h: Direction."""
+
+    _fields_ = _pointers(
+        "weight_ih weight_hh bias gain_x gain_h gain_c bias_c h0 c0 mask h c ax ah raw stats "
+        "dh dc dh0 dc0 dx dweight_ih dweight_hh dvectors"
+    )
+
+
+class Call(Structure):
+    """call.h: Call."""
+
+    _fields_ = (
+        [(name, c_int64) for name in ("B", "T", "I", "H", "D")]
+        + [(name, c_int64) for name in ("mode", "norm_c", "carry", "threads", "blocks")]
+        + [("eps", c_double), ("lengths", c_void_p), ("x", c_void_p)]
+        + [("x_stride_b", c_int64), ("x_stride_t", c_int64)]
+        + _pointers("output doutput")
+        + [("direction", Direction * 2)]
+    )
+
+
+def point(structure: Structure, **tensors: Tensor | None) -> None:
+    """Fields of the structure -> where the tensors' values lie (the caller keeps them alive)."""
+    for name, tensor in tensors.items():
+        setattr(structure, name, None if tensor is None else tensor.data_ptr())
+
+
+def run(name: str, call: Call, kind: int) -> None:
+    """Calls lstm_forward or lstm_backward without Python's lock. Raises build.BuildError."""
+    library = build.load()
+    if library.lstm_call_size() != ctypes.sizeof(Call):
+        raise build.BuildError("call.h and library.py disagree on the structure Call")
+    function = getattr(library, name)
+    function.argtypes, function.restype = [ctypes.POINTER(Call), c_int], None
+    function(ctypes.byref(call), kind)
+
+
+def has_bf16() -> bool:
+    """Can this processor multiply bf16 (AVX512-BF16)? Raises build.BuildError."""
+    return bool(build.load().lstm_has_bf16())
