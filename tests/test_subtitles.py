@@ -68,6 +68,11 @@ def test_cues_do_not_stay_too_long():
     assert len(cues) == 3
 
 
+def test_a_cue_ends_where_the_next_begins():
+    words = words_at("a b", [(0.0, 5.0), (4.0, 11.5)])
+    assert make_cues(words) == [Cue(0.0, 4.0, "a"), Cue(4.0, 11.5, "b")]
+
+
 def test_words_in_disorder_still_give_cues_that_follow_each_other():
     words = words_at("a b c", [(0.0, 5.0), (0.0, 9.0), (2.0, 2.0)])
     cues = make_cues(words)
