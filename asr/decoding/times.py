@@ -77,7 +77,7 @@ def attention_spans(attention: Tensor) -> list[Span]:
 
     The peaks are the non-decreasing frames t_1 <= ... <= t_U with the largest product of weights.
     """
-    scores = attention.double().clamp_min(1e-12).log()
+    scores = attention.cpu().double().clamp_min(1e-12).log()
     best, sources = scores[0], []
     for row in scores[1:]:
         reached, source = best.cummax(dim=0)
