@@ -38,12 +38,13 @@ class PlainLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse a key that stands twice: PyYAML would keep the last in silence."""
-        keys = [key.value for key, _ in node.value]
-        for key, _ in node.value:
-            if keys.count(key.value) > 1:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     None, None, f"key {key.value!r} stands twice", key.start_mark
                 )
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -1,0 +1,250 @@
+"""Recipes: what is read, what is refused, and the one line that says why."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asr.recipe import RecipeError, as_yaml, read_recipe, write_recipe
+from asr.settings import Recipe
+
+PLAIN = "run: x\ndata: {train: a.tsv}\nmodel: {kind: las}\n"
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Write a recipe and read it with overrides."""
+
+    def write_and_read(text, *overrides):
+        path = tmp_path / "r.yaml"
+        path.write_text(text, encoding="utf-8")
+        return read_recipe(path, overrides)
+
+    return write_and_read
+
+
+def refusal(read, text, *overrides):
+    """The one line of the RecipeError."""
+    with pytest.raises(RecipeError) as error:
+        read(text, *overrides)
+    message = str(error.value)
+    assert "\n" not in message and len(message) < 400
+    return message
+
+
+def test_defaults_and_values_meet(read):
+    recipe = read(PLAIN + "train: {optimizer: {lr: 1e-3, betas: [0.8, 0.9]}, epochs: 7}\n")
+    assert recipe.train.optimizer.lr == 1e-3  # PyYAML reads 1e-3 as text
+    assert recipe.train.optimizer.betas == (0.8, 0.9) and recipe.train.epochs == 7
+    assert recipe.seed == 1 and recipe.model.listener.norm == "ba"
+
+
+def test_overrides_come_last_and_reach_any_depth(read):
+    recipe = read(
+        PLAIN + "train: {epochs: 7}\n",
+        "train.epochs=9",
+        "model.listener.norm=none",
+        "model.listener.pyramid=[1]",
+        "data.test={b: b.tsv}",
+        "data.test.c=c=d.tsv",
+        "train.steps=null",
+        "seed=3",
+        "seed=4",
+    )
+    assert (recipe.train.epochs, recipe.model.listener.norm) == (9, "none")
+    assert recipe.model.listener.pyramid == (1,) and recipe.model.listener.reduction == 2
+    assert {name: str(path) for name, path in recipe.data.test.items()} == {
+        "b": "b.tsv",
+        "c": "c=d.tsv",
+    }
+    assert recipe.train.steps is None and recipe.seed == 4
+
+
+def test_a_recipe_is_frozen(read):
+    with pytest.raises(Exception, match="frozen"):
+        read(PLAIN).train.epochs = 3
+
+
+def test_base_holds_what_differs_not(tmp_path, read):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "base.yaml").write_text(
+        "run: base\nseed: 5\ndata: {train: a.tsv, workers: 0}\n"
+        "model: {kind: las, listener: {norm: none, hidden: 32}}\n"
+    )
+    (tmp_path / "middle.yaml").write_text("base: sub/base.yaml\ndata: {workers: 3}\nseed: 6\n")
+    recipe = read("base: middle.yaml\nrun: top\nmodel: {listener: {norm: raw}}\n")
+    assert (recipe.run, recipe.seed, recipe.data.workers) == ("top", 6, 3)
+    assert str(recipe.data.train) == "a.tsv"
+    assert (recipe.model.listener.norm, recipe.model.listener.hidden) == ("raw", 32)
+
+
+def test_another_kind_replaces_the_whole_mapping(tmp_path, read):
+    (tmp_path / "base.yaml").write_text(PLAIN + "text: {kind: bpe, size: 77}\n")
+    recipe = read("base: base.yaml\ntext: {kind: unigram}\n")
+    assert recipe.text.size == 500  # 77 belonged to the other kind
+    model = read("base: base.yaml\nmodel: {kind: transformer}\n").model
+    assert model.kind == "transformer"
+
+
+def test_what_is_written_reads_back_the_same(tmp_path, read):
+    recipe = read(PLAIN + "features: {speed: [0.9, 1.1], spec_augment: {freq_masks: 1}}\n")
+    write_recipe(recipe, tmp_path / "out.yaml")
+    assert read_recipe(tmp_path / "out.yaml") == recipe
+    tree = yaml.safe_load(as_yaml(recipe))
+    assert set(tree) == set(Recipe.model_fields)  # every key, also the untouched
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("tarin: {}", "r.yaml: tarin is not a recipe key. Did you mean 'train'?"),
+        (
+            "features: {spec_augment: {freq_mask: 2}}",
+            "features.spec_augment.freq_mask is not a recipe key. Did you mean 'freq_masks'?",
+        ),
+        ("train: {optimizer: {learning_rate: 1}}", "train.optimizer.learning_rate is not a recipe"),
+        ("train: {schedule: {warmpu: 1}}", "Did you mean 'warmup'?"),
+        ("train: {epochs: many}", "r.yaml: train.epochs = 'many': should be a valid integer"),
+        ("train: {epochs: 0}", "train.epochs = 0: should be greater than or equal to 1"),
+        ("train: {epochs: 2.5}", "train.epochs = 2.5: should be a valid integer"),
+        ("train: {clip: .inf}", "train.clip = inf: should be a finite number"),
+        ("train: {clip: .nan}", "train.clip = nan"),
+        ("train: {label_smoothing: 1.0}", "train.label_smoothing = 1.0: should be less than 1"),
+        ("train: 5", "train = 5: should be a valid dictionary"),
+        ("train: {device: gpu}", "train.device = 'gpu'"),
+        ("seed: -1", "seed = -1: should be greater than or equal to 0"),
+        ("features: {kind: logmels}", "features.kind = 'logmels': should be 'logmel', 'mfcc'"),
+        ("features: {speed: []}", "features.speed"),
+        ("features: {speed: [9.0]}", "features.speed.0 = 9.0"),
+        ("text: {kind: bpe, size: 3}", "text.size = 3"),
+        ("decode: {beam: 0}", "decode.beam = 0"),
+    ],
+)
+def test_a_wrong_key_type_or_range_is_named(read, more, message):
+    assert message in refusal(read, PLAIN + more + "\n")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "{kind: las, listener: {nrom: ba}}",
+            "model.listener.nrom is not a recipe key. Did you mean 'norm'?",
+        ),
+        ("{kind: las, speller: {norm: batch}}", "model.speller.norm = 'batch': should be 'none',"),
+        ("{kind: las, listener: {layers: 2, pyramid: [3]}}", "must name different layers of 1 to"),
+        ("{kind: las, listener: {pyramid: [2, 2]}}", "must name different layers"),
+        ("{kind: las, ctc_weight: 1.5}", "model.ctc_weight = 1.5"),
+        ("{kind: los}", "model"),
+        ("{listener: {norm: ba}}", "model"),
+    ],
+)
+def test_a_wrong_model_is_named_without_pydantics_tags(read, model, message):
+    found = refusal(read, f"run: x\ndata: {{train: a.tsv}}\nmodel: {model}\n")
+    assert message in found and "model.las" not in found
+
+
+@pytest.mark.parametrize("kind", ["los", "", "1"])
+def test_an_unknown_model_kind_names_the_known(read, kind):
+    found = refusal(read, f"run: x\ndata: {{train: a.tsv}}\nmodel: {{kind: '{kind}'}}\n")
+    assert "las" in found and "transformer" in found
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=3", "command line: train.epoch is not a recipe key. Did you mean 'epochs'?"),
+        ("train.epochs=x", "command line: train.epochs = 'x'"),
+        ("train=5", "command line: train = 5"),
+        ("train.epochs", "command line: 'train.epochs' is not of the form key.path=value"),
+        ("=3", "command line: '=3' is not of the form"),
+        ("train..epochs=3", "is not of the form"),
+        ("seed=[1", "command line: the value in 'seed=[1' is not valid YAML"),
+        ("model.listener.norm.x=1", "model.listener.norm"),
+    ],
+)
+def test_a_wrong_override_says_command_line(read, override, message):
+    assert message in refusal(read, PLAIN, override)
+
+
+def test_keys_nested_without_end_are_refused(read):
+    deep = "a: {" * 30 + "b: 1" + "}" * 30
+    assert "nested more than 20 deep" in refusal(read, deep, ".".join("a" * 30) + ".b=2")
+    assert "command line: a is not a recipe key" in refusal(read, PLAIN, ".".join("a" * 99) + "=1")
+
+
+@pytest.mark.parametrize("value", ["true", "yes"])
+@pytest.mark.parametrize("key", ["train.epochs", "train.optimizer.lr", "seed"])
+def test_yes_is_no_number(read, key, value):
+    assert f"{key} = 'True': should be a valid" in refusal(read, PLAIN, f"{key}={value}")
+
+
+def test_several_mistakes_are_counted_and_the_unknown_key_comes_first(read):
+    found = refusal(read, PLAIN + "train: {epochs: 0, clip: 0}\nsede: 1\n")
+    assert found.endswith("sede is not a recipe key. Did you mean 'seed'? (2 more like it)")
+
+
+@pytest.mark.parametrize("missing", ["run", "data", "model"])
+def test_a_missing_key_is_named(read, missing):
+    rest = "\n".join(line for line in PLAIN.splitlines() if not line.startswith(missing))
+    assert f"r.yaml: {missing} is missing" in refusal(read, rest + "\n")
+
+
+@pytest.mark.parametrize("run", ["/etc", "../x", "a/../../b", "''", ".hidden"])
+def test_run_stays_under_runs(read, run):
+    found = refusal(read, PLAIN.replace("run: x", f"run: {run}"))
+    assert "must be a plain folder name" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a recipe is a mapping of keys to values"),
+        ("- 1\n", "a recipe is a mapping"),
+        ("run: [1\n", "r.yaml:2: not valid YAML"),
+        ("run: a\nrun: b\n", "r.yaml:2: not valid YAML: key 'run' stands twice"),
+        ("a: &x {b: 1}\nc: *x\n", "r.yaml:2: not valid YAML: aliases are not allowed"),
+        ("run: !!python/object/apply:os.system ['touch owned']\n", "r.yaml:1: not valid YAML"),
+        ("run: \x00\n", "not valid YAML"),
+        ("[" * 5000, "not valid YAML"),
+        ("run: " + "1" * 5000, "not valid YAML"),
+        ("1: 2\n", "a recipe is a mapping"),
+        ("# " + "x" * 1_000_001, "larger than 1000000 bytes"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_and_runs_nothing(read, text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal(read, text)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"run: \xff\xfe\n")
+    with pytest.raises(RecipeError, match=r"r\.yaml: not valid YAML"):
+        read_recipe(tmp_path / "r.yaml")
+
+
+def test_a_missing_recipe_hints_at_its_neighbour(tmp_path):
+    (tmp_path / "demo.yaml").write_text(PLAIN)
+    with pytest.raises(
+        RecipeError, match=r"demi\.yaml: there is no such recipe. Did you mean .*demo"
+    ):
+        read_recipe(tmp_path / "demi.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_recipe(tmp_path)
+
+
+def test_a_base_that_is_not_there_or_a_ring(tmp_path, read):
+    assert "base 'b.yaml' is not there" in refusal(read, "base: b.yaml\n")
+    assert "base must be the name of a recipe file" in refusal(read, "base: 5\n")
+    (tmp_path / "b.yaml").write_text("base: r.yaml\n")
+    assert re.search("Remove the ring", refusal(read, "base: b.yaml\n"))
+
+
+def test_the_recipes_that_come_with_the_project_are_valid():
+    recipes = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+    assert recipes
+    for path in recipes:
+        assert read_recipe(path).data.train
+        assert path.read_text().startswith("#"), f"{path} begins with what it is"
