@@ -20,6 +20,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     per_connection = 10**9
     ranges = True  # whether the server knows what a range is
+    partial = False  # whether it calls every answer a part, even the whole
     lengths = True  # whether it says how long the file is
     replies = ()  # status codes for the first requests
     redirect = ""
@@ -56,8 +57,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes */{len(CONTENT)}")
             self.end_headers()
             return
-        self.send_response(206 if start else 200)
-        if start:
+        part = start or self.server.partial
+        self.send_response(206 if part else 200)
+        if part:
             self.send_header("Content-Range", f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}")
         if self.server.lengths:
             self.send_header("Content-Length", str(len(CONTENT) - start))
@@ -128,8 +130,9 @@ def test_a_connection_that_breaks_off_again_and_again(server, tmp_path):
     assert server.asked == starts  # more breaks than TRIES: what grows is not given up
 
 
-def test_a_server_without_ranges_sends_it_all_again(server, tmp_path):
-    server.ranges = False
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_server_without_ranges_sends_it_all_again(server, tmp_path, partial):
+    server.ranges, server.partial = False, partial
     path = tmp_path / "corpus.tar.gz"
     (tmp_path / "corpus.tar.gz.part").write_bytes(b"x" * 1009)
     fetch(server.url, path, MD5)
