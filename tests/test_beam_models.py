@@ -1,0 +1,140 @@
+"""Both model families in the beam, against brute force by teacher forcing over every sentence."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from asr.decoding.beam import beam_search
+from asr.decoding.score import FLOOR
+from asr.decoding.search import greedy
+from asr.models.las import LAS
+from asr.models.listener import Listener
+from asr.models.speller import Speller
+from asr.models.transformer import Transformer
+from asr.nn.memory import Memory
+from asr.tokens import EOS, SOS, UNK
+
+F, V = 5, 6
+WORDS = (UNK, 4, 5)
+LENGTHS = (31, 19, 23)
+
+
+def las(attention):
+    listener = Listener(F, 2, 7, pyramid=(2,), backend="reference")
+    return LAS(listener, Speller(V, 14, 1, 11, 3, attention, 7, backend="reference"), V)
+
+
+FAMILIES = {
+    "las location": lambda: las("location"),
+    "las dot": lambda: las("dot"),
+    "transformer": lambda: Transformer(
+        F, V, d_model=8, encoder_layers=1, decoder_layers=2, heads=2, subsampling_channels=3
+    ),
+}
+
+
+def tiny(family):
+    """A model whose weights are loud enough for its sentences to differ."""
+    torch.manual_seed(11)
+    model = FAMILIES[family]()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.7)
+    return model.double().eval()
+
+
+def encoded(model):
+    draw = torch.Generator().manual_seed(2)
+    features = torch.randn(len(LENGTHS), max(LENGTHS), F, generator=draw, dtype=torch.float64)
+    with torch.no_grad():
+        memory = model.encode(features, torch.tensor(LENGTHS))
+        return memory, model.ctc(memory)
+
+
+def alone(memory, ctc, b):
+    frames = int(memory.valid[b].sum())
+    rows = slice(b, b + 1)
+    return Memory(memory.states[rows, :frames], memory.valid[rows, :frames]), ctc[rows, :frames]
+
+
+@torch.no_grad()
+def brute_force(model, memory, ctc, longest, *, weight, alpha, reward, covering):
+    """One utterance: [(score, tokens)], best first, by decode, attention and torch's CTC loss."""
+    found = []
+    for length in range(longest + 1):
+        sentences = list(itertools.product(WORDS, repeat=length))
+        n, frames = len(sentences), ctc.shape[1]
+        tokens = torch.tensor(sentences, dtype=torch.long).view(n, length)
+        inputs = torch.cat([torch.full((n, 1), SOS), tokens], dim=1)
+        targets = torch.cat([tokens, torch.full((n, 1), EOS)], dim=1)
+        many = Memory(memory.states.expand(n, -1, -1), memory.valid.expand(n, -1))
+        log_probs = model.decode(many, inputs).log_softmax(2).gather(2, targets[..., None])
+        attended = model.attention(many, inputs).sum(1).clamp(FLOOR, 1.0)
+        losses = torch.nn.functional.ctc_loss(
+            ctc.expand(n, -1, -1).transpose(0, 1),
+            tokens,
+            torch.full((n,), frames),
+            torch.full((n,), length),
+            reduction="none",
+        )
+        total = (1 - weight) * log_probs.sum((1, 2)) - (weight * losses if weight else 0.0)
+        total = total / ((6 + length) / 6) ** alpha + reward * (length + 1)
+        total = total + covering * attended.log().sum(1)
+        found += zip(total.tolist(), sentences, strict=True)
+    return sorted(found, reverse=True)
+
+
+WEIGHTS = [
+    {"weight": 0.0, "alpha": 0.0, "reward": 0.0, "covering": 0.0},
+    {"weight": 0.3, "alpha": 0.6, "reward": 0.2, "covering": 0.1},
+    {"weight": 0.7, "alpha": 0.0, "reward": 0.9, "covering": 0.0},
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_beam_as_wide_as_the_space_is_brute_force(family, weights):
+    model = tiny(family)
+    memory, ctc = encoded(model)
+    results = beam_search(
+        model,
+        memory,
+        beam=150,
+        nbest=4,
+        max_ratio=0,
+        max_constant=4,
+        ctc=ctc,
+        ctc_weight=weights["weight"],
+        length_penalty=weights["alpha"],
+        token_reward=weights["reward"],
+        coverage_penalty=weights["covering"],
+    )
+    for b, ours in enumerate(results):
+        judge = brute_force(model, *alone(memory, ctc, b), 4, **weights)[:4]
+        assert [h.tokens for h in ours] == [tokens for _, tokens in judge]
+        assert [h.score for h in ours] == pytest.approx([score for score, _ in judge], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beam_1_is_greedy(family):
+    model = tiny(family)
+    memory, _ = encoded(model)
+    for (ours,), judge in zip(beam_search(model, memory, 1), greedy(model, memory), strict=True):
+        assert ours.tokens == judge.tokens
+        assert ours.score == pytest.approx(judge.score, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_is_its_utterances_one_by_one(family):
+    model = tiny(family)
+    memory, ctc = encoded(model)
+    settings = {"nbest": 3, "ctc_weight": 0.3, "coverage_penalty": 0.1, "length_penalty": 0.6}
+    together = beam_search(model, memory, 5, ctc=ctc, **settings)
+    for b, ours in enumerate(together):
+        mine, one = alone(memory, ctc, b)
+        (judge,) = beam_search(model, mine, 5, ctc=one, **settings)
+        assert [h.tokens for h in ours] == [h.tokens for h in judge]
+        assert all(
+            math.isclose(a.score, c.score, abs_tol=1e-5) for a, c in zip(ours, judge, strict=True)
+        )
