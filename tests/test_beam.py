@@ -342,17 +342,18 @@ def test_silence_says_nothing_and_harms_no_mate():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"beam": -1}, r"beam is -1; it must be 1 or more"),
         ({"beam": 0}, r"beam is 0; it must be 1 or more"),
-        ({"nbest": 9}, r"nbest is 9; it must lie between 1 and the beam \(8\)"),
-        ({"nbest": 0}, r"nbest is 0; it must lie between 1 and the beam \(8\)"),
+        ({"nbest": 9}, r"nbest is 9; it must lie between 1 and beam \(8\)"),
+        ({"nbest": 0}, r"nbest is 0; it must lie between 1 and beam \(8\)"),
         ({"temperature": 0}, r"temperature is 0; it must be more than 0"),
         ({"length_penalty": -0.1}, r"length_penalty is -0.1; it must be 0 or more"),
         ({"coverage_penalty": -1}, r"coverage_penalty is -1; it must be 0 or more"),
         ({"eos_threshold": 0}, r"eos_threshold is 0; it must be more than 0"),
         ({"ngram": -1}, r"ngram is -1; it must be 0 \(no guard\) or more"),
-        ({"patience": 0}, r"patience is 0; it must be more than 0, or null for none"),
+        ({"patience": 0}, r"patience is 0; it must be more than 0, or null"),
         ({"ctc_weight": 1.5}, r"ctc_weight is 1.5; it must lie between 0 and 1"),
-        ({"ctc_weight": 0.3}, r"ctc_weight is 0.3, but this model has no CTC head; set ctc_weight"),
+        ({"ctc_weight": 0.3}, r"ctc_weight is 0.3, but this model has no CTC head; set it to 0"),
         (
             {"scorers": [(0.3, Bigrams(11))]},
             r"a scorer knows 11 tokens and the model 6; both must use one vocabulary",

@@ -8,11 +8,12 @@ the best of all sentences, and beam 1 without penalties is greedy search.
 
 A beam wider than the vocabulary is no mistake: it fills as soon as there are that many sentences.
 
-Shapes: B utterances, K living hypotheses of each, T memory frames, U tokens, V vocabulary,
-S scorers, the model first.
+Shapes: B utterances, T memory frames, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,77 +28,88 @@ from asr.errors import UserError
 from asr.nn.memory import Memory
 
 
+@dataclass(frozen=True)
+class BeamSettings:
+    """How to search. A token scores (1 - ctc_weight) * model + ctc_weight * CTC + the scorers.
+
+    Raises UserError for a value out of range.
+    """
+
+    beam: int = 8
+    nbest: int = 1
+    max_ratio: float = 1.0  # at most this many tokens per memory frame
+    max_constant: float = 10.0  # and so many more
+    min_ratio: float = 0.0
+    min_constant: float = 0.0
+    length_penalty: float = 0.0  # this and the next two: score.py
+    token_reward: float = 0.0
+    coverage_penalty: float = 0.0
+    eos_threshold: float | None = None  # this and the next: follow.py
+    ngram: int = 0
+    temperature: float = 1.0  # divides the model's log-probs before they are normalised again
+    ctc_weight: float = 0.0
+    # Ends an utterance once patience * beam hypotheses have ended, exact or not (Kasai et al. 2022),
+    # as token_reward and coverage_penalty seldom let the exact stop come before the length limit.
+    patience: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.beam < 1:
+            raise UserError(f"beam is {self.beam}; it must be 1 or more")
+        if not 1 <= self.nbest <= self.beam:
+            raise UserError(f"nbest is {self.nbest}; it must lie between 1 and beam ({self.beam})")
+        if self.temperature <= 0:
+            raise UserError(f"temperature is {self.temperature}; it must be more than 0")
+        if not 0 <= self.ctc_weight <= 1:
+            raise UserError(f"ctc_weight is {self.ctc_weight}; it must lie between 0 and 1")
+        if self.patience is not None and self.patience <= 0:
+            raise UserError(f"patience is {self.patience}; it must be more than 0, or null")
+
+    def growth(self, weighted: Sequence[tuple[float, Scorer]]) -> Growth:
+        """The search itself, over scorers with their weights, the model first."""
+        return Growth(
+            weighted=weighted,
+            beam=self.beam,
+            temperature=self.temperature,
+            rules=FollowRules(self.eos_threshold, self.ngram),
+            ranking=Ranking(self.length_penalty, self.token_reward, self.coverage_penalty),
+            quota=torch.inf if self.patience is None else self.patience * self.beam,
+        )
+
+
 @torch.no_grad()
 def beam_search(
     model: SearchModel,
     memory: Memory,
     beam: int = 8,
     *,
-    nbest: int = 1,
-    max_ratio: float = 1.0,
-    max_constant: float = 10.0,
-    min_ratio: float = 0.0,
-    min_constant: float = 0.0,
-    length_penalty: float = 0.0,
-    token_reward: float = 0.0,
-    coverage_penalty: float = 0.0,
-    eos_threshold: float | None = None,
-    ngram: int = 0,
-    temperature: float = 1.0,
     ctc: Tensor | None = None,
-    ctc_weight: float = 0.0,
     scorers: Sequence[tuple[float, Scorer]] = (),
-    patience: float | None = None,
+    **settings: Any,
 ) -> list[list[Hypothesis]]:
-    """The nbest best hypotheses of every utterance, best first.
+    """The nbest best hypotheses of every utterance, best first; settings: see BeamSettings.
 
-    A token scores (1 - ctc_weight) * model + ctc_weight * CTC + sum of weight * scorer; ctc is the
-    CTC head's log-probs (B, T, V). Hypothesis.parts: the model, CTC where it has a weight, then
-    `scorers` in order. Lengths lie between min_ * and max_ *: ratio * real frames + constant.
-    patience ends an utterance once patience * beam hypotheses have ended, exact or not (Kasai et
-    al. 2022): token_reward and coverage_penalty seldom let the exact stop end before the limit.
+    ctc: the CTC head's log-probs (B, T, V); scorers: weights and scorers, such as language models.
+    Hypothesis.parts: the model, CTC where it has a weight, then scorers in their order. An
+    utterance without a frame gives one empty hypothesis.
 
-    length_penalty, token_reward, coverage_penalty: score.py. eos_threshold, ngram: follow.py.
-    Raises UserError for a setting out of range, a ctc_weight without ctc, scorers of another
+    Raises UserError for a setting out of range, a ctc_weight without ctc, a scorer of another
     vocabulary, a coverage_penalty without attention, and NaN from the model.
     """
-    _check(beam, nbest, temperature, ctc_weight, ctc, patience)
-    ranking = Ranking(length_penalty, token_reward, coverage_penalty)
-    rules = FollowRules(eos_threshold, ngram)
-    pools = [Pool(nbest) for _ in memory.valid]
+    chosen = BeamSettings(beam, **settings)
+    pools = [Pool(chosen.nbest) for _ in memory.valid]
     active, kept = heard(memory)
-    weighted: list[tuple[float, Scorer]] = [(1 - ctc_weight, model)]
-    if ctc_weight and ctc is not None:
-        weighted.append((ctc_weight, CTCPrefixScorer(ctc[active])))
-    weighted += scorers
-    shortest = length_limits(kept.valid, min_ratio, min_constant)
-    longest = length_limits(kept.valid, max_ratio, max_constant)
-    quota = torch.inf if patience is None else patience * beam
-    growth = Growth(weighted, beam, temperature, rules, ranking, quota)
+    weighted = [(1 - chosen.ctc_weight, model), *_ctc(ctc, chosen.ctc_weight, active), *scorers]
+    growth = chosen.growth(weighted)
     if len(active):
+        shortest = length_limits(kept.valid, chosen.min_ratio, chosen.min_constant)
+        longest = length_limits(kept.valid, chosen.max_ratio, chosen.max_constant)
         growth.run(kept, shortest, longest, [pools[b] for b in active.tolist()])
     return [pool.hypotheses or [Hypothesis((), 0.0, True)] for pool in pools]
 
 
-def _check(
-    beam: int,
-    nbest: int,
-    temperature: float,
-    ctc_weight: float,
-    ctc: Tensor | None,
-    patience: float | None,
-) -> None:
-    if beam < 1:
-        raise UserError(f"beam is {beam}; it must be 1 or more")
-    if not 1 <= nbest <= beam:
-        raise UserError(f"nbest is {nbest}; it must lie between 1 and the beam ({beam})")
-    if temperature <= 0:
-        raise UserError(f"temperature is {temperature}; it must be more than 0")
-    if not 0 <= ctc_weight <= 1:
-        raise UserError(f"ctc_weight is {ctc_weight}; it must lie between 0 and 1")
-    if ctc_weight and ctc is None:
-        raise UserError(
-            f"ctc_weight is {ctc_weight}, but this model has no CTC head; set ctc_weight to 0"
-        )
-    if patience is not None and patience <= 0:
-        raise UserError(f"patience is {patience}; it must be more than 0, or null for none")
+def _ctc(ctc: Tensor | None, weight: float, active: Tensor) -> list[tuple[float, Scorer]]:
+    if not weight:
+        return []
+    if ctc is None:
+        raise UserError(f"ctc_weight is {weight}, but this model has no CTC head; set it to 0")
+    return [(weight, CTCPrefixScorer(ctc[active]))]
