@@ -27,7 +27,7 @@ class Log:
         self.total = total_steps
         self.lines = _line_logger(run / "train.log")
         # What a killed run wrote behind its last checkpoint would overlap: purge it.
-        self.board = SummaryWriter(str(run), purge_step=step + 1 if step else None)
+        self.board = SummaryWriter(str(run), purge_step=step + 1)
         self.progress = _progress() if sys.stdout.isatty() else None
         self.task = (
             self.progress.add_task("", total=total_steps, completed=step) if self.progress else None
@@ -92,7 +92,8 @@ class Log:
         plain = {
             k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat.items()
         }
-        self.board.add_hparams(plain, dict(metrics), run_name=".", global_step=0)
+        final = {f"final/{name}": value for name, value in metrics.items()}  # no point on a curve
+        self.board.add_hparams(plain, final, run_name=".", global_step=0)
 
     def _report(self, position: Position, step: Step) -> None:
         now = means(self.sums)

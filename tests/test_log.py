@@ -1,0 +1,128 @@
+"""What a run writes, read back by TensorBoard's own reader."""
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from asr.training.log import Log
+from asr.training.loop import Position, Step
+from asr.training.objective import Sum
+
+
+def events(run):
+    found = EventAccumulator(str(run), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    return found.Reload()
+
+
+def curve(run, name):
+    return [(point.step, point.value) for point in events(run).Scalars(name)]
+
+
+def step(total, count, norm=1.0, lr=0.5, seconds=3.0):
+    return Step({"nats": Sum(torch.tensor(total), torch.tensor(count))}, norm, lr, seconds)
+
+
+def age(run):
+    """Event files are read in the order of the second in their name: put these before others."""
+    for path in run.glob("events.*"):
+        path.rename(path.with_name("events.out.tfevents.0000000001.old"))
+
+
+def text(run, name):
+    (point,) = events(run).Tensors(name)
+    return point.tensor_proto.string_val[0].decode()
+
+
+def test_curves_are_means_over_the_steps_between(tmp_path):
+    with Log(tmp_path, every=2, total_steps=5) as log:
+        for n, each in enumerate([step(6.0, 3), step(1.0, 4, norm=7.0), step(5.0, 5)], start=1):
+            log.step(Position(step=n, epoch=1), each)
+        log.step(Position(step=4, epoch=2), step(3.0, 1, norm=0.25, lr=0.25))
+        log.step(Position(step=5, epoch=2), step(9.0, 3))
+    assert curve(tmp_path, "train/nats") == [(2, 1.0), (4, pytest.approx(8 / 6)), (5, 3.0)]
+    assert curve(tmp_path, "run/gradient_norm") == [(2, 7.0), (4, 1.0), (5, 1.0)]
+    assert curve(tmp_path, "run/learning_rate") == [(2, 0.5), (4, 0.25), (5, 0.5)]
+    assert [value for _, value in curve(tmp_path, "run/epoch")] == [1, 2, 2]
+    assert all(value > 0 for _, value in curve(tmp_path, "run/audio_per_second"))
+
+
+def test_lines_go_to_the_console_and_the_file(tmp_path, capsys):
+    with Log(tmp_path, every=1, total_steps=2) as log:
+        log.note("[left out] a: 100 %")
+        log.step(Position(step=1), step(6.0, 3))
+    out = capsys.readouterr().out
+    written = (tmp_path / "train.log").read_text(encoding="utf-8")
+    for place in (out, written):
+        assert "[left out] a: 100 %" in place
+        assert "step 1/2  epoch 1  nats 2.0000" in place
+    assert "min left" in out
+    assert "\x1b" not in out  # plain lines where there is no terminal
+
+
+def test_the_log_closes_its_file_when_training_fails(tmp_path):
+    with pytest.raises(RuntimeError, match="boom"), Log(tmp_path, 1, 2) as log:
+        raise RuntimeError("boom")
+    assert not log.lines.handlers
+    with Log(tmp_path, 1, 2, step=1) as log:
+        log.note("again")
+    assert (tmp_path / "train.log").read_text().count("again") == 1
+
+
+def test_pictures_and_texts(tmp_path):
+    pixels = np.zeros((11, 23, 3), np.uint8)
+    pixels[:, :, 1] = 200
+    with Log(tmp_path, 1, 2) as log:
+        log.picture("attention/u1", pixels, 7)
+        log.text("decoded/u1", "reference: a", 7)
+        log.scalars("valid", {"wer": 0.5, "nats": 1.5}, 7)
+    (image,) = events(tmp_path).Images("attention/u1")
+    assert (image.step, image.height, image.width) == (7, 11, 23)
+    assert text(tmp_path, "decoded/u1/text_summary") == "reference: a"
+    assert curve(tmp_path, "valid/wer") == [(7, 0.5)] and curve(tmp_path, "valid/nats") == [
+        (7, 1.5)
+    ]
+
+
+def test_the_recipe_is_kept_as_text_and_hparams_and_no_curve_is_touched(tmp_path):
+    flat = {"seed": 1, "train.steps": None, "data.test": "{}", "mvn": True, "lr": 0.1, "list": [1]}
+    with Log(tmp_path, 1, 2) as log:
+        log.scalars("valid", {"wer": 0.5}, 7)
+        log.recipe("seed: 1\n", flat, {"valid/wer": 0.25})
+    assert text(tmp_path, "recipe/text_summary") == "```yaml\nseed: 1\n```"
+    assert "_hparams_/session_start_info" in events(tmp_path).summary_metadata
+    # A final figure that were written as valid/wer would bend the curve.
+    assert curve(tmp_path, "valid/wer") == [(7, 0.5)]
+
+
+def test_what_a_killed_run_wrote_behind_its_checkpoint_is_purged(tmp_path):
+    with Log(tmp_path, 1, 9) as log:
+        for n in range(1, 6):
+            log.scalars("valid", {"wer": n / 10}, n)
+    age(tmp_path)
+    with Log(tmp_path, 1, 9, step=3) as log:
+        for n in range(4, 7):
+            log.scalars("valid", {"wer": n / 100}, n)
+    assert [s for s, _ in curve(tmp_path, "valid/wer")] == [1, 2, 3, 4, 5, 6]
+    assert dict(curve(tmp_path, "valid/wer"))[5] == pytest.approx(0.05)
+
+
+def test_a_run_that_starts_anew_in_the_same_folder_hides_the_old_curves(tmp_path):
+    """Killed before its first checkpoint and started again: steps must not overlap."""
+    with Log(tmp_path, 1, 9) as log:
+        for n in range(1, 6):
+            log.scalars("valid", {"wer": n / 10}, n)
+    age(tmp_path)
+    with Log(tmp_path, 1, 9, step=0) as log:
+        for n in range(1, 4):
+            log.scalars("valid", {"wer": n / 100}, n)
+    assert [s for s, _ in curve(tmp_path, "valid/wer")] == [1, 2, 3]
+
+
+def test_validation_is_left_out_of_the_throughput(tmp_path):
+    with Log(tmp_path, 1, 2) as log:
+        log.since -= 100.0  # as if 100 s of validation had passed
+        log.pause(100.0)
+        log.step(Position(step=1), step(1.0, 1, seconds=60.0))
+    ((_, rate),) = curve(tmp_path, "run/audio_per_second")
+    assert rate > 60
