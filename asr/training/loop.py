@@ -83,11 +83,14 @@ def fit(
     """
     device = next(objective.parameters()).device
     total = planned_steps(epochs, limits)
+    utterances = sum(map(len, epochs.plan(1).batches))
+    # One bad file is forgiven in any corpus, unless none shall be.
+    allowed = max(limits.broken * utterances, math.ceil(limits.broken))  # per epoch
     bad = 0
     while not _finished(position, limits):
         for group in groups(epochs.batches(position.epoch, position.batch), limits.accumulate):
             begin = time.perf_counter()
-            _count(position, group, limits, between.note)
+            _count(position, group, allowed, between.note)
             objective.set_step(position.step)
             lr = schedule(position.step + 1, min((position.step + 1) / total, 1.0))
             step = take_step(
@@ -194,7 +197,7 @@ def _finished(position: Position, limits: Limits) -> bool:
 
 
 def _count(
-    position: Position, group: Sequence[Batch], limits: Limits, note: Callable[[str], None]
+    position: Position, group: Sequence[Batch], allowed: float, note: Callable[[str], None]
 ) -> None:
     position.batch += len(group)
     for batch in group:
@@ -203,11 +206,11 @@ def _count(
         position.broken += len(batch.broken)
         for broken in batch.broken:
             note(f"left out {broken.id}: {broken.reason}")
-    seen = position.utterances + position.broken
-    if position.broken > max(limits.broken * seen, 1) and seen > 1 / max(limits.broken, 1e-9):
+    if position.broken > allowed * position.epoch:
+        seen = position.utterances + position.broken
         raise UserError(
-            f"{position.broken} of {seen} training utterances cannot be read, more than "
-            f"data.broken = {limits.broken:g}; the log names each. Run python -m asr.prepare tsv."
+            f"{position.broken} of {seen} training utterances so far cannot be read, more than the "
+            "share data.broken of the corpus; the log names each. Run python -m asr.prepare tsv."
         )
 
 
