@@ -48,8 +48,8 @@ class BeamSettings:
     ngram: int = 0
     temperature: float = 1.0  # divides the model's log-probs before they are normalised again
     ctc_weight: float = 0.0
-    # Ends an utterance once patience * beam hypotheses have ended, exact or not (Kasai et al. 2022),
-    # as token_reward and coverage_penalty seldom let the exact stop come before the length limit.
+    # Ends an utterance once patience * beam hypotheses have ended, exact or not (Kasai et al.
+    # 2022): token_reward and coverage_penalty seldom let the exact stop come before the limit.
     patience: float | None = None
 
     def __post_init__(self) -> None:
