@@ -65,8 +65,9 @@ class ConvSubsampling(nn.Module):
         for conv, stride in zip(self.convs, self.strides, strict=True):
             lengths = _shorten(lengths, stride)
             x = conv(x)  # (B, C, T', F')
-            padding = ~valid_places(lengths, x.size(2))[:, None, :, None]
-            x = self.activation(x.masked_fill_(padding, 0.0))  # every activation maps 0 to 0
+            kept = valid_places(lengths, x.size(2))[:, None, :, None].to(x.dtype)
+            # Multiplied here, for x is finite and masked_fill's backward pass loses channels last.
+            x = self.activation(x.mul_(kept))  # every activation maps 0 to 0
         return self.out(x.permute(0, 2, 3, 1).flatten(2)), lengths
 
 
