@@ -1,0 +1,31 @@
+"""Fixtures that several files share: a tiny corpus, a run trained on it, and the commands."""
+
+from pathlib import Path
+
+import pytest
+from tiny_speech import Commands, make_corpus, make_recipe
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A recipe whose manifests lie beside it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_corpus(folder)
+    return make_recipe(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny, tmp_path_factory) -> Path:
+    """That recipe trained to its end; tests only read it."""
+    from asr import train  # seconds, which a test without it need not wait
+    from asr.recipe import read_recipe
+
+    run = tmp_path_factory.mktemp("runs") / "tiny"
+    train.train(read_recipe(tiny), run)
+    return run
+
+
+@pytest.fixture
+def commands(monkeypatch, capsys) -> Commands:
+    """Runs a command's main in this process."""
+    return Commands(monkeypatch, capsys)

@@ -1,0 +1,293 @@
+"""The commands end to end on a few tones: train, resume, evaluate, transcribe."""
+
+import json
+import math
+
+import jiwer
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_speech import RATE, tones
+
+from asr import evaluate, train, transcribe
+from asr.data.corpus import read_manifest
+from asr.recipe import read_recipe
+from asr.recognizer import Recognizer
+from asr.training.checkpoint import list_checkpoints
+
+
+def events(run):
+    return EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def curve(run, name):
+    return [(point.step, point.value) for point in events(run).Scalars(name)]
+
+
+def last_state(run):
+    """Weights, optimiser and place of the last checkpoint, as one flat dict."""
+    folder = list_checkpoints(run)[-1].folder
+    state = torch.load(folder / "training.pt", weights_only=True)
+    state["position"].pop("train_seconds")  # a clock's reading
+    moments = {
+        f"{key}.{number}": value
+        for number, one in state["optimizer"]["state"].items()
+        for key, value in one.items()
+    }
+    random = {"random": state["random"]["cpu"]}
+    return load_file(folder / "model.safetensors") | moments | random, state["position"]
+
+
+def assert_same_state(run, other):
+    (tensors, position), (expected, place) = last_state(run), last_state(other)
+    assert position == place and tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_run_holds_what_it_needs(tiny, tiny_run):
+    names = {path.name for path in tiny_run.iterdir()}
+    assert {"recipe.yaml", "tokenizer.json", "train.log", "checkpoints"} <= names
+    assert read_recipe(tiny_run / "recipe.yaml") == read_recipe(tiny)
+    assert not [name for name in names if "part" in name]
+
+
+def test_curves_pictures_and_texts_are_there(tiny_run):
+    board = events(tiny_run)
+    scalars = set(board.Tags()["scalars"])
+    assert {f"train/{n}" for n in ("objective", "nats", "ctc", "accuracy")} <= scalars
+    assert {f"valid/{n}" for n in ("nats", "accuracy", "wer", "ctc_wer", "diagonality")} <= scalars
+    assert {f"run/{n}" for n in ("learning_rate", "gradient_norm", "audio_per_second")} <= scalars
+    assert set(board.Tags()["images"]) == {"attention/valid-0", "features/valid-0"}
+    (shown, *_) = board.Tensors("decoded/valid-0/text_summary")
+    assert "reference: cb a" in shown.tensor_proto.string_val[0].decode()
+    for name in ("train/nats", "valid/nats", "valid/wer"):
+        steps = [step for step, _ in curve(tiny_run, name)]
+        assert steps == sorted(set(steps)) and steps[0] > 0, f"{name} has a point beside its curve"
+
+
+def test_the_validation_loss_is_the_model_s_on_that_split(tiny, tiny_run):
+    """Judged utterance by utterance with torch's cross_entropy; best by that loss."""
+    recognizer = Recognizer.load(tiny_run, ["decode.checkpoint=last"])
+    total, count = 0.0, 0
+    for utterance in read_manifest(tiny.parent / "valid.tsv"):
+        features = recognizer.front_end.features(recognizer.front_end.load(utterance.audio))
+        ids = recognizer.tokenizer.encode(utterance.text)
+        recognizer.model.eval()
+        with torch.no_grad():
+            memory = recognizer.model.encode(features[None], torch.tensor([len(features)]))
+            logits = recognizer.model.decode(memory, torch.tensor([[2, *ids]]))[0]
+        targets = torch.tensor([*ids, 3])
+        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        count += len(targets)
+    step, value = curve(tiny_run, "valid/nats")[-1]
+    assert value == pytest.approx(total / count, rel=1e-4)
+    assert list_checkpoints(tiny_run)[-1].step == step
+    assert list_checkpoints(tiny_run)[-1].loss == pytest.approx(value, rel=1e-5)
+
+
+class Killed(KeyboardInterrupt):
+    """Somebody pressed Ctrl-C."""
+
+
+@pytest.mark.parametrize(("step", "workers"), [(2, 2), (5, 0)])
+def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp_path, monkeypatch):
+    """Killed in the middle of an epoch, gone on with other workers."""
+    after_step = train.Training.after_step
+
+    def killer(self, position):
+        after_step(self, position)
+        if position.step == step:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Training, "after_step", killer)
+        code, *_ = commands(train, tiny, "--run", tmp_path, "train.save_every=1")
+    _, position = last_state(tmp_path)
+    assert code == 130 and position["step"] == step and position["batch"] > 0
+    arguments = (tiny, "--run", tmp_path, "--resume", f"data.workers={workers}")
+    code, out, _ = commands(train, *arguments)
+    assert code == 0 and "resuming tiny" in out
+    assert_same_state(tmp_path, tiny_run)
+    steps = [at for at, _ in curve(tmp_path, "train/nats")]
+    assert steps == sorted(set(steps)) == [at for at, _ in curve(tiny_run, "train/nats")]
+
+
+def test_the_last_step_before_a_kill_at_an_epoch_s_end(
+    tiny, tiny_run, commands, tmp_path, monkeypatch
+):
+    """The checkpoint of the epoch's last step is there, its validation is not."""
+
+    def killer(self, position):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Training, "after_epoch", killer)
+        commands(train, tiny, "--run", tmp_path, "train.save_every=1")
+    assert commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0
+    assert_same_state(tmp_path, tiny_run)
+
+
+def test_workers_change_no_bit(tiny, tiny_run, commands, tmp_path):
+    assert commands(train, tiny, "--run", tmp_path, "data.workers=2")[0] == 0
+    assert_same_state(tmp_path, tiny_run)
+
+
+def test_resuming_a_finished_run_changes_nothing(tiny, commands, tmp_path, tiny_run):
+    assert commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0  # nothing there: anew
+    assert_same_state(tmp_path, tiny_run)
+    code, out, _ = commands(train, tiny, "--run", tmp_path, "--resume")
+    assert code == 0 and "finished at step" in out
+    assert_same_state(tmp_path, tiny_run)
+
+
+def test_another_seed_is_another_run(tiny, tiny_run, commands, tmp_path):
+    assert commands(train, tiny, "--run", tmp_path, "seed=2")[0] == 0
+    assert not torch.equal(
+        last_state(tmp_path)[0]["ctc_head.weight"], last_state(tiny_run)[0]["ctc_head.weight"]
+    )
+
+
+def test_it_learns(tiny, commands, tmp_path):
+    still = ["features.spec_augment=null", "features.speed=[1.0]", "model.speller.sampling=0"]
+    plain = ["model.listener.dropout=0", "model.listener.recurrent_dropout=0"]
+    more = ["train.steps=40", "train.accumulate=1", "train.batch_seconds=9", "train.keep=2"]
+    rates = ["train.optimizer.lr=0.02", "train.validate_every=20", "model.speller.dropout=0"]
+    code, *_ = commands(train, tiny, "--run", tmp_path, *still, *plain, *more, *rates)
+    assert code == 0
+    nats = [value for _, value in curve(tmp_path, "train/nats")]
+    assert nats[0] == pytest.approx(math.log(8), rel=0.2)  # 8 tokens, by chance
+    assert nats[-1] < 0.75 * nats[0]
+    assert [at for at, _ in curve(tmp_path, "valid/wer")] == [20, 40]
+
+
+def test_fine_tuning_starts_from_another_run_s_weights(tiny, tiny_run, commands, tmp_path):
+    hardly = ["train.steps=1", "train.optimizer.lr=1e-12", "seed=9"]
+    code, *_ = commands(train, tiny, "--run", tmp_path, f"train.init={tiny_run}", *hardly)
+    assert code == 0
+    best = min(list_checkpoints(tiny_run), key=lambda c: c.loss)
+    expected = load_file(best.folder / "model.safetensors")
+    found = load_file(list_checkpoints(tmp_path)[-1].folder / "model.safetensors")
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+def test_the_alarm_says_what_to_try(tiny, commands, tmp_path):
+    alarm = ["train.alarm.steps=1", "train.alarm.diagonality=1.0", "train.steps=1"]
+    _, out, _ = commands(train, tiny, "--run", tmp_path, *alarm)
+    assert "ALARM: attention is not diagonal yet" in out and "model.ctc_weight" in out
+    assert "ALARM" in (tmp_path / "train.log").read_text()
+
+
+def test_broken_audio_is_named_skipped_and_counted(tiny, commands, tmp_path):
+    lines = (tiny.parent / "train.tsv").read_text().splitlines()
+    broken = [*lines, "bad\ts0\tmissing.flac\t0.400\tab"]
+    manifest = tiny.parent / "broken.tsv"
+    manifest.write_text("\n".join(broken) + "\n")
+    arguments = ["--run", tmp_path, f"data.train={manifest}", "train.epochs=1"]
+    code, out, _ = commands(train, tiny, *arguments)
+    assert code == 0 and "left out bad: " in out and "missing.flac: no such file" in out
+    assert last_state(tmp_path)[1]["broken"] == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["features.mvn=global", "text.kind=bpe", "text.size=9"],
+        ["features.mvn=speaker", "features.kind=mfcc", "features.ceps=7", "features.deltas=2"],
+        ["features.mvn=none", "features.kind=slaney", "model.ctc_weight=0", "decode.beam=3"],
+        ["model.attention=dot", "model.speller.tied=true", "train.precision=bf16"],
+        ["model={kind: transformer, d_model: 8, heads: 2, feed_forward: 11, encoder_layers: 1,"
+         " decoder_layers: 1}"],
+    ],
+    ids=["global-bpe", "speaker-mfcc", "slaney-without-ctc-beam", "tied-bf16", "transformer"],
+)  # fmt: skip
+def test_every_way_through_trains_evaluates_and_transcribes(overrides, tiny, commands, tmp_path):
+    code, *_ = commands(train, tiny, "--run", tmp_path, "train.steps=2", *overrides)
+    assert code == 0
+    code, out, _ = commands(evaluate, tmp_path, "--split", "test")
+    assert code == 0 and "WER" in out
+    code, out, _ = commands(transcribe, tmp_path, tiny.parent / "test-0.flac")
+    assert code == 0 and "test-0.flac:" in out
+
+
+def test_evaluate_scores_what_it_heard(tiny, tiny_run, commands, tmp_path):
+    code, out, _ = commands(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "e")
+    assert code == 0 and "4 utterances, 6 words" in out
+    score = json.loads((tmp_path / "e" / "score.json").read_text())
+    header, *rows = [
+        line.split("\t") for line in (tmp_path / "e" / "hypotheses.tsv").read_text().splitlines()
+    ]
+    column = {name: [row[n] for row in rows] for n, name in enumerate(header)}
+    truth = {u.id: u.text for u in read_manifest(tiny.parent / "test.tsv")}
+    assert dict(zip(column["id"], column["reference"], strict=True)) == truth
+    assert score["wer"] == pytest.approx(jiwer.wer(column["reference"], column["hypothesis"]))
+    assert score["cer"] == pytest.approx(jiwer.cer(column["reference"], column["hypothesis"]))
+    assert score["about"]["ctc_wer"] == pytest.approx(jiwer.wer(column["reference"], column["ctc"]))
+    recognizer = Recognizer.load(tiny_run)
+    for utterance, hypothesis in zip(column["id"], column["hypothesis"], strict=True):
+        assert recognizer.transcribe(tiny.parent / f"{utterance}.flac").text == hypothesis
+    assert (tmp_path / "e" / "alignment.txt").stat().st_size
+
+
+def test_evaluate_takes_a_manifest_and_overrides(tiny, tiny_run, commands, tmp_path):
+    manifest = tiny.parent / "valid.tsv"
+    first, second = tmp_path / "1", tmp_path / "2"
+    assert commands(evaluate, tiny_run, "--split", manifest, "--out", first)[0] == 0
+    more = ["decode.batch_seconds=0.5", "decode.average=2", "data.workers=2"]
+    assert commands(evaluate, tiny_run, "--split", "valid", "--out", second, *more[:1])[0] == 0
+    assert (first / "hypotheses.tsv").read_text() == (second / "hypotheses.tsv").read_text()
+    assert commands(evaluate, tiny_run, "--split", "valid", "--out", second, *more)[0] == 0
+
+
+def test_evaluate_counts_unreadable_audio_as_empty_and_says_so(tiny, tiny_run, commands, tmp_path):
+    lines = (tiny.parent / "test.tsv").read_text().splitlines()
+    manifest = tiny.parent / "half.tsv"
+    manifest.write_text("\n".join([*lines[:2], "gone\ts0\tgone.flac\t0.4\tab c"]) + "\n")
+    code, out, _ = commands(evaluate, tiny_run, "--split", manifest, "--out", tmp_path)
+    assert code == 2 and "not decoded, scored as empty: gone: " in out
+    score = json.loads((tmp_path / "score.json").read_text())
+    assert score["deletions"] >= 2 and score["about"]["not_decoded"] == 1
+
+
+def test_transcribe_writes_a_line_a_file(tiny, tiny_run, commands, tmp_path):
+    stereo = np.stack([tones("cab", 1)] * 2, axis=1).repeat(2, axis=0)
+    soundfile.write(tmp_path / "b.wav", stereo, 2 * RATE)
+    soundfile.write(tmp_path / "short.wav", np.zeros(5) + 0.1, RATE)
+    files = [tiny.parent / "test-0.flac", tmp_path / "b.wav", tmp_path / "short.wav"]
+    code, out, err = commands(transcribe, tiny_run, *files)
+    assert code == 0 and err == ""
+    recognizer = Recognizer.load(tiny_run)
+    assert out.splitlines() == [f"{path}: {recognizer.transcribe(path).text}" for path in files]
+    assert out.splitlines()[2] == f"{files[2]}: "
+
+
+def test_transcribe_json_is_one_object_a_line(tiny, tiny_run, commands):
+    files = [tiny.parent / "test-0.flac", tiny.parent / "test-1.flac"]
+    code, out, _ = commands(transcribe, tiny_run, "--json", *files)
+    objects = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [o["audio"] for o in objects] == [str(path) for path in files]
+    for told in objects:
+        assert math.isfinite(told["score"]) and told["score"] <= 0
+        assert isinstance(told["text"], str) and isinstance(told["tokens"], list)
+
+
+def test_one_bad_file_does_not_stop_the_others(tiny, tiny_run, commands, tmp_path):
+    (tmp_path / "bad.wav").write_bytes(b"no audio at all")
+    good = [tiny.parent / "test-0.flac", tiny.parent / "test-1.flac"]
+    code, out, err = commands(transcribe, tiny_run, good[0], tmp_path / "bad.wav", good[1])
+    assert code == 2 and [line.split(":")[0] for line in out.splitlines()] == list(map(str, good))
+    (line,) = err.splitlines()
+    assert line.startswith(f"error: {tmp_path / 'bad.wav'}: not readable as audio")
+
+
+def test_recognizer_reads_paths_arrays_and_tensors_alike(tiny, tiny_run):
+    recognizer = Recognizer.load(tiny_run)
+    path = tiny.parent / "test-2.flac"
+    samples, rate = soundfile.read(path, dtype="float32")
+    told = recognizer.transcribe(path)
+    assert recognizer.transcribe(samples, rate) == told
+    assert recognizer.transcribe(torch.from_numpy(samples)) == told
+    assert recognizer.transcribe(str(path)) == told
