@@ -16,7 +16,7 @@ from asr.settings import Features, Model, Recipe, Text
 from asr.settings.train import Train
 from asr.training import optim as rates
 from asr.training.loop import Limits
-from asr.training.objective import SpeechObjective
+from asr.training.objective import Guide, SpeechObjective
 from features.augment import SpecAugment
 from features.fbank import Fbank, Frames, Mfcc, SlaneyMel
 from features.front_end import FrontEnd
@@ -86,10 +86,10 @@ def las(model: settings.Las, features: int, vocabulary: int) -> LAS:
 def speech_objective(recipe: Recipe, features: int, vocabulary: int) -> SpeechObjective:
     """The model with its loss, on the recipe's device."""
     model = speech_model(recipe.model, features, vocabulary)
-    smoothing = recipe.train.label_smoothing
-    return SpeechObjective(model, recipe.model.ctc_weight, smoothing).to(
-        device(recipe.train.device)
-    )
+    train = recipe.train
+    guide = Guide(**train.guide.model_dump()) if train.guide else None
+    objective = SpeechObjective(model, recipe.model.ctc_weight, train.label_smoothing, guide)
+    return objective.to(device(train.device))
 
 
 def device(name: str) -> torch.device:

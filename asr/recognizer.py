@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from asr import build
 from asr.data.batch import Batch, Example, collate
 from asr.data.text import Tokenizer, load_tokenizer
+from asr.decoding.beam import beam_search
 from asr.decoding.ctc import ctc_greedy
 from asr.decoding.search import Hypothesis, greedy
 from asr.errors import UserError
@@ -28,6 +29,8 @@ from features.audio import from_samples
 from features.front_end import FrontEnd
 
 STATISTICS = "features.safetensors"
+# A beam of 1 without weights and penalties: the greedy search finds the same, sooner.
+GREEDY = Decode().model_dump(exclude={"checkpoint", "average", "batch_seconds"})
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,15 @@ class Recognizer:
         batch = batch.to(self.device)
         return self.model.encode(batch.features, batch.lengths)
 
+    @torch.no_grad()
     def hypotheses(self, memory: Memory) -> list[Hypothesis]:
-        """The best hypothesis of every utterance."""
-        return greedy(self.model, memory, max_ratio=self.decode.max_ratio)
+        """The best hypothesis of every utterance, searched for as `decode` says."""
+        settings = self.decode.model_dump(exclude={"checkpoint", "average", "batch_seconds"})
+        if settings == GREEDY | {"max_ratio": self.decode.max_ratio}:
+            return greedy(self.model, memory, max_ratio=self.decode.max_ratio)
+        ctc = self.model.ctc(memory) if self.decode.ctc_weight else None
+        found = beam_search(self.model, memory, ctc=ctc, **settings)
+        return [best for best, *_ in found]
 
     def text(self, hypothesis: Hypothesis) -> str:
         """What a hypothesis says."""

@@ -47,6 +47,11 @@ class LAS(nn.Module):
         """tokens (B, U) from <sos> on -> logits (B, U, V) of the token after each."""
         return self.speller.logits(self._read(memory, tokens)[0])
 
+    def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What decode and attention give, in one pass."""
+        outputs, weights = self._read(memory, tokens)
+        return self.speller.logits(outputs), weights
+
     def attention(self, memory: Memory, tokens: Tensor) -> Tensor:
         """The weights (B, U, T) with which each of tokens (B, U) was followed."""
         return self._read(memory, tokens)[1]

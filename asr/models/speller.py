@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asr.nn.attention import Attention, Look, no_look
+from asr.nn.attention import Attention, Look, first_look
 from asr.nn.lstm import LayerNormLSTMCell
 from asr.nn.memory import Memory
 
@@ -80,7 +80,7 @@ class Speller(nn.Module):
         masks = tuple(cell.dropout_mask(B) for cell in self.cells)
         cells = tuple((states.new_zeros(B, c.hidden_size),) * 2 for c in self.cells)
         context = Context(memory, self.attend.keys(memory), masks)
-        return SpellerState(context, cells, states.new_zeros(B, 1, E), no_look(memory))
+        return SpellerState(context, cells, states.new_zeros(B, 1, E), first_look(memory))
 
     def advance(self, state: SpellerState, tokens: Tensor) -> tuple[Tensor, SpellerState]:
         """Read tokens (B, K) -> what the output layer reads, (B, K, H + E), and the next state."""

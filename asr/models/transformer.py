@@ -110,11 +110,15 @@ class Transformer(nn.Module):
 
         Each row sums to 1 over the valid frames.
         """
+        return self.decode_and_attend(memory, tokens)[1]
+
+    def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What decode and attention give, in one pass; no decoder layer is dropped."""
         x, valid = self._embed(tokens), memory.valid[:, None, None]
         for layer in self.decoder.layers:
             keys = layer.cross_attention.project(memory.states)
             x, weights = layer(x, keys, valid, need_weights=layer is self.decoder.layers[-1])
-        return weights
+        return self._logits(x), weights
 
     @torch.no_grad()
     def start(self, memory: Memory) -> "TransformerState":

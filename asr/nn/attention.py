@@ -50,6 +50,8 @@ class Attention(nn.Module):
         self.to_query = nn.Linear(query_size, size, bias=False)
         if kind == "location":
             self.conv = nn.Conv1d(2, filters, 2 * reach + 1, padding=reach, bias=False)
+            # Weights of one frame are far below 1 at first: torch's own start would drown them.
+            nn.init.normal_(self.conv.weight, std=0.5)
             self.to_place = nn.Linear(filters, size, bias=False)
         if kind != "dot":
             self.to_energy = nn.Linear(size, 1, bias=False)
@@ -81,8 +83,11 @@ class Attention(nn.Module):
         return self.to_place(self.conv(seen).transpose(1, 2)).view(B, K, T, -1)
 
 
-def no_look(memory: Memory, hypotheses: int = 1) -> Look:
-    """What was looked at before the first step: nothing."""
-    B, T = memory.valid.shape
-    nothing = memory.states.new_zeros(B, hypotheses, T)
-    return Look(nothing, nothing)
+def first_look(memory: Memory) -> Look:
+    """Where attention stands before the first step: on the first frame, each (B, 1, T).
+
+    A start that is a place, not a uniform blur, tells location-aware attention where to begin.
+    """
+    start = torch.zeros_like(memory.valid, dtype=memory.states.dtype).unsqueeze(1)
+    start[..., 0] = 1.0
+    return Look(start, start)

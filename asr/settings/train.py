@@ -30,6 +30,14 @@ class Schedule(Settings):
     width: Count = 512  # noam: d_model of the formula
 
 
+class Guide(Settings):
+    """Guided attention (Tachibana et al. 2018): in the first steps, far from the diagonal costs."""
+
+    weight: Positive = 1.0  # beside the cross-entropy
+    width: Positive = 0.2  # of the free band, as a share of the utterance
+    steps: Count = 1000
+
+
 class Alarm(Settings):
     """Says so when attention has not found the diagonal."""
 
@@ -48,6 +56,7 @@ class Train(Settings):
     schedule: Schedule = Schedule()
     clip: Positive = 5.0  # largest gradient norm
     label_smoothing: Rate = 0.1
+    guide: Guide | None = None
     short_first: bool = True  # first epoch from the shortest utterance to the longest
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
@@ -64,10 +73,18 @@ class Train(Settings):
 
 
 class Decode(Settings):
-    """From logits to text."""
+    """From logits to text: greedy, or a beam with penalties and joint CTC scores."""
 
-    beam: Annotated[int, Field(ge=1, le=1000)] = 1
-    max_ratio: Positive = 1.0  # longest hypothesis / frames of memory
     checkpoint: Literal["best", "last"] = "best"
     average: Count = 1  # checkpoints averaged: the best ones, or the last ones
     batch_seconds: Positive = 240.0
+    beam: Annotated[int, Field(ge=1, le=1000)] = 1
+    ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
+    length_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # alpha of Wu et al. 2016
+    token_reward: float = 0.0  # added per token
+    coverage_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # beta of Wu et al. 2016
+    eos_threshold: Positive | None = None  # <eos> must be that near to the best other token
+    ngram: Natural = 0  # no n-gram of that length twice; 0 allows all
+    temperature: Positive = 1.0
+    patience: Positive | None = 1.0  # stop once that many beams have ended; None: only when exact
+    max_ratio: Positive = 1.0  # longest hypothesis / frames of memory, and 10 tokens more

@@ -8,9 +8,11 @@ cross-entropy per target token, so that curves of different settings compare.
 B utterances, T frames, U tokens, V vocabulary.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -35,6 +37,15 @@ class Objective(Protocol):
     def __call__(self, batch: Batch) -> dict[str, Sum]: ...
 
 
+@dataclass(frozen=True)
+class Guide:
+    """A hint for the first steps: attention far from the diagonal costs something."""
+
+    weight: float = 1.0
+    width: float = 0.2  # of the diagonal's band, as a share of the utterance
+    steps: int = 1000  # no hint from this step on
+
+
 class SpeechObjective(nn.Module):
     """Label-smoothed cross-entropy of the decoder and CTC of the encoder, per target token.
 
@@ -44,30 +55,49 @@ class SpeechObjective(nn.Module):
     has no CTC path; it adds nothing to that part.
     """
 
-    def __init__(self, model: nn.Module, ctc_weight: float, label_smoothing: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ctc_weight: float,
+        label_smoothing: float,
+        guide: Guide | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.ctc_weight = ctc_weight
         self.label_smoothing = label_smoothing
+        self.guide = guide
+        self.guided = guide is not None
 
     def set_step(self, step: int) -> None:
         """Tell the model which training step, counted from 0, comes next."""
         self.model.set_step(step)
+        self.guided = self.guide is not None and step < self.guide.steps
 
     def forward(self, batch: Batch) -> dict[str, Sum]:
         """-> objective, nats, accuracy, and ctc where there is a CTC head."""
         memory = self.model.encode(batch.features, batch.lengths)
         inputs, targets = shift(batch.tokens, batch.token_lengths)
-        logits = self.model.decode(memory, inputs).float()  # (B, U + 1, V)
-        sums = cross_entropy(logits, targets, self.label_smoothing)
+        sums = self._decoder_loss(memory, inputs, targets)
         log_probs = self.model.ctc(memory)
         if log_probs is not None:
             frames = memory.valid.sum(dim=1)
             total = ctc_loss(log_probs.float(), frames, batch.tokens, batch.token_lengths)
-            smoothed, count = sums["objective"]
-            mixed = (1 - self.ctc_weight) * smoothed + self.ctc_weight * total
+            loss, count = sums["objective"]
+            mixed = (1 - self.ctc_weight) * loss + self.ctc_weight * total
             sums |= {"objective": Sum(mixed, count), "ctc": Sum(total.detach(), count)}
         return sums
+
+    def _decoder_loss(self, memory: Any, inputs: Tensor, targets: Tensor) -> dict[str, Sum]:
+        if not (self.training and self.guided):
+            logits = self.model.decode(memory, inputs)
+            return cross_entropy(logits.float(), targets, self.label_smoothing)
+        logits, weights = self.model.decode_and_attend(memory, inputs)
+        sums = cross_entropy(logits.float(), targets, self.label_smoothing)
+        off = off_diagonal(weights.float(), targets != BLANK, memory.valid, self.guide.width)
+        loss, count = sums["objective"]
+        guided = Sum(loss + self.guide.weight * off, count)
+        return sums | {"objective": guided, "off_diagonal": Sum(off.detach(), count)}
 
 
 def shift(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,6 +121,19 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> dict[str
         "nats": Sum(nats.detach(), count),
         "accuracy": Sum(right, count),
     }
+
+
+def off_diagonal(weights: Tensor, said: Tensor, valid: Tensor, width: float) -> Tensor:
+    """Guided attention loss (Tachibana, Uenoyama & Aihara 2018, arXiv:1710.08969, eq. 6), summed.
+
+    weights (B, U, T), said (B, U) and valid (B, T) their real places. Attention of token u to
+    frame t costs 1 - exp(-(u / U - t / T)^2 / (2 width^2)).
+    """
+    u = (said.cumsum(1) - 1) / said.sum(1, keepdim=True)  # (B, U)
+    t = (valid.cumsum(1) - 1) / valid.sum(1, keepdim=True)  # (B, T)
+    apart = u.unsqueeze(2) - t.unsqueeze(1)  # (B, U, T)
+    cost = 1 - torch.exp(-apart.square() / (2 * width**2))
+    return (weights * cost)[said].sum()
 
 
 def ctc_loss(log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
