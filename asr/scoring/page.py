@@ -46,10 +46,7 @@ def write_page(
 
     Raises UserError where audio or pictures name an utterance that is not in the score.
     """
-    for name, links in (("audio", audio), ("pictures", pictures)):
-        unknown = set(links or ()) - {utterance.id for utterance in score.utterances}
-        if unknown:
-            raise UserError(f"{name} for utterance {min(unknown)!r}, which was not scored")
+    _check_links(score, audio=audio or {}, pictures=pictures or {})
     references = [utterance.reference for utterance in score.utterances]
     edits = align(references, [utterance.hypothesis for utterance in score.utterances])
     style, script = _part("page.css"), _part("page.js")
@@ -70,6 +67,13 @@ def write_page(
     page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_files(path.parent, {path.name: page})
+
+
+def _check_links(score: Score, **links: Mapping[str, object]) -> None:
+    for name, places in links.items():
+        unknown = set(places) - {utterance.id for utterance in score.utterances}
+        if unknown:
+            raise UserError(f"{name} for utterance {min(unknown)!r}, which was not scored")
 
 
 def _part(name: str) -> str:
