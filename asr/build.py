@@ -1,5 +1,8 @@
 """Recipe -> objects: the only place where settings become modules."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn, optim
 
@@ -7,6 +10,7 @@ from asr import settings
 from asr.data.batch import Epochs, Utterances
 from asr.data.corpus import Corpus
 from asr.data.text import Characters, SentencePieces, Tokenizer
+from asr.errors import UserError
 from asr.models.las import LAS
 from asr.models.listener import Listener
 from asr.models.speller import Speller
@@ -26,14 +30,24 @@ from features.normalize import MeanVarianceNorm
 def front_end(features: Features, max_seconds: float | None = None) -> FrontEnd:
     """The way from audio to features; statistics of its norm are still to be measured or loaded."""
     masks = features.spec_augment
-    return FrontEnd(
-        extractor(features),
-        MeanVarianceNorm(features.mvn, features.mvn_variance),
-        features.sample_rate,
-        SpecAugment(**masks.model_dump()) if masks else None,
-        features.noise,
-        max_seconds,
-    )
+    with named("features"):
+        return FrontEnd(
+            extractor(features),
+            MeanVarianceNorm(features.mvn, features.mvn_variance),
+            features.sample_rate,
+            SpecAugment(**masks.model_dump()) if masks else None,
+            features.noise,
+            max_seconds,
+        )
+
+
+@contextmanager
+def named(group: str) -> Iterator[None]:
+    """A value that a module refuses is the user's: say in which group of the recipe it stands."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{group}: {error}") from None
 
 
 def extractor(features: Features) -> Frames:
@@ -56,7 +70,8 @@ def tokenizer(text: Text, corpus: Corpus) -> Tokenizer:
 def speech_model(model: Model, features: int, vocabulary: int) -> nn.Module:
     """`features` values per frame and a vocabulary size -> a model with the common face."""
     make = {"las": las, "transformer": transformer}[model.kind]
-    return make(model, features, vocabulary)
+    with named("model"):
+        return make(model, features, vocabulary)
 
 
 def transformer(model: settings.Transformer, features: int, vocabulary: int) -> Transformer:
@@ -93,10 +108,13 @@ def speech_objective(recipe: Recipe, features: int, vocabulary: int) -> SpeechOb
 
 
 def device(name: str) -> torch.device:
-    """`auto` takes a GPU where there is one."""
+    """`auto` takes a GPU where there is one. UserError for a GPU that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    chosen = torch.device(name)
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"train.device = {name}: this machine has no such GPU; try auto or cpu")
+    return chosen
 
 
 def epochs(recipe: Recipe, utterances: Utterances) -> Epochs:

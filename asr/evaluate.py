@@ -36,6 +36,8 @@ def main() -> int:
     corpus = corpora.split(recipe.data, args.split)
     recognizer = Recognizer.load(args.run, args.overrides)
     texts, reasons = recognise(recognizer, corpus, recipe)
+    unknown = [recognizer.tokenizer.unknown(text) for text in corpus.texts]
+    corpora.check_text(corpus.texts, unknown, corpus.path)
     folder = args.out or args.run / "evaluate" / Path(args.split).stem
     result = write(folder, corpus, texts, reasons, recipe)
     for name, reason in reasons.items():

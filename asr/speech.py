@@ -45,9 +45,14 @@ class SpeechTask:
         return about(self.recognizer.tokenizer)
 
     def valid(self) -> Iterator[Batch]:
-        """The validation split, once."""
-        plan = plan_evaluation(self.heard.corpus.seconds, self.recipe.decode.batch_seconds)
-        return load(self.heard, plan.batches, self.recipe.data.workers)
+        """The validation split, once. UserError where none of it can be read."""
+        corpus, read = self.heard.corpus, 0
+        plan = plan_evaluation(corpus.seconds, self.recipe.decode.batch_seconds)
+        for batch in load(self.heard, plan.batches, self.recipe.data.workers):
+            read += len(batch)
+            yield batch
+        if not read:
+            raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
 
     def report(self, log: Log, position: Position) -> dict[str, float]:
         """Word error rates and attention's diagonality on validation; pictures and texts.
@@ -62,6 +67,8 @@ class SpeechTask:
         slopes = []
         shown = set(self.heard.corpus.ids[: train.samples])
         for batch in load(self.heard, plan.batches, self.recipe.data.workers):
+            for broken in batch.broken:
+                log.note(f"left out {broken.id}: {broken.reason}")
             if not len(batch):
                 continue
             memory = self.recognizer.encode(batch)
@@ -73,6 +80,8 @@ class SpeechTask:
             for row in (i for i, name in enumerate(batch.ids) if name in shown):
                 self._show(log, position.step, batch, row, weights[row])
         self._samples(log, position.step, texts, ctc_texts)
+        if not texts:
+            return {}
         rates = {"wer": self._rate(texts), "diagonality": float(np.mean(slopes))}
         return rates | ({"ctc_wer": self._rate(ctc_texts)} if ctc_texts else {})
 

@@ -17,6 +17,7 @@ from asr.speech import SpeechTask, speech_task
 from asr.training.checkpoint import (
     best_of,
     choose,
+    is_sound,
     list_checkpoints,
     load_weights,
     prune,
@@ -63,6 +64,9 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> None:
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     task = speech_task(recipe, run, resume=bool(there))
+    if recipe.train.init and not there:
+        source = choose(recipe.train.init, "best", 1)
+        load_weights(task.objective.model, source, task.about)
     run.mkdir(parents=True, exist_ok=True)
     if not there:
         prepare_run(task, run)
@@ -75,9 +79,6 @@ def prepare_run(task: SpeechTask, run: Path) -> None:
     task.recognizer.tokenizer.save(run)
     if task.recognizer.front_end.norm.needs_statistics:
         task.recognizer.front_end.norm.save(run / STATISTICS)
-    if task.recipe.train.init:
-        source = choose(task.recipe.train.init, "best", 1)
-        load_weights(task.objective.model, source, task.about)
 
 
 class Training:
@@ -156,6 +157,10 @@ class Training:
 
     def _restore(self) -> None:
         last = list_checkpoints(self.run)[-1]
+        if not is_sound(last):
+            raise UserError(
+                f"{last.folder}: damaged, its checksums differ; remove it, then --resume again"
+            )
         load_weights(self.task.objective.model, [last], self.task.about)
         state: dict[str, Any] = read_training(last)
         self.optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,299 @@
+"""A user's mistakes: one clear line, exit code 2, no traceback, and nothing half-written."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import soundfile
+
+from asr import evaluate, train, transcribe
+from asr.training.checkpoint import list_checkpoints
+
+
+@pytest.fixture
+def manifest(tiny, tmp_path):
+    """Write a manifest beside links to the tiny corpus's audio: rows (id, audio, seconds, text)."""
+    for path in tiny.parent.glob("*.flac"):
+        (tmp_path / path.name).symlink_to(path)
+
+    def write(rows, header="id\tspeaker\taudio\tseconds\ttext"):
+        path = tmp_path / "own.tsv"
+        lines = [header, *("\t".join([r[0], "s", *map(str, r[1:])]) for r in rows)]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder that must not come to be."""
+    path = tmp_path / "run"
+    yield path
+    assert not path.exists(), "something was half-written"
+
+
+def rows(count, text="ab c", audio="train-{}.flac"):
+    return [(f"u{n}", audio.format(n), 0.36, text) for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=3", "command line: train.epoch is not a recipe key. Did you mean 'epochs'?"),
+        ("train.epochs=two", "command line: train.epochs = 'two': should be a valid integer"),
+        ("train.clip=-1", "command line: train.clip = -1: should be greater than 0"),
+        ("model.attention=soft", "model.attention = 'soft': should be 'additive', 'dot' or"),
+        ("nonsense", "'nonsense' is not of the form key.path=value"),
+        ("features.noise=[20, 10]", r"features: noise \(20.0, 10.0\) must be \(lowest"),
+        ("features.mel_bins=500", "features: .*500 mel bins at 8000 Hz"),
+        (
+            "features={kind: mfcc, mel_bins: 11, ceps: 12}",
+            "features: num_ceps 12 must lie in 1 to num_mel_bins",
+        ),
+        ("model={kind: transformer, d_model: 9, heads: 2}", "model.*9.*2"),
+        ("train.init=/nowhere", "/nowhere: no checkpoint in it"),
+        ("train.device=cuda:99", "train.device = cuda:99: this machine has no such GPU"),
+        ("model.listener.backend=cuda", "cuda"),
+    ],
+)
+def test_a_recipe_s_mistakes_end_train(override, message, tiny, run, commands):
+    assert re.search(message, commands.refused(train, tiny, "--run", run, override))
+
+
+def test_a_mistake_in_the_file_names_the_file(tiny, run, commands, tmp_path):
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(tiny.read_text() + "decode: {beem: 3}\n")
+    line = commands.refused(train, recipe, "--run", run)
+    assert line == f"{recipe}: decode.beem is not a recipe key. Did you mean 'beam'?"
+
+
+def test_a_missing_recipe(run, commands, tmp_path):
+    line = commands.refused(train, tmp_path / "none.yaml", "--run", run)
+    assert line == f"{tmp_path / 'none.yaml'}: there is no such recipe."
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_missing_manifest_names_the_command_that_makes_it(split, tiny, run, commands):
+    line = commands.refused(train, tiny, "--run", run, f"data.{split}=/x/dev.tsv")
+    assert line.startswith(f"data.{split}: /x/dev.tsv is not there. Make it with: python -m asr.pr")
+    more = ["data.corpus=librispeech", f"data.{split}=/x/dev-clean.tsv"]
+    line = commands.refused(train, tiny, "--run", run, *more)
+    assert "python -m asr.prepare librispeech --to /x --subsets dev-clean" in line
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_manifest_that_is_not_set(split, tiny, run, commands):
+    line = commands.refused(train, tiny, "--run", run, f"data.{split}=null")
+    assert line.startswith(f"data.{split} is not set: name a manifest")
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no column id, speaker, audio, seconds, text"),
+        ("id\tspeaker\taudio\tseconds\ttext\n", "the manifest is empty"),
+        ("id\taudio\ttext\n", "no column speaker, seconds"),
+        ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\t-3\tx\n", ":2: seconds is '-3'"),
+        ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\tnan\tx\n", ":2: seconds is 'nan'"),
+        ("id\tspeaker\taudio\tseconds\ttext\na\ts\t/etc/x\t3\tx\n", "lies outside"),
+        ("id\tspeaker\taudio\tseconds\ttext\na\ts\tx\t3\n", ":2: 4 fields where the header has 5"),
+    ],
+)
+def test_a_manifest_that_is_none(split, content, message, tiny, run, commands, tmp_path):
+    path = tmp_path / "own.tsv"
+    path.write_text(content)
+    line = commands.refused(train, tiny, "--run", run, f"data.{split}={path}")
+    assert line.startswith(str(path)) and message in line
+
+
+def test_training_text_that_is_empty(tiny, run, commands, manifest):
+    line = commands.refused(train, tiny, "--run", run, f"data.train={manifest(rows(3, text=''))}")
+    assert "training text is empty" in line
+
+
+def test_too_few_subwords(tiny, run, commands, manifest):
+    path = manifest(rows(3, text="abcdefg hij"))
+    more = ["text={kind: bpe, size: 9}", f"data.train={path}"]
+    assert "9 pieces are too few" in commands.refused(train, tiny, "--run", run, *more)
+
+
+def test_text_with_no_known_characters(tiny, run, tiny_run, commands, manifest):
+    path = manifest(rows(3, text="AB C"))
+    line = commands.refused(train, tiny, "--run", run, f"data.valid={path}")
+    assert line.startswith(f"{path}: its text has no character that the training text has")
+    line = commands.refused(evaluate, tiny_run, "--split", path, "--out", run)
+    assert line.startswith(f"{path}: its text has no character that the training text has")
+
+
+def test_utterances_outside_the_limits(tiny, run, commands):
+    line = commands.refused(train, tiny, "--run", run, "data.max_seconds=0.05")
+    assert "no utterance between data.min_seconds = 0.1 and data.max_seconds = 0.05" in line
+
+
+def test_utterances_with_more_labels_than_frames(tiny, run, commands, manifest):
+    path = manifest(rows(4, text="abcabcabcabcabcabcabcabc"))
+    line = commands.refused(train, tiny, "--run", run, f"data.train={path}")
+    assert "4 of 4 utterances have more CTC labels than frames: u0 u1 u2 u3" in line
+    assert "model.listener.pyramid" in line
+
+
+@pytest.mark.parametrize("mvn", ["utterance", "global"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_audio_that_is_not_there(workers, mvn, tiny, commands, manifest, tmp_path):
+    path = manifest(rows(5, audio="gone-{}.flac"))
+    more = [f"data.train={path}", f"data.workers={workers}", f"features.mvn={mvn}"]
+    line = commands.refused(train, tiny, "--run", tmp_path / "run", *more)
+    assert "cannot be read" in line or "could be read" in line
+    assert not list_checkpoints(tmp_path / "run")
+
+
+def test_validation_audio_that_is_not_there(tiny, commands, manifest, tmp_path):
+    path = manifest(rows(3, audio="gone-{}.flac"))
+    line = commands.refused(train, tiny, "--run", tmp_path / "run", f"data.valid={path}")
+    assert line.startswith(f"{path}: none of its 3 utterances could be read")
+
+
+def test_one_unreadable_validation_file_is_named(tiny, commands, manifest, tmp_path):
+    path = manifest([*rows(2), ("bad", "gone.flac", 0.4, "ab")])
+    more = [f"data.valid={path}", "train.steps=1"]
+    code, out, _ = commands(train, tiny, "--run", tmp_path / "run", *more)
+    assert code == 0 and "left out bad: " in out
+
+
+def test_a_run_is_not_overwritten(tiny, tiny_run, commands):
+    before = {path: path.stat().st_mtime_ns for path in tiny_run.rglob("*")}
+    line = commands.refused(train, tiny, "--run", tiny_run)
+    assert line == f"{tiny_run}: already holds a run; add --resume, or choose another --run"
+    assert before == {path: path.stat().st_mtime_ns for path in tiny_run.rglob("*")}
+
+
+def test_resuming_with_another_model(tiny, tiny_run, commands, tmp_path):
+    shutil.copytree(tiny_run, tmp_path / "copy")
+    arguments = (tiny, "--run", tmp_path / "copy", "--resume", "model.listener.hidden=6")
+    assert "weights of another model" in commands.refused(train, *arguments)
+
+
+def test_a_run_folder_in_the_way(tiny, commands, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    line = commands.refused(train, tiny, "--run", tmp_path / "file")
+    assert str(tmp_path / "file") in line and (tmp_path / "file").read_text() == "mine"
+
+
+class TestNoRun:
+    @pytest.mark.parametrize("command", [evaluate, transcribe])
+    def test_a_folder_that_is_none(self, command, tiny, commands, tmp_path):
+        last = ["--split", "test"] if command is evaluate else [tiny.parent / "test-0.flac"]
+        for folder in (tmp_path, tmp_path / "nowhere", tiny):
+            line = commands.refused(command, folder, *last)
+            assert line == f"{folder}: no recipe.yaml in it, so it is no run folder"
+
+    @pytest.mark.parametrize(
+        ("lost", "message"),
+        [
+            ("checkpoints", "no checkpoint in it; train it first"),
+            ("tokenizer.json", "no tokenizer.json that can be read; is this a run folder?"),
+        ],
+    )
+    def test_a_run_that_lacks_something(self, lost, message, tiny, tiny_run, commands, tmp_path):
+        run = tmp_path / "copy"
+        shutil.copytree(tiny_run, run, ignore=shutil.ignore_patterns(lost))
+        assert message in commands.refused(transcribe, run, tiny.parent / "test-0.flac")
+        assert message in commands.refused(evaluate, run, "--split", "test")
+        assert not (run / "evaluate").exists()
+
+    def test_a_checkpoint_of_another_vocabulary(self, tiny, tiny_run, commands, tmp_path):
+        run = tmp_path / "copy"
+        shutil.copytree(tiny_run, run)
+        text = (run / "tokenizer.json").read_text()
+        (run / "tokenizer.json").write_text(text.replace('"c"', '"d"'))
+        for command, *last in (
+            (transcribe, tiny.parent / "test-0.flac"),
+            (evaluate, "--split", "test"),
+        ):
+            line = commands.refused(command, run, *last)
+            assert "model.safetensors: of another vocabulary" in line
+        assert "of another vocabulary" in commands.refused(train, tiny, "--run", run, "--resume")
+
+    def test_damaged_weights(self, tiny, tiny_run, commands, tmp_path):
+        run = tmp_path / "copy"
+        shutil.copytree(tiny_run, run)
+        for checkpoint in list_checkpoints(run):
+            path = checkpoint.folder / "model.safetensors"
+            path.write_bytes(path.read_bytes()[:-8])
+        line = commands.refused(transcribe, run, tiny.parent / "test-0.flac")
+        assert "checkpoint" in line
+
+    def test_a_damaged_recipe(self, tiny, tiny_run, commands, tmp_path):
+        run = tmp_path / "copy"
+        shutil.copytree(tiny_run, run)
+        (run / "recipe.yaml").write_text("run: [")
+        line = commands.refused(transcribe, run, tiny.parent / "test-0.flac")
+        assert line.startswith(f"{run / 'recipe.yaml'}:1: not valid YAML")
+
+
+def test_resuming_from_a_flipped_bit(tiny, tiny_run, commands, tmp_path):
+    """A weight that changed on the disk must not go on training in silence."""
+    run = tmp_path / "copy"
+    shutil.copytree(tiny_run, run)
+    path = list_checkpoints(run)[-1].folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 64
+    path.write_bytes(content)
+    line = commands.refused(train, tiny, "--run", run, "--resume")
+    assert line.startswith(f"{path.parent}: damaged, its checksums differ; remove it")
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("tset", "--split tset: neither a manifest (.tsv) nor one of train, valid, test"),
+        ("none.tsv", "none.tsv: cannot be read: No such file or directory"),
+    ],
+)
+def test_an_unknown_split(split, message, tiny_run, commands):
+    assert commands.refused(evaluate, tiny_run, "--split", split) == message
+
+
+def test_evaluating_what_cannot_be_read(tiny_run, commands, manifest, run):
+    path = manifest(rows(3, audio="gone-{}.flac"))
+    line = commands.refused(evaluate, tiny_run, "--split", path, "--out", run)
+    assert line == f"{path}: none of its 3 utterances could be read"
+
+
+def test_a_wrong_override_of_evaluate(tiny_run, commands):
+    line = commands.refused(evaluate, tiny_run, "--split", "test", "decode.beem=4")
+    assert line == "command line: decode.beem is not a recipe key. Did you mean 'beam'?"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.wav", None, "no such file"),
+        ("empty.wav", b"", "the file is empty (0 bytes)"),
+        ("noise.wav", b"RIFFnonsense" * 9, "not readable as audio"),
+        ("text.mp3", b"hello there", "not readable as audio"),
+    ],
+)
+def test_audio_that_cannot_be_decoded(name, content, message, tiny_run, commands, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    line = commands.refused(transcribe, tiny_run, tmp_path / name)
+    assert line.startswith(f"{tmp_path / name}: ") and message in line
+
+
+@pytest.mark.parametrize("samples", [np.zeros(0), np.full(4000, np.nan), np.full(4000, 99.0)])
+def test_audio_that_holds_nothing_to_hear(samples, tiny_run, commands, tmp_path):
+    soundfile.write(tmp_path / "a.wav", samples.astype(np.float32), 8000, subtype="FLOAT")
+    line = commands.refused(transcribe, tiny_run, tmp_path / "a.wav")
+    assert line.startswith(str(tmp_path / "a.wav"))
+
+
+@pytest.mark.parametrize("command", [train, evaluate, transcribe])
+def test_help_is_no_mistake_and_nothing_is_one(command, commands):
+    code, out, _ = commands(command, "--help")
+    assert code == 0 and f"python -m {command.__name__}" in out
+    code, _, err = commands(command)
+    assert code == 2 and "usage:" in err and "Traceback" not in err
