@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_speech import age
 
 from asr.training.log import Log
 from asr.training.loop import Position, Step
@@ -21,12 +22,6 @@ def curve(run, name):
 
 def step(total, count, norm=1.0, lr=0.5, seconds=3.0):
     return Step({"nats": Sum(torch.tensor(total), torch.tensor(count))}, norm, lr, seconds)
-
-
-def age(run):
-    """Event files are read in the order of the second in their name: put these before others."""
-    for path in run.glob("events.*"):
-        path.rename(path.with_name("events.out.tfevents.0000000001.old"))
 
 
 def text(run, name):

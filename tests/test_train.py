@@ -10,7 +10,7 @@ import soundfile
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_speech import RATE, tones
+from tiny_speech import RATE, age, tones
 
 from asr import evaluate, train, transcribe
 from asr.data.corpus import read_manifest
@@ -108,6 +108,7 @@ def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp
         code, *_ = commands(train, tiny, "--run", tmp_path, "train.save_every=1")
     _, position = last_state(tmp_path)
     assert code == 130 and position["step"] == step and position["batch"] > 0
+    age(tmp_path)
     arguments = (tiny, "--run", tmp_path, "--resume", f"data.workers={workers}")
     code, out, _ = commands(train, *arguments)
     assert code == 0 and "resuming tiny" in out
