@@ -107,6 +107,8 @@ def test_steps_equal_the_whole(kind):
     tokens = torch.tensor([[SOS, 4, 9, 9, 5], [SOS, 12, 4, 7, 8], [SOS, 6, 6, 6, 6]])
     expected = model.decode(memory, tokens).log_softmax(-1)
     weights = model.attention(memory, tokens)
+    both = model.decode_and_attend(memory, tokens)
+    torch.testing.assert_close(both, (model.decode(memory, tokens), weights))
     state = model.start(memory)
     for u, token in enumerate(tokens.unbind(dim=1)):
         log_probs, state = model.step(state, token[:, None])

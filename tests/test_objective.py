@@ -1,5 +1,7 @@
 """The objective against torch's own cross_entropy and ctc_loss, mean by mean."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from asr.data.batch import Batch
 from asr.nn.memory import Memory
 from asr.tokens import BLANK, EOS, SOS
 from asr.training.objective import (
+    Guide,
     SpeechObjective,
     Sum,
     add,
@@ -16,6 +19,7 @@ from asr.training.objective import (
     ctc_loss,
     means,
     needed_frames,
+    off_diagonal,
     shift,
 )
 
@@ -158,6 +162,52 @@ def test_without_a_ctc_head_it_is_cross_entropy_alone():
     torch.testing.assert_close(sums["objective"].total, expected)
     objective.set_step(17)
     assert objective.model.told == 17
+
+
+def test_off_diagonal_is_the_paper_s_equation():
+    """Tachibana et al. 2018, eq. 6, by a loop over every token and frame of each utterance."""
+    torch.manual_seed(4)
+    tokens, frames, width = [6, 3, 1], [13, 7, 3], 0.2
+    weights = torch.rand(B, U + 1, T, dtype=torch.float64)
+    expected = 0.0
+    for b in range(B):
+        for u in range(tokens[b]):
+            for t in range(frames[b]):
+                apart = u / tokens[b] - t / frames[b]
+                cost = 1 - math.exp(-(apart**2) / (2 * width**2))
+                expected += cost * float(weights[b, u, t])
+    said = torch.arange(U + 1) < torch.tensor(tokens)[:, None]
+    valid = torch.arange(T) < torch.tensor(frames)[:, None]
+    # As attention gives them: no weight in a frame of padding, any weight of a token of padding.
+    found = off_diagonal(weights * valid[:, None], said, valid, width)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_guide_holds_in_training_before_its_last_step():
+    class Seer(Parrot):
+        def decode_and_attend(self, memory, tokens):
+            return self.logits, weights
+
+    torch.manual_seed(5)
+    weights = torch.rand(B, U + 1, T)
+    logits, valid = torch.randn(B, U + 1, V), torch.ones(B, T).bool()
+    objective = SpeechObjective(Seer(logits, None, valid), 0.0, 0.1, Guide(0.7, 0.1, steps=3))
+    _, targets = shift(TOKENS, LENGTHS)
+    plain = cross_entropy(logits, targets, 0.1)["objective"].total
+    off = off_diagonal(weights, targets != BLANK, valid, 0.1)
+
+    def told(step, training):
+        objective.set_step(step)
+        return objective.train(training)(batch())
+
+    for step in (0, 2):
+        sums = told(step, training=True)
+        torch.testing.assert_close(sums["objective"].total, plain + 0.7 * off)
+        torch.testing.assert_close(sums["off_diagonal"].total, off)
+        torch.testing.assert_close(told(step, training=False)["objective"].total, plain)
+    sums = told(3, training=True)
+    torch.testing.assert_close(sums["objective"].total, plain)
+    assert "off_diagonal" not in sums
 
 
 def test_sums_add_up_before_they_are_divided():

@@ -74,6 +74,7 @@ def make_recipe(folder):
             "accumulate": 2,
             "optimizer": {"lr": 0.01},
             "schedule": {"warmup": 2},
+            "guide": {"steps": 4},
             "samples": 1,
             "log_every": 1,
             "threads": 1,
