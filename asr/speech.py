@@ -133,9 +133,12 @@ def speech_task(recipe: Recipe, run: Path, resume: bool) -> SpeechTask:
         if front_end.norm.needs_statistics:
             front_end.norm.load(run / STATISTICS)
     else:
-        tokenizer = build.tokenizer(recipe.text, training)
+        # Weights that are tuned further mean nothing under another vocabulary.
+        init = recipe.train.init
+        tokenizer = load_tokenizer(init) if init else build.tokenizer(recipe.text, training)
         measure(training, front_end, data.workers)
-    corpora.check_text(valid.texts, [tokenizer.unknown(text) for text in valid.texts], valid.path)
+    for part in (training, valid):
+        corpora.check_text(part.texts, [tokenizer.unknown(text) for text in part.texts], part.path)
     torch.manual_seed(recipe.seed)
     objective = build.speech_objective(recipe, front_end.size, tokenizer.size)
     check_room(recipe, training, tokenizer, front_end, objective)

@@ -53,7 +53,10 @@ def rows(count, text="ab c", audio="train-{}.flac"):
             "features: num_ceps 12 must lie in 1 to num_mel_bins",
         ),
         ("model={kind: transformer, d_model: 9, heads: 2}", "model.*9.*2"),
-        ("train.init=/nowhere", "/nowhere: no checkpoint in it"),
+        (
+            "train.init=/nowhere",
+            "/nowhere: no tokenizer.json that can be read; is this a run folder",
+        ),
         ("train.device=cuda:99", "train.device = cuda:99: this machine has no such GPU"),
         ("model.listener.backend=cuda", "cuda"),
     ],

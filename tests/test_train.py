@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import jiwer
 import numpy as np
@@ -13,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_speech import RATE, age, tones
 
 from asr import evaluate, train, transcribe
-from asr.data.corpus import read_manifest
+from asr.data.corpus import read_manifest, write_manifest
+from asr.data.text import load_tokenizer
 from asr.recipe import read_recipe
 from asr.recognizer import Recognizer
 from asr.training.checkpoint import list_checkpoints
@@ -173,6 +175,18 @@ def test_fine_tuning_starts_from_another_run_s_weights(tiny, tiny_run, commands,
     expected = load_file(best.folder / "model.safetensors")
     found = load_file(list_checkpoints(tmp_path)[-1].folder / "model.safetensors")
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+def test_fine_tuning_keeps_the_vocabulary(tiny, tiny_run, commands, tmp_path):
+    """The new text has fewer letters, and one that the old one had not."""
+    corpus = read_manifest(tiny.parent / "train.tsv")
+    manifest = tiny.parent / "tune.tsv"
+    write_manifest(manifest, [replace(u, text=u.text.replace("c", "x")) for u in corpus])
+    more = [f"train.init={tiny_run}", f"data.train={manifest}", "train.steps=1"]
+    code, _, err = commands(train, tiny, "--run", tmp_path, *more)
+    assert code == 0, err
+    old, new = (load_tokenizer(run).fingerprint() for run in (tiny_run, tmp_path))
+    assert old == new
 
 
 def test_the_alarm_says_what_to_try(tiny, commands, tmp_path):
