@@ -1,6 +1,7 @@
 """The loop on a tiny objective: what one step does, judged by torch, and when it stops."""
 
 import math
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -201,6 +202,21 @@ def test_resuming_anywhere_gives_the_same_weights(stop):
     assert torch.equal(rest.model.weight, straight.model.weight)
     assert few.read + later.read == [(e, n) for e in (1, 2) for n in range(5)]
     assert position.utterances == 20
+
+
+def test_training_time_counts_loading_but_not_what_lies_between():
+    class Slow(Few):
+        def batches(self, epoch, skip=0):
+            for each in super().batches(epoch, skip):
+                time.sleep(0.05)
+                yield each
+
+    objective, position = Frames(), Position()
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
+    between = Between(*[lambda *_: time.sleep(0.2)] * 3, note=print)
+    few = Slow([batch(1), batch(2)])
+    fit(objective, few, optimizer, constant(0.1, 0), position, LIMITS, between)
+    assert 0.1 <= position.train_seconds < 0.4
 
 
 def test_a_finished_run_does_nothing_more():

@@ -88,24 +88,22 @@ def fit(
     allowed = max(limits.broken * utterances, math.ceil(limits.broken))  # per epoch
     bad = 0
     while not _finished(position, limits):
+        begin = time.perf_counter()
         for group in groups(epochs.batches(position.epoch, position.batch), limits.accumulate):
-            begin = time.perf_counter()
             _count(position, group, allowed, between.note)
             objective.set_step(position.step)
             lr = schedule(position.step + 1, min((position.step + 1) / total, 1.0))
-            step = take_step(
-                objective, [b.to(device) for b in group if len(b)], optimizer, lr, limits
-            )
+            readable = [batch.to(device) for batch in group if len(batch)]
+            step = take_step(objective, readable, optimizer, lr, limits)
             position.step += 1
-            if math.isfinite(step.norm):
-                bad = 0
-            else:
-                bad = _bad_step(bad, group, position, limits, between.note)
+            finite = math.isfinite(step.norm)
+            bad = 0 if finite else _bad_step(bad, group, position, limits, between.note)
             position.train_seconds += time.perf_counter() - begin
             between.log(position, step)
             between.after_step(position)
             if _finished(position, limits):
                 return
+            begin = time.perf_counter()
         position.epoch, position.batch = position.epoch + 1, 0
         between.after_epoch(position)
 
