@@ -11,7 +11,7 @@ template <class E> class Backward : Worker<E> {
   using Base = Worker<E>;
   using T = Sum<E>;
   using Base::call, Base::cell, Base::share, Base::own, Base::H, Base::G;
-  static constexpr int64_t kEnough = 256;
+  static constexpr int64_t kEnough = 512;
 
   const BackwardWeights<E>& weights;
   std::vector<T> dh, dc, dgates_x, dgates_h, scratch, state;

@@ -47,10 +47,26 @@ inline uint32_t bf16_bits(float x) {  // rounded to nearest, ties to even; NaN s
   return x == x ? rounded : 0x7fc0u;
 }
 
-// One element from row k (and k + 1) of a matrix given by its rows.
-template <class T> inline void gather(T& to, const T* a, const T*) { to = *a; }
-inline void gather(Pair& to, const float* a, const float* b) {
-  to.bits = bf16_bits(*a) | (b ? bf16_bits(*b) << 16 : 0u);
+#if defined(__AVX512BF16__)
+inline __m512i half_bits(const float* from) {  // 16 of them, each in 32 bits
+  return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from)));
+}
+#endif
+
+// `count` elements from row k, and for pairs k + 1 (null: zeros), of a matrix.
+template <class T> inline void gather(T* to, const T* row, const T*, int64_t count) {
+  std::copy_n(row, count, to);
+}
+inline void gather(Pair* to, const float* row, const float* next, int64_t count) {
+  int64_t n = 0;
+#if defined(__AVX512BF16__)
+  for (; n + 16 <= count; n += 16) {
+    __m512i low = half_bits(row + n), high = next ? half_bits(next + n) : __m512i{};
+    _mm512_storeu_si512(to + n, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+#endif
+  for (; n < count; n++)
+    to[n].bits = bf16_bits(row[n]) | (next ? bf16_bits(next[n]) << 16 : 0u);
 }
 
 template <class T> inline Vec<T> multiply_add(Vec<T> acc, T a, Vec<T> b) { return acc + a * b; }
@@ -79,18 +95,21 @@ template <class E> struct Panels {
   // From K rows of N values.
   void from_rows(const Sum<E>* const* rows, int64_t k_count, int64_t columns) {
     shape(k_count, columns);
-    fill([&](int64_t k, int64_t n, E& to) {
+    fill([&](int64_t k, int64_t n, int64_t count, E* to) {
       bool both = Element<E>::kPer == 2 && k + 1 < K;
-      gather(to, rows[k] + n, both ? rows[k + 1] + n : nullptr);
+      gather(to, rows[k] + n, both ? rows[k + 1] + n : nullptr, count);
     });
   }
 
   // From the transpose: N rows of K values, one after the other.
   void from_columns(const Sum<E>* matrix, int64_t k_count, int64_t columns) {
     shape(k_count, columns);
-    fill([&](int64_t k, int64_t n, E& to) {
-      const Sum<E>* at = matrix + n * K + k;
-      gather(to, at, Element<E>::kPer == 2 && k + 1 < K ? at + 1 : nullptr);
+    fill([&](int64_t k, int64_t n, int64_t count, E* to) {
+      bool both = Element<E>::kPer == 2 && k + 1 < K;
+      for (int64_t c = 0; c < count; c++) {
+        const Sum<E>* at = matrix + (n + c) * K + k;
+        gather(to + c, at, both ? at + 1 : nullptr, 1);
+      }
     });
   }
 
@@ -102,7 +121,7 @@ template <class E> struct Panels {
     for (int width : widths) {
       int64_t wide = width * lanes, real = std::min(wide, N - begin);
       for (int64_t k = 0; k < depth; k++, to += wide) {
-        for (int64_t n = 0; n < real; n++) get(k * Element<E>::kPer, begin + n, to[n]);
+        get(k * Element<E>::kPer, begin, real, to);
         std::fill(to + real, to + wide, E{});
       }
       begin += wide;
@@ -122,7 +141,10 @@ inline void tile(const E* const* a, int64_t k, int64_t depth, const E* b, Sum<E>
   for (int64_t d = 0; d < depth; d++, b += W * lanes) {
     Vec<S> from_b[W];
 #pragma GCC unroll 3
-    for (int w = 0; w < W; w++) from_b[w] = load<S>((const S*)b + w * lanes);
+    for (int w = 0; w < W; w++) {
+      from_b[w] = load<S>((const S*)b + w * lanes);
+      __builtin_prefetch((const S*)b + (8 * W + w) * lanes);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 3
@@ -171,21 +193,23 @@ void multiply(const E* const* a, int64_t M, const Panels<E>& b, Sum<E>* const* c
 
 // A transposed: K rows of M values become blocks of kRows columns, each (depth, kRows).
 template <class E> struct Blocks {
-  std::vector<E> data;
+  std::vector<E> data, line;
   std::vector<const E*> columns;
 
   void from_rows(const Sum<E>* const* rows, int64_t K, int64_t M) {
     int64_t depth = packed_depth<E>(K), blocks = (M + kRows - 1) / kRows;
     data.resize(blocks * depth * kRows);
     columns.resize(blocks * kRows);
+    line.resize(blocks * kRows);
     for (int64_t m = 0; m < blocks * kRows; m++)
       columns[m] = data.data() + m / kRows * depth * kRows + m % kRows;
     for (int64_t d = 0; d < depth; d++) {
       int64_t k = d * Element<E>::kPer;
       const Sum<E>* one = rows[k];
       const Sum<E>* two = Element<E>::kPer == 2 && k + 1 < K ? rows[k + 1] : nullptr;
-      for (int64_t m = 0; m < M; m++)
-        gather(data[(m / kRows * depth + d) * kRows + m % kRows], one + m, two ? two + m : two);
+      gather(line.data(), one, two, M);
+      for (int64_t block = 0; block < blocks; block++)
+        std::copy_n(&line[block * kRows], kRows, &data[(block * depth + d) * kRows]);
     }
   }
 };
@@ -203,10 +227,16 @@ template <class E> struct Rows {
       int64_t depth = packed_depth<E>(K);
       data.resize(M * depth);
       for (int64_t m = 0; m < M; m++) {
-        E* to = data.data() + m * depth;
-        rows[m] = to;
-        for (int64_t k = 0; k < K; k += 2)
-          gather(to[k / 2], values[m] + k, k + 1 < K ? values[m] + k + 1 : nullptr);
+        uint16_t* to = (uint16_t*)(data.data() + m * depth);
+        rows[m] = data.data() + m * depth;
+        int64_t k = 0;
+#if defined(__AVX512BF16__)
+        for (; k + 16 <= K; k += 16)
+          _mm256_storeu_si256((__m256i*)(to + k),
+                              (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(values[m] + k)));
+#endif
+        for (; k < K; k++) to[k] = uint16_t(bf16_bits(values[m][k]));
+        if (K % 2) to[K] = 0;
       }
     }
   }
