@@ -16,7 +16,7 @@ from asr.models.listener import Listener
 from asr.models.speller import Speller
 from asr.models.transformer import Transformer
 from asr.nn.drop import VShape
-from asr.settings import Features, Model, Recipe, Text
+from asr.settings import Features, Model, SpeechRecipe, Text
 from asr.settings.train import Train
 from asr.training import optim as rates
 from asr.training.loop import Limits
@@ -98,7 +98,7 @@ def las(model: settings.Las, features: int, vocabulary: int) -> LAS:
     return LAS(listener, speller, vocabulary, sampling, ctc=model.ctc_weight > 0)
 
 
-def speech_objective(recipe: Recipe, features: int, vocabulary: int) -> SpeechObjective:
+def speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> SpeechObjective:
     """The model with its loss, on the recipe's device."""
     model = speech_model(recipe.model, features, vocabulary)
     train = recipe.train
@@ -117,7 +117,7 @@ def device(name: str) -> torch.device:
     return chosen
 
 
-def epochs(recipe: Recipe, utterances: Utterances) -> Epochs:
+def epochs(recipe: SpeechRecipe, utterances: Utterances) -> Epochs:
     """The training corpus in batches."""
     train = recipe.train
     return Epochs(
@@ -144,14 +144,13 @@ def schedule(train: Train) -> rates.Schedule:
     return rates.ramp_hold_decay(lr, plan.warmup, plan.hold, plan.floor)
 
 
-def limits(recipe: Recipe) -> Limits:
-    """How far to train and what each step may do."""
-    train = recipe.train
+def limits(train: Train, broken: float) -> Limits:
+    """How far to train and what each step may do; `broken` share of what is read may be lost."""
     return Limits(
         epochs=train.epochs,
         steps=train.steps,
         accumulate=train.accumulate,
         clip=train.clip,
         precision=train.precision,
-        broken=recipe.data.broken,
+        broken=broken,
     )

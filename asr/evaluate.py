@@ -13,7 +13,7 @@ from asr.errors import UserError
 from asr.recognizer import Recognizer, run_recipe
 from asr.scoring.files import percent, write_evaluation
 from asr.scoring.wer import Score, score
-from asr.settings import Recipe
+from asr.settings import SpeechRecipe
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def recognise(
-    recognizer: Recognizer, corpus: Corpus, recipe: Recipe
+    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe
 ) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
     """Texts by utterance id, of attention and of CTC alone; and why some could not be read.
 
@@ -77,7 +77,7 @@ def write(
     corpus: Corpus,
     texts: dict[str, tuple[str, str]],
     reasons: dict[str, str],
-    recipe: Recipe,
+    recipe: SpeechRecipe,
 ) -> Score:
     """Score every utterance, the unreadable ones as empty, and write the files."""
     references, ids = corpus.texts, corpus.ids

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from asr.errors import UserError
-from asr.settings import Recipe, Settings
+from asr.settings import RECIPES, Recipe, Settings
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 20
@@ -65,8 +65,9 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
 def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = ()) -> Recipe:
     """A plain mapping -> Recipe; `place` and the overridden key paths go into the error line."""
+    kind = _recipe_kind(tree, place)
     try:
-        return Recipe.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
         details = error.errors(include_url=False)
     first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
@@ -76,7 +77,14 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
     ):
         place = "command line"
     more = f" ({len(details) - 1} more like it)" if len(details) > 1 else ""
-    raise RecipeError(f"{place}: {_explain(first, keys)}{more}")
+    raise RecipeError(f"{place}: {_explain(first, keys, kind)}{more}")
+
+
+def _recipe_kind(tree: Mapping[str, Any], place: str) -> type[Recipe]:
+    task = tree.get("task", "speech")
+    if not isinstance(task, str) or task not in RECIPES:
+        raise RecipeError(f"{place}: task = {task!r}: must be one of {', '.join(RECIPES)}.")
+    return RECIPES[task]
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
@@ -167,10 +175,10 @@ def _plain_location(location: Iterable[Any]) -> list[Any]:
     return keys
 
 
-def _explain(detail: ErrorDetails, keys: tuple[str, ...]) -> str:
+def _explain(detail: ErrorDetails, keys: tuple[str, ...], kind: type[Recipe]) -> str:
     name = ".".join(keys)
     if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(keys[-1], _siblings(detail["loc"]), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(keys[-1], _siblings(detail["loc"], kind), n=1, cutoff=0.5)
         return f"{name} is not a recipe key.{f' Did you mean {near[0]!r}?' if near else ''}"
     if detail["type"] == "missing":
         return f"{name} is missing."
@@ -179,9 +187,9 @@ def _explain(detail: ErrorDetails, keys: tuple[str, ...]) -> str:
     return f"{name} = {value if len(value) < 60 else value[:57] + '...'}: {message}."
 
 
-def _siblings(location: tuple[Any, ...]) -> list[str]:
+def _siblings(location: tuple[Any, ...], recipe: type[Recipe]) -> list[str]:
     """The keys that may stand where an unknown one stood."""
-    group: Any = Recipe
+    group: Any = recipe
     for key in location[:-1]:
         if key in KINDS:
             group = next(kind for kind in _groups(group) if key in _kind_of(kind))
@@ -203,7 +211,10 @@ def _kind_of(group: type[Settings]) -> tuple[str, ...]:
 
 
 KINDS = {
-    kind for group in _groups(Recipe.model_fields["model"].annotation) for kind in _kind_of(group)
+    kind
+    for recipe in RECIPES.values()
+    for group in _groups(recipe.model_fields["model"].annotation)
+    for kind in _kind_of(group)
 }
 
 

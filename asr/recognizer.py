@@ -23,7 +23,7 @@ from asr.decoding.search import Hypothesis, greedy
 from asr.errors import UserError
 from asr.nn.memory import Memory
 from asr.recipe import read_recipe
-from asr.settings import Decode, Recipe
+from asr.settings import Decode, SpeechRecipe
 from asr.training.checkpoint import choose, load_weights
 from features.audio import from_samples
 from features.front_end import FrontEnd
@@ -121,11 +121,14 @@ class Recognizer:
         return [self.tokenizer.decode(ids) for ids in ctc_greedy(log_probs, memory.valid)]
 
 
-def run_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The resolved recipe of a run. UserError where the folder is no run."""
+def run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
+    """The resolved recipe of a run. UserError where the folder is no run that recognises speech."""
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run}: no recipe.yaml in it, so it is no run folder")
-    return read_recipe(run / "recipe.yaml", overrides)
+    recipe = read_recipe(run / "recipe.yaml", overrides)
+    if not isinstance(recipe, SpeechRecipe):
+        raise UserError(f"{run}: a run of the task {recipe.task}; only speech can be transcribed")
+    return recipe
 
 
 def about(tokenizer: Tokenizer) -> dict[str, str]:

@@ -22,7 +22,7 @@ from asr.nn.memory import Memory
 from asr.recognizer import STATISTICS, Recognizer, about
 from asr.scoring.pictures import attention_picture, diagonality, feature_picture
 from asr.scoring.wer import score
-from asr.settings import Recipe
+from asr.settings import SpeechRecipe
 from asr.training.log import Log
 from asr.training.loop import Position
 from asr.training.objective import SpeechObjective, needed_frames, shift
@@ -31,13 +31,32 @@ from features.front_end import FrontEnd
 
 @dataclass(frozen=True)
 class SpeechTask:
-    """Everything that asr.train needs to know of a task."""
+    """The Task of asr.train for speech."""
 
-    recipe: Recipe
+    recipe: SpeechRecipe
     objective: SpeechObjective
     epochs: Epochs
     heard: Utterances  # of the validation split
     recognizer: Recognizer
+
+    @property
+    def allowed_broken(self) -> float:
+        """Share of the corpus that may turn out unreadable."""
+        return self.recipe.data.broken
+
+    def prepare(self, run: Path) -> None:
+        """What a run folder needs beside checkpoints, so that it can transcribe on its own."""
+        self.recognizer.tokenizer.save(run)
+        if self.recognizer.front_end.norm.needs_statistics:
+            self.recognizer.front_end.norm.save(run / STATISTICS)
+
+    def describe(self) -> str:
+        """The corpus in a few words."""
+        corpus, plan = self.epochs.utterances.corpus, self.epochs.plan(1)
+        return (
+            f"{corpus.seconds.sum() / 3600:.2f} h in {len(corpus)} utterances, "
+            f"{len(plan.batches)} batches an epoch, {100 * plan.padding:.1f} % padding"
+        )
 
     @property
     def about(self) -> dict[str, str]:
@@ -118,7 +137,7 @@ class SpeechTask:
             log.text(f"decoded/{utterance.id}", "\n\n".join(lines), step)
 
 
-def speech_task(recipe: Recipe, run: Path, resume: bool) -> SpeechTask:
+def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
     """Read the corpus, make or load vocabulary and statistics, build the model.
 
     Raises UserError for a corpus that is missing or cannot be learned from as the recipe stands.
@@ -152,7 +171,7 @@ def speech_task(recipe: Recipe, run: Path, resume: bool) -> SpeechTask:
 
 
 def check_room(
-    recipe: Recipe,
+    recipe: SpeechRecipe,
     corpus: Corpus,
     tokenizer: Tokenizer,
     front_end: FrontEnd,

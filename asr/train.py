@@ -3,17 +3,17 @@
 import argparse
 import math
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from asr import build, command
 from asr.errors import UserError
 from asr.recipe import as_yaml, read_recipe, write_recipe
-from asr.recognizer import STATISTICS
 from asr.settings import Recipe
-from asr.speech import SpeechTask, speech_task
+from asr.speech import speech_task
 from asr.training.checkpoint import (
     best_of,
     choose,
@@ -26,7 +26,9 @@ from asr.training.checkpoint import (
 )
 from asr.training.log import Log
 from asr.training.loop import (
+    Batch,
     Between,
+    Epochs,
     Position,
     fit,
     planned_steps,
@@ -35,7 +37,29 @@ from asr.training.loop import (
     restore_random_state,
     validate,
 )
-from asr.training.objective import means
+from asr.training.objective import Objective, means
+
+
+class Task(Protocol):
+    """What is trained on what; asr/speech.py has the first."""
+
+    recipe: Recipe
+    objective: Objective
+    epochs: Epochs
+    about: dict[str, str]  # what a checkpoint says of itself; another one's must agree
+    allowed_broken: float  # share of the corpus that may turn out unreadable
+
+    def describe(self) -> str: ...
+
+    def prepare(self, run: Path) -> None: ...
+
+    def valid(self) -> Iterator[Batch]: ...
+
+    def report(self, log: Log, position: Position) -> dict[str, float]: ...
+
+
+# The maker of each task: (recipe, run folder, whether the run is gone on with) -> Task.
+TASKS: Mapping[str, Callable[[Any, Path, bool], Task]] = {"speech": speech_task}
 
 
 def main() -> None:
@@ -63,32 +87,25 @@ def train(recipe: Recipe, run: Path, resume: bool = False) -> None:
         raise UserError(f"{run}: already holds a run; add --resume, or choose another --run")
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    task = speech_task(recipe, run, resume=bool(there))
+    task = TASKS[recipe.task](recipe, run, bool(there))
     if recipe.train.init and not there:
         source = choose(recipe.train.init, "best", 1)
         load_weights(task.objective.model, source, task.about)
     run.mkdir(parents=True, exist_ok=True)
     if not there:
-        prepare_run(task, run)
+        write_recipe(recipe, run / "recipe.yaml")
+        task.prepare(run)
     Training(task, run).go(resume=bool(there))
-
-
-def prepare_run(task: SpeechTask, run: Path) -> None:
-    """What a run folder needs beside checkpoints, so that it can transcribe on its own."""
-    write_recipe(task.recipe, run / "recipe.yaml")
-    task.recognizer.tokenizer.save(run)
-    if task.recognizer.front_end.norm.needs_statistics:
-        task.recognizer.front_end.norm.save(run / STATISTICS)
 
 
 class Training:
     """One run: what happens between the steps of asr.training.loop.fit."""
 
-    def __init__(self, task: SpeechTask, run: Path) -> None:
+    def __init__(self, task: Task, run: Path) -> None:
         self.task, self.run, self.settings = task, run, task.recipe.train
         self.optimizer = build.optimizer(self.settings, task.objective)
         self.position = Position()
-        self.limits = build.limits(task.recipe)
+        self.limits = build.limits(self.settings, task.allowed_broken)
         self.metrics: dict[str, float] = {}
         self.validated = -1
 
@@ -172,12 +189,9 @@ class Training:
 
     def _greet(self, resume: bool) -> None:
         parameters = sum(p.numel() for p in self.task.objective.parameters())
-        corpus, plan = self.task.epochs.utterances.corpus, self.task.epochs.plan(1)
         self.log.note(
             f"{'resuming' if resume else 'training'} {self.task.recipe.run}: "
-            f"{parameters / 1e6:.2f} M parameters, {corpus.seconds.sum() / 3600:.2f} h in "
-            f"{len(corpus)} utterances, {len(plan.batches)} batches an epoch, "
-            f"{100 * plan.padding:.1f} % padding"
+            f"{parameters / 1e6:.2f} M parameters, {self.task.describe()}"
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from asr.recipe import RecipeError, as_yaml, read_recipe, write_recipe
-from asr.settings import Recipe
+from asr.settings import SpeechRecipe
 
 PLAIN = "run: x\ndata: {train: a.tsv}\nmodel: {kind: las}\n"
 
@@ -92,7 +92,7 @@ def test_what_is_written_reads_back_the_same(tmp_path, read):
     write_recipe(recipe, tmp_path / "out.yaml")
     assert read_recipe(tmp_path / "out.yaml") == recipe
     tree = yaml.safe_load(as_yaml(recipe))
-    assert set(tree) == set(Recipe.model_fields)  # every key, also the untouched
+    assert set(tree) == set(SpeechRecipe.model_fields)  # every key, also the untouched
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Every recipe key with its type, bounds and default: the catalogue a user reads."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -14,16 +14,12 @@ Model = Annotated[Las | Transformer, Field(discriminator="kind")]
 
 
 class Recipe(Settings):
-    """One experiment."""
+    """What the recipes of all tasks have: one experiment."""
 
+    task: str
     run: str  # folder under runs/
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
-    data: Data
-    features: Features = Features()
-    text: Text = Text()
-    model: Model
     train: Train = Train()
-    decode: Decode = Decode()
 
     @field_validator("run")
     @classmethod
@@ -33,7 +29,21 @@ class Recipe(Settings):
         return name
 
 
+class SpeechRecipe(Recipe):
+    """Speech to text."""
+
+    task: Literal["speech"] = "speech"
+    data: Data
+    features: Features = Features()
+    text: Text = Text()
+    model: Model
+    decode: Decode = Decode()
+
+
+RECIPES: dict[str, type[Recipe]] = {"speech": SpeechRecipe}
+
 __all__ = [
+    "RECIPES",
     "Data",
     "Decode",
     "Features",
@@ -42,6 +52,7 @@ __all__ = [
     "Recipe",
     "Settings",
     "SpecAugment",
+    "SpeechRecipe",
     "Text",
     "Train",
     "Transformer",

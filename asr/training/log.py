@@ -104,12 +104,11 @@ class Log:
         self.scalars("run", {**health, "epoch": position.epoch}, position.step)
         loss = "  ".join(f"{name} {value:.4f}" for name, value in now.items())
         place = f"step {position.step}/{self.total}  epoch {position.epoch}"
-        line = f"{place}  {loss}  {rate:.0f}x real time"
+        speed = f"{rate:.0f}x real time" if rate else f"{self.every / passed:.1f} steps/s"
+        line = f"{place}  {loss}  {speed}"
         self.lines.info(line)
         if self.progress:
-            self.progress.update(
-                self.task, completed=position.step, description=f"{loss}  {rate:.0f}x"
-            )
+            self.progress.update(self.task, completed=position.step, description=f"{loss}  {speed}")
         else:
             left = (self.total - position.step) * passed / self.every
             print(f"{line}  {left / 60:.1f} min left", flush=True)

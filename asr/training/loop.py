@@ -11,15 +11,35 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from asr.data.batch import Batch, Epochs
+from asr.data.batch import Broken, Plan
 from asr.errors import UserError
 from asr.training.objective import Sum, add
 from asr.training.optim import Schedule
+
+
+class Batch(Protocol):
+    """What the loop reads of a batch; the rest is between a task's corpus and its objective."""
+
+    ids: tuple[str, ...]  # of its utterances, or whatever the task calls its examples
+    seconds: float  # audio in it; 0 where there is none
+    broken: tuple[Broken, ...]
+
+    def __len__(self) -> int: ...
+
+    def to(self, device: torch.device) -> "Batch": ...
+
+
+class Epochs(Protocol):
+    """A training corpus, epoch after epoch, counted from 1."""
+
+    def plan(self, epoch: int) -> Plan: ...
+
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]: ...
 
 
 @dataclass
@@ -119,8 +139,9 @@ def take_step(
     objective.train()
     optimizer.zero_grad(set_to_none=True)
     sums: dict[str, Sum] = {}
+    device = next(objective.parameters()).device
     for batch in group:
-        with autocast(batch.features.device, limits.precision):
+        with autocast(device, limits.precision):
             out = objective(batch)
         out["objective"].total.backward()
         add(sums, out)
