@@ -6,8 +6,9 @@ from pydantic import Field, field_validator
 
 from asr.settings.base import Settings
 from asr.settings.data import Data, Features, SpecAugment, Text
+from asr.settings.decode import Decode
 from asr.settings.las import Las
-from asr.settings.train import Decode, Train
+from asr.settings.train import Train
 from asr.settings.transformer import Transformer
 
 Model = Annotated[Las | Transformer, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""Recipe keys under `train:` and `decode:`."""
+"""Recipe keys under `train:`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -70,21 +70,3 @@ class Train(Settings):
     samples: Natural = 4  # validation utterances shown in TensorBoard
     wer_utterances: Natural = 200  # validation utterances decoded for the curves of WER
     alarm: Alarm = Alarm()
-
-
-class Decode(Settings):
-    """From logits to text: greedy, or a beam with penalties and joint CTC scores."""
-
-    checkpoint: Literal["best", "last"] = "best"
-    average: Count = 1  # checkpoints averaged: the best ones, or the last ones
-    batch_seconds: Positive = 240.0
-    beam: Annotated[int, Field(ge=1, le=1000)] = 1
-    ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
-    length_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # alpha of Wu et al. 2016
-    token_reward: float = 0.0  # added per token
-    coverage_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # beta of Wu et al. 2016
-    eos_threshold: Positive | None = None  # <eos> must be that near to the best other token
-    ngram: Natural = 0  # no n-gram of that length twice; 0 allows all
-    temperature: Positive = 1.0
-    patience: Positive | None = 1.0  # stop once that many beams have ended; None: only when exact
-    max_ratio: Positive = 1.0  # longest hypothesis / frames of memory, and 10 tokens more

@@ -1,0 +1,28 @@
+"""Recipe keys under `decode:`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asr.settings.base import Count, Natural, Positive, Settings, Weight
+
+
+class Decode(Settings):
+    """From logits to text: greedy, or a beam with penalties and joint CTC scores."""
+
+    checkpoint: Literal["best", "last"] = "best"
+    average: Count = 1  # checkpoints averaged: the best ones, or the last ones
+    batch_seconds: Positive = 240.0
+    beam: Annotated[int, Field(ge=1, le=1000)] = 1
+    ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
+    length_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # alpha of Wu et al. 2016
+    token_reward: float = 0.0  # added per token
+    coverage_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # beta of Wu et al. 2016
+    eos_threshold: Positive | None = None  # <eos> must be that near to the best other token
+    ngram: Natural = 0  # no n-gram of that length twice; 0 allows all
+    temperature: Positive = 1.0
+    patience: Positive | None = 1.0  # stop once that many beams have ended; None: only when exact
+    max_ratio: Positive = 1.0  # longest hypothesis / frames of memory, and 10 tokens more
+    # Longer audio is cut at pauses into pieces of at most so many seconds; null: data.max_seconds.
+    longest: Annotated[float, Field(ge=1.0)] | None = None
+    overlap: Annotated[float, Field(ge=0.0)] = 2.0  # seconds, where nobody pauses
