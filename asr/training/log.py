@@ -92,7 +92,8 @@ class Log:
         plain = {
             k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat.items()
         }
-        final = {f"final/{name}": value for name, value in metrics.items()}  # no point on a curve
+        # A group of their own, which TensorBoard sorts behind the curves: no point on any curve.
+        final = {name.replace("/", "_final/"): value for name, value in metrics.items()}
         self.board.add_hparams(plain, final, run_name=".", global_step=0)
 
     def _report(self, position: Position, step: Step) -> None:
