@@ -1,0 +1,177 @@
+"""The LayerNorm-LSTM's speed and memory beside nn.LSTM's, in one run.
+
+    OMP_NUM_THREADS=2 .venv/bin/python tests/benchmarks/lstm.py --json lstm.json
+
+Three bidirectional layers of norm ba; forward without gradients, and forward and backward. In
+every round each contestant runs once, so that a busy moment of the machine meets all of them; a
+figure is the median over the rounds of the time divided by fp32 nn.LSTM's in the same round.
+"bf16" is ours with its matrix products in bf16; "nn.LSTM bf16" runs under autocast. Peak memory is
+the rise over what a fresh process holds before its first forward and backward pass.
+--backends python reference adds slower backends; they are timed in the last rounds alone.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from asr.nn.lstm import LayerNormLSTM, backends
+
+CASES = {  # B, T, I, H
+    "B16 T400 I160 H256": (16, 400, 160, 256),
+    "B16 T200 I1024 H256": (16, 200, 1024, 256),
+    "B32 T100 I512 H512": (32, 100, 512, 512),
+}
+JUDGE = "nn.LSTM"
+SLOW_ROUNDS = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--backends", nargs="*", choices=("python", "reference"), default=[])
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--memory", nargs=2, metavar=("CASE", "NAME"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.memory:
+        print(own_peak(*options.memory))
+        return
+    if (reason := backends()["cpu"]) is not None:
+        sys.exit(f"backend cpu cannot run: {reason}")
+    names = [JUDGE, f"{JUDGE} bf16", "ours", "ours bf16", *options.backends]
+    rows = [row for case in options.cases for row in measured(case, names, options)]
+    table(rows, options.threads)
+    if options.json:
+        about = {"torch": torch.__version__, "threads": options.threads, "cpu": processor()}
+        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+def contestant(name: str, I: int, H: int) -> nn.Module:  # noqa: E741
+    if name.startswith(JUDGE):
+        return nn.LSTM(I, H, batch_first=True, bidirectional=True)
+    precision = "bf16" if name.endswith("bf16") else "fp32"
+    backend = "cpu" if name.startswith("ours") else name
+    return LayerNormLSTM(I, H, bidirectional=True, backend=backend, precision=precision)
+
+
+def passes(name: str, case: str) -> dict[str, Callable[[], None]]:
+    """What is timed: both kinds of pass of one contestant over an input of its own."""
+    B, T, I, H = CASES[case]  # noqa: E741
+    torch.manual_seed(0)
+    lstm, x = contestant(name, I, H), torch.randn(B, T, I, requires_grad=True)
+    upstream = torch.randn(B, T, 2 * H)
+
+    def context() -> torch.autocast | nullcontext:
+        half = name == f"{JUDGE} bf16"
+        return torch.autocast("cpu", torch.bfloat16) if half else nullcontext()
+
+    def forward() -> None:
+        with torch.no_grad(), context():
+            lstm(x)
+
+    def both() -> None:
+        lstm.zero_grad(set_to_none=True)
+        x.grad = None
+        with context():
+            output, _ = lstm(x)
+        output.backward(upstream.to(output.dtype))
+
+    return {"forward": forward, "forward+backward": both}
+
+
+def measured(case: str, names: list[str], options: argparse.Namespace) -> list[dict]:
+    """A row of figures for every contestant and kind of pass."""
+    runs = {name: passes(name, case) for name in names}
+    kinds = list(runs[JUDGE])
+    seconds = {(name, kind): [] for name in names for kind in kinds}
+    for each in range(-1, options.rounds):  # the first round only warms up
+        late = each >= options.rounds - SLOW_ROUNDS
+        for kind in kinds:
+            for name in names:
+                slow = name in options.backends
+                took = timed(runs[name][kind]) if late or not slow else float("nan")
+                if each >= 0:
+                    seconds[name, kind].append(took)
+    del runs
+    peaks = {name: peak_memory(case, name, options.threads) for name in names}
+    return [
+        row(case, name, kind, seconds[name, kind], seconds[JUDGE, kind])
+        | ({"peak_mib": peaks[name]} if kind != "forward" else {})
+        for kind in kinds
+        for name in names
+    ]
+
+
+def timed(run: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def row(case: str, name: str, kind: str, own: list[float], judge: list[float]) -> dict:
+    pairs = [(a, b) for a, b in zip(own, judge, strict=True) if a == a]
+    return {
+        "case": case,
+        "pass": kind,
+        "name": name,
+        "ms": 1e3 * statistics.median(a for a, _ in pairs),
+        "ratio": statistics.median(a / b for a, b in pairs),
+    }
+
+
+def peak_memory(case: str, name: str, threads: int) -> float:
+    """MiB, measured in a process of its own."""
+    command = [sys.executable, __file__, "--threads", str(threads), "--memory", case, name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def own_peak(case: str, name: str) -> float:
+    """The rise, in MiB, of this process' resident memory over three training passes."""
+    run = passes(name, case)["forward+backward"]
+    tiny = contestant(name, 16, 16)
+    tiny(torch.randn(2, 3, 16))[0].sum().backward()  # libraries and thread pools are not counted
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = status("VmRSS")
+    for _ in range(3):
+        run()
+    return (status("VmHWM") - before) / 1024
+
+
+def status(key: str) -> int:
+    """A line of /proc/self/status, KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()
+
+
+def table(rows: list[dict], threads: int) -> None:
+    memory = {r["case"]: r["peak_mib"] for r in rows if r["name"] == JUDGE and "peak_mib" in r}
+    print(f"torch {torch.__version__}, {threads} threads, time and memory / nn.LSTM (fp32)")
+    for r in rows:
+        peak = ""
+        if "peak_mib" in r:
+            peak = f"  peak {r['peak_mib']:5.0f} MiB {r['peak_mib'] / memory[r['case']]:5.2f}"
+        print(f"{r['case']:20} {r['pass']:17} {r['name']:13} "
+              f"{r['ms']:7.1f} ms {r['ratio']:5.2f}{peak}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
