@@ -6,51 +6,56 @@ print(recognizer.transcribe("hello.wav").text)
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from asr import build
-from asr.data.batch import Batch, Example, collate
+from asr.data.batch import Batch, Example, collate, plan_evaluation
 from asr.data.text import Tokenizer, load_tokenizer
-from asr.decoding.beam import beam_search
+from asr.decoding.beam import BeamSettings, beam_search
 from asr.decoding.ctc import ctc_greedy
+from asr.decoding.long import cut_at_pauses, is_silent
 from asr.decoding.search import Hypothesis, greedy
 from asr.errors import UserError
 from asr.nn.memory import Memory
 from asr.recipe import read_recipe
 from asr.settings import Decode, SpeechRecipe
+from asr.tokens import BLANK, SOS
 from asr.training.checkpoint import choose, load_weights
-from features.audio import from_samples
+from asr.transcript import NOTHING, Transcript, joined, timed
+from features.audio import AudioError, NoSamples, from_samples
 from features.front_end import FrontEnd
 
+MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
 STATISTICS = "features.safetensors"
+SEARCH = {field.name for field in fields(BeamSettings)} & set(Decode.model_fields)
 # A beam of 1 without weights and penalties: the greedy search finds the same, sooner.
-GREEDY = Decode().model_dump(exclude={"checkpoint", "average", "batch_seconds"})
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """What was heard; times are seconds at which each token was said, None where unknown."""
-
-    text: str
-    score: float  # log-probability of the hypothesis
-    tokens: tuple[int, ...]
-    times: tuple[float, ...] | None = None
+GREEDY = Decode().model_dump(include=SEARCH - {"max_ratio"})
 
 
 class Recognizer:
-    """A trained model with everything between audio and text."""
+    """A trained model with everything between audio and text.
+
+    longest: seconds of audio that the model hears at once; more is cut at pauses.
+    """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Tokenizer, front_end: FrontEnd, decode: Decode
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        front_end: FrontEnd,
+        decode: Decode,
+        longest: float = 30.0,
     ) -> None:
         self.model, self.tokenizer, self.front_end = model, tokenizer, front_end
-        self.decode = decode
+        self.decode, self.longest = decode, longest
         self.device = next(model.parameters()).device
 
     @classmethod
@@ -62,34 +67,92 @@ class Recognizer:
         """
         run = Path(run)
         recipe = run_recipe(run, overrides)
+        decode = recipe.decode
         tokenizer = load_tokenizer(run)
         front_end = build.front_end(recipe.features)
         if front_end.norm.needs_statistics:
             front_end.norm.load(run / STATISTICS)
         model = build.speech_model(recipe.model, front_end.size, tokenizer.size)
-        chosen = choose(run, recipe.decode.checkpoint, recipe.decode.average)
-        load_weights(model, chosen, about(tokenizer))
-        return cls(model.to(build.device(recipe.train.device)), tokenizer, front_end, recipe.decode)
+        load_weights(model, choose(run, decode.checkpoint, decode.average), about(tokenizer))
+        model = model.to(build.device(recipe.train.device))
+        longest = decode.longest or max(1.0, recipe.data.max_seconds)
+        return cls(model, tokenizer, front_end, decode, longest)
 
     def transcribe(
         self, audio: str | os.PathLike[str] | np.ndarray | Tensor, rate: int | None = None
     ) -> Transcript:
         """A file's path, or samples (S,) or (S, channels) in -1 to 1, at `rate` or the model's.
 
-        Raises features.audio.AudioError for a file that cannot be read. Audio shorter than one
-        frame gives an empty text.
+        Raises features.audio.AudioError for a file that cannot be read. Audio that is empty,
+        silent, or shorter than one frame gives an empty text.
         """
-        if isinstance(audio, np.ndarray | Tensor):
-            own = self.front_end.sample_rate
-            waveform = from_samples(audio, rate or own, own)
-        else:
-            waveform = self.front_end.load(audio)
-        features = self.front_end.features(waveform)
-        if len(features) == 0:
-            return Transcript("", 0.0, ())
-        batch = collate([Example("", features, torch.zeros(0, dtype=torch.long))])
-        best = self.hypotheses(self.encode(batch))[0]
-        return Transcript(self.text(best), best.score, best.tokens)
+        return self._transcribe([self._waveform(audio, rate)])[0]
+
+    def transcribe_files(
+        self, paths: Iterable[Path], faults: dict[Path, str] | None = None
+    ) -> Iterator[tuple[Path, Transcript]]:
+        """Transcripts in the order of the paths, decoded together where the files are short.
+
+        A file that cannot be read is left out and noted in `faults`; without that, AudioError.
+        """
+        waiting: dict[Path, Tensor] = {}
+        seconds = 0.0
+        for path in paths:
+            try:
+                waiting[path] = self._waveform(path)
+            except AudioError as error:
+                if faults is None:
+                    raise
+                faults[path] = str(error)
+                continue
+            seconds += len(waiting[path]) / self.front_end.sample_rate
+            if seconds >= self.decode.batch_seconds:
+                yield from zip(waiting, self._transcribe(list(waiting.values())), strict=True)
+                waiting, seconds = {}, 0.0
+        yield from zip(waiting, self._transcribe(list(waiting.values())), strict=True)
+
+    def _waveform(
+        self, audio: str | os.PathLike[str] | np.ndarray | Tensor, rate: int | None = None
+    ) -> Tensor:
+        """(S,) at the model's rate."""
+        own = self.front_end.sample_rate
+        try:
+            if isinstance(audio, np.ndarray | Tensor):
+                return from_samples(audio, rate or own, own)
+            return self.front_end.load(audio)
+        except NoSamples:
+            return torch.zeros(0)
+
+    def _transcribe(self, waveforms: Sequence[Tensor]) -> list[Transcript]:
+        """Waveforms (S,) of any length, cut where they are too long for the model."""
+        rate, overlap = self.front_end.sample_rate, min(self.decode.overlap, self.longest / 4)
+        cuts = [cut_at_pauses(waveform, rate, self.longest, overlap) for waveform in waveforms]
+        pieces = [
+            waveform[piece.start : piece.end]
+            for waveform, cut in zip(waveforms, cuts, strict=True)
+            for piece in cut
+        ]
+        heard = iter(self._hear(pieces))
+        return [joined(cut, list(islice(heard, len(cut))), rate) for cut in cuts]
+
+    def _hear(self, waveforms: Sequence[Tensor]) -> list[Transcript]:
+        """Waveforms (S,) that the model takes whole, in batches of like length."""
+        rate = self.front_end.sample_rate
+        found = [NOTHING] * len(waveforms)
+        seconds = np.array([len(waveform) / rate for waveform in waveforms])
+        for planned in plan_evaluation(seconds, self.decode.batch_seconds).batches:
+            rows = [item.index for item in planned if not is_silent(waveforms[item.index], rate)]
+            features = {row: self.front_end.features(waveforms[row]) for row in rows}
+            features = {row: values for row, values in features.items() if len(values)}
+            if features:
+                none = torch.zeros(0, dtype=torch.long)
+                memory = self.encode(
+                    collate([Example("", values, none) for values in features.values()])
+                )
+                told = self.transcripts(memory, self.hypotheses(memory))
+                for row, transcript in zip(features, told, strict=True):
+                    found[row] = transcript
+        return found
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Memory:
@@ -101,12 +164,43 @@ class Recognizer:
     @torch.no_grad()
     def hypotheses(self, memory: Memory) -> list[Hypothesis]:
         """The best hypothesis of every utterance, searched for as `decode` says."""
-        settings = self.decode.model_dump(exclude={"checkpoint", "average", "batch_seconds"})
+        settings = self.decode.model_dump(include=SEARCH)
         if settings == GREEDY | {"max_ratio": self.decode.max_ratio}:
             return greedy(self.model, memory, max_ratio=self.decode.max_ratio)
         ctc = self.model.ctc(memory) if self.decode.ctc_weight else None
         found = beam_search(self.model, memory, ctc=ctc, **settings)
         return [best for best, *_ in found]
+
+    @torch.no_grad()
+    def transcripts(self, memory: Memory, found: Sequence[Hypothesis]) -> list[Transcript]:
+        """The hypotheses of a batch with their words in time."""
+        ctc = self.model.ctc(memory)
+        weights = self.attention(memory, found) if ctc is None else [None] * len(found)
+        logs = [None] * len(found) if ctc is None else real_frames(ctc, memory.valid)
+        step = self.frame_seconds
+        return [
+            timed(hypothesis, self.tokenizer, step, own, attention)
+            for hypothesis, own, attention in zip(found, logs, weights, strict=True)
+        ]
+
+    @torch.no_grad()
+    def attention(self, memory: Memory, found: Sequence[Hypothesis]) -> list[Tensor]:
+        """Where the model looks as it says each hypothesis: (U + 1, T) each, the end's row last."""
+        said = [torch.tensor([SOS, *hypothesis.tokens]) for hypothesis in found]
+        tokens = pad_sequence(said, batch_first=True, padding_value=BLANK)
+        weights = self.model.attention(memory, tokens.to(memory.states.device))
+        frames = memory.valid.sum(dim=1).tolist()
+        return [
+            row[: len(own), :length].float().cpu()
+            for row, own, length in zip(weights, said, frames, strict=True)
+        ]
+
+    @property
+    def frame_seconds(self) -> float:
+        """From one frame of memory to the next: the frame shift times the encoder's reduction."""
+        many = torch.tensor([MANY_FRAMES])
+        reduction = MANY_FRAMES / int(self.model.memory_lengths(many))
+        return reduction * self.front_end.extract.shift / self.front_end.sample_rate
 
     def text(self, hypothesis: Hypothesis) -> str:
         """What a hypothesis says."""
@@ -121,6 +215,12 @@ class Recognizer:
         return [self.tokenizer.decode(ids) for ids in ctc_greedy(log_probs, memory.valid)]
 
 
+def real_frames(values: Tensor, valid: Tensor) -> list[Tensor]:
+    """values (B, T, V), valid (B, T) -> (T', V) of each utterance, on the CPU."""
+    frames = valid.sum(dim=1).tolist()
+    return [row[:length].float().cpu() for row, length in zip(values, frames, strict=True)]
+
+
 def run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
     """The resolved recipe of a run. UserError where the folder is no run that recognises speech."""
     if not (run / "recipe.yaml").is_file():
@@ -128,6 +228,11 @@ def run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
     recipe = read_recipe(run / "recipe.yaml", overrides)
     if not isinstance(recipe, SpeechRecipe):
         raise UserError(f"{run}: a run of the task {recipe.task}; only speech can be transcribed")
+    if recipe.decode.ctc_weight and not recipe.model.ctc_weight:
+        raise UserError(
+            f"{run}: decode.ctc_weight is {recipe.decode.ctc_weight:g}, but its model was trained "
+            "without a CTC head (model.ctc_weight = 0); set decode.ctc_weight=0"
+        )
     return recipe
 
 

@@ -1,43 +1,99 @@
-"""Text of audio files: python -m asr.transcribe RUN AUDIO... [--json]"""
+"""Text of audio files: python -m asr.transcribe RUN AUDIO... [decode.key=value ...]"""
 
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from asr import command
-from asr.recognizer import Recognizer, Transcript
-from features.audio import AudioError
+from asr.decoding.subtitles import make_cues, srt, webvtt
+from asr.errors import UserError
+from asr.recognizer import Recognizer
+from asr.scoring.files import replace_files
+from asr.transcript import Transcript
+
+SUFFIXES = {"text": "txt", "json": "json", "srt": "srt", "vtt": "vtt"}
 
 
 def main() -> int:
-    """One line per file; a file that cannot be read is said so and the rest goes on."""
+    """One transcript per file; a file that cannot be read is said so and the rest goes on."""
+    args = arguments()
+    files, overrides = parted(args.audio)
+    if args.out:
+        check_names(files)
+    elif len(files) > 1 and args.format in ("srt", "vtt"):
+        raise UserError(f"--format {args.format} makes a file of each recording: add --out FOLDER")
+    recognizer = Recognizer.load(args.run, overrides)
+    faults: dict[Path, str] = {}
+    for path, transcript in recognizer.transcribe_files(files, faults):
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            name = f"{path.stem}.{SUFFIXES[args.format]}"
+            replace_files(args.out, {name: content(path, transcript, args.format)})
+            print(f"{path}: {args.out / name}", flush=True)
+        elif args.format == "text":
+            print(f"{path}: {transcript.text}", flush=True)
+        else:
+            print(content(path, transcript, args.format), end="", flush=True)
+    for reason in faults.values():
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+    return 2 if faults else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line, with files and overrides together in `audio`."""
     parser = argparse.ArgumentParser(
         prog="python -m asr.transcribe",
         description="Transcribe audio files with a trained run.",
-        epilog="Exit code 2 if any file could not be read.",
+        epilog="Among the files may stand keys of the run's recipe: decode.beam=8 ... "
+        "Exit code 2 if any file could not be read.",
     )
     parser.add_argument("run", type=Path, help="a run folder")
-    parser.add_argument("audio", nargs="+", type=Path, help="WAV, FLAC, OGG, Opus or MP3, any rate")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    args = parser.parse_intermixed_args()
-    recognizer = Recognizer.load(args.run)
-    code = 0
-    for path in args.audio:
-        try:
-            print(line(path, recognizer.transcribe(path), args.json), flush=True)
-        except AudioError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            code = 2
-    return code
+    parser.add_argument("audio", nargs="+", help="WAV, FLAC, OGG, Opus or MP3, any rate or length")
+    parser.add_argument("--format", choices=SUFFIXES, default="text", help="json, srt, vtt: times")
+    parser.add_argument("--json", dest="format", action="store_const", const="json")
+    parser.add_argument("--out", type=Path, help="folder for a file per recording")
+    return parser.parse_intermixed_args()
 
 
-def line(path: Path, transcript: Transcript, as_json: bool) -> str:
-    """`path: text`, or the whole transcript as JSON."""
-    if as_json:
-        return json.dumps({"audio": str(path), **asdict(transcript)}, ensure_ascii=False)
-    return f"{path}: {transcript.text}"
+def parted(arguments: list[str]) -> tuple[list[Path], list[str]]:
+    """Files, each once, and overrides. UserError where there is no file."""
+    overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
+    files = [Path(text) for text in dict.fromkeys(arguments) if text not in overrides]
+    if not files:
+        raise UserError("no audio file was named, only settings")
+    return files, overrides
+
+
+def check_names(files: list[Path]) -> None:
+    """UserError where two recordings would be written to one file."""
+    twice = [stem for stem, count in Counter(path.stem for path in files).items() if count > 1]
+    if twice:
+        both = " and ".join(str(path) for path in files if path.stem == twice[0])
+        raise UserError(f"{both} would share a file in --out: give each call files of other names")
+
+
+def content(path: Path, transcript: Transcript, kind: str) -> str:
+    """A transcript as a file of that kind."""
+    if kind == "json":
+        return json.dumps(as_plain(path, transcript), ensure_ascii=False) + "\n"
+    if kind == "text":
+        return f"{transcript.text}\n"
+    return {"srt": srt, "vtt": webvtt}[kind](make_cues(transcript.words))
+
+
+def as_plain(path: Path, transcript: Transcript) -> dict[str, Any]:
+    """What JSON takes: times in milliseconds' precision, confidence in three digits."""
+    plain = {"audio": str(path), **asdict(transcript)}
+    plain["times"] = [round(time, 3) for time in transcript.times]
+    plain["words"] = [
+        {name: value if name == "text" else round(value, 3) for name, value in word.items()}
+        for word in plain["words"]
+    ]
+    return plain
 
 
 if __name__ == "__main__":

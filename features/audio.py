@@ -36,6 +36,10 @@ class AudioError(Exception):
     """One line: the file, and what is wrong with it."""
 
 
+class NoSamples(AudioError):
+    """Audio of good form that holds no sample: nothing to learn from, but easily transcribed."""
+
+
 def read_audio(
     path: str | os.PathLike[str], sample_rate: int = 16_000, max_seconds: float | None = None
 ) -> Tensor:
@@ -69,7 +73,7 @@ def audio_seconds(path: str | os.PathLike[str]) -> float:
         if frames == UNKNOWN_FRAMES:
             frames = sum(len(block) for block in _blocks(sound, _printable(path)))
         if frames <= 0:
-            raise AudioError(f"{_printable(path)}: no audio, 0 samples")
+            raise NoSamples(f"{_printable(path)}: no audio, 0 samples")
         return frames / sound.samplerate
 
 
@@ -89,7 +93,7 @@ def from_samples(
         shape = tuple(waveform.shape)
         raise AudioError(f"{name}: expected shape (samples,) or (samples, channels), got {shape}")
     if not waveform.numel():
-        raise AudioError(f"{name}: no audio, 0 samples")
+        raise NoSamples(f"{name}: no audio, 0 samples")
     peak = float(waveform.abs().max())
     if not math.isfinite(peak):
         raise AudioError(f"{name}: holds samples that are NaN or infinite")

@@ -55,6 +55,13 @@ def cut_at_pauses(
     return [*pieces, Piece(start, len(waveform))] if len(waveform) else []
 
 
+def is_silent(waveform: Tensor, sample_rate: int) -> bool:
+    """Whether waveform (S,) is nowhere louder than SILENT: a model would only dream there."""
+    hop = max(1, round(HOP * sample_rate))
+    decibels = _decibels(waveform, hop) if len(waveform) >= hop else _decibels(waveform, 1)
+    return bool((decibels <= SILENT).all())
+
+
 def _decibels(waveform: Tensor, hop: int) -> Tensor:
     """waveform (S,) -> energy (S // hop,) in dB of full scale."""
     blocks = waveform[: len(waveform) // hop * hop].view(-1, hop)
