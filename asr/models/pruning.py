@@ -23,7 +23,7 @@ def every_other(layers: int, keep: int) -> list[int]:
     Where 1/p is no whole number the rule may leave fewer than `keep`. ValueError where none would
     be left, and for p above 1/2: floor(1/p) is 1 then and every layer would go.
     """
-    _check(layers, keep)
+    check_count(layers, keep)
     going = layers - keep
     if 2 * going > layers:
         raise ValueError(
@@ -36,7 +36,7 @@ def every_other(layers: int, keep: int) -> list[int]:
 def prune(model: Transformer, encoder: Sequence[int], decoder: Sequence[int]) -> Transformer:
     """Keeps exactly these layers of each stack, in place and in order; returns the model."""
     for stack, kept in ((model.encoder, encoder), (model.decoder, decoder)):
-        _check(len(stack.layers), len(kept))
+        check_count(len(stack.layers), len(kept))
         stack.layers = nn.ModuleList(stack.layers[i] for i in sorted(set(kept)))
     return model
 
@@ -52,7 +52,7 @@ def search(
     """
     whole = (list(model.encoder.layers), list(model.decoder.layers))
     for layers, keep in zip(whole, (encoder, decoder), strict=True):
-        _check(len(layers), keep)
+        check_count(len(layers), keep)
 
     def install(kept: Kept) -> None:
         for stack, layers, indices in zip((model.encoder, model.decoder), whole, kept, strict=True):
@@ -71,6 +71,14 @@ def search(
     return kept
 
 
+def check_count(layers: int, keep: int) -> None:
+    """ValueError where `keep` of a stack's `layers` cannot be kept."""
+    if keep < 1:
+        raise ValueError(f"pruning {layers} layers to {keep} would leave no layer: keep at least 1")
+    if keep > layers:
+        raise ValueError(f"pruning cannot keep {keep} layers: the stack has {layers}")
+
+
 def residual_alphas(model: Transformer) -> dict[str, float]:
     """The model's alphas as a residual_scale setting, whatever the setting was."""
     stacks = {"encoder": model.encoder, "decoder": model.decoder}
@@ -85,10 +93,3 @@ def _one_fewer(kept: Kept, encoder: int, decoder: int) -> list[Kept]:
     if len(kept[1]) > decoder:
         trials += [(kept[0], [i for i in kept[1] if i != gone]) for gone in kept[1]]
     return trials
-
-
-def _check(layers: int, keep: int) -> None:
-    if keep < 1:
-        raise ValueError(f"pruning {layers} layers to {keep} would leave no layer: keep at least 1")
-    if keep > layers:
-        raise ValueError(f"pruning cannot keep {keep} layers: the stack has {layers}")

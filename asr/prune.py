@@ -1,0 +1,132 @@
+"""Fewer layers: python -m asr.prune RUN --to RUN2 [--encoder N] [--decoder M] [--how HOW]"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asr import build, command, corpora
+from asr.data.batch import Utterances, load, plan_evaluation
+from asr.errors import UserError
+from asr.models.pruning import Kept, check_count, every_other, prune, residual_alphas, search
+from asr.models.transformer import Transformer
+from asr.recipe import validate as checked
+from asr.recipe import write_recipe
+from asr.recognizer import STATISTICS, Recognizer, about, run_recipe
+from asr.settings import Recipe, SpeechRecipe
+from asr.training.checkpoint import choose, read_training, save_checkpoint
+from asr.training.loop import validate
+from asr.training.objective import SpeechObjective, means
+
+Score = Callable[[Transformer], float]
+
+
+def main() -> None:
+    """Choose the layers, leave out the others, write the run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m asr.prune",
+        description="A Transformer run with fewer layers, as a run of its own. Train the whole one "
+        "with model.layer_drop, so that it can do without some.",
+        epilog="Keys of the run's recipe can be overridden: data.valid=my.tsv decode.average=5 ...",
+    )
+    parser.add_argument("run", type=Path, help="the run folder of a Transformer")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--to", type=Path, required=True, help="folder of the pruned run")
+    parser.add_argument("--encoder", type=int, help="encoder layers to keep (default: all)")
+    parser.add_argument("--decoder", type=int, help="decoder layers to keep (default: all)")
+    parser.add_argument(
+        "--how",
+        choices=("every-other", "search"),
+        default="every-other",
+        help="evenly spread (default), or those that the validation set misses most",
+    )
+    args = parser.parse_intermixed_args()
+    if args.encoder is None and args.decoder is None:
+        raise UserError("nothing to prune: give the layers to keep, --encoder N or --decoder M")
+    prune_run(args.run, args.overrides, args.to, (args.encoder, args.decoder), args.how)
+
+
+def prune_run(
+    run: Path, overrides: Sequence[str], to: Path, keep: tuple[int | None, int | None], how: str
+) -> None:
+    """From run folder to run folder; `keep`: layers of the encoder and of the decoder, None all.
+
+    UserError, before anything is written, where that cannot be.
+    """
+    recipe = run_recipe(run, overrides)
+    if recipe.model.kind != "transformer":
+        raise UserError(f"{run}: a {recipe.model.kind} model; only a transformer can be pruned")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"--to {to}: is there already; name a new folder")
+    recognizer = Recognizer.load(run, overrides)
+    model = recognizer.model
+    whole = (len(model.encoder.layers), len(model.decoder.layers))
+    counts = tuple(n if k is None else k for n, k in zip(whole, keep, strict=True))
+    kept = spread(whole, counts, how)
+    loss = validation_loss(recognizer, recipe) if how == "search" else None
+    if loss:
+        kept = search(model, *counts, loss)
+    prune(model, *kept)
+    smaller = pruned_recipe(recipe, model, to)
+    save(run, to, smaller, recognizer, loss(model) if loss else math.inf)
+    for name, indices, layers in zip(("encoder", "decoder"), kept, whole, strict=True):
+        print(f"{name}: kept {' '.join(str(i + 1) for i in indices)} of {layers} layers")
+    print(f"the run is in {to}")
+
+
+def spread(whole: tuple[int, int], counts: tuple[int, ...], how: str) -> Kept:
+    """Every other layer of each stack; UserError where the counts, or the rule, have none."""
+    kept = []
+    for name, layers, count in zip(("--encoder", "--decoder"), whole, counts, strict=True):
+        with build.named(name):
+            check_count(layers, count)
+            kept.append(every_other(layers, count) if how == "every-other" else [])
+    return kept[0], kept[1]
+
+
+def validation_loss(recognizer: Recognizer, recipe: SpeechRecipe) -> Score:
+    """The loss by which checkpoints are chosen, in nats per token of the validation split."""
+    corpus = corpora.corpus(recipe.data, recipe.data.valid, "valid")
+    heard = Utterances(corpus, recognizer.front_end, recognizer.tokenizer, recipe.seed)
+    plan = plan_evaluation(corpus.seconds, recipe.decode.batch_seconds)
+
+    def score(model: Transformer) -> float:
+        objective = SpeechObjective(model, recipe.model.ctc_weight, recipe.train.label_smoothing)
+        batches = load(heard, plan.batches, recipe.data.workers)
+        sums = means(validate(objective, batches, recipe.train.precision))
+        if "nats" not in sums:
+            raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
+        return sums["nats"]
+
+    return score
+
+
+def pruned_recipe(recipe: SpeechRecipe, model: Transformer, to: Path) -> Recipe:
+    """The run's recipe with the layers that the model has left, under the new folder's name."""
+    tree = recipe.model_dump(mode="json")
+    tree["run"] = to.resolve().name
+    tree["model"]["encoder_layers"] = len(model.encoder.layers)
+    tree["model"]["decoder_layers"] = len(model.decoder.layers)
+    if recipe.model.residual_scale == "deepnet":  # would follow the new counts
+        tree["model"]["residual_scale"] = residual_alphas(model)
+    return checked(tree, f"--to {to}")
+
+
+def save(run: Path, to: Path, recipe: SpeechRecipe, recognizer: Recognizer, loss: float) -> None:
+    """An ordinary run folder, with one checkpoint; training goes on from it with --resume."""
+    source = choose(run, recipe.decode.checkpoint, 1)[0]
+    objective = SpeechObjective(recognizer.model, 0.0, 0.0)
+    training = read_training(source) | {
+        "optimizer": build.optimizer(recipe.train, objective).state_dict()  # no moments yet
+    }
+    to.mkdir(parents=True, exist_ok=True)
+    write_recipe(recipe, to / "recipe.yaml")
+    recognizer.tokenizer.save(to)
+    if recognizer.front_end.norm.needs_statistics:
+        recognizer.front_end.norm.save(to / STATISTICS)
+    known = about(recognizer.tokenizer)
+    save_checkpoint(to, recognizer.model, training, source.step, loss, known)
+
+
+if __name__ == "__main__":
+    command.run(main)

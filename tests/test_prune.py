@@ -1,0 +1,163 @@
+"""The command that leaves layers out of a trained run: what it writes is a run like any other."""
+
+import re
+
+import pytest
+import torch
+import yaml
+
+from asr import evaluate, prune, train, transcribe
+from asr.data.corpus import read_manifest
+from asr.models.pruning import residual_alphas
+from asr.recipe import read_recipe
+from asr.recognizer import Recognizer
+from asr.tokens import EOS, SOS
+from asr.training.checkpoint import list_checkpoints
+
+SIZES = "d_model: 6, heads: 2, feed_forward: 7, subsampling_channels: 2, ctc_weight: 0.3"
+MODEL = f"model={{kind: transformer, encoder_layers: 5, decoder_layers: 3, layer_drop: 0.2, {SIZES}"
+
+
+def trained(tiny, run, more=""):
+    """The tiny corpus with a Transformer, trained for a few steps."""
+    overrides = [f"{MODEL}{more}}}", "train.steps=3", "features.mvn=global", "decode.average=2"]
+    train.train(read_recipe(tiny, overrides), run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    return trained(tiny, tmp_path_factory.mktemp("runs") / "whole")
+
+
+def layers_of(run):
+    model = Recognizer.load(run).model
+    return model.encoder.layers, model.decoder.layers
+
+
+def same(ours, theirs):
+    states = ours.state_dict(), theirs.state_dict()
+    return all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
+
+
+def test_every_other_keeps_the_rule_s_layers_with_their_weights(run, commands, tmp_path):
+    code, out, _ = commands(prune, run, "--to", tmp_path / "half", "--encoder", 3)
+    assert code == 0
+    assert "encoder: kept 1 3 5 of 5 layers\ndecoder: kept 1 2 3 of 3 layers\n" in out
+    whole, (encoder, decoder) = layers_of(run), layers_of(tmp_path / "half")
+    assert len(encoder) == len(decoder) == 3
+    for number, old in enumerate((0, 2, 4)):
+        assert same(encoder[number], whole[0][old])
+    assert all(map(same, decoder, whole[1]))
+
+
+def test_a_pruned_run_is_an_ordinary_run(tiny, run, commands, tmp_path):
+    half = tmp_path / "half"
+    assert commands(prune, run, "--to", half, "--encoder", 4, "--decoder", 2)[0] == 0
+    recipe = yaml.safe_load((half / "recipe.yaml").read_text())
+    assert recipe["run"] == "half" and recipe["model"]["encoder_layers"] == 4
+    code, out, _ = commands(evaluate, half, "--split", "test")
+    assert code == 0 and "WER" in out and (half / "evaluate/test/score.json").is_file()
+    assert commands(transcribe, half, tiny.parent / "test-0.flac")[0] == 0
+    twice = tmp_path / "twice"
+    assert commands(prune, half, "--to", twice, "--encoder", 2)[0] == 0
+    assert len(layers_of(twice)[0]) == 2
+
+
+def test_training_goes_on_from_a_pruned_run(tiny, run, commands, tmp_path):
+    half = tmp_path / "half"
+    assert commands(prune, run, "--to", half, "--decoder", 2)[0] == 0
+    before = list_checkpoints(half)[-1]
+    arguments = (half / "recipe.yaml", "--run", half, "--resume", "train.steps=5")
+    assert commands(train, *arguments)[0] == 0
+    after = list_checkpoints(half)
+    assert after[-1].step == 5 > before.step and len(layers_of(half)[1]) == 2
+    assert (
+        commands(train, half / "recipe.yaml", f"train.init={half}", "--run", tmp_path / "t")[0] == 0
+    )
+
+
+@torch.no_grad()
+def slow_nats(recognizer, manifest):
+    """Cross-entropy per token, one utterance and one token at a time."""
+    losses = []
+    for utterance in read_manifest(manifest):
+        features = recognizer.front_end.features(recognizer.front_end.load(utterance.audio))
+        memory = recognizer.model.encode(features[None], torch.tensor([len(features)]))
+        said = [SOS, *recognizer.tokenizer.encode(utterance.text), EOS]
+        for u in range(1, len(said)):
+            logits = recognizer.model.decode(memory, torch.tensor([said[:u]]))[0, -1]
+            losses.append(-logits.log_softmax(-1)[said[u]].item())
+    return sum(losses) / len(losses)
+
+
+def test_search_keeps_what_the_validation_set_misses_most(tiny, run, commands, tmp_path):
+    """One layer goes: a slow loop tries them all."""
+    costs = {}
+    for gone in range(5):
+        recognizer = Recognizer.load(run)
+        recognizer.model.eval()
+        del recognizer.model.encoder.layers[gone]
+        costs[gone] = slow_nats(recognizer, tiny.parent / "valid.tsv")
+    gone = min(costs, key=costs.get)
+    to = tmp_path / "searched"
+    code, out, _ = commands(prune, run, "--to", to, "--encoder", 4, "--how", "search")
+    assert code == 0
+    assert f"encoder: kept {' '.join(str(n + 1) for n in range(5) if n != gone)} of 5" in out
+    assert list_checkpoints(to)[-1].loss == pytest.approx(costs[gone], rel=1e-5)
+
+
+def test_search_in_both_stacks(run, commands, tmp_path):
+    arguments = ("--encoder", 1, "--decoder", 2, "--how", "search")
+    code, out, _ = commands(prune, run, "--to", tmp_path / "s", *arguments)
+    assert code == 0
+    for name, old, new in zip(
+        ("encoder", "decoder"), layers_of(run), layers_of(tmp_path / "s"), strict=True
+    ):
+        kept = [int(n) - 1 for n in out.split(f"{name}: kept ")[1].split(" of ")[0].split()]
+        assert len(new) == {"encoder": 1, "decoder": 2}[name]
+        assert all(map(same, new, (old[i] for i in kept)))
+
+
+def test_the_scales_of_deepnet_stay_those_of_the_whole_model(tiny, commands, tmp_path):
+    whole = trained(tiny, tmp_path / "deep", ", norm_position: post, residual_scale: deepnet")
+    assert commands(prune, whole, "--to", tmp_path / "half", "--encoder", 3, "--decoder", 2)[0] == 0
+    alphas = [residual_alphas(Recognizer.load(r).model) for r in (whole, tmp_path / "half")]
+    assert alphas[0] == alphas[1]
+    assert alphas[0] == pytest.approx({"encoder": 0.81 * (5**4 * 3) ** 0.0625, "decoder": 9**0.25})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to prune: give the layers to keep, --encoder N or --decoder M"),
+        (["--encoder", 0], "--encoder: pruning 5 layers to 0 would leave no layer: keep at least"),
+        (["--decoder", -1], "--decoder: pruning 3 layers to -1 would leave no layer"),
+        (["--encoder", 6], "--encoder: pruning cannot keep 6 layers: the stack has 5"),
+        (["--encoder", 2], "--encoder: every-other cannot prune 5 .* to 2, .* half: use search"),
+        (["--encoder", 0, "--how", "search"], "--encoder: .* would leave no layer"),
+        (["--encoder", 2, "--how", "search", "data.valid=/x.tsv"], "data.valid: /x.tsv is not the"),
+        (["--encoder", 3, "model.heads=3", "model.d_model=9"], ".*weights of another model"),
+    ],
+)
+def test_what_cannot_be_pruned(arguments, message, run, commands, tmp_path):
+    line = commands.refused(prune, run, "--to", tmp_path / "new", *arguments)
+    assert re.match(message, line)
+    assert not (tmp_path / "new").exists()
+
+
+def test_folders_that_are_none_or_taken(run, tiny_run, commands, tmp_path):
+    line = commands.refused(prune, tmp_path, "--to", tmp_path / "new", "--encoder", 3)
+    assert line == f"{tmp_path}: no recipe.yaml in it, so it is no run folder"
+    line = commands.refused(prune, run, "--to", run, "--encoder", 3)
+    assert line == f"--to {run}: is there already; name a new folder"
+    line = commands.refused(prune, tiny_run, "--to", tmp_path / "new", "--encoder", 3)
+    assert line == f"{tiny_run}: a las model; only a transformer can be pruned"
+    line = commands.refused(prune, run, "--to", tmp_path / ".hidden", "--encoder", 3)
+    assert line.startswith(f"--to {tmp_path / '.hidden'}: run = '.hidden'")
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_is_no_mistake(commands):
+    code, out, _ = commands(prune, "--help")
+    assert code == 0 and "python -m asr.prune" in out
