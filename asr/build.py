@@ -11,14 +11,17 @@ from asr.data.batch import Epochs, Utterances
 from asr.data.corpus import Corpus
 from asr.data.text import Characters, SentencePieces, Tokenizer
 from asr.errors import UserError
+from asr.models.draw import Draw
 from asr.models.las import LAS
 from asr.models.listener import Listener
+from asr.models.row_classifier import RowClassifier
 from asr.models.speller import Speller
 from asr.models.transformer import Transformer
 from asr.nn.drop import VShape
-from asr.settings import Features, Model, SpeechRecipe, Text
+from asr.settings import Features, ImageRecipe, Model, SpeechRecipe, Text
 from asr.settings.train import Train
 from asr.training import optim as rates
+from asr.training.image_objective import BoundObjective, ClassObjective
 from asr.training.loop import Limits
 from asr.training.objective import Guide, SpeechObjective
 from features.augment import SpecAugment
@@ -105,6 +108,21 @@ def speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> Sp
     guide = Guide(**train.guide.model_dump()) if train.guide else None
     objective = SpeechObjective(model, recipe.model.ctc_weight, train.label_smoothing, guide)
     return objective.to(device(train.device))
+
+
+def image_objective(
+    recipe: ImageRecipe, size: tuple[int, int], classes: int
+) -> ClassObjective | BoundObjective:
+    """The row classifier or DRAW with its loss, on the recipe's device; images of `size`."""
+    plain = recipe.model.model_dump(exclude={"kind"})
+    if recipe.model.kind == "draw":
+        for cell in ("encoder", "decoder"):
+            plain[cell]["hidden_size"] = plain[cell].pop("hidden")
+        objective = BoundObjective(Draw(*size, **plain))
+    else:
+        model = RowClassifier(size[1], classes, **plain)
+        objective = ClassObjective(model, recipe.train.label_smoothing)
+    return objective.to(device(recipe.train.device))
 
 
 def device(name: str) -> torch.device:

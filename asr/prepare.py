@@ -1,11 +1,11 @@
-"""Make manifests: python -m asr.prepare librispeech|tsv|spoken-numbers --to DIR"""
+"""Make manifests: python -m asr.prepare librispeech|tsv|spoken-numbers|mnist --to DIR"""
 
 import argparse
 import sys
 from pathlib import Path
 
 from asr import command
-from asr.data.corpora import librispeech, spoken_numbers, tsv
+from asr.data.corpora import librispeech, mnist, spoken_numbers, tsv
 from asr.data.corpus import read_manifest
 from asr.errors import UserError
 
@@ -16,10 +16,12 @@ def main() -> None:
         prog="python -m asr.prepare",
         description="Make manifests (id, speaker, audio, seconds, text) that recipes train on.",
     )
-    kinds = parser.add_subparsers(required=True, metavar="librispeech | tsv | spoken-numbers")
+    names = "librispeech | tsv | spoken-numbers | mnist"
+    kinds = parser.add_subparsers(required=True, metavar=names)
     _add_librispeech(kinds)
     _add_tsv(kinds)
     _add_spoken_numbers(kinds)
+    _add_mnist(kinds)
     args = parser.parse_args()
     args.prepare(args)
 
@@ -131,6 +133,32 @@ def _spoken_numbers(args: argparse.Namespace) -> None:
     spoken_numbers.prepare(args.to, seed=args.seed)
     for split in ("train", "valid", "test"):
         _say(args.to / f"{split}.tsv")
+
+
+def _add_mnist(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "mnist",
+        help="handwritten digits, to inspect an LSTM cell with",
+        description="Brings MNIST's four IDX files to DIR, and checks them.",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FOLDER",
+        help="copy the files of this folder, packed or not; nothing is downloaded",
+    )
+    parser.add_argument("--url", default=mnist.URL, help="a mirror of %(default)s")
+    parser.set_defaults(prepare=_mnist)
+
+
+def _mnist(args: argparse.Namespace) -> None:
+    mnist.copy(args.source, args.to) if args.source else mnist.download(args.to, args.url)
+    for images in mnist.read(args.to):
+        shape = "{} images of {} x {}".format(*images.pixels.shape)
+        other = "" if mnist.is_original(images) else " (not MNIST's own pixels)"
+        print(f"{args.to}: {images.name}: {shape}{other}")
 
 
 def _say(manifest: Path) -> None:

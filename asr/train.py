@@ -11,6 +11,7 @@ import torch
 
 from asr import build, command
 from asr.errors import UserError
+from asr.images import image_task
 from asr.recipe import as_yaml, read_recipe, write_recipe
 from asr.settings import Recipe
 from asr.speech import speech_task
@@ -24,20 +25,11 @@ from asr.training.checkpoint import (
     read_training,
     save_checkpoint,
 )
+from asr.training.given import Batch, Between, Epochs
 from asr.training.log import Log
-from asr.training.loop import (
-    Batch,
-    Between,
-    Epochs,
-    Position,
-    fit,
-    planned_steps,
-    position_state,
-    random_state,
-    restore_random_state,
-    validate,
-)
+from asr.training.loop import fit, planned_steps, validate
 from asr.training.objective import Objective, means
+from asr.training.position import Position, position_state, random_state, restore_random_state
 
 
 class Task(Protocol):
@@ -57,9 +49,14 @@ class Task(Protocol):
 
     def report(self, log: Log, position: Position) -> dict[str, float]: ...
 
+    def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]: ...
+
 
 # The maker of each task: (recipe, run folder, whether the run is gone on with) -> Task.
-TASKS: Mapping[str, Callable[[Any, Path, bool], Task]] = {"speech": speech_task}
+TASKS: Mapping[str, Callable[[Any, Path, bool], Task]] = {
+    "speech": speech_task,
+    "images": image_task,
+}
 
 
 def main() -> None:
@@ -122,6 +119,7 @@ class Training:
             fit(objective, epochs, self.optimizer, schedule, self.position, self.limits, between)
             if self.validated != self.position.step:
                 self.check()
+            self.metrics |= self.task.finish(self.run, self.log, self.position)
             flat = flatten(self.task.recipe.model_dump(mode="json"))
             self.log.recipe(as_yaml(self.task.recipe), flat, self.metrics)
             self.log.note(f"finished at step {self.position.step}; the run is in {self.run}")

@@ -36,6 +36,35 @@ def feature_picture(features: np.ndarray, title: str = "") -> np.ndarray:
     return _pixels(draw, (8, 2.5))
 
 
+def confusion_picture(counts: np.ndarray, title: str = "") -> np.ndarray:
+    """counts (K, K), a row for each true class: what was taken for what, by shade and number."""
+
+    def draw(axes: Axes) -> None:
+        shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0.0, vmax=1.0)  # few are to be seen too
+        for (row, column), count in np.ndenumerate(counts):
+            if count:
+                dark = shares[row, column] > 0.4
+                style = {"ha": "center", "va": "center", "color": "white" if dark else "black"}
+                axes.text(column, row, str(count), fontsize=7, **style)
+        places = range(len(counts))
+        axes.set(xlabel="taken for", ylabel="true class", xticks=places, yticks=places)
+        axes.set_title(title, parse_math=False)
+
+    return _pixels(draw, (5, 5))
+
+
+def tiles(images: np.ndarray, columns: int) -> np.ndarray:
+    """images (N, R, C) of 0 to 1 -> one picture, left to right, with a line between them."""
+    count, height, width = images.shape
+    lines = -(-count // columns)
+    sheet = np.full((lines, height + 1, columns, width + 1), 0.5)
+    for number, image in enumerate(images):
+        sheet[number // columns, :height, number % columns, :width] = image
+    grey = (255 * sheet.reshape(lines * (height + 1), -1)).round().astype(np.uint8)
+    return np.repeat(grey[..., None], 3, axis=-1)
+
+
 def diagonality(weights: np.ndarray) -> float:
     """How far attention (U, T) walks through the utterance in step with the tokens, 0 to 1.
 

@@ -2,11 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from asr.settings.base import Settings
 from asr.settings.data import Data, Features, SpecAugment, Text
 from asr.settings.decode import Decode
+from asr.settings.images import Draw, ImageData, Rows
 from asr.settings.las import Las
 from asr.settings.train import Train
 from asr.settings.transformer import Transformer
@@ -41,16 +42,34 @@ class SpeechRecipe(Recipe):
     decode: Decode = Decode()
 
 
-RECIPES: dict[str, type[Recipe]] = {"speech": SpeechRecipe}
+class ImageRecipe(Recipe):
+    """Small images: their classes, read row by row, or a model that draws such images."""
+
+    task: Literal["images"]
+    data: ImageData = ImageData()
+    model: Annotated[Rows | Draw, Field(discriminator="kind")]
+
+    @model_validator(mode="after")
+    def _draw_is_black_and_white(self) -> "ImageRecipe":
+        if self.model.kind == "draw" and self.data.pixels != "binary":
+            raise ValueError("model.kind draw models black and white: set data.pixels=binary")
+        return self
+
+
+RECIPES: dict[str, type[Recipe]] = {"speech": SpeechRecipe, "images": ImageRecipe}
 
 __all__ = [
     "RECIPES",
     "Data",
     "Decode",
+    "Draw",
     "Features",
+    "ImageData",
+    "ImageRecipe",
     "Las",
     "Model",
     "Recipe",
+    "Rows",
     "Settings",
     "SpecAugment",
     "SpeechRecipe",
