@@ -1,23 +1,67 @@
 """Error rates of a run: python -m asr.evaluate RUN --split NAME_OR_MANIFEST.tsv [key=value ...]"""
 
 import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from asr import command, corpora
-from asr.data.batch import Utterances, load, plan_evaluation
-from asr.data.corpus import Corpus
-from asr.data.statistics import measure
-from asr.errors import UserError
+from asr.data.corpus import Corpus, read_rows
+from asr.evaluation import UNREAD, Heard, attention_uri, health_columns, recognise
 from asr.recognizer import Recognizer, run_recipe
-from asr.scoring.files import percent, write_evaluation
-from asr.scoring.wer import Score, score
+from asr.scoring.files import percent, read_evaluation, write_evaluation
+from asr.scoring.page import write_page
+from asr.scoring.parts import by_group, group_lines
+from asr.scoring.significance import verdict
+from asr.scoring.wer import Score, score, summarize
 from asr.settings import SpeechRecipe
+
+Labels = Mapping[str, Mapping[str, str]]  # column -> utterance id -> group
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A split, decoded and scored."""
+
+    title: str
+    corpus: Corpus
+    heard: Sequence[Heard]  # in the order of the corpus, UNREAD where it could not be read
+    reasons: Mapping[str, str]  # why not, by utterance id
+    score: Score
+    groups: Mapping[str, Mapping[str, Score]]
+    about: Mapping[str, Any]  # for score.json
 
 
 def main() -> int:
     """Decode a split, print its error rates, write the files."""
+    args = arguments()
+    recipe = run_recipe(args.run, args.overrides)
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)
+    corpus = corpora.split(recipe.data, args.split)
+    name = Path(args.split).stem
+    labels = {column: groups_of(corpus, column) for column in args.by}
+    other = read_evaluation(args.against / "evaluate" / name).score if args.against else None
+    recognizer = Recognizer.load(args.run, args.overrides)
+    unknown = [recognizer.tokenizer.unknown(text) for text in corpus.texts]
+    corpora.check_text(corpus.texts, unknown, corpus.path)
+    evaluation = evaluate(recognizer, corpus, recipe, labels, f"{args.run.name}: {name}")
+    against = verdict(other, evaluation.score) if other else []
+    folder = args.out or args.run / "evaluate" / name
+    write(folder, evaluation, recognizer, args.pictures)
+    print("\n".join(lines(evaluation)))
+    if against:
+        print(f"{args.run} against {args.against}, WER", "\n".join(against))
+    print(f"files: {folder}/score.json hypotheses.tsv alignment.txt")
+    print(f"page:  {(folder / 'page.html').resolve().as_uri()}")
+    return 2 if evaluation.reasons else 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m asr.evaluate",
         description="Decode a split with a trained run and score it.",
@@ -29,81 +73,116 @@ def main() -> int:
         "--split", required=True, help="train, valid, a name under data.test, or a manifest (.tsv)"
     )
     parser.add_argument("--out", type=Path, help="folder of the result (RUN/evaluate/SPLIT)")
-    args = parser.parse_intermixed_args()
-    recipe = run_recipe(args.run, args.overrides)
-    if recipe.train.threads:
-        torch.set_num_threads(recipe.train.threads)
-    corpus = corpora.split(recipe.data, args.split)
-    recognizer = Recognizer.load(args.run, args.overrides)
-    texts, reasons = recognise(recognizer, corpus, recipe)
-    unknown = [recognizer.tokenizer.unknown(text) for text in corpus.texts]
-    corpora.check_text(corpus.texts, unknown, corpus.path)
-    folder = args.out or args.run / "evaluate" / Path(args.split).stem
-    result = write(folder, corpus, texts, reasons, recipe)
-    for name, reason in reasons.items():
-        print(f"not decoded, scored as empty: {name}: {reason}")
-    print(summary(result, args.split))
-    print(f"files: {folder}/score.json hypotheses.tsv alignment.txt")
-    return 2 if reasons else 0
+    parser.add_argument(
+        "--by", action="append", default=[], metavar="COLUMN", help="error rates of each group"
+    )
+    parser.add_argument(
+        "--against", type=Path, metavar="RUN", help="a run evaluated on the same split: which wins?"
+    )
+    parser.add_argument(
+        "--pictures", type=int, default=20, help="worst utterances shown with attention (20)"
+    )
+    return parser.parse_intermixed_args()
 
 
-def recognise(
-    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe
-) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
-    """Texts by utterance id, of attention and of CTC alone; and why some could not be read.
-
-    Statistics per speaker are taken over the split itself, as at training over its corpus.
-    """
-    if recipe.features.mvn == "speaker":
-        measure(corpus, recognizer.front_end, recipe.data.workers)
-    utterances = Utterances(corpus, recognizer.front_end, recognizer.tokenizer, recipe.seed)
-    plan = plan_evaluation(corpus.seconds, recipe.decode.batch_seconds)
-    texts: dict[str, tuple[str, str]] = {}
-    reasons: dict[str, str] = {}
-    for batch in load(utterances, plan.batches, recipe.data.workers):
-        reasons |= {broken.id: broken.reason for broken in batch.broken}
-        if len(batch):
-            memory = recognizer.encode(batch)
-            found = [recognizer.text(h) for h in recognizer.hypotheses(memory)]
-            ctc = recognizer.ctc_texts(memory) or [""] * len(found)
-            texts |= zip(batch.ids, zip(found, ctc, strict=True), strict=True)
-    if not texts:
-        raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
-    return texts, reasons
+def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
+    """Utterance id -> its value in a column of the manifest. UserError without such a column."""
+    return {row["id"]: row[column] for _, row in read_rows(corpus.path, ("id", column))}
 
 
-def write(
-    folder: Path,
-    corpus: Corpus,
-    texts: dict[str, tuple[str, str]],
-    reasons: dict[str, str],
-    recipe: SpeechRecipe,
-) -> Score:
-    """Score every utterance, the unreadable ones as empty, and write the files."""
-    references, ids = corpus.texts, corpus.ids
-    found = [texts.get(name, ("", "")) for name in ids]
-    result = score(references, [text for text, _ in found], ids, corpus.speakers)
-    about = {"decode": recipe.decode.model_dump(mode="json"), "not_decoded": len(reasons)}
-    columns = {}
+def evaluate(
+    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, labels: Labels, title: str
+) -> Evaluation:
+    """Decode and score every utterance, the unreadable ones as empty."""
+    found, reasons = recognise(recognizer, corpus, recipe)
+    heard = [found.get(name, UNREAD) for name in corpus.ids]
+    result = score(corpus.texts, [h.text for h in heard], corpus.ids, corpus.speakers)
+    groups = {column: by_group(result, group_of) for column, group_of in labels.items()}
+    speakers = summarize(result.utterances, interval_over="speakers")
+    about = {
+        "decode": recipe.decode.model_dump(mode="json"),
+        "not_decoded": len(reasons),
+        "wer_interval_over_speakers": speakers.wer_interval,
+        "groups": {
+            column: {name: {"wer": part.wer, "words": part.words} for name, part in parts.items()}
+            for column, parts in groups.items()
+        },
+    }
     if recipe.model.ctc_weight:
-        ctc = [text for _, text in found]
-        about["ctc_wer"] = score(references, ctc, ids, corpus.speakers, draws=1).wer
-        columns["ctc"] = ctc
-    write_evaluation(folder, result, about, columns)
-    return result
+        ctc = [h.ctc for h in heard]
+        about["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
+    return Evaluation(title, corpus, heard, reasons, result, groups, about)
 
 
-def summary(result: Score, split: str) -> str:
-    """Two lines for a person."""
-    spread = ""
-    if result.wer_interval:
-        low, high = result.wer_interval
-        spread = f" (95 % interval {percent(low)} to {percent(high)})"
-    return (
-        f"{split}: WER {percent(result.wer)}{spread}, CER {percent(result.cer)}\n"
+def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures: int) -> None:
+    """The page, with attention of the worst utterances, and the files."""
+    corpus, heard, result = evaluation.corpus, evaluation.heard, evaluation.score
+    errors = [utterance.errors for utterance in result.utterances]
+    worst = sorted(range(len(corpus)), key=lambda i: -errors[i])[:pictures]
+    uris = {corpus.ids[i]: attention_uri(recognizer, corpus, i, heard[i].tokens) for i in worst}
+    write_page(
+        folder / "page.html",
+        result,
+        title=evaluation.title,
+        about=dict(facts(evaluation)),
+        audio={u.id: u.audio for u in corpus if u.id not in evaluation.reasons},
+        pictures={name: uri for name, uri in uris.items() if uri},
+        groups=evaluation.groups,
+    )
+    columns = health_columns(heard)
+    if "ctc_wer" in evaluation.about:
+        columns["ctc"] = [h.ctc for h in heard]
+    write_evaluation(folder, result, evaluation.about, columns)
+
+
+def facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
+    """What stands under the page's title."""
+    about = evaluation.about
+    for key in ("checkpoint", "beam", "ctc_weight", "length_penalty"):
+        yield key.replace("_", " "), str(about["decode"][key])
+    if about["wer_interval_over_speakers"]:
+        low, high = about["wer_interval_over_speakers"]
+        yield "WER over speakers", f"{percent(low)} – {percent(high)}"
+    if "ctc_wer" in about:
+        yield "WER of CTC alone", percent(about["ctc_wer"])
+    yield "ill", str(len(ill(evaluation)))
+
+
+def ill(evaluation: Evaluation) -> list[str]:
+    """Ids of utterances that were read but cut off, half left out, or half a loop."""
+    return [
+        name
+        for name, heard in zip(evaluation.corpus.ids, evaluation.heard, strict=True)
+        if name not in evaluation.reasons and (heard.health.ill or not heard.finished)
+    ]
+
+
+def lines(evaluation: Evaluation) -> Iterator[str]:
+    """What a person reads first."""
+    result, sick = evaluation.score, ill(evaluation)
+    for name, reason in evaluation.reasons.items():
+        yield f"not decoded, scored as empty: {name}: {reason}"
+    intervals = {
+        result.interval_over: result.wer_interval,
+        "speakers": evaluation.about["wer_interval_over_speakers"],
+    }
+    spread = ", ".join(
+        f"{percent(between[0])} to {percent(between[1])} over {units}"
+        for units, between in intervals.items()
+        if between
+    )
+    yield f"{evaluation.title}: WER {percent(result.wer)}, CER {percent(result.cer)}"
+    if spread:
+        yield f"95 % intervals of WER: {spread}"
+    yield (
         f"{result.sentences} utterances, {result.words} words: {result.substitutions} substituted, "
         f"{result.deletions} deleted, {result.insertions} inserted"
     )
+    if sick:
+        names = " ".join(sick[:5]) + (" ..." if len(sick) > 5 else "")
+        yield f"{len(sick)} look ill (cut off, half left out, or a loop): {names}"
+    for column, parts in evaluation.groups.items():
+        yield from group_lines(column, parts)
 
 
 if __name__ == "__main__":

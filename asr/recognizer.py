@@ -175,7 +175,8 @@ class Recognizer:
     def transcripts(self, memory: Memory, found: Sequence[Hypothesis]) -> list[Transcript]:
         """The hypotheses of a batch with their words in time."""
         ctc = self.model.ctc(memory)
-        weights = self.attention(memory, found) if ctc is None else [None] * len(found)
+        said = [hypothesis.tokens for hypothesis in found]
+        weights = self.attention(memory, said) if ctc is None else [None] * len(found)
         logs = [None] * len(found) if ctc is None else real_frames(ctc, memory.valid)
         step = self.frame_seconds
         return [
@@ -184,15 +185,15 @@ class Recognizer:
         ]
 
     @torch.no_grad()
-    def attention(self, memory: Memory, found: Sequence[Hypothesis]) -> list[Tensor]:
-        """Where the model looks as it says each hypothesis: (U + 1, T) each, the end's row last."""
-        said = [torch.tensor([SOS, *hypothesis.tokens]) for hypothesis in found]
-        tokens = pad_sequence(said, batch_first=True, padding_value=BLANK)
+    def attention(self, memory: Memory, said: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Where the model looks as it says U tokens of each: (U + 1, T), the end's row last."""
+        rows = [torch.tensor([SOS, *tokens]) for tokens in said]
+        tokens = pad_sequence(rows, batch_first=True, padding_value=BLANK)
         weights = self.model.attention(memory, tokens.to(memory.states.device))
         frames = memory.valid.sum(dim=1).tolist()
         return [
             row[: len(own), :length].float().cpu()
-            for row, own, length in zip(weights, said, frames, strict=True)
+            for row, own, length in zip(weights, rows, frames, strict=True)
         ]
 
     @property

@@ -68,9 +68,9 @@ def scored(words):
 def page(folder, words):
     path = folder / "page.html"
     links = {word: folder / f"{number}.png" for number, word in enumerate(words)}
-    about = {words[0]: words[1]}
-    title = words[2]
-    write_page(path, scored(words), title=title, about=about, audio=links, pictures=links)
+    found, more = scored(words), {"about": {words[0]: words[1]}}
+    more["groups"] = {words[1]: {words[2]: found}}
+    write_page(path, found, title=words[2], audio=links, pictures=links, **more)
     return Parsed(path)
 
 
@@ -167,6 +167,14 @@ def test_figures_and_tables_are_on_the_page(tmp_path):
     assert parsed.texts["small"][0] == "0.00 % – 66.67 %"
     assert parsed.texts["button"] == ["ann", "(no name)", "b → x", "c"]
     assert "2 utterances, 4 words, 6 characters. Ranges are 95 %" in parsed.texts["p"][0]
+
+
+def test_groups_have_a_table_of_their_own(tmp_path):
+    found = score(["a b c", "a"], ["a x", "a"])
+    write_page(tmp_path / "p.html", found, groups={"source": {"web": found}})
+    parsed = Parsed(tmp_path / "p.html")
+    assert parsed.texts["summary"][0] == "By source"
+    assert parsed.texts["td"][:7] == ["web", "2", "4", "1", "1", "0", "50.00 %"]
 
 
 def test_a_perfect_single_utterance_has_no_interval_and_no_confusions(tmp_path):

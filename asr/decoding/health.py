@@ -11,6 +11,7 @@ from torch import Tensor
 WINDOW = 25  # frames: a second at 40 ms each
 ENOUGH = 0.5  # tokens' worth of attention that a window needs (tau of Chorowski & Jaitly 2016)
 NGRAM = 4
+HALF = 0.5  # an utterance with less coverage or more repetition than this is ill
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,12 @@ class Health:
     coverage: float | None  # share of windows of the audio that were attended; low: left out
     repetition: float  # share of n-grams said before; high: a loop
     length_ratio: float  # tokens per frame; far from the corpus' own: loop or early end
+
+    @property
+    def ill(self) -> bool:
+        """Whether half of the audio was left out, or half of the text is a loop."""
+        left_out = self.coverage is not None and self.coverage < HALF
+        return left_out or self.repetition > HALF
 
 
 def health(

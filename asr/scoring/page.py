@@ -22,7 +22,7 @@ from asr.errors import UserError
 from asr.scoring.alignment import Confusions, Edit, align, confusions
 from asr.scoring.bootstrap import LEVEL
 from asr.scoring.files import percent, replace_files
-from asr.scoring.wer import Interval, Score
+from asr.scoring.wer import Counts, Interval, Score
 
 _TEMPLATE = Path(__file__).parent / "template"
 _PNG = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
@@ -36,19 +36,20 @@ def write_page(
     about: Mapping[str, object] | None = None,
     audio: Mapping[str, Path] | None = None,
     pictures: Mapping[str, Path | str] | None = None,
+    groups: Mapping[str, Mapping[str, Counts]] | None = None,
 ) -> None:
     """Write the page of one evaluation.
 
     about     short facts under the title, say run, split and checkpoint
     audio     utterance id -> audio file
     pictures  utterance id -> attention picture: a PNG file, or a "data:image/png;base64," URI
+    groups    what the utterances were grouped by, say "source" -> group -> its counts
     Not every utterance needs audio or a picture.
 
     Raises UserError where audio or pictures name an utterance that is not in the score.
     """
     _check_links(score, audio=audio or {}, pictures=pictures or {})
-    references = [utterance.reference for utterance in score.utterances]
-    edits = align(references, [utterance.hypothesis for utterance in score.utterances])
+    edits = align(*zip(*((u.reference, u.hypothesis) for u in score.utterances), strict=True))
     style, script = _part("page.css"), _part("page.js")
     parts = {
         "title": escape(title),
@@ -59,6 +60,7 @@ def write_page(
         "about": "".join(_fact(*item) for item in (about or {}).items()),
         "figures": _figures(score),
         "note": _note(score),
+        "groups": "".join(_group_table(*item) for item in (groups or {}).items()),
         "speakers": _speakers(score),
         "confusions": _confusions(confusions(edits, most=50)),
         "data": _data(path.parent, score, edits, audio or {}, pictures or {}),
@@ -164,18 +166,35 @@ def _spread(interval: Interval | None) -> str:
     return "no interval" if interval is None else " – ".join(map(percent, interval))
 
 
-def _speakers(score: Score) -> str:
-    head = "".join(
-        f"<th>{name}</th>" for name in ("Speaker", "Utt.", "Words", "S", "D", "I", "WER")
+def _group_table(name: str, groups: Mapping[str, Counts]) -> str:
+    rows = [(escape(group) or "(no name)", counts) for group, counts in groups.items()]
+    return (
+        f"<details open><summary>By {escape(name)}</summary>"
+        f'<div class="scroll">{_counts_table("Group", rows)}</div></details>'
     )
+
+
+def _speakers(score: Score) -> str:
     rows = [
-        f'<tr><td><button type="button" data-speaker="{escape(s.speaker)}">'
-        f"{escape(s.speaker) or '(no name)'}</button></td><td>{s.sentences}</td><td>{s.words}</td>"
-        f"<td>{s.substitutions}</td><td>{s.deletions}</td><td>{s.insertions}</td>"
-        f"<td>{percent(s.wer)}</td></tr>"
+        (
+            f'<button type="button" data-speaker="{escape(s.speaker)}">'
+            f"{escape(s.speaker) or '(no name)'}</button>",
+            s,
+        )
         for s in sorted(score.speakers, key=lambda s: (-s.wer, s.speaker))
     ]
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return _counts_table("Speaker", rows)
+
+
+def _counts_table(first: str, rows: Iterable[tuple[str, Counts]]) -> str:
+    """Rows of markup for the first column and the counts behind it."""
+    head = "".join(f"<th>{name}</th>" for name in (first, "Utt.", "Words", "S", "D", "I", "WER"))
+    body = "".join(
+        f"<tr><td>{name}</td><td>{c.sentences}</td><td>{c.words}</td><td>{c.substitutions}</td>"
+        f"<td>{c.deletions}</td><td>{c.insertions}</td><td>{percent(c.wer)}</td></tr>"
+        for name, c in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _confusions(found: Confusions) -> str:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from asr.errors import UserError
 from asr.scoring.alignment import Edit, align
 from asr.scoring.bootstrap import percentile_interval, resampled_sums, summed_by
+from asr.scoring.files import percent
 from asr.scoring.wer import Interval, Score, Units, UtteranceScore
 
 Segments = Literal["phrases", "utterances", "speakers"]
@@ -166,3 +167,21 @@ def _split(first: list[int], second: list[int]) -> list[tuple[int, int]]:
         elif place % 2:  # a word; an empty gap neither ends a run nor lengthens it
             good += 1
     return phrases
+
+
+def verdict(first: Score, second: Score) -> list[str]:
+    """Lines for people: how the second run's WER differs from the first's, by every test.
+
+    Raises UserError where the utterances are not the same.
+    """
+    found = {"matched pairs over phrases": matched_pairs(first, second)}
+    for units, count in (("utterances", len(first.utterances)), ("speakers", len(first.speakers))):
+        if count > 1:
+            found[f"paired bootstrap over {units}"] = paired_bootstrap(first, second, units=units)
+    points = 100 * (second.wer - first.wer)
+    lines = [f"{percent(second.wer)} against {percent(first.wer)}: {points:+.2f} points"]
+    for name, difference in found.items():
+        low, high = (100 * side for side in difference.interval)
+        spread = f"95 % {low:+.2f} to {high:+.2f}"
+        lines.append(f"  {name} ({difference.units}): {spread}, p = {difference.p:.2g}")
+    return lines

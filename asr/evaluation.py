@@ -1,0 +1,115 @@
+"""A split decoded: what was heard of each utterance, how healthy it is, where attention was."""
+
+import io
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from matplotlib.image import imsave
+
+from asr.data.batch import Batch, Example, Utterances, collate, load, plan_evaluation
+from asr.data.corpus import Corpus
+from asr.data.statistics import measure
+from asr.decoding.health import Health, health
+from asr.errors import UserError
+from asr.recognizer import Recognizer
+from asr.scoring.pictures import attention_picture
+from asr.settings import SpeechRecipe
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One utterance, decoded."""
+
+    text: str
+    ctc: str  # what the CTC head alone heard; empty without one
+    tokens: tuple[int, ...]
+    finished: bool  # False where the length limit ended it
+    health: Health
+
+
+UNREAD = Heard("", "", (), False, Health(None, 0.0, 0.0))
+
+
+def recognise(
+    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe
+) -> tuple[dict[str, Heard], dict[str, str]]:
+    """What was heard, by utterance id; and why some could not be read.
+
+    Raises UserError where none could be read.
+    """
+    heard: dict[str, Heard] = {}
+    reasons: dict[str, str] = {}
+    for batch in batches(recognizer, corpus, recipe):
+        reasons |= {broken.id: broken.reason for broken in batch.broken}
+        if len(batch):
+            heard |= zip(batch.ids, decode(recognizer, batch), strict=True)
+    if not heard:
+        raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
+    return heard, reasons
+
+
+def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Iterable[Batch]:
+    """The split, read: the longest utterances first.
+
+    Statistics per speaker are taken over the split itself, as at training over its corpus.
+    """
+    if recipe.features.mvn == "speaker":
+        measure(corpus, recognizer.front_end, recipe.data.workers)
+    utterances = Utterances(corpus, recognizer.front_end, recognizer.tokenizer, recipe.seed)
+    plan = plan_evaluation(corpus.seconds, recipe.decode.batch_seconds)
+    return load(utterances, plan.batches, recipe.data.workers)
+
+
+def decode(recognizer: Recognizer, batch: Batch) -> list[Heard]:
+    """One batch, in its order."""
+    memory = recognizer.encode(batch)
+    found = recognizer.hypotheses(memory)
+    ctc = recognizer.ctc_texts(memory) or [""] * len(found)
+    window = max(1, round(1 / recognizer.frame_seconds))
+    weights = recognizer.attention(memory, [best.tokens for best in found])
+    return [
+        Heard(
+            recognizer.text(best),
+            alone,
+            best.tokens,
+            best.finished,
+            health(best.tokens, looked.shape[1], looked, window),
+        )
+        for best, alone, looked in zip(found, ctc, weights, strict=True)
+    ]
+
+
+def health_columns(heard: Sequence[Heard]) -> dict[str, list[str]]:
+    """The columns of hypotheses.tsv that tell loops and deletions."""
+    coverage = ["" if h.health.coverage is None else f"{h.health.coverage:.3f}" for h in heard]
+    return {
+        "coverage": coverage,
+        "repetition": [f"{h.health.repetition:.3f}" for h in heard],
+        "length_ratio": [f"{h.health.length_ratio:.3f}" for h in heard],
+        "finished": ["yes" if h.finished else "no" for h in heard],
+    }
+
+
+@torch.no_grad()
+def attention_uri(
+    recognizer: Recognizer, corpus: Corpus, index: int, tokens: Sequence[int]
+) -> str | None:
+    """Where attention was as utterance `index` was heard: a PNG as a data URI.
+
+    None where nothing was heard. The audio is read once more, so that a split of any size keeps
+    no attention in memory.
+    """
+    if not tokens:
+        return None
+    utterance = corpus[index]
+    front_end, tokenizer = recognizer.front_end, recognizer.tokenizer
+    features = front_end.features(front_end.load(utterance.audio), utterance.speaker)
+    batch = collate([Example(utterance.id, features, torch.tensor(tokens))])
+    (weights,) = recognizer.attention(recognizer.encode(batch), [tokens])
+    labels = [tokenizer.decode([token]) or "?" for token in tokens]
+    picture = attention_picture(weights.numpy(), [*labels, "<eos>"], utterance.id)
+    file = io.BytesIO()
+    imsave(file, picture, format="png")
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
