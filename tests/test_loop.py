@@ -10,21 +10,16 @@ from torch import nn
 
 from asr.data.batch import Batch, Broken, Plan
 from asr.errors import UserError
-from asr.training.loop import (
-    Between,
-    Limits,
+from asr.training.given import Between, Limits
+from asr.training.loop import fit, groups, planned_steps, take_step, validate
+from asr.training.objective import Sum, means
+from asr.training.optim import constant
+from asr.training.position import (
     Position,
-    fit,
-    groups,
-    planned_steps,
     position_state,
     random_state,
     restore_random_state,
-    take_step,
-    validate,
 )
-from asr.training.objective import Sum, means
-from asr.training.optim import constant
 
 F, V = 5, 7
 LIMITS = Limits(epochs=1, clip=1e9)
@@ -138,7 +133,7 @@ def test_a_gradient_that_is_not_finite_is_not_used_and_named():
     objective, position, seen, _ = run([bad], LIMITS)
     torch.testing.assert_close(objective.state_dict(), Frames().state_dict())
     assert position.step == 1
-    assert seen.notes == ["step 1: gradient is not finite, not used; utterances u2.0 u2.1"]
+    assert seen.notes == ["step 1: loss or gradient not finite, not used; utterances u2.0 u2.1"]
 
 
 def test_ten_bad_steps_in_a_row_stop_the_run_but_not_nine():

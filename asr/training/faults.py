@@ -1,0 +1,50 @@
+"""Utterances that cannot be read and gradients that are no numbers: how many are too many."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from asr.errors import UserError
+from asr.training.given import Batch, Between, Limits
+from asr.training.position import Position
+
+
+def allowed_broken(limits: Limits, utterances: int) -> float:
+    """Unreadable utterances that an epoch may have: a share, but one bad file in any corpus."""
+    return max(limits.broken * utterances, math.ceil(limits.broken))
+
+
+def count(
+    position: Position, group: Sequence[Batch], allowed: float, note: Callable[[str], None]
+) -> None:
+    """Count a group into the position. UserError where more than `allowed` an epoch are broken."""
+    position.batch += len(group)
+    for batch in group:
+        position.audio_seconds += batch.seconds
+        position.utterances += len(batch)
+        position.broken += len(batch.broken)
+        for broken in batch.broken:
+            note(f"left out {broken.id}: {broken.reason}")
+    if position.broken > allowed * position.epoch:
+        seen = position.utterances + position.broken
+        raise UserError(
+            f"{position.broken} of {seen} training utterances so far cannot be read, more than the "
+            "share data.broken of the corpus; the log names each. Run python -m asr.prepare tsv."
+        )
+
+
+def bad_step(
+    bad: int, group: Sequence[Batch], position: Position, limits: Limits, between: Between
+) -> int:
+    """Say which utterances gave no finite gradient; -> how many steps in a row that makes.
+
+    UserError, with the evidence kept, where these are `limits.bad_steps`.
+    """
+    ids = " ".join(name for batch in group for name in batch.ids)
+    between.note(f"step {position.step}: loss or gradient not finite, not used; utterances {ids}")
+    if bad + 1 >= limits.bad_steps:
+        raise UserError(
+            f"step {position.step}: {bad + 1} steps in a row without a finite gradient; lower "
+            "train.optimizer.lr or train.clip. The log names the utterances. "
+            f"{between.evidence(group)}".rstrip()
+        )
+    return bad + 1

@@ -1,0 +1,70 @@
+"""What the training loop is given: batches, how far to go, and what happens between its steps."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from asr.data.batch import Broken, Plan
+from asr.training.objective import Sum
+from asr.training.position import Position
+
+
+class Batch(Protocol):
+    """What the loop reads of a batch; the rest is between a task's corpus and its objective.
+
+    A dataclass, so that one that does not fit in memory can be cut (memory.py).
+    """
+
+    ids: tuple[str, ...]  # of its utterances, or whatever the task calls its examples
+    seconds: float  # audio in it; 0 where there is none
+    broken: tuple[Broken, ...]
+
+    def __len__(self) -> int: ...
+
+    def to(self, device: torch.device) -> "Batch": ...
+
+
+class Epochs(Protocol):
+    """A training corpus, epoch after epoch, counted from 1."""
+
+    def plan(self, epoch: int) -> Plan: ...
+
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far to train and what each step may do."""
+
+    epochs: int
+    steps: int | None = None  # overrides epochs
+    accumulate: int = 1
+    clip: float = 5.0
+    precision: str = "fp32"
+    broken: float = 0.01  # share of unreadable utterances that stops the run
+    bad_steps: int = 10  # steps without a finite gradient, in a row, that stop the run
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did, for the log."""
+
+    sums: dict[str, Sum]
+    norm: float  # of the gradient, before clipping
+    lr: float
+    seconds: float  # audio in it
+    finite: bool = True  # whether it could be used
+
+
+@dataclass(frozen=True)
+class Between:
+    """What happens between steps; each function looks itself whether it is due."""
+
+    log: Callable[[Position, Step], None]
+    after_step: Callable[[Position], None]
+    after_epoch: Callable[[Position], None]
+    note: Callable[[str], None]
+    asked_to_stop: Callable[[], bool] = lambda: False
+    evidence: Callable[[Sequence[Batch]], str] = lambda group: ""  # keeps bad batches, says where

@@ -1,0 +1,66 @@
+"""Ending a run when somebody asks for it: SIGTERM (a cluster, `kill`) or SIGINT (Ctrl-C).
+
+The first signal lets the step that is under way finish, the second ends the process at once. A
+child process inherits neither wish: the loader's workers see to themselves (asr/data/batch.py).
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(Exception):
+    """Raised in the middle of what may be broken off: see Stop.broken_off."""
+
+
+class Stop:
+    """Used as a context, it takes the signals; `asked` is the name of the one that came.
+
+    In a thread that is not the main one Python delivers no signals, so there it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._may_raise = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        try:
+            self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
+        except ValueError:  # not the main thread
+            self._before = {}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def broken_off(self) -> Iterator[None]:
+        """For what changes nothing and may take minutes, such as validation: Stopped ends it."""
+        if self.asked:
+            raise Stopped
+        self._may_raise = True
+        try:
+            yield
+        finally:
+            self._may_raise = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.asked = signal.Signals(number).name
+        if self._may_raise:
+            self._may_raise = False
+            raise Stopped
