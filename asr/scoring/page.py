@@ -49,26 +49,34 @@ def write_page(
     Raises UserError where audio or pictures name an utterance that is not in the score.
     """
     _check_links(score, audio=audio or {}, pictures=pictures or {})
-    edits = align(*zip(*((u.reference, u.hypothesis) for u in score.utterances), strict=True))
-    style, script = _part("page.css"), _part("page.js")
     parts = {
         "title": escape(title),
-        "style": style,
-        "style_hash": _digest(style),
-        "script": script,
-        "script_hash": _digest(script),
         "about": "".join(_fact(*item) for item in (about or {}).items()),
-        "figures": _figures(score),
-        "note": _note(score),
         "groups": "".join(_group_table(*item) for item in (groups or {}).items()),
-        "speakers": _speakers(score),
-        "confusions": _confusions(confusions(edits, most=50)),
-        "data": _data(path.parent, score, edits, audio or {}, pictures or {}),
+        **_scored(score),
+        "data": _data(path.parent, score, audio or {}, pictures or {}),
     }
+    style, script = _part("page.css"), _part("page.js")
+    parts |= {"style": style, "style_hash": _digest(style)}
+    parts |= {"script": script, "script_hash": _digest(script)}
     # One pass: what is filled in is never searched for more places to fill.
     page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_files(path.parent, {path.name: page})
+
+
+def _scored(score: Score) -> dict[str, str]:
+    return {
+        "figures": _figures(score),
+        "note": _note(score),
+        "speakers": _speakers(score),
+        "confusions": _confusions(confusions(_alignments(score), most=50)),
+    }
+
+
+def _alignments(score: Score) -> list[list[Edit]]:
+    references = [utterance.reference for utterance in score.utterances]
+    return align(references, [utterance.hypothesis for utterance in score.utterances])
 
 
 def _check_links(score: Score, **links: Mapping[str, object]) -> None:
@@ -90,13 +98,12 @@ def _digest(text: str) -> str:
 def _data(
     folder: Path,
     score: Score,
-    alignments: Iterable[list[Edit]],
     audio: Mapping[str, Path],
     pictures: Mapping[str, Path | str],
 ) -> str:
     """The utterances as JSON that can stand inside a script element."""
     rows: list[dict[str, Any]] = []
-    for utterance, edits in zip(score.utterances, alignments, strict=True):
+    for utterance, edits in zip(score.utterances, _alignments(score), strict=True):
         row = {"id": utterance.id, "speaker": utterance.speaker, "words": utterance.words}
         row |= {"S": utterance.substitutions, "D": utterance.deletions, "I": utterance.insertions}
         row["edits"] = _joined(edits)
