@@ -95,6 +95,20 @@ class LayerNormLSTM(nn.Module):
         h, c = (torch.cat(parts) for parts in zip(*ends, strict=True))
         return x, (h, c)
 
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """One more frame in one direction, for a search: no dropout, nothing transposed.
+
+        x (N, I), state (h, c) each (L, N, H) -> output (N, H), next state.
+        """
+        assert self.directions == 1, "the backward direction needs the whole sequence"
+        states = []
+        for layer, (h, c) in enumerate(zip(*state, strict=True)):
+            weights = get_weights(self, self.setting.norm, f"_l{layer}")
+            states.append(choice.run_step(self.backend, x, (h, c), None, weights, self.setting))
+            x = states[-1][0]
+        h, c = (torch.stack(parts) for parts in zip(*states, strict=True))
+        return x, (h, c)
+
     def extra_repr(self) -> str:
         return (
             f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}, "
