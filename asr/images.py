@@ -165,7 +165,7 @@ def image_task(recipe: ImageRecipe, run: Path, resume: bool) -> ImageTask:
     torch.manual_seed(recipe.seed)
     size, classes = tuple(test.pixels.shape[1:]), int(training.labels.max()) + 1
     objective = build.image_objective(recipe, size, classes)
-    epochs = ImageEpochs(training, recipe.data.batch, recipe.seed)
+    epochs = ImageEpochs(training, recipe.data.batch, recipe.seed, recipe.data.shift)
     task = DrawTask if recipe.model.kind == "draw" else ClassTask
     return task(recipe, objective, epochs, held_out, test)
 

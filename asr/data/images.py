@@ -18,6 +18,7 @@ from typing import IO
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from asr.data.batch import Broken, Item, Plan
 from asr.errors import UserError
@@ -68,6 +69,7 @@ class ImageEpochs:
     images: Images
     size: int  # images in a batch
     seed: int
+    shift: int = 0  # each image is moved by up to so many pixels in both directions
 
     def plan(self, epoch: int) -> Plan:
         """The batches of an epoch, counted from 1; the last may be smaller."""
@@ -77,8 +79,10 @@ class ImageEpochs:
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[ImageBatch]:
         """Those batches without the first `skip`."""
-        for items in self.plan(epoch).batches[skip:]:
-            yield take(self.images, [item.index for item in items])
+        for number, items in enumerate(self.plan(epoch).batches[skip:], start=skip):
+            batch = take(self.images, [item.index for item in items])
+            chance = np.random.default_rng([self.seed, epoch, number])
+            yield replace(batch, images=moved(batch.images, self.shift, chance))
 
 
 def in_order(images: Images, size: int) -> Iterator[ImageBatch]:
@@ -92,6 +96,17 @@ def take(images: Images, rows: Sequence[int]) -> ImageBatch:
     chosen = torch.as_tensor(rows)
     pixels = images.pixels[chosen].float() / 255
     return ImageBatch(tuple(f"{images.name}-{r}" for r in rows), pixels, images.labels[chosen])
+
+
+def moved(images: Tensor, most: int, chance: np.random.Generator) -> Tensor:
+    """Every image (B, R, C) moved by -most to most rows and columns; black comes in."""
+    if not most:
+        return images
+    B, R, C = images.shape
+    wide = functional.pad(images, (most,) * 4)
+    down, right = (torch.from_numpy(chance.integers(2 * most + 1, size=(B, 1))) for _ in "yx")
+    rows, columns = down + torch.arange(R), right + torch.arange(C)  # (B, R), (B, C)
+    return wide[torch.arange(B)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
 def binary(images: Images, seed: int) -> Images:

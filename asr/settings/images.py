@@ -19,6 +19,7 @@ class ImageData(Settings):
     valid: Annotated[float, Field(gt=0.0, le=0.5)] = 0.1  # share of the training images, the last
     pixels: Literal["grey", "binary"] = "grey"  # binary: drawn once, white by brightness
     batch: Count = 128  # images
+    shift: Annotated[int, Field(ge=0, le=16)] = 0  # pixels that a training image may be moved by
 
 
 class Cell(Settings):
