@@ -1,6 +1,6 @@
 """Recipe -> objects: the only place where settings become modules."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,20 +8,22 @@ from torch import nn, optim
 
 from asr import settings
 from asr.data.batch import Epochs, Utterances
-from asr.data.corpus import Corpus
 from asr.data.text import Characters, SentencePieces, Tokenizer
 from asr.errors import UserError
 from asr.models.draw import Draw
+from asr.models.language_model import LstmLanguageModel, TransformerLanguageModel
 from asr.models.las import LAS
 from asr.models.listener import Listener
 from asr.models.row_classifier import RowClassifier
 from asr.models.speller import Speller
 from asr.models.transformer import Transformer
 from asr.nn.drop import VShape
-from asr.settings import Features, ImageRecipe, Model, SpeechRecipe, Text
+from asr.settings import Features, ImageRecipe, LanguageRecipe, Model, SpeechRecipe, Text
+from asr.settings.language import LanguageModel
 from asr.settings.train import Train
 from asr.training import optim as rates
 from asr.training.image_objective import BoundObjective, ClassObjective
+from asr.training.language_objective import LanguageObjective
 from asr.training.loop import Limits
 from asr.training.objective import Guide, SpeechObjective
 from features.augment import SpecAugment
@@ -63,11 +65,11 @@ def extractor(features: Features) -> Frames:
     return kind(rate, num_mel_bins=bins, dither=features.dither)
 
 
-def tokenizer(text: Text, corpus: Corpus) -> Tokenizer:
-    """Made from the training transcripts."""
+def tokenizer(text: Text, texts: Sequence[str]) -> Tokenizer:
+    """Made from the training text."""
     if text.kind == "characters":
-        return Characters.train(corpus.texts)
-    return SentencePieces.train(corpus.texts, text.size, text.kind)
+        return Characters.train(texts)
+    return SentencePieces.train(texts, text.size, text.kind)
 
 
 def speech_model(model: Model, features: int, vocabulary: int) -> nn.Module:
@@ -108,6 +110,22 @@ def speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> Sp
     guide = Guide(**train.guide.model_dump()) if train.guide else None
     objective = SpeechObjective(model, recipe.model.ctc_weight, train.label_smoothing, guide)
     return objective.to(device(train.device))
+
+
+def language_model(model: LanguageModel, vocabulary: int) -> nn.Module:
+    """LSTM or Transformer over that many tokens."""
+    plain = model.model_dump(exclude={"kind"})
+    if isinstance(plain.get("drop_head"), dict):
+        plain["drop_head"] = VShape(**plain["drop_head"])
+    make = {"lstm": LstmLanguageModel, "transformer": TransformerLanguageModel}[model.kind]
+    with named("model"):
+        return make(vocabulary, **plain)
+
+
+def language_objective(recipe: LanguageRecipe, vocabulary: int) -> LanguageObjective:
+    """The language model with its loss, on the recipe's device."""
+    model = language_model(recipe.model, vocabulary)
+    return LanguageObjective(model, recipe.train.label_smoothing).to(device(recipe.train.device))
 
 
 def image_objective(

@@ -158,7 +158,7 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
     else:
         # Weights that are tuned further mean nothing under another vocabulary.
         init = recipe.train.init
-        tokenizer = load_tokenizer(init) if init else build.tokenizer(recipe.text, training)
+        tokenizer = load_tokenizer(init) if init else build.tokenizer(recipe.text, training.texts)
         measure(training, front_end, data.workers)
     for part in (training, valid):
         corpora.check_text(part.texts, [tokenizer.unknown(text) for text in part.texts], part.path)

@@ -12,6 +12,7 @@ import torch
 from asr import build, command
 from asr.errors import UserError
 from asr.images import image_task
+from asr.language import language_task
 from asr.recipe import as_yaml, read_recipe, write_recipe
 from asr.settings import Recipe
 from asr.speech import speech_task
@@ -56,6 +57,7 @@ class Task(Protocol):
 TASKS: Mapping[str, Callable[[Any, Path, bool], Task]] = {
     "speech": speech_task,
     "images": image_task,
+    "language": language_task,
 }
 
 

@@ -8,6 +8,7 @@ from asr.settings.base import Settings
 from asr.settings.data import Data, Features, SpecAugment, Text
 from asr.settings.decode import Decode
 from asr.settings.images import Draw, ImageData, Rows
+from asr.settings.language import LanguageData, LanguageModel, LanguageText
 from asr.settings.las import Las
 from asr.settings.train import Train
 from asr.settings.transformer import Transformer
@@ -56,7 +57,20 @@ class ImageRecipe(Recipe):
         return self
 
 
-RECIPES: dict[str, type[Recipe]] = {"speech": SpeechRecipe, "images": ImageRecipe}
+class LanguageRecipe(Recipe):
+    """A language model."""
+
+    task: Literal["language"]
+    data: LanguageData
+    text: LanguageText = LanguageText()
+    model: LanguageModel
+
+
+RECIPES: dict[str, type[Recipe]] = {
+    "speech": SpeechRecipe,
+    "language": LanguageRecipe,
+    "images": ImageRecipe,
+}
 
 __all__ = [
     "RECIPES",
@@ -66,6 +80,7 @@ __all__ = [
     "Features",
     "ImageData",
     "ImageRecipe",
+    "LanguageRecipe",
     "Las",
     "Model",
     "Recipe",

@@ -163,5 +163,6 @@ def add(sums: dict[str, Sum], more: dict[str, Sum]) -> None:
 
 
 def means(sums: dict[str, Sum]) -> dict[str, float]:
-    """Total / count of every entry that counted anything."""
-    return {name: float(total / count) for name, (total, count) in sums.items() if count > 0}
+    """Total / count of every entry that counted anything; of a perplexity, its exponential."""
+    ratios = {name: total / count for name, (total, count) in sums.items() if count > 0}
+    return {n: float(r.exp() if n.endswith("perplexity") else r) for n, r in ratios.items()}

@@ -1,0 +1,132 @@
+"""Sentences of like length in one padded batch, epoch after epoch.
+
+Length is counted in bytes of UTF-8, which is known without reading a line; a line's end counts as
+one more. All lines are shuffled, then put together by length within pools of POOL lines, and the
+batches of a pool are shuffled: an epoch of any size is planned with 4 bytes a line and a pool.
+"""
+
+import functools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from asr.data.sentences import SentenceBatch, Sentences
+from asr.errors import UserError
+
+POOL = 1 << 20  # lines
+
+
+@dataclass(frozen=True)
+class Batches(Sequence[np.ndarray]):
+    """Batch b is the lines order[starts[b] : starts[b + 1]]."""
+
+    order: np.ndarray  # (N,) uint32
+    starts: np.ndarray  # (batches + 1,) int64
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int | slice) -> "np.ndarray | Batches":
+        if isinstance(index, slice):
+            first, last, _ = index.indices(len(self))
+            return Batches(self.order, self.starts[first : max(first, last) + 1])
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.order[self.starts[index] : self.starts[index + 1]]
+
+
+@dataclass(frozen=True)
+class SentencePlan:
+    """The batches of one epoch, and the share of padding in them."""
+
+    batches: Batches
+    padding: float
+
+
+def plan_sentences(
+    lengths: np.ndarray, cap: int, longest: int, seed: int, epoch: int, pool: int = POOL
+) -> SentencePlan:
+    """Batches of at most `cap` padded bytes (one line at least), without lines over `longest`.
+
+    lengths (N,) in bytes. Epoch 0 is evaluation: nothing is shuffled.
+    """
+    random = np.random.default_rng([seed, epoch])
+    order = np.arange(len(lengths), dtype=np.uint32)[lengths <= longest]
+    if epoch:
+        random.shuffle(order)
+    sizes, real, padded = [np.zeros(1, np.int64)], 0, 0
+    for start in range(0, len(order), pool):
+        part = order[start : start + pool]
+        part = part[np.argsort(lengths[part], kind="stable")]
+        places = lengths[part].astype(np.int64) + 1
+        cuts = _cuts(places, cap)
+        turn = random.permutation(len(cuts) - 1) if epoch else np.arange(len(cuts) - 1)
+        order[start : start + pool] = np.concatenate([part[cuts[b] : cuts[b + 1]] for b in turn])
+        sizes.append(np.diff(cuts)[turn])
+        real += int(places.sum())
+        padded += int((places[cuts[1:] - 1] * np.diff(cuts)).sum())
+    return SentencePlan(
+        Batches(order, np.cumsum(np.concatenate(sizes))), 1 - real / padded if padded else 0.0
+    )
+
+
+def _cuts(places: np.ndarray, cap: int) -> np.ndarray:
+    """places (n,) ascending -> where each batch begins, and n."""
+    cuts = [0]
+    while cuts[-1] < len(places):
+        start = cuts[-1]
+        most = min(max(cap // int(places[start]), 1), len(places) - start)
+        padded = functools.partial(_padded, places[start : start + most])
+        cuts.append(start + max(bisect_right(range(1, most + 1), cap, key=padded), 1))
+    return np.array(cuts)
+
+
+def _padded(places: np.ndarray, count: int) -> int:
+    return int(places[count - 1]) * count
+
+
+@dataclass
+class SentenceEpochs:
+    """A text in batches, epoch after epoch; epoch 0 is evaluation."""
+
+    sentences: Sentences
+    cap: int  # padded bytes in a batch
+    longest: int  # bytes; longer lines are left out
+    seed: int
+    workers: int = 0
+    _planned: dict[int, SentencePlan] = field(default_factory=dict)
+
+    def plan(self, epoch: int) -> SentencePlan:
+        """The batches of an epoch. UserError where every line is too long."""
+        if epoch not in self._planned:
+            lengths = self.sentences.lengths
+            made = plan_sentences(lengths, self.cap, self.longest, self.seed, epoch)
+            if not len(made.batches):
+                raise UserError(
+                    f"data.max_bytes = {self.longest}: each of the {len(lengths)} lines is longer"
+                )
+            self._planned.clear()  # one may be hundreds of megabytes
+            self._planned[epoch] = made
+        return self._planned[epoch]
+
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[SentenceBatch]:
+        """Those batches, read, without the first `skip`."""
+        return iter(
+            DataLoader(
+                self.sentences,
+                batch_size=None,
+                sampler=self.plan(epoch).batches[skip:],
+                num_workers=self.workers,
+                worker_init_fn=_one_thread,
+                generator=torch.Generator(),  # its seed is not drawn from what dropout draws from
+            )
+        )
+
+
+def _one_thread(worker: int) -> None:
+    """Workers run side by side: more threads than cores would make them wait for each other."""
+    torch.set_num_threads(1)

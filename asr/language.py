@@ -1,0 +1,145 @@
+"""The task of predicting text: corpus, objective and what validation shows.
+
+asr.train trains it as it trains speech. Its runs are what `decode.lm` of a speech model names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from asr import build, corpora
+from asr.data.corpora import spoken_numbers
+from asr.data.sentence_plan import SentenceEpochs
+from asr.data.sentences import SentenceBatch, Sentences, read_lines
+from asr.data.text import Tokenizer, load_tokenizer
+from asr.decoding.sample import sample
+from asr.errors import UserError
+from asr.recipe import read_recipe
+from asr.settings import LanguageRecipe
+from asr.settings.language import LanguageData
+from asr.training.checkpoint import choose, load_weights
+from asr.training.language_objective import LanguageObjective
+from asr.training.log import Log
+from asr.training.loop import Position
+
+VOCABULARY_LINES = 1_000_000  # of the training text, evenly spread, that make a vocabulary
+CHECKED_LINES = 1000
+LONGEST_SAMPLE = 200  # tokens
+ANY_LENGTH = 2**31 - 1
+PREPARE = {
+    None: "name a .txt, .txt.gz or .tsv file",
+    "spoken-numbers": "make it with: python -m asr.prepare spoken-numbers --to {folder}",
+    "librispeech-lm": "make it with: python -m asr.prepare librispeech-lm --to {folder}",
+}
+
+
+@dataclass(frozen=True)
+class LanguageTask:
+    """The Task of asr.train for language models."""
+
+    recipe: LanguageRecipe
+    objective: LanguageObjective
+    epochs: SentenceEpochs
+    held_out: SentenceEpochs
+    tokenizer: Tokenizer
+
+    allowed_broken = 0.0  # a text is read whole before training begins
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What a checkpoint says of itself."""
+        return {"vocabulary": self.tokenizer.fingerprint()}
+
+    def describe(self) -> str:
+        """The corpus in a few words."""
+        plan, lines = self.epochs.plan(1), self.epochs.sentences
+        megabytes = sum(len(text.text) for text in lines.texts) / 1e6
+        return (
+            f"{len(lines)} sentences of {megabytes:.3g} MB, vocabulary of {self.tokenizer.size}, "
+            f"{len(plan.batches)} batches an epoch, {100 * plan.padding:.1f} % padding"
+        )
+
+    def prepare(self, run: Path) -> None:
+        """The vocabulary, so that a speech model can tell whether it is its own."""
+        self.tokenizer.save(run)
+
+    def valid(self) -> Iterator[SentenceBatch]:
+        """The validation text, once."""
+        return self.held_out.batches(0)
+
+    def report(self, log: Log, position: Position) -> dict[str, float]:
+        """A few sentences that the model makes up, always from the same random numbers."""
+        self.objective.eval()
+        model, chance = self.objective.model, torch.Generator().manual_seed(self.recipe.seed)
+        device = next(model.parameters()).device
+        said = sample(model, self.recipe.train.samples, LONGEST_SAMPLE, chance, device)
+        log.text("samples", "\n\n".join(map(self.tokenizer.decode, said)), position.step)
+        return {}
+
+    def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]:
+        """Nothing more."""
+        return {}
+
+
+def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTask:
+    """Read the texts, make or load the vocabulary, build the model.
+
+    Raises UserError for a text that is missing or cannot be learned from as the recipe stands.
+    """
+    data = recipe.data
+    training, valid = (_read(data, role) for role in ("train", "valid"))
+    if resume:
+        tokenizer = load_tokenizer(run)
+    elif source := recipe.train.init or recipe.text.run:
+        tokenizer = load_tokenizer(source)
+    else:
+        tokenizer = build.tokenizer(recipe.text, training.sample(VOCABULARY_LINES))
+    for part, paths in ((training, data.train), (valid, data.valid)):
+        lines = part.sample(CHECKED_LINES)
+        corpora.check_text(lines, [tokenizer.unknown(line) for line in lines], paths[0])
+        part.tokenizer = tokenizer
+    torch.manual_seed(recipe.seed)
+    cap, seed, workers = data.batch_bytes, recipe.seed, data.workers
+    return LanguageTask(
+        recipe,
+        build.language_objective(recipe, tokenizer.size),
+        SentenceEpochs(training, cap, data.max_bytes, seed, workers),
+        SentenceEpochs(valid, cap, ANY_LENGTH, seed, workers),
+        tokenizer,
+    )
+
+
+def load_language_model(run: Path, fingerprint: str, device: torch.device) -> torch.nn.Module:
+    """The model of a run's best checkpoint, to be added to a speech model of that vocabulary.
+
+    Raises UserError for a folder that is no such run, and for another vocabulary.
+    """
+    if not (run / "recipe.yaml").is_file():
+        raise UserError(f"decode.lm = {run}: no recipe.yaml in it, so it is no run folder")
+    recipe = read_recipe(run / "recipe.yaml")
+    if not isinstance(recipe, LanguageRecipe):
+        raise UserError(f"decode.lm = {run}: a run of the task {recipe.task}, no language model")
+    tokenizer = load_tokenizer(run)
+    if tokenizer.fingerprint() != fingerprint:
+        raise UserError(
+            f"decode.lm = {run}: its vocabulary is not this speech model's; "
+            "train a language model with text.run=SPEECH_RUN"
+        )
+    model = build.language_model(recipe.model, tokenizer.size)
+    load_weights(model, choose(run, "best", 1), {"vocabulary": fingerprint})
+    return model.to(device).eval()
+
+
+def _read(data: LanguageData, role: str) -> Sentences:
+    texts = []
+    for path in getattr(data, role):
+        if data.corpus == "spoken-numbers" and path.suffix == ".tsv" and not path.exists():
+            print(f"making the spoken numbers in {path.parent} (once, under a minute)", flush=True)
+            spoken_numbers.prepare(path.parent)
+        if not path.is_file():
+            remedy = PREPARE[data.corpus].format(folder=path.parent)
+            raise UserError(f"data.{role}: {path} is not there; {remedy}")
+        texts.append(read_lines(path, data.cache))
+    return Sentences(texts)
