@@ -18,6 +18,7 @@ from asr.scoring.parts import by_group, group_lines
 from asr.scoring.significance import verdict
 from asr.scoring.wer import Score, score, summarize
 from asr.settings import SpeechRecipe
+from asr.tune import tune
 
 Labels = Mapping[str, Mapping[str, str]]  # column -> utterance id -> group
 
@@ -48,6 +49,10 @@ def main() -> int:
     recognizer = Recognizer.load(args.run, args.overrides)
     unknown = [recognizer.tokenizer.unknown(text) for text in corpus.texts]
     corpora.check_text(corpus.texts, unknown, corpus.path)
+    if args.tune:
+        for line in tune(recognizer, corpus, recipe, args.run):
+            print(line, flush=True)
+        return 0
     evaluation = evaluate(recognizer, corpus, recipe, labels, f"{args.run.name}: {name}")
     against = verdict(other, evaluation.score) if other else []
     folder = args.out or args.run / "evaluate" / name
@@ -81,6 +86,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--pictures", type=int, default=20, help="worst utterances shown with attention (20)"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="search the decode settings, write them into the run"
     )
     return parser.parse_intermixed_args()
 

@@ -161,15 +161,18 @@ class Recognizer:
         batch = batch.to(self.device)
         return self.model.encode(batch.features, batch.lengths)
 
-    @torch.no_grad()
     def hypotheses(self, memory: Memory) -> list[Hypothesis]:
         """The best hypothesis of every utterance, searched for as `decode` says."""
-        settings = self.decode.model_dump(include=SEARCH)
-        if settings == GREEDY | {"max_ratio": self.decode.max_ratio}:
-            return greedy(self.model, memory, max_ratio=self.decode.max_ratio)
-        ctc = self.model.ctc(memory) if self.decode.ctc_weight else None
-        found = beam_search(self.model, memory, ctc=ctc, **settings)
-        return [best for best, *_ in found]
+        return [best for best, *_ in self.nbest(memory, self.decode, 1)]
+
+    @torch.no_grad()
+    def nbest(self, memory: Memory, decode: Decode, most: int) -> list[list[Hypothesis]]:
+        """Up to `most` hypotheses of every utterance, best first."""
+        settings = decode.model_dump(include=SEARCH)
+        if settings == GREEDY | {"max_ratio": decode.max_ratio}:
+            return [[best] for best in greedy(self.model, memory, max_ratio=decode.max_ratio)]
+        ctc = self.model.ctc(memory) if decode.ctc_weight else None
+        return beam_search(self.model, memory, ctc=ctc, nbest=most, **settings)
 
     @torch.no_grad()
     def transcripts(self, memory: Memory, found: Sequence[Hypothesis]) -> list[Transcript]:

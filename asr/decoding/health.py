@@ -11,7 +11,7 @@ from torch import Tensor
 WINDOW = 25  # frames: a second at 40 ms each
 ENOUGH = 0.5  # tokens' worth of attention that a window needs (tau of Chorowski & Jaitly 2016)
 NGRAM = 4
-HALF = 0.5  # an utterance with less coverage or more repetition than this is ill
+LITTLE, LOOPED = 0.5, 0.75  # less coverage or more repetition than this is an illness
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Health:
 
     @property
     def ill(self) -> bool:
-        """Whether half of the audio was left out, or half of the text is a loop."""
-        left_out = self.coverage is not None and self.coverage < HALF
-        return left_out or self.repetition > HALF
+        """Whether most of the audio was left out, or most of the text is a loop."""
+        left_out = self.coverage is not None and self.coverage < LITTLE
+        return left_out or self.repetition > LOOPED
 
 
 def health(

@@ -1,0 +1,176 @@
+"""The decode settings that do best on a split, for `asr.evaluate RUN --split dev --tune`.
+
+Every beam and CTC weight is decoded once, for its n best hypotheses; penalties are then tried by
+re-scoring those, thousands a second. A penalty also changes what a beam keeps, so the few best are
+decoded in earnest, beside the run's own settings, and the best of these wins.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from asr.data.corpus import Corpus
+from asr.decoding.score import Ranking
+from asr.decoding.search import Hypothesis
+from asr.evaluation import batches
+from asr.recipe import as_yaml, read_recipe
+from asr.recognizer import Recognizer
+from asr.scoring.files import percent, replace_files
+from asr.scoring.parts import table
+from asr.scoring.wer import score
+from asr.settings import Decode, SpeechRecipe
+
+BEAMS = (1, 4, 8)
+CTC_WEIGHTS = (0.0, 0.2, 0.4)  # where there is a CTC head
+PENALTIES = {
+    "length_penalty": (0.0, 0.3, 0.6, 1.0),
+    "token_reward": (0.0, 0.2, 0.5),
+    "coverage_penalty": (0.0, 0.05, 0.2),
+}
+FINALISTS = 3
+TRACE = 1e-9  # of coverage penalty: too little to change a choice, enough to be counted
+
+Setting = Mapping[str, float]  # decode key -> value
+NBests = dict[str, list[Hypothesis]]  # utterance id -> hypotheses, best first
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A setting and what it gave; `decoded` is False where n-bests were only re-scored."""
+
+    setting: Setting
+    decoded: bool
+    errors: int
+    character_errors: int
+    words: int
+
+    @property
+    def rank(self) -> tuple:
+        """Fewest errors; among equals the cheapest beam and the smallest weights."""
+        return self.errors, self.character_errors, self.setting["beam"], sum(self.setting.values())
+
+
+def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path) -> Iterator[str]:
+    """Search, write the best into the run's recipe, and say so in lines.
+
+    Raises UserError where no utterance can be read.
+    """
+    mine = {key: getattr(recipe.decode, key) for key in ("beam", "ctc_weight", *PENALTIES)}
+    rescored = search(recognizer, corpus, recipe)
+    tried = sorted(rescored, key=lambda trial: trial.rank)[:FINALISTS]
+    finalists = {tuple(one.items()): one for one in (mine, *(t.setting for t in tried))}
+    decoded = decode(recognizer, corpus, recipe, list(finalists.values()))
+    best = min(decoded, key=lambda trial: trial.rank)
+    yield from table([head(), *map(row, sorted([*rescored, *decoded], key=lambda t: t.rank))])
+    settings = " ".join(f"decode.{key}={value:g}" for key, value in best.setting.items())
+    if best.setting == mine:
+        yield f"the run's own settings stay the best: {settings}"
+        return
+    save(run, best.setting)
+    yield f"written to {run / 'recipe.yaml'}: {settings}"
+
+
+def search(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> list[Trial]:
+    """The best penalties of every beam and CTC weight, by re-scoring."""
+    weights = CTC_WEIGHTS if recipe.model.ctc_weight else (0.0,)
+    plain = dict.fromkeys(PENALTIES, 0.0)
+    grid = [{"beam": b, "ctc_weight": w, **plain} for b, w in product(BEAMS, weights)]
+    traced = [{**setting, "coverage_penalty": TRACE} for setting in grid]
+    found = nbests(recognizer, corpus, recipe, traced)
+    trials = []
+    for setting, nbest in zip(grid, found, strict=True):
+        wrong = errors(recognizer, corpus, nbest)
+        penalties = [dict(zip(PENALTIES, values, strict=True)) for values in _all_penalties()]
+        tries = [rescored({**setting, **one}, corpus, nbest, wrong) for one in penalties]
+        trials.append(min(tries, key=lambda trial: trial.rank))
+    return trials
+
+
+def _all_penalties() -> Iterator[tuple[float, ...]]:
+    return product(*PENALTIES.values())
+
+
+def nbests(
+    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, settings: Sequence[Setting]
+) -> list[NBests]:
+    """As many hypotheses as the beam is wide, for every setting; audio is encoded once."""
+    found: list[NBests] = [{} for _ in settings]
+    decodes = [recipe.decode.model_copy(update=setting) for setting in settings]
+    for batch in batches(recognizer, corpus, recipe):
+        if len(batch):
+            memory = recognizer.encode(batch)
+            for own, decode in zip(found, decodes, strict=True):
+                nbest = recognizer.nbest(memory, decode, decode.beam)
+                own |= zip(batch.ids, nbest, strict=True)
+    return found
+
+
+def errors(
+    recognizer: Recognizer, corpus: Corpus, nbest: NBests
+) -> dict[str, list[tuple[int, int]]]:
+    """Word and character errors of every hypothesis, by utterance id."""
+    said = {utterance.id: utterance.text for utterance in corpus}
+    pairs = [(name, recognizer.text(h)) for name, found in nbest.items() for h in found]
+    scored = score([said[name] for name, _ in pairs], [text for _, text in pairs], draws=1)
+    wrong: dict[str, list[tuple[int, int]]] = {}
+    for (name, _), one in zip(pairs, scored.utterances, strict=True):
+        wrong.setdefault(name, []).append((one.errors, one.character_errors))
+    return wrong
+
+
+def rescored(
+    setting: Setting,
+    corpus: Corpus,
+    nbest: NBests,
+    wrong: Mapping[str, Sequence[tuple[int, int]]],
+    decoded: bool = False,
+) -> Trial:
+    """What would be wrong if the n-bests were ranked anew under these penalties."""
+    ranking = Ranking(**{key: setting[key] for key in PENALTIES})
+    weights = (1 - setting["ctc_weight"], setting["ctc_weight"])
+
+    def final(hypothesis: Hypothesis) -> float:
+        log_prob = sum(w * part for w, part in zip(weights, hypothesis.parts, strict=False) if w)
+        return ranking.final(log_prob, len(hypothesis.tokens) + 1, hypothesis.covered)
+
+    counts = [
+        wrong[name][max(range(len(found)), key=lambda k, found=found: final(found[k]))]
+        for name, found in nbest.items()
+    ]
+    words, characters = map(sum, zip(*counts, strict=True))
+    spoken = sum(len(u.text.split()) for u in corpus if u.id in nbest)
+    return Trial(setting, decoded, words, characters, spoken)
+
+
+def decode(
+    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, settings: Sequence[Setting]
+) -> list[Trial]:
+    """Every setting decoded for itself."""
+    found = nbests(recognizer, corpus, recipe, settings)
+    firsts = [{name: nbest[:1] for name, nbest in own.items()} for own in found]
+    return [
+        rescored(setting, corpus, own, errors(recognizer, corpus, own), decoded=True)
+        for setting, own in zip(settings, firsts, strict=True)
+    ]
+
+
+def save(run: Path, setting: Setting) -> None:
+    """Write the setting into RUN/recipe.yaml, which is whole at any moment."""
+    recipe = read_recipe(run / "recipe.yaml")
+    kept = {**recipe.decode.model_dump(), **setting}
+    recipe = recipe.model_copy(update={"decode": Decode.model_validate(kept)})
+    replace_files(run, {"recipe.yaml": as_yaml(recipe)})
+
+
+def head() -> tuple[str, ...]:
+    """Of the table."""
+    return ("beam", "ctc_weight", *PENALTIES, "WER", "CER errors", "how")
+
+
+def row(trial: Trial) -> tuple[str, ...]:
+    """One trial in the table."""
+    values = [f"{value:g}" for value in trial.setting.values()]
+    wer = percent(trial.errors / max(trial.words, 1))
+    how = "decoded" if trial.decoded else "re-scored"
+    return (*values, wer, str(trial.character_errors), how)
