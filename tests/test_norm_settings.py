@@ -1,0 +1,114 @@
+"""Every norm of both families: built from a recipe, it overfits eight utterances and is saved."""
+
+import pytest
+import torch
+
+from asr import build
+from asr.data.batch import Batch
+from asr.recipe import validate
+from asr.tokens import SPECIAL
+from asr.training.checkpoint import load_weights, save_checkpoint
+from asr.training.loop import Limits, take_step
+
+F, V, LETTERS, STEPS = 11, 13, (1, 2, 3, 5), 60
+LAS = [
+    {
+        "kind": "las",
+        "listener": {"norm": norm, "layers": 2, "hidden": 17, "pyramid": [2], **more},
+        "speller": {"norm": norm, "hidden": 19, "embedding": 7, **more},
+        "attention_size": 5,
+        "ctc_weight": 0.2,
+    }
+    for norm, more in [
+        ("none", {}),
+        ("ba", {}),
+        ("raw", {}),
+        ("thesis", {"backend": "reference"}),
+        ("per_gate", {}),
+        ("cell", {}),
+    ]
+]
+CHOICES = [
+    {"norm": norm, "norm_position": position, **more}
+    for norm in ("layer", "rms", "scale")
+    for position, others in (
+        ("pre", [{}, {"residual_scale": 1.1}]),
+        ("post", [{}, {"residual_scale": {"encoder": 1.1, "decoder": 1.4}}, "deepnet"]),
+    )
+    for more in [
+        *({"residual_scale": o} if o == "deepnet" else o for o in others),
+        {"fixnorm": True, "tied": True},
+    ]
+]
+SIZES = {"d_model": 20, "heads": 2, "feed_forward": 41, "subsampling_channels": 3}
+SIZES |= {"encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0, "ctc_weight": 0.2}
+TRANSFORMERS = [{"kind": "transformer", **SIZES, "reduction": 2, **c} for c in CHOICES]
+
+
+def name(model):
+    """las-ba, transformer-rms-post-deepnet-fixnorm, ..."""
+    if model["kind"] == "las":
+        return f"las-{model['listener']['norm']}"
+    scale = model.get("residual_scale", 1.0)
+    parts = [
+        model["norm"],
+        model["norm_position"],
+        str(tuple(scale.values()) if isinstance(scale, dict) else scale),
+    ]
+    return "-".join(["transformer", *parts, *(["fixnorm"] if model.get("fixnorm") else [])])
+
+
+def objective_of(model, seed):
+    """As asr.train builds it, from a recipe."""
+    tree = {
+        "run": "x",
+        "data": {},
+        "model": model,
+        "train": {"label_smoothing": 0.0, "device": "cpu"},
+    }
+    recipe = validate(tree, "recipe")
+    torch.manual_seed(seed)
+    return build.speech_objective(recipe, F, V)
+
+
+def eight_utterances():
+    """Random words; each letter is a fixed vector for four noisy frames."""
+    torch.manual_seed(0)
+    codes, lengths = torch.randn(V, F), [LETTERS[i % 4] for i in range(8)]
+    tokens = torch.zeros(8, max(lengths), dtype=torch.long)
+    features = torch.zeros(8, 4 * max(lengths), F)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = torch.randint(len(SPECIAL), V, (length,))
+        frames = codes[tokens[row, :length]].repeat_interleave(4, 0)
+        features[row, : 4 * length] = frames + 0.1 * torch.randn_like(frames)
+    count = torch.tensor(lengths)
+    return Batch(tuple("abcdefgh"), features, 4 * count, tokens, count, 1.0)
+
+
+@torch.no_grad()
+def figures(objective, batch):
+    """Nats per token and share of right tokens, without dropout."""
+    sums = objective.eval()(batch)
+    return [float(sums[name].total / sums[name].count) for name in ("nats", "accuracy")]
+
+
+@pytest.mark.parametrize("model", LAS + TRANSFORMERS, ids=name)
+def test_it_overfits_eight_utterances_and_is_saved(model, tmp_path):
+    objective = objective_of(model, seed=1)
+    batch, limits = eight_utterances(), Limits(epochs=1)
+    optimizer = torch.optim.Adam(objective.parameters())
+    nats, _ = figures(objective, batch)
+    assert nats > 1.5  # guessing costs about ln 13 = 2.6
+    for step in range(STEPS):
+        take_step(objective, [batch], optimizer, 0.01 * min(1.0, 2 - 2 * step / STEPS), limits)
+    nats, accuracy = figures(objective, batch)
+    print(nats, accuracy)
+    assert accuracy == 1.0 and nats < 0.3
+
+    saved = save_checkpoint(tmp_path, objective.model, {}, STEPS, nats, {})
+    again = objective_of(model, seed=2)
+    load_weights(again.model, [saved], {})
+    ours, theirs = objective.model.state_dict(), again.model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert figures(again, batch) == [nats, accuracy]
