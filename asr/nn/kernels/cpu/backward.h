@@ -14,9 +14,13 @@ template <class E> class Backward : Worker<E> {
   static constexpr int64_t kEnough = 512;
 
   const BackwardWeights<E>& weights;
-  std::vector<T> dh, dc, dgates_x, dgates_h, scratch, state;
-  Panels<E> panels;
-  Blocks<E> blocks;
+  struct Memory {
+    std::vector<T> dh, dc, dgates_x, dgates_h, scratch, state;
+    Panels<E> panels;
+    Blocks<E> blocks;
+  };
+  Memory& memory = kept<Memory>();
+  std::vector<T>&dh = memory.dh, &dc = memory.dc, &scratch = memory.scratch, &state = memory.state;
   Grads<T> grads;
 
  public:
@@ -43,9 +47,8 @@ template <class E> class Backward : Worker<E> {
 
  private:
   void run_chunk(const typename Base::Chunk& chunk) {
-    dgates_h.resize(std::max<int64_t>(dgates_h.size(), chunk.count * G));
-    if (this->split()) dgates_x.resize(dgates_h.size());
-    T *dah = dgates_h.data(), *dax = this->split() ? dgates_x.data() : dah;
+    T* dah = at_least(memory.dgates_h, chunk.count * G);
+    T* dax = this->split() ? at_least(memory.dgates_x, chunk.count * G) : dah;
     for (int64_t s = chunk.last - 1; s >= chunk.first; s--) {
       const int64_t t = share.time_of(s), offset = (share.start[t] - chunk.low) * G;
       run_step(t, dax + offset, dah + offset);
@@ -101,10 +104,10 @@ template <class E> class Backward : Worker<E> {
   // to (4H, width) += dgates^T values
   void add_product(const std::vector<const T*>& dgates, const std::vector<const T*>& values,
                    int64_t width, T* to, bool fresh) {
-    if (fresh) blocks.from_rows(dgates.data(), dgates.size(), G);
-    panels.from_rows(values.data(), values.size(), width);
+    if (fresh) memory.blocks.from_rows(dgates.data(), dgates.size(), G);
+    memory.panels.from_rows(values.data(), values.size(), width);
     auto target = row_pointers(to, G, width);
-    multiply<E, kRows>(blocks.columns.data(), G, panels, target.data(), true);
+    multiply<E, kRows>(memory.blocks.columns.data(), G, memory.panels, target.data(), true);
   }
 
   void input_gradient(const typename Base::Chunk& chunk, const std::vector<const T*>& dax) {

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+         "-fopenmp")
 
 
 class BuildError(Exception):
@@ -77,7 +78,7 @@ def _compile(target: Path) -> None:
             name=target.stem,
             sources=[str(SOURCES / "layer.cpp")],
             extra_cflags=list(FLAGS),
-            extra_ldflags=["-pthread"],
+            extra_ldflags=["-pthread", "-fopenmp"],
             build_directory=folder,
             is_python_module=False,
         )

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <thread>
 #include <vector>
 
 extern "C" {
@@ -21,7 +20,7 @@ struct Direction {
 
 struct Call {
   int64_t B, T, I, H, D;
-  int64_t mode, norm_c, carry, threads, blocks;
+  int64_t mode, norm_c, carry, threads, blocks, forked;
   double eps;
   const int64_t* lengths;       // (B,)
   const void* x;                // (B, T, I), the last dimension contiguous
@@ -78,17 +77,4 @@ inline std::vector<Share> make_shares(const Call& call) {
     }
   }
   return shares;
-}
-
-// Runs work(0) to work(count - 1). Threads are made anew each time: they cost some 20 us and,
-// unlike a pool, survive a fork.
-template <class Work> void in_parallel(int64_t count, int64_t threads, Work work) {
-  threads = std::min(count, threads);
-  auto run = [&](int64_t first) {
-    for (int64_t k = first; k < count; k += threads) work(k);
-  };
-  std::vector<std::thread> others;
-  for (int64_t k = 1; k < threads; k++) others.emplace_back(run, k);
-  run(0);
-  for (std::thread& other : others) other.join();
 }

@@ -39,14 +39,22 @@ template <class T> struct Grads {  // sums over rows
 // A variance within the rounding noise of the mean counts as none: the guard.
 template <class T> Moments<T> moments(const T* x, int64_t n, T eps) {
   constexpr int lanes = Simd<T>::N;
-  Vec<T> total = {}, squares = {};
-  for (int64_t j = 0; j < n; j += lanes) total += load(x + j, n - j);
-  T mean = sum<T>(total) / n;
-  for (int64_t j = 0; j < n; j += lanes) {
+  Vec<T> total[4] = {}, squares[4] = {};  // four chains: one would wait for its own additions
+  int64_t j = 0;
+  for (; j + 4 * lanes <= n; j += 4 * lanes)
+    for (int k = 0; k < 4; k++) total[k] += load(x + j + k * lanes);
+  for (; j < n; j += lanes) total[0] += load(x + j, n - j);
+  T mean = sum<T>(total[0] + total[1] + (total[2] + total[3])) / n;
+  for (j = 0; j + 4 * lanes <= n; j += 4 * lanes)
+    for (int k = 0; k < 4; k++) {
+      Vec<T> centred = load(x + j + k * lanes) - mean;
+      squares[k] += centred * centred;
+    }
+  for (; j < n; j += lanes) {
     Vec<T> centred = first<T>(load(x + j, n - j) - mean, n - j);
-    squares += centred * centred;
+    squares[0] += centred * centred;
   }
-  T variance = sum<T>(squares) / n, noise = Simd<T>::kNoise * mean;
+  T variance = sum<T>(squares[0] + squares[1] + (squares[2] + squares[3])) / n, noise = Simd<T>::kNoise * mean;
   return {mean, variance <= noise * noise ? T(0) : T(1) / std::sqrt(variance + eps)};
 }
 

@@ -13,7 +13,11 @@ template <class E> class Forward : Worker<E> {
   static constexpr int64_t kEnough = 96;  // rows of input product at a time: they stay in cache
 
   const ForwardWeights<E>& weights;
-  std::vector<T> h, c, gates_x, gates_h, raw;
+  struct Memory {
+    std::vector<T> h, c, gates_x, gates_h, raw;
+  };
+  Memory& memory = kept<Memory>();
+  std::vector<T>&h = memory.h, &c = memory.c, &raw = memory.raw;
 
  public:
   Forward(const Call& call, const Share& share, const ForwardWeights<E>& packed)
@@ -35,7 +39,7 @@ template <class E> class Forward : Worker<E> {
 
  private:
   void run_chunk(const typename Base::Chunk& chunk) {
-    T *ax = saved(own.ax, gates_x, chunk), *ah = saved(own.ah, gates_h, chunk);
+    T *ax = saved(own.ax, memory.gates_x, chunk), *ah = saved(own.ah, memory.gates_h, chunk);
     if (!this->split()) ax = ah;  // both products are summed in one place
     std::vector<const T*> x(chunk.count);
     this->each_row(chunk, [&](int64_t row, int64_t j, int64_t t) { x[row] = this->x_row(j, t); });
@@ -51,8 +55,7 @@ template <class E> class Forward : Worker<E> {
   // Rows of a buffer that is kept for the backward pass, or of one that lives for a chunk.
   T* saved(void* kept, std::vector<T>& passing, const typename Base::Chunk& chunk) {
     if (kept) return out<T>(kept) + (share.base + chunk.low) * G;
-    if (int64_t(passing.size()) < chunk.count * G) passing.resize(chunk.count * G);
-    return passing.data();
+    return at_least(passing, chunk.count * G);
   }
 
   void run_step(int64_t t, T* ax, T* ah) {

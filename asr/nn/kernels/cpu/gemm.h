@@ -77,6 +77,12 @@ inline Vec<float> multiply_add(Vec<float> acc, Pair a, Vec<float> b) {
 }
 #endif
 
+// Grows only: shrinking and growing again would zero what is overwritten anyway.
+template <class T> T* at_least(std::vector<T>& memory, int64_t count) {
+  if (int64_t(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
 template <class E> struct Panels {
   int64_t K = 0, N = 0, depth = 0;
   std::vector<int> widths;  // vectors in each panel
@@ -89,7 +95,7 @@ template <class E> struct Panels {
     widths.clear();
     for (int64_t left = vectors; left > 0; left -= widths.back())
       widths.push_back(left == 4 ? 2 : int(std::min<int64_t>(left, kPanel)));
-    data.resize(depth * vectors * lanes);
+    at_least(data, depth * vectors * lanes);
   }
 
   // From K rows of N values.
@@ -198,7 +204,7 @@ template <class E> struct Blocks {
 
   void from_rows(const Sum<E>* const* rows, int64_t K, int64_t M) {
     int64_t depth = packed_depth<E>(K), blocks = (M + kRows - 1) / kRows;
-    data.resize(blocks * depth * kRows);
+    at_least(data, blocks * depth * kRows);
     columns.resize(blocks * kRows);
     line.resize(blocks * kRows);
     for (int64_t m = 0; m < blocks * kRows; m++)
@@ -225,7 +231,7 @@ template <class E> struct Rows {
       std::copy(values, values + M, rows.begin());
     } else {
       int64_t depth = packed_depth<E>(K);
-      data.resize(M * depth);
+      at_least(data, M * depth);
       for (int64_t m = 0; m < M; m++) {
         uint16_t* to = (uint16_t*)(data.data() + m * depth);
         rows[m] = data.data() + m * depth;

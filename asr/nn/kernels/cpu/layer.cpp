@@ -1,11 +1,13 @@
 // The entry points that Python calls (asr/nn/kernels/cpu/library.py). Plain C, no torch headers:
 // it compiles in seconds and serves every version of torch.
+#include <array>
+
 #include "backward.h"
 #include "forward.h"
 
 template <class E> void run_forward(const Call& call) {
-  std::vector<ForwardWeights<E>> packed(call.D);
-  in_parallel(2 * call.D, call.threads, [&](int64_t k) {
+  auto& packed = kept<std::array<ForwardWeights<E>, 2>>();
+  in_parallel(2 * call.D, call.threads, call.forked, [&](int64_t k) {
     const Direction& own = call.direction[k / 2];
     if (k % 2 == 0)
       packed[k / 2].input.from_columns(in<Sum<E>>(own.weight_ih), call.I, 4 * call.H);
@@ -13,14 +15,14 @@ template <class E> void run_forward(const Call& call) {
       packed[k / 2].recurrent.from_columns(in<Sum<E>>(own.weight_hh), call.H, 4 * call.H);
   });
   auto shares = make_shares(call);
-  in_parallel(shares.size(), call.threads,
+  in_parallel(shares.size(), call.threads, call.forked,
               [&](int64_t k) { Forward<E>(call, shares[k], packed[shares[k].d]).run(); });
 }
 
 template <class E> void run_backward(const Call& call) {
   using T = Sum<E>;
-  std::vector<BackwardWeights<E>> packed(call.D);
-  in_parallel(2 * call.D, call.threads, [&](int64_t k) {
+  auto& packed = kept<std::array<BackwardWeights<E>, 2>>();
+  in_parallel(2 * call.D, call.threads, call.forked, [&](int64_t k) {
     const Direction& own = call.direction[k / 2];
     const bool input = k % 2 == 0;
     const int64_t width = input ? call.I : call.H;
@@ -30,7 +32,7 @@ template <class E> void run_backward(const Call& call) {
         .from_rows(rows.data(), 4 * call.H, width);
   });
   auto shares = make_shares(call);
-  in_parallel(shares.size(), call.threads,
+  in_parallel(shares.size(), call.threads, call.forked,
               [&](int64_t k) { Backward<E>(call, shares[k], packed[shares[k].d]).run(); });
 }
 

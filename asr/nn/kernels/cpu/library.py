@@ -1,6 +1,8 @@
 """The C structures of call.h, field by field, and calls of the compiled kernels."""
 
 import ctypes
+import multiprocessing
+import os
 from ctypes import Structure, c_double, c_int, c_int64, c_void_p
 
 from torch import Tensor
@@ -8,6 +10,11 @@ from torch import Tensor
 from asr.nn.kernels.cpu import build
 
 KINDS = {"float32": 0, "float64": 1, "bf16": 2}  # what layer.cpp calls them
+
+# Has this process lost the threads of its parent? Not known where another than multiprocessing
+# forked before this module was imported.
+_forked = [True] if multiprocessing.parent_process() and os.name == "posix" else []
+os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
 
 def _pointers(names: str) -> list[tuple[str, type]]:
@@ -28,7 +35,7 @@ class Call(Structure):
 
     _fields_ = (
         [(name, c_int64) for name in ("B", "T", "I", "H", "D")]
-        + [(name, c_int64) for name in ("mode", "norm_c", "carry", "threads", "blocks")]
+        + [(name, c_int64) for name in ("mode", "norm_c", "carry", "threads", "blocks", "forked")]
         + [("eps", c_double), ("lengths", c_void_p), ("x", c_void_p)]
         + [("x_stride_b", c_int64), ("x_stride_t", c_int64)]
         + _pointers("output doutput")
@@ -44,6 +51,7 @@ def point(structure: Structure, **tensors: Tensor | None) -> None:
 
 def run(name: str, call: Call, kind: int) -> None:
     """Calls lstm_forward or lstm_backward without Python's lock. Raises build.BuildError."""
+    call.forked = bool(_forked)
     library = build.load()
     if library.lstm_call_size() != ctypes.sizeof(Call):
         raise build.BuildError("call.h and library.py disagree on the structure Call")

@@ -5,6 +5,7 @@
 #include "call.h"
 #include "cell.h"
 #include "gemm.h"
+#include "parallel.h"
 
 template <class T> const T* in(const void* p) { return static_cast<const T*>(p); }
 template <class T> T* out(void* p) { return static_cast<T*>(p); }
@@ -22,7 +23,7 @@ template <class E> class Worker {
   const Direction& own;
   const Cell<T> cell;
   const int64_t H, G;  // G: the width of all gates
-  Rows<E> rows;
+  Rows<E>& rows = kept<Rows<E>>();
 
   Worker(const Call& call_, const Share& share_)
       : call(call_), share(share_), own(call_.direction[share_.d]),
