@@ -1,0 +1,161 @@
+"""Which difference is real? python -m asr.compare RUN... [--out DIR] [--levels 1.0 0.5]
+
+RUN is a run folder or a sweep's folder. Runs are grouped by what differs in their recipes, seed and
+run apart; the report is OUT/compare.md, compare.html, curves.png, curves.svg, and OUT/board for
+TensorBoard.
+"""
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from asr import command
+from asr.errors import UserError
+from asr.run_reading import TRAIN, VALID, Run, cost, read_run, read_scores
+from asr.runs import expand
+from asr.scoring.board import write_board
+from asr.scoring.comparison import Member, Setting, level_table, loss_table, wer_table
+from asr.scoring.curve_picture import Panel, draw_curves
+from asr.scoring.curves import Band, band, choose_levels, thinned
+from asr.scoring.differences import difference_table, differences
+from asr.scoring.events import Curve
+from asr.scoring.groups import group
+from asr.scoring.report import Picture, Table, write_report
+
+
+def main() -> int:
+    """Read the runs, compare them, write the report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m asr.compare", description="Compare runs, or the runs of a sweep."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run or sweep folder")
+    parser.add_argument("--out", type=Path, help="folder of the report (SWEEP/compare or compare)")
+    parser.add_argument("--levels", nargs="+", metavar="LOSS", help="instead of the automatic ones")
+    parser.add_argument("--curve", default=VALID, help=f"the loss on validation ({VALID})")
+    args = parser.parse_intermixed_args()
+    wanted = None if args.levels is None else [_level(text) for text in args.levels]
+    folders = expand(args.runs)
+    alone = len(args.runs) == 1 and folders[0] != args.runs[0]
+    out = args.out or (args.runs[0] / "compare" if alone else Path("compare"))
+    runs = [read_run(folder, args.curve) for folder in folders]
+    if all(run.fault for run in runs):
+        raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")
+    notes: list[str] = []
+    settings = make_settings(runs, args.curve, notes)
+    write(out, settings, runs, args.curve, wanted, notes)
+    return 0
+
+
+def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Setting]:
+    """The groups of the runs with readable recipes, those of another world flagged."""
+    known = [run for run in runs if run.settings is not None]
+    groups = group([run.settings or {} for run in known], ignore=("seed", "run"))
+    usual = Counter(run.world for run in known if not run.fault).most_common(1)[0][0]
+    settings = []
+    for found in groups:
+        inside = [known[place] for place in found.members]
+        good = [run for run in inside if not run.fault]
+        label = found.label or "all runs"
+        same = inside[0].world == usual
+        if not same:
+            notes.append(
+                f"{label}: other validation data or another vocabulary than most runs have, so its "
+                "losses are not comparable and are left out."
+            )
+        members = tuple(member(run, curve, notes) for run in good)
+        settings.append(Setting(label, members, len(inside) - len(good), same))
+        seeds = Counter(m.seed for m in members)
+        twice = [seed for seed, count in seeds.items() if count > 1]
+        if twice:
+            notes.append(f"{label}: more than one run of seed {twice[0]}; pairs take the last.")
+    return settings
+
+
+def member(run: Run, curve: str, notes: list[str]) -> Member:
+    """A run as the tables take it."""
+    seed = int((run.settings or {})["seed"])
+    scores = read_scores(run.folder, notes)
+    return Member(run.folder.name, seed, run.curves[curve], cost(run).at, scores)
+
+
+def write(
+    out: Path,
+    settings: Sequence[Setting],
+    runs: Sequence[Run],
+    curve: str,
+    levels: Sequence[float] | None,
+    notes: list[str],
+) -> None:
+    """All files of the report; the tables on the console too."""
+    same = [s for s in settings if s.comparable and s.members]
+    if levels is None:
+        levels = choose_levels([[m.loss for m in s.members] for s in same])
+    splits = sorted({name for s in settings for m in s.members for name in m.scores})
+    tables = [loss_table(settings, curve), level_table(settings, levels)]
+    tables += [wer_table(settings, split) for split in splits]
+    found = differences(settings, splits, notes)
+    tables += [difference_table(found)] if found else []
+    failed = [(run.folder.name, str(run.fault)) for run in runs if run.fault]
+    if failed:
+        tables.append(Table("Runs that are not counted", ("run", "why"), failed))
+    out.mkdir(parents=True, exist_ok=True)
+    picture = draw(out, settings, runs, curve, levels)
+    counted = len(runs) - len(failed)
+    facts = [f"{counted} runs in {len(settings)} groups by what differs in their recipes.", *notes]
+    write_report(out, "compare", "Comparison of runs", facts, [tables[0], picture, *tables[1:]])
+    print("\n".join([*facts, *(line for table in tables for line in _console(table))]))
+    print(f"files: {out}/compare.html compare.md curves.png curves.svg")
+    print(f"TensorBoard, page Custom Scalars: tensorboard --logdir {out / 'board'}")
+
+
+def draw(
+    out: Path,
+    settings: Sequence[Setting],
+    runs: Sequence[Run],
+    curve: str,
+    levels: Sequence[float],
+) -> Picture:
+    """The curves overlaid, as PNG, SVG and a board for TensorBoard."""
+    by_name = {run.folder.name: run.curves for run in runs}
+    bands: dict[str, dict[str, Band]] = {}
+    shown: dict[str, dict[str, Curve]] = {}
+    for setting in (s for s in settings if s.comparable):
+        for name in (curve, TRAIN):
+            curves = [by_name[m.name][name] for m in setting.members]
+            if mean := band(curves):
+                bands.setdefault(setting.label, {})[name] = mean
+            for m, one in zip(setting.members, curves, strict=True):
+                shown.setdefault(m.name, {})[name] = thinned(one)
+    panels = [
+        Panel(name, {k: b[name] for k, b in bands.items() if name in b}, marks)
+        for name, marks in ((curve, levels), (TRAIN, ()))
+    ]
+    png, svg = draw_curves(panels)
+    (out / "curves.png").write_bytes(png)
+    (out / "curves.svg").write_text(svg, encoding="utf-8")
+    write_board(out / "board", bands, shown)
+    note = "Mean of the runs; the band reaches from the lowest to the highest. Dashed: the levels."
+    return Picture("Loss curves", "curves.svg", svg, note)
+
+
+def _console(table: Table) -> list[str]:
+    rows = [table.head, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    return ["", table.title, *lines]
+
+
+def _level(text: str) -> float:
+    try:
+        level = float(text)
+    except ValueError:
+        level = math.nan
+    if not math.isfinite(level):
+        raise UserError(f"--levels {text}: must be numbers, e.g. --levels 1.0 0.5")
+    return level
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,122 @@
+"""A run as asr.compare reads it: curves, cost, evaluations, and what is wrong with it."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asr.errors import UserError
+from asr.runs import finished, last_error, recipe_of
+from asr.scoring.events import Curve, event_files, read_scalars
+from asr.scoring.files import read_evaluation
+from asr.scoring.groups import flatten
+from asr.scoring.wer import Score
+from asr.training.checkpoint import list_checkpoints, read_training
+
+TRAIN, VALID = "train/nats", "valid/nats"
+HOURS, SECONDS = "run/audio_hours", "run/train_seconds"  # what a run has cost so far
+WORLD = "data and vocabulary"  # a setting beside those of the recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was read of one run. `fault` says why it is not counted."""
+
+    folder: Path
+    settings: dict[str, Any] | None  # None where its recipe cannot be read
+    curves: dict[str, Curve]
+    fault: str | None
+
+    @property
+    def world(self) -> str:
+        """The same for two runs whose losses can be compared."""
+        return (self.settings or {})[WORLD]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Audio and time against steps. Linear in between; empty where nothing is known."""
+
+    steps: np.ndarray  # (N,), from 0
+    hours: np.ndarray  # of audio trained on
+    seconds: np.ndarray  # in steps and loading; validation is not in it
+
+    def at(self, step: float) -> tuple[float, float] | None:
+        """Audio-hours and seconds at a step; beyond the last one as if it went on like that."""
+        if len(self.steps) < 2:
+            return None
+        scale = max(1.0, step / self.steps[-1])
+        place = min(step, self.steps[-1])
+        hours = np.interp(place, self.steps, self.hours) * scale
+        return float(hours), float(np.interp(place, self.steps, self.seconds) * scale)
+
+
+def read_run(folder: Path, curve: str) -> Run:
+    """A run's recipe and curves, and what is wrong with it, if anything is."""
+    try:
+        recipe = recipe_of(folder)
+    except UserError as error:
+        return Run(folder, None, {}, str(error))
+    curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
+    settings = flatten(recipe.model_dump(mode="json"))
+    return Run(
+        folder, settings | {WORLD: world(folder, settings)}, curves, fault(folder, curves, curve)
+    )
+
+
+def fault(folder: Path, curves: dict[str, Curve], curve: str) -> str | None:
+    """Why a run does not count: it has no curve, its loss is NaN, or it did not come to its end."""
+    if not event_files(folder):
+        return f"{folder}: no event file{last_error(folder)}"
+    for name in (TRAIN, curve):
+        values = curves[name].values
+        if len(values) and not math.isfinite(values[-1]):
+            good = np.flatnonzero(np.isfinite(values))
+            step = curves[name].steps[good[-1] + 1 if len(good) else 0]
+            return (
+                f"{folder}: diverged: {name} is not finite from step {step} on{last_error(folder)}"
+            )
+    if finished(folder) is None:
+        last = max((int(c.steps[-1]) for c in curves.values() if len(c)), default=0)
+        return f"{folder}: not finished, last seen at step {last}{last_error(folder)}"
+    if not len(curves[curve]):
+        return f"{folder}: no point of {curve} in its event files"
+    return None
+
+
+def world(folder: Path, settings: dict[str, Any]) -> str:
+    """Validation data and vocabulary, told by their content where the files are there."""
+    manifest = Path(str(settings.get("data.valid")))
+    digest = hashlib.sha256(manifest.read_bytes() if manifest.is_file() else str(manifest).encode())
+    for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
+        digest.update(path.read_bytes() if path.is_file() else b"none")
+    return digest.hexdigest()[:8]
+
+
+def cost(run: Run) -> Cost:
+    """From the curves HOURS and SECONDS; without them from the last checkpoint."""
+    hours, seconds = run.curves[HOURS], run.curves[SECONDS]
+    if len(hours) and len(seconds):
+        steps = np.intersect1d(hours.steps, seconds.steps)
+        pair = [c.values[np.isin(c.steps, steps)] for c in (hours, seconds)]
+        return Cost(*(np.insert(row, 0, 0) for row in (steps, *pair)))
+    there = list_checkpoints(run.folder)
+    if not there:
+        return Cost(*np.zeros((3, 0)))
+    place = read_training(there[-1])["position"]
+    ends = (place["step"], place["audio_seconds"] / 3600, place["train_seconds"])
+    return Cost(*(np.array([0.0, end]) for end in ends))
+
+
+def read_scores(run: Path, notes: list[str]) -> dict[str, Score]:
+    """The run's evaluations by split."""
+    found = {}
+    for file in sorted(run.glob("evaluate/*/score.json")):
+        try:
+            found[file.parent.name] = read_evaluation(file.parent).score
+        except UserError as error:
+            notes.append(f"left out: {error}.")
+    return found

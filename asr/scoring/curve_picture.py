@@ -1,0 +1,79 @@
+"""Curves of groups of runs in one picture: a line for the mean, a band for the range over runs."""
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from asr.scoring.curves import Band
+
+# Okabe & Ito 2008: told apart by colour-blind readers too; then the same with other strokes.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STROKES = ("-", "--", ":", "-.")
+_MOST_NAMES = 28
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: name -> band, in the order of the legend."""
+
+    title: str
+    bands: Mapping[str, Band]
+    levels: Sequence[float] = ()  # shown as thin lines
+
+
+def draw_curves(panels: Sequence[Panel], x: str = "step", y: str = "loss") -> tuple[bytes, str]:
+    """PNG and SVG of the panels, side by side. A name has the same stroke in all of them."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.bands))
+    lines = min(len(names), _MOST_NAMES)
+    figure = Figure(figsize=(5.5 * len(panels), 4 + 0.22 * lines), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(grid, panels, strict=True):
+        _draw(axes, panel, names)
+        axes.set(xlabel=x, ylabel=y)
+        axes.set_title(panel.title, parse_math=False, loc="left", fontsize=11)
+    shown = {line.get_label(): line for axes in grid for line in axes.get_lines()}
+    chosen = [name for name in names if name in shown][:_MOST_NAMES]
+    if chosen:
+        labels = [n if len(n) <= 90 else f"{n[:89]}…" for n in chosen]
+        legend = figure.legend(
+            [shown[n] for n in chosen], labels, loc="outside lower left", frameon=False, fontsize=9
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    return _files(figure)
+
+
+def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+    for name, band in panel.bands.items():
+        place = names.index(name)
+        colour = _COLOURS[place % len(_COLOURS)]
+        stroke = _STROKES[place // len(_COLOURS) % len(_STROKES)]
+        mark = "o" if len(band.steps) == 1 else None
+        axes.fill_between(band.steps, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(
+            band.steps, band.mean, stroke, color=colour, label=name, linewidth=1.6, marker=mark
+        )
+    for level in panel.levels:
+        axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e8eaed", linewidth=0.7)
+    axes.set_axisbelow(True)
+    if not panel.bands:
+        axes.text(0.5, 0.5, "no points", ha="center", transform=axes.transAxes, color="#5a6066")
+
+
+def _files(figure: Figure) -> tuple[bytes, str]:
+    png, svg = io.BytesIO(), io.StringIO()
+    # The same curves give the same file, and its letters stay letters.
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "curves", "svg.fonttype": "none"}):
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(png, format="png", metadata={"Software": None})
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    return png.getvalue(), svg.getvalue()

@@ -1,0 +1,323 @@
+"""asr.compare on event files whose curves, crossings and significance are known."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from torch.utils.tensorboard import SummaryWriter
+
+from asr import compare
+from asr.recipe import read_recipe, write_recipe
+from asr.run_reading import HOURS, SECONDS, TRAIN, VALID
+from asr.scoring.curves import band, choose_levels, first_below, median_reached
+from asr.scoring.events import Curve, read_scalars, scalar_event, write_events
+from asr.scoring.files import write_evaluation
+from asr.scoring.groups import group, short_names
+from asr.scoring.report import Table, html, markdown
+from asr.scoring.spread import holm, paired_t, spread
+from asr.scoring.wer import score
+
+RECIPE = {
+    "run": "made",
+    "data": {"train": "train.tsv", "valid": "valid.tsv"},
+    "model": {"kind": "las", "listener": {"norm": "ba"}, "speller": {"norm": "none"}},
+}
+STEPS = range(10, 110, 10)
+
+
+def curve(values, steps=STEPS):
+    steps = np.array(steps)[: len(values)]
+    return Curve(steps, np.array(values, dtype=float), np.ones(len(values)))
+
+
+def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{}"):
+    """A run folder as asr.train leaves it: at step s it has cost s / 1000 h and 3 s seconds."""
+    folder.mkdir(parents=True)
+    base = folder / "base.yaml"
+    base.write_text(yaml.safe_dump(RECIPE))
+    write_recipe(read_recipe(base, overrides), folder / "recipe.yaml")
+    base.unlink()
+    (folder / "tokenizer.json").write_text(vocabulary)
+    last = 10 * len(losses)
+    (folder / "train.log").write_text(f"now finished at step {last}; x\n" if done else "begun\n")
+    points = [
+        scalar_event(name, step, value)
+        for step, loss in zip(STEPS, losses, strict=False)
+        for name, value in (
+            (TRAIN, loss / 2), (VALID, loss), (HOURS, step / 1000), (SECONDS, 3 * step)
+        )
+    ]  # fmt: skip
+    write_events(folder / "events.out.tfevents.0000000007.x", points)
+    if errors is not None:
+        heard = ["a b c" if wrong else "a b d" for wrong in errors]
+        write_evaluation(folder / "evaluate" / "test", score(["a b d"] * len(heard), heard))
+    return folder
+
+
+def falling(floor, shift=0.0):
+    """1 at step 10, then down in a line to `floor` at step 100."""
+    return list(np.linspace(1, floor, len(STEPS)) + shift)
+
+
+@pytest.fixture
+def two_groups(tmp_path):
+    """Norm ba reaches 0.1, none 0.55, over three seeds that all move both in the same way."""
+    for seed, shift in ((1, 0.0), (2, 0.01), (3, -0.02)):
+        for norm, floor, wrong in (("ba", 0.1, 1), ("none", 0.55, 12)):
+            make_run(
+                tmp_path / "sweep" / f"{norm}-{seed}",
+                [f"model.listener.norm={norm}", f"seed={seed}"],
+                falling(floor, shift + 0.001 * seed * (norm == "ba")),
+                errors=[place < wrong for place in range(20)],
+            )
+    return tmp_path / "sweep"
+
+
+def rows(text, title):
+    """The cells of a Markdown table, by heading."""
+    block = text.split(f"## {title}\n\n")[1].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block[2:]]
+
+
+def report(commands, *arguments):
+    code, out, err = commands(compare, *arguments)
+    assert code == 0, err
+    return out
+
+
+def test_losses_levels_and_differences_are_the_known_ones(two_groups, commands):
+    report(commands, two_groups, "--levels", "0.8", "0.5", "0.01")
+    text = (two_groups / "compare" / "compare.md").read_text()
+    ba, none = rows(text, "Validation loss")
+    assert ba[0] == "listener.norm=ba" and none[0] == "listener.norm=none"
+    best = np.array([0.101, 0.112, 0.083])
+    judge = stats.t.interval(0.95, 2, best.mean(), stats.sem(best))
+    assert ba[2:4] == [f"{best.mean():.4f}", f"{best.std(ddof=1):.4f}"]
+    assert ba[4] == f"{judge[0]:.4f} to {judge[1]:.4f}" and ba[7] == "100"
+    levels = {
+        (row[0], row[1]): row[2:] for row in rows(text, "Until the loss first passes a level")
+    }
+    # ba falls by 0.1 every 10 steps from 1 on: all three are below 0.8 at step 40 except the third,
+    # at 30; none falls by 0.05 and is below 0.8 from step 50 or 60 on, and never at 0.5.
+    assert levels["0.8", "listener.norm=ba"] == ["3 of 3", "40", "0.04", "120"]
+    assert levels["0.8", "listener.norm=none"][:2] == ["3 of 3", "60"]
+    assert levels["0.5", "listener.norm=none"] == ["0 of 3", "not reached", "–", "–"]
+    (pair, *others) = rows(text, "Which difference is real")
+    other = np.array([0.55, 0.56, 0.53])
+    judged = stats.ttest_rel(other, best)
+    assert pair[2] == "best loss" and float(pair[3]) == pytest.approx(
+        (other - best).mean(), abs=1e-4
+    )
+    assert judged.pvalue < 0.001 and pair[6].replace("&lt;", "<") == "< 0.001"
+    assert pair[8] == "yes"
+    assert [row[5] for row in others] == ["20 utterances", "3 seeds"]
+    assert float(others[0][3].split()[0]) == pytest.approx(100 * 11 / 60, abs=0.01)
+    assert others[0][8] == "yes"
+
+
+def test_word_error_rates_are_pooled_over_the_runs(two_groups, commands):
+    report(commands, two_groups)
+    text = (two_groups / "compare" / "compare.md").read_text()
+    ba, none = rows(text, "Word error rate: test")
+    assert ba[1:3] == ["3", f"{100 / 60:.2f} %"] and none[2] == "20.00 %"
+    assert none[6] == "20.00, 20.00, 20.00"
+
+
+def test_runs_that_failed_are_listed_and_do_not_count(two_groups, commands, tmp_path):
+    norm = "model.listener.norm=none"
+    make_run(two_groups / "nan", [norm, "seed=4"], [1.0, 0.9, float("nan")])
+    make_run(two_groups / "hung", [norm, "seed=5"], [1.0, 0.9], done=False)
+    (two_groups / "half").mkdir()
+    (two_groups / "half" / "recipe.yaml").write_text("run: half\nseed: 1\ntrain:\n  ep")
+    (two_groups / "crashed").mkdir()
+    (two_groups / "crashed" / "console.log").write_text("$ train\nerror: no such corpus\n")
+    make_run(two_groups / "silent", [norm, "seed=6"], [])
+    (two_groups / "silent" / "events.out.tfevents.0000000007.x").unlink()
+    report(commands, two_groups)
+    text = (two_groups / "compare" / "compare.md").read_text()
+    failed = dict(rows(text, "Runs that are not counted"))
+    assert set(failed) == {"nan", "hung", "half", "crashed", "silent"}
+    assert "diverged: train/nats is not finite from step 30 on" in failed["nan"].replace("\\", "")
+    assert "not finished, last seen at step 20" in failed["hung"]
+    assert "no such corpus" in failed["crashed"]
+    assert "no event file" in failed["silent"]
+    assert rows(text, "Validation loss")[1][1] == "3 + 3 failed"
+
+
+def test_another_vocabulary_is_flagged_and_left_out(two_groups, commands):
+    make_run(two_groups / "x", ["text.kind=bpe"], falling(0.01), vocabulary='{"a": 1}')
+    out = report(commands, two_groups)
+    assert "another vocabulary" in out and "not comparable" in out
+    text = (two_groups / "compare" / "compare.md").read_text()
+    assert [row[2] for row in rows(text, "Validation loss")].count("not comparable") == 1
+    assert "kind=bpe" not in text.split("## Until")[1].split("##")[0]
+
+
+def test_one_run_alone(tmp_path, commands, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "only", [], falling(0.1))
+    out = report(commands, run)
+    assert "1 runs in 1 groups" in out and "Which difference" not in out
+    assert (tmp_path / "compare" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_seed_each_says_what_cannot_be_tested(tmp_path, commands):
+    for norm in ("ba", "none"):
+        make_run(tmp_path / "s" / norm, [f"model.listener.norm={norm}"], falling(0.1))
+    assert "fewer than two seeds in common" in report(commands, tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["missing"], "missing: there is no such folder"),
+        (["empty"], "empty: no run and no folder of runs"),
+        (["bad"], "none of the 1 runs can be compared"),
+        (["good", "--levels", "x"], "--levels x: must be numbers"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, line, tmp_path, commands, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    make_run(tmp_path / "good", [], falling(0.1))
+    make_run(tmp_path / "bad", [], falling(0.1), done=False)
+    assert line in commands.refused(compare, *arguments)
+
+
+def test_the_board_overlays_means_and_ranges(two_groups, commands):
+    report(commands, two_groups)
+    report(commands, two_groups)  # what the first wrote is replaced
+    board = two_groups / "compare" / "board"
+    assert len(list(board.rglob("*.tfevents.*"))) == 1 + 2 + 6
+    events = EventAccumulator(str(board / "groups" / "listener.norm=ba")).Reload()
+    assert events.Scalars(f"{VALID}/mean")[-1].value == pytest.approx(
+        np.mean([0.101, 0.112, 0.083])
+    )
+    assert events.Scalars(f"{VALID}/lowest")[-1].value == pytest.approx(0.083)
+    whole = EventAccumulator(str(board)).Reload()
+    (config,) = whole.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(config.tensor_proto.string_val[0])
+    tags = set(events.Tags()["scalars"])
+    for chart in layout.category[0].chart:
+        (series,) = chart.margin.series
+        assert {series.value, series.lower, series.upper} <= tags
+    runs = EventAccumulator(str(board / "runs" / "ba-1")).Reload().Tags()["scalars"]
+    for chart in layout.category[1].chart:
+        assert any(re.search(chart.multiline.tag[0], tag) for tag in runs)
+
+
+def test_events_are_read_as_tensorboard_reads_them(tmp_path):
+    """A run killed behind step 6 and resumed there, with pictures between, and half a record."""
+    random = np.random.default_rng(1)
+    with SummaryWriter(str(tmp_path), filename_suffix=".a") as first:
+        for step in range(1, 400, 3):
+            first.add_scalar("valid/nats", random.random(), step)
+            first.add_scalar("valid/nats2", 9.0, step)
+            first.add_image(
+                "x", random.integers(0, 255, (8, 9, 3), dtype=np.uint8), step, dataformats="HWC"
+            )
+    (old,) = tmp_path.glob("*.a")
+    old.rename(tmp_path / "events.out.tfevents.0000000001.a")
+    with SummaryWriter(str(tmp_path), purge_step=200, filename_suffix=".b") as second:
+        for step in range(200, 300):
+            second.add_scalar("valid/nats", -step, step)
+        second.add_scalar("valid/nats", float("nan"), 300)
+    with next(tmp_path.glob("*.b")).open("ab") as file:
+        file.write(scalar_event("valid/nats", 301, 1.0).SerializeToString()[:20])
+    judge = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    found = read_scalars(tmp_path, ["valid/nats", "none"])
+    expected = [(e.step, e.value, e.wall_time) for e in judge.Scalars("valid/nats")]
+    ours = found["valid/nats"]
+    np.testing.assert_array_equal(np.transpose([ours.steps, ours.values, ours.times]), expected)
+    assert len(found["none"]) == 0
+
+
+def test_t_intervals_and_paired_tests_agree_with_scipy():
+    random = np.random.default_rng(3)
+    for count in (2, 3, 4, 5, 8, 30):
+        a, b = random.normal(size=(2, count))
+        found = spread(a)
+        assert found.sd == pytest.approx(a.std(ddof=1))
+        assert found.interval == pytest.approx(
+            stats.t.interval(0.95, count - 1, a.mean(), stats.sem(a))
+        )
+        assert paired_t(a, b).p == pytest.approx(stats.ttest_rel(b, a).pvalue)
+    assert spread([2.0]).interval is None and paired_t([1.0], [2.0]) is None
+    assert paired_t([1.0, 2.0], [1.0, 2.0]).p == 1
+
+
+def test_holm_by_hand():
+    # Sorted 0.005 * 4, 0.01 * 3, 0.03 * 2, 0.04 * 1, each at least the one before.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1, 1] and holm([]) == []
+
+
+def test_levels_and_crossings():
+    fast, slow = curve([1, 0.5, 0.2]), curve([1, 0.9, 0.6])
+    assert [first_below(fast, level) for level in (0.5, 0.49, 0.1)] == [20, 30, None]
+    assert choose_levels([[fast], [slow]]) == [0.8, 0.6, 0.2]
+    assert choose_levels([[curve([float("nan")])], []]) == []
+    assert median_reached([10, None, 30]) == 30 and median_reached([10, None]) is None
+    assert median_reached([]) is None
+
+
+def test_a_band_is_over_the_steps_that_all_runs_have():
+    found = band([curve([4, 2, 0]), curve([0, 4], steps=(10, 30))])
+    assert list(found.steps) == [10, 20, 30]
+    assert list(found.mean) == [2, 2, 2] and list(found.low) == [0, 2, 0]
+    assert list(found.high) == [4, 2, 4]
+    assert len(band([curve(np.arange(5000), range(5000))], 400).steps) == 400
+    assert band([]) is None and band([curve([1]), curve([1], steps=(20,))]) is None
+
+
+def test_families_with_other_keys_are_told_by_their_kind():
+    las = {"model.kind": "las", "model.listener.norm": "ba", "seed": 1, "train.guide": None}
+    other = {"model.kind": "transformer", "model.norm": "rms", "model.d": 7, "seed": 1}
+    guided = {k: v for k, v in las.items() if k != "train.guide"} | {"train.guide.weight": 0.5}
+    found = group([las, las | {"seed": 2}, other, guided], ignore=["seed"])
+    assert [g.members for g in found] == [(0, 1), (2,), (3,)]
+    assert [g.settings["kind"] for g in found] == ["las", "transformer", "las"]
+    assert found[0].settings["weight"] == "null" and found[2].settings["weight"] == "0.5"
+    assert "listener.norm" not in found[0].label and " d=" not in found[1].label
+    assert short_names(["model.listener.norm", "seed"], ["model.norm", "model.listener.norm"]) == {
+        "model.listener.norm": "listener.norm", "seed": "seed"
+    }  # fmt: skip
+
+
+HOSTILE = "<script>alert(1)</script>|`*_[x](javascript:alert(1))&amp;"
+
+
+class Elements(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_hostile_text_stays_text():
+    pages = [
+        Elements(html(text, [text], [Table(text, [text], [[text]], text)]))
+        for text in (HOSTILE, "x")
+    ]
+    assert pages[0].tags == pages[1].tags and pages[0].words.count(HOSTILE) == 7
+    line = markdown("t", [], [Table("t", ["a", "b"], [[HOSTILE, "1"]])]).splitlines()[-1]
+    assert len(re.findall(r"(?<!\\)\|", line)) == 3 and "<" not in line and "\\[x\\]" in line
+
+
+def test_evaluations_of_other_utterances_are_not_compared(two_groups, commands):
+    for folder in two_groups.glob("none-*/evaluate/test"):
+        write_evaluation(folder, score(["q"], ["q"]))
+        assert json.loads((folder / "score.json").read_text())["wer"] == 0
+    assert "WER of test is not comparable" in report(commands, two_groups)
