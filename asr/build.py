@@ -189,4 +189,5 @@ def limits(train: Train, broken: float) -> Limits:
         clip=train.clip,
         precision=train.precision,
         broken=broken,
+        bad_steps=train.bad_steps,
     )

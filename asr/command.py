@@ -1,10 +1,15 @@
-"""How every command begins and ends: a user's mistake is one line and exit code 2."""
+"""How every command begins and ends: a user's mistake is one line and exit code 2.
+
+Other exit codes: 0 all is well; 3 a signal ended training, which is saved (asr/training_run.py);
+130 Ctrl-C where there is nothing to save.
+"""
 
 import os
 import sys
 from collections.abc import Callable
 
 from asr.errors import UserError
+from asr.training.memory import is_out_of_memory
 from features.audio import AudioError
 from features.normalize import StatisticsError
 
@@ -22,7 +27,15 @@ def run(main: Callable[[], int | None]) -> None:
         code = _say(f"{error.filename or 'the system'}: {error.strerror or error}")
     except KeyboardInterrupt:
         code = 130
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        code = _say(f"out of memory: make the model or what it is given smaller ({_first(error)})")
     sys.exit(code)
+
+
+def _first(error: Exception) -> str:
+    return str(error).split(". ")[0][:200] or type(error).__name__
 
 
 def _say(message: str) -> int:

@@ -26,7 +26,7 @@ def corpus(data: Data, path: Path | None, role: str) -> Corpus:
     if not path.is_file():
         command = PREPARE[data.corpus].format(folder=path.parent, split=path.stem)
         raise UserError(f"data.{role}: {path} is not there. Make it with: {command}")
-    return read_manifest(path)
+    return read_manifest(path, data.outside)
 
 
 def split(data: Data, name: str) -> Corpus:
@@ -35,7 +35,7 @@ def split(data: Data, name: str) -> Corpus:
     if name in known:
         return corpus(data, known[name], name if name in ("train", "valid") else f"test.{name}")
     if name.endswith(".tsv"):
-        return read_manifest(Path(name))
+        return read_manifest(Path(name), data.outside)
     raise UserError(f"--split {name}: neither a manifest (.tsv) nor one of {', '.join(known)}")
 
 

@@ -88,8 +88,10 @@ def _recipe_kind(tree: Mapping[str, Any], place: str) -> type[Recipe]:
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
-    """The fully resolved recipe: every key, as a file that read_recipe takes."""
-    path.write_text(as_yaml(recipe), encoding="utf-8")
+    """The fully resolved recipe: every key, as a file that read_recipe takes; whole or not."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(as_yaml(recipe), encoding="utf-8")
+    part.replace(path)
 
 
 def as_yaml(recipe: Recipe) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import shutil
 
 import pytest
@@ -108,9 +109,24 @@ def test_a_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint.torch, "save", full)
     for step in (5, 6):
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(UserError, match=r"cannot be saved \(No space left on device\)"):
             save(tmp_path, step, 1.0)
     assert list_checkpoints(tmp_path) == [before] and is_sound(before)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000005"]
+
+
+@pytest.mark.parametrize("limit", [10, 200, 1000])
+def test_a_real_failure_to_write_is_one_line(tmp_path, limit):
+    """The system refuses every byte beyond the limit, as a full disk does."""
+    before = save(tmp_path, 5, 2.0)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        with pytest.raises(UserError, match=r"00000006: cannot be saved .* --resume$") as error:
+            save(tmp_path, 6, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert "\n" not in str(error.value) and is_sound(before)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000005"]
 
 
@@ -139,6 +155,18 @@ def test_a_flipped_bit_shows(tmp_path, name):
     content[-40] ^= 1
     path.write_bytes(content)
     assert not is_sound(saved)
+
+
+def test_weights_with_a_flipped_bit_are_not_loaded(tmp_path):
+    saved = save(tmp_path, 1, 1.0)
+    path = saved.folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged, its checksum differs"):
+        load_weights(Tied(), [saved], ABOUT)
+    (saved.folder / "sha256.json").unlink()  # copied without it: taken as it is
+    load_weights(Tied(), [saved], ABOUT)
 
 
 def test_sums_that_are_missing_or_no_sums_are_not_sound(tmp_path):
@@ -174,6 +202,7 @@ def test_damaged_weights_are_one_line(tmp_path):
     saved = save(tmp_path, 1)
     path = saved.folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-11])
+    (saved.folder / "sha256.json").unlink()
     with pytest.raises(UserError, match="cannot be read as weights") as error:
         load_weights(Tied(), [saved], ABOUT)
     assert "\n" not in str(error.value)

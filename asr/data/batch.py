@@ -8,6 +8,8 @@ B utterances, T frames, F features, U tokens, N utterances in the corpus.
 """
 
 import hashlib
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -218,14 +220,20 @@ def load(
             utterances,
             batch_sampler=batches,
             collate_fn=collate,
-            num_workers=workers,
-            worker_init_fn=_one_thread,
+            num_workers=min(workers, len(batches)),
+            worker_init_fn=start_worker,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its seed is drawn here, not from what dropout draws
         )
     )
 
 
-def _one_thread(worker: int) -> None:
-    """Workers run side by side: more threads than cores made a step twenty times slower."""
+def start_worker(worker: int) -> None:
+    """One thread: more threads than cores made a step twenty times slower. And no Ctrl-C.
+
+    A signal to the whole group of processes is the trainer's to answer, which still needs a batch
+    for the step it is in. Ended by SIGTERM, a worker leaves without the noise of a crash.
+    """
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))

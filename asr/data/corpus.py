@@ -93,7 +93,8 @@ def _utterance(row: Mapping[str, str], root: Path, where: str, allow_outside: bo
     if not allow_outside and leaves(row["audio"], root):
         raise UserError(
             f"{where}: audio {row['audio']!r} lies outside the manifest's folder; "
-            "`python -m asr.prepare tsv` makes a manifest with a link to a folder that you name"
+            "data.outside=true reads it if you trust this table, and `python -m asr.prepare tsv "
+            "--audio FOLDER` makes a manifest with a link to that folder"
         )
     try:
         seconds = parse_seconds(row["seconds"])

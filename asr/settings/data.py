@@ -18,6 +18,7 @@ class Data(Settings):
     train: Path | None = None
     valid: Path | None = None
     test: dict[str, Path] = Field(default_factory=dict)  # split name -> manifest
+    outside: bool = False  # True: manifests may name audio that is not below their own folder
     workers: Annotated[int, Field(ge=0, le=256)] = 2  # 0 loads in the training process itself
     min_seconds: Annotated[float, Field(ge=0.0)] = 0.1  # shorter training utterances are left out
     max_seconds: Positive = 35.0  # longer training utterances are left out

@@ -55,6 +55,7 @@ class Train(Settings):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     clip: Positive = 5.0  # largest gradient norm
+    bad_steps: Count = 10  # steps without a finite gradient, in a row, that stop the run
     label_smoothing: Rate = 0.1
     guide: Guide | None = None
     short_first: bool = True  # first epoch from the shortest utterance to the longest

@@ -4,7 +4,9 @@
                              training.pt         optimiser, position, random states
 
 A checkpoint is written into a hidden folder, synced and renamed, so it is there whole or not at
-all. Nothing that is read can run code: safetensors for the weights, weights_only for the rest.
+all; one that is replaced or removed is renamed first, too (.STEP.old). What a crash leaves of that
+is put right in recovery.py. Nothing that is read can run code: safetensors for the weights,
+weights_only for the rest.
 """
 
 import hashlib
@@ -46,29 +48,55 @@ def save_checkpoint(
     loss: float,
     about: dict[str, str],
 ) -> Checkpoint:
-    """Write RUN/checkpoints/STEP whole, or leave what was there. OSError where the disk is full.
+    """Write RUN/checkpoints/STEP whole, or leave what was there.
 
-    `about` goes into the metadata of the weights (vocabulary fingerprint).
+    `about` goes into the metadata of the weights (vocabulary fingerprint). Raises UserError where
+    the disk is full or cannot be written.
     """
     folder = run / "checkpoints" / f"{step:08d}"
     part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
     try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
         meta = {**about, "step": str(step), "loss": repr(loss)}
-        save_file(_weights(module), part / WEIGHTS, metadata=meta)
+        save_file(named_tensors(module), part / WEIGHTS, metadata=meta)
         torch.save(training, part / TRAINING)
         sums = {name: _digest(part / name) for name in (WEIGHTS, TRAINING)}
         (part / SUMS).write_text(json.dumps(sums))
-        for file in part.iterdir():
-            _sync(file)
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
-        _sync(folder.parent)
+        for path in (*part.iterdir(), part):
+            _sync(path)
+        _put(part, folder)
+    except (OSError, RuntimeError, SafetensorError) as error:  # each writer has its own
+        shutil.rmtree(part, ignore_errors=True)
+        raise UserError(
+            f"{folder}: cannot be saved ({_reason(error, folder)}); the checkpoint before it is "
+            "whole: make room, then go on with --resume"
+        ) from None
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
     return Checkpoint(folder, step, loss)
+
+
+def _put(part: Path, folder: Path) -> None:
+    """Give a whole folder its name; what had that name stays until then."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """torch and safetensors hide the system's word for a full disk."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    there = next(place for place in folder.parents if place.exists())
+    free = shutil.disk_usage(there).free
+    said = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    return f"{said}; {free / 1e6:.0f} MB are free on that disk"
 
 
 def list_checkpoints(run: Path) -> list[Checkpoint]:
@@ -84,11 +112,11 @@ def list_checkpoints(run: Path) -> list[Checkpoint]:
     return found
 
 
-def is_sound(checkpoint: Checkpoint) -> bool:
+def is_sound(checkpoint: Checkpoint, names: Sequence[str] = (WEIGHTS, TRAINING)) -> bool:
     """Whether its files are what was written (by their checksums)."""
     try:
         sums = json.loads((checkpoint.folder / SUMS).read_text())
-        return all(_digest(checkpoint.folder / name) == sums[name] for name in (WEIGHTS, TRAINING))
+        return all(_digest(checkpoint.folder / name) == sums[name] for name in names)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -99,7 +127,10 @@ def prune(run: Path, keep: int, keep_best: int) -> None:
     kept = {c.folder for c in there[-keep:]} | {c.folder for c in best_of(there)[:keep_best]}
     for checkpoint in there:
         if checkpoint.folder not in kept:
-            shutil.rmtree(checkpoint.folder, ignore_errors=True)
+            old = checkpoint.folder.with_name(f".{checkpoint.folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            checkpoint.folder.rename(old)  # gone at once, not file by file
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def best_of(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
@@ -130,6 +161,9 @@ def load_weights(
     mean: dict[str, Tensor] = {}
     for checkpoint in checkpoints:
         path = checkpoint.folder / WEIGHTS
+        # Weights that were copied without their checksums are taken as they are.
+        if (checkpoint.folder / SUMS).exists() and not is_sound(checkpoint, [WEIGHTS]):
+            raise UserError(f"{path}: damaged, its checksum differs; take another checkpoint")
         try:
             with safe_open(path, "pt") as file:
                 there = file.metadata() or {}
@@ -157,7 +191,7 @@ def read_training(checkpoint: Checkpoint) -> dict[str, Any]:
 def _fill(module: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     own = module.state_dict()
     wrong = [n for n in weights.keys() & own.keys() if weights[n].shape != own[n].shape]
-    unlike = sorted((weights.keys() ^ _weights(module).keys()) | set(wrong))
+    unlike = sorted((weights.keys() ^ named_tensors(module).keys()) | set(wrong))
     if unlike:
         raise UserError(
             f"{path}: weights of another model: {unlike[0]} and {len(unlike) - 1} more do not fit"
@@ -165,7 +199,7 @@ def _fill(module: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     module.load_state_dict({n: w.to(own[n].dtype) for n, w in weights.items()}, strict=False)
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Each tensor once: tied weights share their memory, and safetensors stores no sharing."""
     seen: set[int] = set()
     once = {}

@@ -69,6 +69,10 @@ class Log:
             self._report(position, step)
             self._clear()
 
+    def flush(self) -> None:
+        """Everything said so far goes to the disk."""
+        self.board.flush()
+
     def pause(self, seconds: float) -> None:
         """Leave time that went into validation out of the throughput."""
         self.since += seconds

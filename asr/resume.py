@@ -1,0 +1,139 @@
+"""Going on with a run: from which checkpoint, and whether the recipe is still the same."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asr.errors import UserError
+from asr.recipe import PlainLoader, as_yaml, read_recipe, validate
+from asr.settings import Recipe
+from asr.training.checkpoint import Checkpoint, read_training
+from asr.training.recovery import newest_sound, set_aside
+
+# What may change in the middle of a run: it changes no weight, or it says how far to go and where.
+HARMLESS = (
+    "run",
+    "data.broken",
+    "data.corpus",
+    "data.outside",
+    "data.test",
+    "data.workers",
+    "decode",
+    "model.listener.backend",
+    "model.speller.backend",
+    "train.alarm",
+    "train.bad_steps",
+    "train.device",
+    "train.epochs",
+    "train.init",  # read at the start alone
+    "train.keep",
+    "train.keep_best",
+    "train.log_every",
+    "train.samples",
+    "train.save_every",
+    "train.steps",
+    "train.threads",
+    "train.validate_every",
+    "train.wer_utterances",
+)
+
+
+class Start:
+    """Where a run that is there already goes on: a checkpoint and its training state."""
+
+    def __init__(self, run: Path, checkpoint: Checkpoint, damaged: tuple[Path, ...]) -> None:
+        self.run, self.checkpoint, self.damaged = run, checkpoint, damaged
+        self.state = read_training(checkpoint)
+
+    def notes(self, recipe: Recipe, force: bool) -> list[str]:
+        """What the log should say of damage and changes.
+
+        Raises UserError where the recipe changed in more than HARMLESS, unless forced.
+        """
+        said = [
+            f"{folder}: damaged, its checksums differ; it is set aside as damaged-{folder.name}"
+            for folder in self.damaged
+        ]
+        if said:
+            said.append(f"going on from the one before it, step {self.checkpoint.step}")
+        changed = self._changes(recipe, force)
+        grave = [line for key, line in changed.items() if not is_harmless(key)]
+        if grave and not force:
+            raise UserError(
+                f"{self.run}: its recipe was another: {'; '.join(grave)}. Take the old values, "
+                "choose another --run, or go on all the same with --resume --force"
+            )
+        return said + [f"changed in the recipe: {line}" for line in changed.values()]
+
+    def set_damaged_aside(self) -> None:
+        """Out of the way of whoever looks for the last or the best checkpoint."""
+        for folder in self.damaged:
+            set_aside(folder)
+
+    def _changes(self, recipe: Recipe, force: bool) -> dict[str, str]:
+        """Dotted key -> a line, for every key that has another value now."""
+        text = self.state.get("recipe")
+        try:
+            if text is None:  # a run of an older version
+                old = read_recipe(self.run / "recipe.yaml")
+            elif fingerprint(text) == fingerprint(as_yaml(recipe)):
+                return {}
+            else:
+                old = validate(yaml.load(text, PlainLoader), f"{self.checkpoint.folder}: recipe")
+        except UserError as error:
+            if force:
+                return {"recipe": f"what it was cannot be read ({error})"}
+            raise UserError(f"{error} (of the run so far; --force goes on all the same)") from None
+        return changes(old, recipe)
+
+
+def find_start(run: Path, resume: bool) -> Start | None:
+    """The checkpoint to go on from; None where the run has none, so that it starts anew.
+
+    Raises UserError where there is one and `resume` is not asked, and where all are damaged.
+    """
+    if not resume:
+        if any((run / "checkpoints").glob("[0-9]*")):
+            raise UserError(f"{run}: already holds a run; add --resume, or choose another --run")
+        return None
+    found = newest_sound(run)
+    if found.checkpoint:
+        return Start(run, found.checkpoint, found.damaged)
+    if found.damaged:
+        raise UserError(
+            f"{run / 'checkpoints'}: all of its checkpoints are damaged, their checksums differ; "
+            "remove them to start anew"
+        )
+    return None
+
+
+def changes(old: Recipe, new: Recipe) -> dict[str, str]:
+    """Dotted key -> `key old -> new`, for every key in which two recipes differ."""
+    before, now = (dict(flatten(recipe.model_dump(mode="json"))) for recipe in (old, new))
+    return {
+        key: f"{key} {before.get(key, 'not there')} -> {now.get(key, 'not there')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    }
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a run may go on where this key has changed."""
+    return any(key == known or key.startswith(f"{known}.") for known in HARMLESS)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{'a': {'b': 1}} -> ('a.b', 1)."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def fingerprint(text: str) -> str:
+    """The recipe's hash, as a checkpoint's weights carry it."""
+    return hashlib.sha256(text.encode()).hexdigest()

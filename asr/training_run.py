@@ -1,0 +1,215 @@
+"""One training run: what happens between the steps of asr.training.loop.fit.
+
+Validation, pictures, checkpoints, going on after a crash and ending when a signal asks for it.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from asr import build
+from asr.recipe import as_yaml
+from asr.resume import Start, fingerprint, flatten
+from asr.settings import Recipe
+from asr.training.checkpoint import load_weights, prune, save_checkpoint
+from asr.training.evidence import keep_evidence
+from asr.training.given import Batch, Between, Epochs
+from asr.training.log import Log
+from asr.training.loop import fit, planned_steps, validate
+from asr.training.objective import Objective, means
+from asr.training.position import Position, position_state, random_state, restore_random_state
+from asr.training.signals import Stop, Stopped
+
+STOPPED = 3  # exit code of a run that a signal ended: all is saved, --resume goes on
+
+
+class Task(Protocol):
+    """What is trained on what; asr/speech.py has the first."""
+
+    recipe: Recipe
+    objective: Objective
+    epochs: Epochs
+    about: dict[str, str]  # what a checkpoint says of itself; another one's must agree
+    allowed_broken: float  # share of the corpus that may turn out unreadable
+
+    def describe(self) -> str: ...
+
+    def prepare(self, run: Path) -> None: ...
+
+    def valid(self) -> Iterator[Batch]: ...
+
+    def report(self, log: Log, position: Position) -> dict[str, float]: ...
+
+    def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]: ...
+
+
+class Training:
+    """One run, from its first step or a checkpoint to its end."""
+
+    def __init__(self, task: Task, run: Path) -> None:
+        self.task, self.run, self.settings = task, run, task.recipe.train
+        self.optimizer = build.optimizer(self.settings, task.objective)
+        self.position = Position()
+        self.limits = build.limits(self.settings, task.allowed_broken)
+        self.metrics: dict[str, float] = {}
+        self.validated = self.saved = -1  # steps
+        self.stop = Stop()
+
+    def go(self, start: Start | None = None, notes: Sequence[str] = ()) -> int:
+        """Train to the end -> 0, or until a signal asks to stop -> STOPPED.
+
+        `notes` are said first.
+        """
+        if start:
+            self._restore(start)
+        total = planned_steps(self.task.epochs, self.limits)
+        log = Log(self.run, self.settings.log_every, total, self.position.step)
+        with self.stop, log as self.log:
+            for line in (*notes, self._greeting(start is not None)):
+                self.log.note(line)
+            with suppress(Stopped):
+                self._train()
+            if self.stop.asked:
+                return self._stopped()
+            flat = dict(flatten(self.task.recipe.model_dump(mode="json")))
+            self.log.recipe(as_yaml(self.task.recipe), flat, self.metrics)
+            self.log.note(f"finished at step {self.position.step}; the run is in {self.run}")
+        return 0
+
+    def _train(self) -> None:
+        """All steps that are left, validation at the end, and what the task does then."""
+        if self._validation_is_due():
+            self.check()
+        between = Between(
+            self.log.step,
+            self.after_step,
+            self.after_epoch,
+            self.log.note,
+            lambda: self.stop.asked is not None,
+            self._keep_evidence,
+        )
+        objective, schedule = self.task.objective, build.schedule(self.settings)
+        limits, position = self.limits, self.position
+        fit(objective, self.task.epochs, self.optimizer, schedule, position, limits, between)
+        if self.validated != self.position.step and not self.stop.asked:
+            self.check()
+        with self.stop.broken_off():
+            self.metrics |= self.task.finish(self.run, self.log, self.position)
+
+    def after_step(self, position: Position) -> None:
+        """Validate and save where it is due."""
+        every = self.settings.validate_every
+        if every and position.step % every == 0:
+            self.check()
+        elif position.step % self.settings.save_every == 0 and not self._validates_next():
+            self.save(math.inf)
+
+    def after_epoch(self, position: Position) -> None:
+        """Validate, unless that goes by steps."""
+        if not self.settings.validate_every:
+            self.check()
+
+    def check(self) -> None:
+        """Validation: loss, word error rates, pictures, a checkpoint, perhaps the alarm.
+
+        A signal ends it at once, and resuming begins it anew.
+        """
+        position, log, begin = self.position, self.log, time.perf_counter()
+        random = random_state()
+        try:
+            with self.stop.broken_off():
+                sums = validate(self.task.objective, self.task.valid(), self.settings.precision)
+                shown = self.task.report(log, position)
+        except Stopped:
+            return
+        finally:
+            restore_random_state(random)
+        losses = means(sums)
+        self.metrics = {f"valid/{name}": value for name, value in (losses | shown).items()}
+        log.scalars("valid", losses | shown, position.step)
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in (losses | shown).items())
+        log.note(f"step {position.step}  validation: {figures}")
+        self._alarm(shown.get("diagonality", 1.0))
+        self.validated = position.step
+        self.save(losses["nats"])
+        log.pause(time.perf_counter() - begin)
+
+    def save(self, loss: float) -> None:
+        """A checkpoint of everything that resuming needs."""
+        recipe = as_yaml(self.task.recipe)
+        training = {
+            "optimizer": self.optimizer.state_dict(),
+            "position": position_state(self.position),
+            "random": random_state(),
+            "recipe": recipe,
+            "validated": self.validated,
+            "metrics": self.metrics,
+        }
+        # What the curves show up to here is on the disk before the checkpoint that follows it.
+        self.log.flush()
+        model, step = self.task.objective.model, self.position.step
+        about = {**self.task.about, "recipe": fingerprint(recipe)}
+        save_checkpoint(self.run, model, training, step, loss, about)
+        self.saved = step
+        prune(self.run, self.settings.keep, self.settings.keep_best)
+
+    def _restore(self, start: Start) -> None:
+        checkpoint, state = start.checkpoint, start.state
+        load_weights(self.task.objective.model, [checkpoint], self.task.about)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.position = Position(**state["position"])
+        restore_random_state(state["random"])
+        self.saved = self.position.step
+        measured = self.saved if math.isfinite(checkpoint.loss) else -1
+        self.validated = state.get("validated", measured)
+        self.metrics = state.get("metrics", {})
+
+    def _stopped(self) -> int:
+        if self.saved != self.position.step:
+            self.save(math.inf)
+        self.log.note(
+            f"{self.stop.asked}: stopped after step {self.position.step} and saved; "
+            "the same command with --resume goes on"
+        )
+        return STOPPED
+
+    def _validation_is_due(self) -> bool:
+        """Whether the checkpoint was taken when a signal had broken a validation off."""
+        step, every = self.position.step, self.settings.validate_every
+        due = step % every == 0 if every else self.position.batch == 0
+        return step > 0 and due and self.validated != step
+
+    def _validates_next(self) -> bool:
+        """At the end of an epoch or the run: validation follows and saves what this step made.
+
+        Were it saved before as well, a crash between could put a point on the curves twice.
+        """
+        step, epoch = self.position.step, self.position.epoch
+        if step == self.limits.steps:
+            return True
+        batches = self.task.epochs.plan(epoch).batches
+        ends = self.position.batch >= len(batches)
+        return ends and (not self.settings.validate_every or epoch == self.limits.epochs)
+
+    def _alarm(self, diagonality: float) -> None:
+        alarm = self.settings.alarm
+        if alarm.steps and self.position.step >= alarm.steps and diagonality < alarm.diagonality:
+            self.log.note(
+                f"ALARM: attention is not diagonal yet ({diagonality:.2f} < "
+                f"{alarm.diagonality:g}). Try a higher model.ctc_weight, train.short_first=true, "
+                "more reduction, a lower lr."
+            )
+
+    def _keep_evidence(self, group: Sequence[Batch]) -> str:
+        folder = self.run / "evidence" / f"{self.position.step:08d}"
+        return keep_evidence(folder, group, self.task.objective)
+
+    def _greeting(self, resumed: bool) -> str:
+        parameters = sum(p.numel() for p in self.task.objective.parameters())
+        return (
+            f"{'resuming' if resumed else 'training'} {self.task.recipe.run}: "
+            f"{parameters / 1e6:.2f} M parameters, {self.task.describe()}"
+        )
