@@ -1,12 +1,25 @@
 """Recipe keys under `model:` for `kind: transformer`."""
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, WrapValidator, field_validator
 
 from asr.settings.base import Count, Natural, Positive, Rate, Settings, Weight
 
 Depth = Annotated[int, Field(ge=1, le=200)]
+
+
+def _or_say(message: str) -> WrapValidator:
+    """One line for a key with several forms, where pydantic has one for each form."""
+
+    def check(value: Any, read: Callable[[Any], Any]) -> Any:
+        try:
+            return read(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(check)
 
 
 class PerStack(Settings):
@@ -31,6 +44,30 @@ class VShape(Settings):
     warmup: Natural
     total: Count
 
+    @field_validator("total")
+    @classmethod
+    def _rises_after_the_warmup(cls, total: int, info: ValidationInfo) -> int:
+        if info.data.get("warmup", 0) >= total:
+            raise ValueError("must be above warmup")
+        return total
+
+
+ResidualScale = Annotated[
+    Positive | PerStack | Literal["deepnet"],
+    _or_say("should be a number above 0, {encoder: NUMBER, decoder: NUMBER} or deepnet"),
+]
+LayerDrop = Annotated[
+    Rate | DropPerStack,
+    _or_say("should be at least 0 and below 1, or {encoder: RATE, decoder: RATE} of such rates"),
+]
+DropHead = Annotated[
+    Rate | VShape,
+    _or_say(
+        "should be at least 0 and below 1, or {end: RATE, start: RATE, warmup: STEPS, total: STEPS}"
+        " of such rates and with total above warmup"
+    ),
+]
+
 
 class Transformer(Settings):
     """Speech encoder-decoder; docs/normalization.md shows where each norm sits."""
@@ -45,7 +82,7 @@ class Transformer(Settings):
     subsampling_channels: Count = 32
     norm: Literal["layer", "rms", "scale"] = "layer"
     norm_position: Literal["pre", "post"] = "pre"  # both stacks; pre adds a final norm to each
-    residual_scale: Positive | PerStack | Literal["deepnet"] = 1.0  # sublayer(x) + alpha * x
+    residual_scale: ResidualScale = 1.0  # sublayer(x) + alpha * x
     fixnorm: bool = False  # embedding rows of length 1
     tied: bool = False  # output layer shares the embedding's weights
     activation: Literal["relu", "gelu", "swish"] = "relu"
@@ -53,12 +90,15 @@ class Transformer(Settings):
     dropout: Rate = 0.1  # on embedding + position and on every sublayer output
     attention_dropout: Rate = 0.0
     feed_forward_dropout: Rate = 0.0
-    layer_drop: Rate | DropPerStack = 0.0
-    drop_head: Rate | VShape = 0.0
+    layer_drop: LayerDrop = 0.0
+    drop_head: DropHead = 0.0
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0 leaves the CTC head out
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "Transformer":
-        if self.d_model % self.heads:
-            raise ValueError(f"d_model {self.d_model} is not divisible by heads {self.heads}")
-        return self
+    @field_validator("heads")
+    @classmethod
+    def _divides(cls, heads: int, info: ValidationInfo) -> int:
+        size = info.data.get("d_model", heads)
+        if size % heads:
+            fitting = ", ".join(str(n) for n in range(1, 17) if size % n == 0)
+            raise ValueError(f"must divide d_model = {size}: choose {fitting}")
+        return heads

@@ -1,0 +1,118 @@
+"""The Transformer's recipes, and what a user can write wrong in one: one line, exit code 2."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from asr import build, train
+from asr.recipe import read_recipe
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+FULL = RECIPES / "librispeech100_transformer.yaml"
+MODEL = "model={kind: transformer, d_model: 10, heads: 2, feed_forward: 7"
+
+
+def difference(ours, theirs, prefix=""):
+    """Dotted keys whose values differ."""
+    found = set()
+    for key in ours.keys() | theirs.keys():
+        a, b = ours.get(key), theirs.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= difference(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.add(prefix + key)
+    return found
+
+
+def test_post_norm_differs_in_nothing_else():
+    post = read_recipe(FULL.with_stem(f"{FULL.stem}_postnorm"))
+    assert difference(read_recipe(FULL).model_dump(), post.model_dump()) == {
+        "run",
+        "model.norm_position",
+    }
+    assert post.model.norm_position == "post" and post.model.ctc_weight == 0.3
+
+
+def test_las_and_transformer_hear_the_same_data():
+    las = read_recipe(RECIPES / "librispeech100.yaml")
+    ours = read_recipe(FULL)
+    assert (ours.data, ours.features, ours.text) == (las.data, las.features, las.text)
+
+
+def test_the_rate_peaks_where_the_recipe_says():
+    recipe = read_recipe(FULL)
+    rate = build.schedule(recipe.train)
+    peak = max(rate(step, 0.0) for step in range(1, 40000, 50))
+    assert peak == pytest.approx(2e-3, rel=0.03)
+    assert rate(15000, 0.0) == pytest.approx(4 * 256**-0.5 * 15000**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "heads", "hidden", "dropout", "average", "millions"),
+    [("base", 512, 8, 2048, 0.1, 5, 65), ("big", 1024, 16, 4096, 0.3, 20, 213)],
+)
+def test_vaswani_s_settings(size, width, heads, hidden, dropout, average, millions):
+    """Table 3 of the paper; its parameters, less 37,000 shared subwords."""
+    recipe = read_recipe(FULL.with_stem(f"{FULL.stem}_vaswani_{size}"))
+    model, optimizer, schedule = recipe.model, recipe.train.optimizer, recipe.train.schedule
+    assert (model.d_model, model.heads, model.feed_forward) == (width, heads, hidden)
+    assert (model.encoder_layers, model.decoder_layers, model.dropout) == (6, 6, dropout)
+    assert (model.norm_position, model.tied, recipe.train.label_smoothing) == ("post", True, 0.1)
+    assert (optimizer.kind, optimizer.betas, optimizer.eps) == ("adam", (0.9, 0.98), 1e-9)
+    assert (schedule.kind, schedule.warmup, schedule.width) == ("noam", 4000, width)
+    decode = recipe.decode
+    assert (decode.checkpoint, decode.average, decode.beam) == ("last", average, 4)
+    assert decode.length_penalty == 0.6 and recipe.train.keep >= average
+    with torch.device("meta"):  # shapes alone: `big` would take a second and 0.7 GB
+        made = build.speech_model(model, 80, 500)
+    stacks = sum(p.numel() for s in (made.encoder, made.decoder) for p in s.parameters())
+    assert stacks / 1e6 == pytest.approx(millions - 0.037 * width, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("heads: 3", r"model.heads = 3: must divide d_model = 10: choose 1, 2, 5, 10\.$"),
+        ("norm: batch", r"model.norm = 'batch': should be 'layer', 'rms' or 'scale'\.$"),
+        ("norm_position: mid", r"model.norm_position = 'mid': should be 'pre' or 'post'\.$"),
+        ("residual_scale: 0", r"model.residual_scale = 0: should be a number above 0, {"),
+        ("residual_scale: -1.5", r"model.residual_scale = -1.5: should be a number above 0, {"),
+        ("residual_scale: deep", r"model.residual_scale = 'deep': .* or deepnet\.$"),
+        ("residual_scale: {encoder: 0}", r"model.residual_scale = {'encoder': 0}: .* above 0"),
+        ("dropout: 1.0", r"model.dropout = 1.0: should be less than 1\.$"),
+        ("attention_dropout: -0.1", r"model.attention_dropout = -0.1: should be greater than or"),
+        ("feed_forward_dropout: 2", r"model.feed_forward_dropout = 2: should be less than 1\.$"),
+        ("layer_drop: 1", r"model.layer_drop = 1: should be at least 0 and below 1, or {encoder:"),
+        ("layer_drop: {decoder: -1}", r"model.layer_drop = {'decoder': -1}: should be at least 0"),
+        ("drop_head: 1.5", r"model.drop_head = 1.5: should be at least 0 and below 1, or {end:"),
+        (
+            "drop_head: {end: 0.2, warmup: 9, total: 9}",
+            r"model.drop_head = {.*}: .* total above warmup\.$",
+        ),
+        ("encoder_layers: 0", r"model.encoder_layers = 0: should be greater than or equal to 1"),
+        ("norms: rms", r"model.norms is not a recipe key. Did you mean 'norm'\?$"),
+    ],
+)
+def test_a_setting_that_cannot_be(setting, message, tiny, commands, tmp_path):
+    replaced = MODEL.replace("heads: 2, ", "") if setting.startswith("heads") else MODEL
+    run = tmp_path / "run"
+    line = commands.refused(train, tiny, "--run", run, f"{replaced}, {setting}}}")
+    assert re.match(f"command line: {message}", line)
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("none.yaml", r".*own.yaml: base 'none.yaml' is not there \(looked for .*none.yaml\)\.$"),
+        ("own.yaml", r".*own.yaml: base names a recipe that is based on this one. Remove the ring"),
+        ("[a.yaml]", r".*own.yaml: base must be the name of a recipe file"),
+    ],
+)
+def test_a_base_that_cannot_be(base, message, commands, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(f"base: {base}\nrun: own\n")
+    assert re.match(message, commands.refused(train, path, "--run", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
