@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from asr import build, train
 from asr.recipe import read_recipe
@@ -50,11 +49,11 @@ def test_the_rate_peaks_where_the_recipe_says():
 
 
 @pytest.mark.parametrize(
-    ("size", "width", "heads", "hidden", "dropout", "average", "millions"),
-    [("base", 512, 8, 2048, 0.1, 5, 65), ("big", 1024, 16, 4096, 0.3, 20, 213)],
+    ("size", "width", "heads", "hidden", "dropout", "average"),
+    [("base", 512, 8, 2048, 0.1, 5), ("big", 1024, 16, 4096, 0.3, 20)],
 )
-def test_vaswani_s_settings(size, width, heads, hidden, dropout, average, millions):
-    """Table 3 of the paper; its parameters, less 37,000 shared subwords."""
+def test_vaswani_s_settings(size, width, heads, hidden, dropout, average):
+    """Table 3 and sections 5.3, 5.4 and 6.1 of the paper."""
     recipe = read_recipe(FULL.with_stem(f"{FULL.stem}_vaswani_{size}"))
     model, optimizer, schedule = recipe.model, recipe.train.optimizer, recipe.train.schedule
     assert (model.d_model, model.heads, model.feed_forward) == (width, heads, hidden)
@@ -65,10 +64,6 @@ def test_vaswani_s_settings(size, width, heads, hidden, dropout, average, millio
     decode = recipe.decode
     assert (decode.checkpoint, decode.average, decode.beam) == ("last", average, 4)
     assert decode.length_penalty == 0.6 and recipe.train.keep >= average
-    with torch.device("meta"):  # shapes alone: `big` would take a second and 0.7 GB
-        made = build.speech_model(model, 80, 500)
-    stacks = sum(p.numel() for s in (made.encoder, made.decoder) for p in s.parameters())
-    assert stacks / 1e6 == pytest.approx(millions - 0.037 * width, rel=0.05)
 
 
 @pytest.mark.parametrize(
