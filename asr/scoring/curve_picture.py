@@ -9,6 +9,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from asr.scoring.curves import Band
 
@@ -16,6 +17,7 @@ from asr.scoring.curves import Band
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STROKES = ("-", "--", ":", "-.")
 _MOST_NAMES = 28
+_LOG_FROM = 5  # highest loss / lowest loss
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,14 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         )
     for level in panel.levels:
         axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
+    low = min((band.low.min() for band in panel.bands.values()), default=0.0)
+    high = max((band.high.max() for band in panel.bands.values()), default=0.0)
+    if 0 < low * _LOG_FROM < high:  # or all that is late in training would be one line
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e8eaed", linewidth=0.7)
     axes.set_axisbelow(True)
