@@ -7,7 +7,6 @@ print(recognizer.transcribe("hello.wav").text)
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 from asr import build
 from asr.data.batch import Batch, Example, collate, plan_evaluation
 from asr.data.text import Tokenizer, load_tokenizer
-from asr.decoding.beam import BeamSettings, beam_search
 from asr.decoding.ctc import ctc_greedy
 from asr.decoding.long import cut_at_pauses, is_silent
-from asr.decoding.search import Hypothesis, greedy
+from asr.decoding.search import Hypothesis, Scorer
 from asr.errors import UserError
 from asr.nn.memory import Memory
 from asr.recipe import read_recipe
+from asr.search import language_scorer, search
 from asr.settings import Decode, SpeechRecipe
 from asr.tokens import BLANK, SOS
 from asr.training.checkpoint import choose, load_weights
@@ -35,15 +34,13 @@ from features.front_end import FrontEnd
 
 MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
 STATISTICS = "features.safetensors"
-SEARCH = {field.name for field in fields(BeamSettings)} & set(Decode.model_fields)
-# A beam of 1 without weights and penalties: the greedy search finds the same, sooner.
-GREEDY = Decode().model_dump(include=SEARCH - {"max_ratio"})
 
 
 class Recognizer:
     """A trained model with everything between audio and text.
 
-    longest: seconds of audio that the model hears at once; more is cut at pauses.
+    longest: seconds of audio that the model hears at once; more is cut at pauses. lm: what
+    asr.search.language_scorer gives for `decode`.
     """
 
     def __init__(
@@ -53,9 +50,10 @@ class Recognizer:
         front_end: FrontEnd,
         decode: Decode,
         longest: float = 30.0,
+        lm: Scorer | None = None,
     ) -> None:
         self.model, self.tokenizer, self.front_end = model, tokenizer, front_end
-        self.decode, self.longest = decode, longest
+        self.decode, self.longest, self.lm = decode, longest, lm
         self.device = next(model.parameters()).device
 
     @classmethod
@@ -74,9 +72,10 @@ class Recognizer:
             front_end.norm.load(run / STATISTICS)
         model = build.speech_model(recipe.model, front_end.size, tokenizer.size)
         load_weights(model, choose(run, decode.checkpoint, decode.average), about(tokenizer))
-        model = model.to(build.device(recipe.train.device))
+        device = build.device(recipe.train.device)
         longest = decode.longest or max(1.0, recipe.data.max_seconds)
-        return cls(model, tokenizer, front_end, decode, longest)
+        lm = language_scorer(decode, tokenizer, device)
+        return cls(model.to(device), tokenizer, front_end, decode, longest, lm)
 
     def transcribe(
         self, audio: str | os.PathLike[str] | np.ndarray | Tensor, rate: int | None = None
@@ -168,18 +167,13 @@ class Recognizer:
     @torch.no_grad()
     def nbest(self, memory: Memory, decode: Decode, most: int) -> list[list[Hypothesis]]:
         """Up to `most` hypotheses of every utterance, best first."""
-        settings = decode.model_dump(include=SEARCH)
-        if settings == GREEDY | {"max_ratio": decode.max_ratio}:
-            return [[best] for best in greedy(self.model, memory, max_ratio=decode.max_ratio)]
-        ctc = self.model.ctc(memory) if decode.ctc_weight else None
-        return beam_search(self.model, memory, ctc=ctc, nbest=most, **settings)
+        return search(self.model, memory, decode, self.lm, most)
 
     @torch.no_grad()
     def transcripts(self, memory: Memory, found: Sequence[Hypothesis]) -> list[Transcript]:
         """The hypotheses of a batch with their words in time."""
         ctc = self.model.ctc(memory)
-        said = [hypothesis.tokens for hypothesis in found]
-        weights = self.attention(memory, said) if ctc is None else [None] * len(found)
+        weights = self.attention(memory, [hypothesis.tokens for hypothesis in found])
         logs = [None] * len(found) if ctc is None else real_frames(ctc, memory.valid)
         step = self.frame_seconds
         return [

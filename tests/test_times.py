@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from asr.decoding.times import (
+    REACH,
     Word,
     attention_spans,
     ctc_spans,
@@ -65,7 +66,9 @@ def test_attention_spans_meet_between_the_peaks():
     attention = torch.full((3, 11), 0.01)
     for token, frame in enumerate([2, 3, 8]):
         attention[token, frame] = 0.9
-    assert attention_spans(attention) == [(2, 3), (3, 6), (6, 9)]
+    assert attention_spans(attention) == [(2, 3), (3, 3 + 1 + REACH), (8 - REACH, 9)]
+    assert attention_spans(attention[1:]) == [(3, 3 + 1 + REACH), (8 - REACH, 9)]
+    assert attention_spans(attention[:2]) == [(2, 3), (3, 4)]
 
 
 def test_attention_peaks_are_the_best_monotonic_path():
@@ -75,7 +78,9 @@ def test_attention_peaks_are_the_best_monotonic_path():
     best = max(paths, key=lambda p: sum(math.log(float(attention[u, t])) for u, t in enumerate(p)))
     between = [(a + b + 1) / 2 for a, b in itertools.pairwise(best)]
     edges = [best[0], *between, best[-1] + 1]
-    assert attention_spans(attention) == list(itertools.pairwise(edges))
+    spans = list(itertools.pairwise(edges))
+    assert max(end - start for start, end in spans) < 2 * REACH, "none is cut short"
+    assert attention_spans(attention) == spans
     assert list(best) != attention.argmax(dim=1).tolist(), "the peaks alone would do"
 
 
@@ -91,11 +96,24 @@ def test_one_stray_peak_does_not_drag_the_rest_along():
 def test_token_spans_take_ctc_then_attention_then_even_shares():
     attention = torch.eye(3, 6)  # a third row for EOS
     ctc = peaky([0, 0, 0, 4, 0, 5])
-    assert token_spans([4, 5], ctc, attention) == [(3, 4), (5, 6)]
+    assert token_spans([4, 5], ctc) == [(3, 4), (5, 6)]
+    assert token_spans([4, 5], peaky([0, 4, 0, 5]), attention) == [(1, 2), (3, 4)]
     assert token_spans([4, 5], None, attention) == attention_spans(attention[:2])
     assert token_spans([4, 4], ctc[:2], attention) == attention_spans(attention[:2])
     assert token_spans([4, 4], ctc[:2]) == [(0, 1), (1, 2)]
     assert token_spans([], ctc, attention) == []
+
+
+def test_attention_is_believed_where_ctc_lies_far_from_it():
+    tokens = [4, 5, 6]
+    ctc = peaky([4, 5, 6, *[0] * 8])
+    near, far = torch.full((3, 11), 0.01), torch.full((3, 11), 0.01)
+    for u in range(3):
+        near[u, u + 2] = far[u, u + 5] = 0.9
+    assert token_spans(tokens, ctc, near) == ctc_spans(tokens, ctc)
+    assert token_spans(tokens, ctc, far) == attention_spans(far)
+    far[2], far[1] = near[2], near[1]  # one stray token is no reason
+    assert token_spans(tokens, ctc, far) == ctc_spans(tokens, ctc)
 
 
 def test_characters_become_words_in_seconds():

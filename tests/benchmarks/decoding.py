@@ -1,0 +1,277 @@
+"""Beam search against SpeechBrain's; and a trained run's real-time factor and memory.
+
+    uv venv /tmp/peers
+    uv pip install --python /tmp/peers/bin/python \
+        torch==2.11.0 torchaudio==2.11.0 speechbrain==1.1.2
+    .venv/bin/python tests/benchmarks/decoding.py search --peer /tmp/peers/bin/python
+    .venv/bin/python tests/benchmarks/decoding.py run runs/demo
+
+`search`: encoding and beam search, 4 utterances of 6 s (600 frames of 80) at once, beam 10, every
+hypothesis forced to 30 of 500 tokens, one thread, random weights. `transformer` is the shape of
+transformer.py beside this file, `las` that of las.py (`las-ba`: with LayerNorm, which the peer has
+not). Two processes take turns, so that a busy moment of the machine meets both.
+
+`run`: a trained run on its test split, seconds of work per second of audio; and the peak memory of
+a process that transcribes one minute of it, against one that transcribes ten.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BATCH, FRAMES, MELS, VOCABULARY, TOKENS, BEAM = 4, 600, 80, 500, 30, 10
+SIZE, HEADS, FEED_FORWARD, CHANNELS, HIDDEN, EMBEDDING = 144, 4, 576, 32, 256, 128
+SOS, EOS = 2, 3
+SHAPES = ("transformer", "las", "las-ba")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("search", "run", "worker", "memory"))
+    parser.add_argument("rest", nargs="*", help="run: a run folder")
+    parser.add_argument("--peer", help="python of an environment with SpeechBrain")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    args = parser.parse_args()
+    if args.what == "worker":
+        work(*args.rest)
+    elif args.what == "memory":
+        memory(*args.rest)
+    elif args.what == "run":
+        measure_run(Path(args.rest[0]))
+    else:
+        for shape in args.shape or SHAPES:
+            compare(shape, args.peer, args.rounds)
+
+
+def compare(shape: str, peer: str | None, rounds: int) -> None:
+    """One shape, both sides in turns."""
+    sides = {"ours": sys.executable} | ({"speechbrain": peer} if peer else {})
+    workers = {side: started(side, shape, python) for side, python in sides.items()}
+    times: dict[str, list[float]] = {side: [] for side in workers}
+    for _ in range(rounds):
+        for side, worker in workers.items():
+            found = answer(worker)
+            assert found["lengths"] == [TOKENS] * BATCH, (side, found["lengths"])
+            times[side].append(1e3 * found["seconds"] / BATCH)
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait()
+    middle = {side: statistics.median(own) for side, own in times.items()}
+    for side, own in times.items():
+        print(f"{shape:12} {side:12} {middle[side]:6.1f} ms an utterance (best {min(own):.1f})")
+    if peer:
+        print(f"{shape:12} ratio        {middle['ours'] / middle['speechbrain']:6.3f}")
+
+
+def started(side: str, shape: str, python: str) -> subprocess.Popen:
+    """A process that answers every line with the time of one search."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    worker = subprocess.Popen([python, __file__, "worker", side, shape], env=environment, **pipes)
+    answer(worker)  # the first search warms caches and may compile a kernel
+    return worker
+
+
+def answer(worker: subprocess.Popen) -> dict:
+    worker.stdin.write("\n")
+    worker.stdin.flush()
+    return json.loads(worker.stdout.readline())
+
+
+def work(side: str, shape: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    search = {"ours": ours, "speechbrain": speechbrain}[side](shape)
+    features = torch.randn(BATCH, FRAMES, MELS)
+    for _ in sys.stdin:
+        begin = time.perf_counter()
+        with torch.no_grad():
+            lengths = search(features)
+        print(json.dumps({"seconds": time.perf_counter() - begin, "lengths": lengths}), flush=True)
+
+
+def ours(shape: str) -> Callable:
+    import torch
+
+    from asr.decoding.beam import beam_search
+
+    model = our_transformer() if shape == "transformer" else our_las(shape)
+    model.eval()
+    frames = torch.full((BATCH,), FRAMES)
+    forced = {"max_ratio": 0, "max_constant": TOKENS, "min_constant": TOKENS}
+
+    def search(features: torch.Tensor) -> list[int]:
+        found = beam_search(model, model.encode(features, frames), BEAM, **forced)
+        return [len(best.tokens) for best, *_ in found]
+
+    return search
+
+
+def our_transformer() -> object:
+    from asr.models.transformer import Transformer
+
+    shape = {"d_model": SIZE, "heads": HEADS, "feed_forward": FEED_FORWARD}
+    layers = {"encoder_layers": 4, "decoder_layers": 2, "subsampling_channels": CHANNELS}
+    return Transformer(MELS, VOCABULARY, **shape, **layers, activation="gelu", ctc=False)
+
+
+def our_las(shape: str) -> object:
+    from asr.models.las import LAS
+    from asr.models.listener import Listener
+    from asr.models.speller import Speller
+
+    norm = "ba" if shape == "las-ba" else "none"
+    listener = Listener(MELS, layers=2, hidden=HIDDEN, pyramid=(), convolution=4, norm=norm)
+    sizes = {"hidden": HIDDEN, "embedding": EMBEDDING, "attention_size": HIDDEN}
+    speller = Speller(VOCABULARY, listener.size, **sizes, norm=norm)
+    return LAS(listener, speller, VOCABULARY, ctc=False)
+
+
+def speechbrain(shape: str) -> Callable:
+    import torch
+    from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+
+    front = ConvolutionFrontEnd(
+        (BATCH, FRAMES, MELS),
+        num_blocks=2,
+        num_layers_per_block=1,
+        out_channels=(CHANNELS, CHANNELS),
+        kernel_sizes=(3, 3),
+        strides=(2, 2),
+        residuals=(False, False),
+    )
+    encode, searcher = (peer_transformer if shape == "transformer" else peer_las)()
+    front.eval()
+    whole = torch.ones(BATCH)  # relative lengths
+
+    def search(features: torch.Tensor) -> list[int]:
+        states = encode(front(features), whole)
+        return [len(tokens) for tokens in searcher(states, whole)[0]]
+
+    return search
+
+
+def peer_search() -> dict:
+    share = (TOKENS + 1) / (FRAMES // 4)  # it counts the end too
+    return {
+        "bos_index": SOS,
+        "eos_index": EOS,
+        "min_decode_ratio": share,
+        "max_decode_ratio": share,
+        "beam_size": BEAM,
+        "using_eos_threshold": False,
+        "length_normalization": True,
+    }
+
+
+def peer_transformer() -> tuple[Callable, Callable]:
+    import torch
+    from speechbrain.decoders.seq2seq import S2STransformerBeamSearcher
+    from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+    from speechbrain.nnet.linear import Linear
+
+    model = TransformerASR(
+        VOCABULARY,
+        MELS // 4 * CHANNELS,
+        d_model=SIZE,
+        nhead=HEADS,
+        num_encoder_layers=4,
+        num_decoder_layers=2,
+        d_ffn=FEED_FORWARD,
+        activation=torch.nn.GELU,
+        encoder_module="transformer",
+        attention_type="regularMHA",
+        normalize_before=True,
+        causal=False,
+    ).eval()
+    output = Linear(n_neurons=VOCABULARY, input_size=SIZE)
+    return model.encode, S2STransformerBeamSearcher(modules=[model, output], **peer_search())
+
+
+def peer_las() -> tuple[Callable, Callable]:
+    from speechbrain.decoders.seq2seq import S2SRNNBeamSearcher
+    from speechbrain.nnet.embedding import Embedding
+    from speechbrain.nnet.linear import Linear
+    from speechbrain.nnet.RNN import LSTM, AttentionalRNNDecoder
+
+    listener = LSTM(
+        hidden_size=HIDDEN, input_size=MELS // 4 * CHANNELS, num_layers=2, bidirectional=True
+    ).eval()
+    speller = AttentionalRNNDecoder(
+        rnn_type="lstm",
+        attn_type="location",
+        hidden_size=HIDDEN,
+        attn_dim=HIDDEN,
+        num_layers=1,
+        enc_dim=2 * HIDDEN,
+        input_size=EMBEDDING,
+        channels=10,
+        kernel_size=100,
+    ).eval()
+    parts = {
+        "embedding": Embedding(VOCABULARY, EMBEDDING),
+        "decoder": speller,
+        "linear": Linear(n_neurons=VOCABULARY, input_size=HIDDEN),
+    }
+    return lambda states, _: listener(states.flatten(2))[0], S2SRNNBeamSearcher(
+        **parts, **peer_search()
+    )
+
+
+def measure_run(run: Path) -> None:
+    """Real-time factors, utterance by utterance, and memory of one and of ten minutes."""
+    import soundfile
+    import torch
+
+    from asr import corpora
+    from asr.recognizer import Recognizer, run_recipe
+
+    torch.set_num_threads(1)
+    corpus = corpora.split(run_recipe(run).data, "test")
+    for settings in ([], ["decode.beam=10"], ["decode.beam=10", "decode.ctc_weight=0.3"]):
+        recognizer = Recognizer.load(run, settings)
+        some = [corpus[i] for i in range(40)]
+        recognizer.transcribe(some[0].audio)
+        begin = time.perf_counter()
+        for utterance in some:
+            recognizer.transcribe(utterance.audio)
+        took, audio = time.perf_counter() - begin, sum(u.seconds for u in some)
+        print(f"{' '.join(settings) or 'greedy':40} real-time factor {took / audio:.4f}")
+    longest = max(float(seconds) for seconds in corpus.seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        peaks = []
+        for minutes in (1, 10):
+            path = Path(folder) / f"{minutes}.wav"
+            rate = recognizer.front_end.sample_rate
+            with soundfile.SoundFile(path, "w", rate, 1) as file:
+                while file.tell() < 60 * minutes * rate:
+                    file.write(soundfile.read(corpus[file.tell() % len(corpus)].audio)[0])
+            command = [sys.executable, __file__, "memory", run, path, f"decode.longest={longest}"]
+            told = json.loads(subprocess.check_output(list(map(str, command))).splitlines()[-1])
+            peaks.append(told["peak"])
+            print(f"{minutes:2} min: {told['words']} words, peak {told['peak'] / 2**20:.0f} MiB")
+    print(f"memory ratio {peaks[1] / peaks[0]:.3f}")
+
+
+def memory(run: str, path: str, *settings: str) -> None:
+    from asr.recognizer import Recognizer
+
+    transcript = Recognizer.load(run, settings).transcribe(path)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"words": len(transcript.words), "peak": peak}))
+
+
+if __name__ == "__main__":
+    main()
