@@ -52,8 +52,11 @@ def main() -> int:
         print_estimate(args.recipe, trials, out, int(args.jobs))
         return 0
     jobs = [Job(args.recipe, trial, out / trial.name, args.evaluate) for trial in trials]
-    signal.signal(signal.SIGTERM, _interrupt)
-    return sweep(jobs, int(args.jobs), out)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return sweep(jobs, int(args.jobs), out)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_folder(trial: Trial, run: Path) -> None:

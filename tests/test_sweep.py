@@ -90,7 +90,7 @@ def test_a_folder_of_another_recipe_is_refused(tiny, commands, tmp_path):
 def test_a_sweep_trains_evaluates_skips_what_is_done_and_names_what_failed(
     tiny, commands, tmp_path
 ):
-    """One of three fails by itself: its manifest is not there."""
+    """One of two fails by itself: its manifest is not there."""
     missing = tiny.parent / "gone.tsv"
     grid = [f"data.train={tiny.parent / 'train.tsv'},{missing}", *QUICK]
     out = tmp_path / "s"
