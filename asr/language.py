@@ -5,6 +5,7 @@ asr.train trains it as it trains speech. Its runs are what `decode.lm` of a spee
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -78,6 +79,10 @@ class LanguageTask:
         log.text("samples", "\n\n".join(map(self.tokenizer.decode, said)), position.step)
         return {}
 
+    def samples(self) -> Iterator[SentenceBatch]:
+        """The first validation batch, to look inside with."""
+        return islice(self.valid(), 1)
+
     def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]:
         """Nothing more."""
         return {}
@@ -102,10 +107,12 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTa
         part.tokenizer = tokenizer
     torch.manual_seed(recipe.seed)
     cap, seed, workers = data.batch_bytes, recipe.seed, data.workers
+    epochs = SentenceEpochs(training, cap, data.max_bytes, seed, workers)
+    epochs.plan(1)  # says what cannot be before the run folder is made
     return LanguageTask(
         recipe,
         build.language_objective(recipe, tokenizer.size),
-        SentenceEpochs(training, cap, data.max_bytes, seed, workers),
+        epochs,
         SentenceEpochs(valid, cap, ANY_LENGTH, seed, workers),
         tokenizer,
     )

@@ -22,6 +22,7 @@ from asr.nn.memory import Memory
 from asr.recognizer import STATISTICS, Recognizer, about
 from asr.scoring.pictures import attention_picture, diagonality, feature_picture
 from asr.scoring.wer import score
+from asr.search import language_scorer
 from asr.settings import SpeechRecipe
 from asr.training.log import Log
 from asr.training.loop import Position
@@ -165,12 +166,13 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
     torch.manual_seed(recipe.seed)
     objective = build.speech_objective(recipe, front_end.size, tokenizer.size)
     check_room(recipe, training, tokenizer, front_end, objective)
+    lm = language_scorer(recipe.decode, tokenizer, build.device(recipe.train.device))
     return SpeechTask(
         recipe,
         objective,
         build.epochs(recipe, Utterances(training, front_end, tokenizer, recipe.seed)),
         Utterances(valid, front_end, tokenizer, recipe.seed),
-        Recognizer(objective.model, tokenizer, front_end, recipe.decode),
+        Recognizer(objective.model, tokenizer, front_end, recipe.decode, lm=lm),
     )
 
 

@@ -30,6 +30,11 @@ class Tokenizer(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def surfaces(self) -> list[str]:
+        """What each token adds to the text, spaces and all; "" for the special ones."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
@@ -63,6 +68,10 @@ class Characters:
     @property
     def size(self) -> int:
         return len(SPECIAL) + len(self.symbols)
+
+    @property
+    def surfaces(self) -> list[str]:
+        return [""] * len(SPECIAL) + self.symbols
 
     def encode(self, text: str) -> list[int]:
         return [self._ids.get(symbol, UNK) for symbol in text]
@@ -128,6 +137,11 @@ class SentencePieces:
     @property
     def size(self) -> int:
         return len(self._pieces)
+
+    @property
+    def surfaces(self) -> list[str]:
+        pieces = map(self._pieces.IdToPiece, range(len(SPECIAL), self.size))
+        return [""] * len(SPECIAL) + [piece.replace("▁", " ") for piece in pieces]
 
     def encode(self, text: str) -> list[int]:
         return self._pieces.EncodeAsIds(text)

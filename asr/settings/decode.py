@@ -1,5 +1,6 @@
 """Recipe keys under `decode:`."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -8,13 +9,17 @@ from asr.settings.base import Count, Natural, Positive, Settings, Weight
 
 
 class Decode(Settings):
-    """From logits to text: greedy, or a beam with penalties and joint CTC scores."""
+    """From logits to text: greedy, or a beam with penalties, joint CTC and language model."""
 
     checkpoint: Literal["best", "last"] = "best"
     average: Count = 1  # checkpoints averaged: the best ones, or the last ones
     batch_seconds: Positive = 240.0
+    search: Literal["beam", "ctc"] = "beam"  # ctc: its head alone, by prefix beam search
     beam: Annotated[int, Field(ge=1, le=1000)] = 1
     ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
+    lm: Path | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, kenlm's binary)
+    lm_weight: Annotated[float, Field(ge=0.0)] = 0.3  # of its log-probs beside the model's
+    lm_unit: Literal["word", "token"] = "word"  # of the n-grams
     length_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # alpha of Wu et al. 2016
     token_reward: float = 0.0  # added per token
     coverage_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # beta of Wu et al. 2016
@@ -22,6 +27,7 @@ class Decode(Settings):
     ngram: Natural = 0  # no n-gram of that length twice; 0 allows all
     temperature: Positive = 1.0
     patience: Positive | None = 1.0  # stop once that many beams have ended; None: only when exact
+    min_ratio: Annotated[float, Field(ge=0.0)] = 0.0  # shortest hypothesis / frames of memory
     max_ratio: Positive = 1.0  # longest hypothesis / frames of memory, and 10 tokens more
     # Longer audio is cut at pauses into pieces of at most so many seconds; null: data.max_seconds.
     longest: Annotated[float, Field(ge=1.0)] | None = None

@@ -1,0 +1,209 @@
+"""Language models in the beam: brute force over every sentence, and what a recipe may ask for."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+from small_language_model import language_model
+from test_beam_models import FAMILIES, WORDS, V, alone, encoded, tiny
+
+from asr import build, evaluate
+from asr.data.text import Characters
+from asr.decoding.beam import beam_search
+from asr.recipe import validate, write_recipe
+from asr.recognizer import Recognizer
+from asr.tokens import EOS, SOS
+from asr.training.checkpoint import save_checkpoint
+
+LM_WEIGHT = 0.6
+KINDS = ("lstm ba", "transformer pre")
+SETTINGS = [
+    {"ctc_weight": 0.0},
+    {"ctc_weight": 0.3, "length_penalty": 0.6, "token_reward": 0.2},
+]
+
+
+@torch.no_grad()
+def sentence_log_probs(decode, sentences):
+    """decode(tokens (N, U)) -> logits; the log-prob of every sentence with its end, (N,)."""
+    many = torch.tensor(sentences, dtype=torch.long).view(len(sentences), -1)
+    inputs = torch.cat([torch.full((len(many), 1), SOS), many], dim=1)
+    targets = torch.cat([many, torch.full((len(many), 1), EOS)], dim=1)
+    return decode(inputs).log_softmax(2).gather(2, targets[..., None]).sum((1, 2))
+
+
+def ctc_log_probs(ctc, sentences):
+    count, frames = len(sentences), ctc.shape[1]
+    tokens = torch.tensor(sentences, dtype=torch.long).view(count, -1)
+    return -torch.nn.functional.ctc_loss(
+        ctc.expand(count, -1, -1).transpose(0, 1),
+        tokens,
+        torch.full((count,), frames),
+        torch.full((count,), tokens.shape[1]),
+        reduction="none",
+    )
+
+
+def brute_force(model, lm, lm_weight, memory, ctc, longest, settings):
+    """One utterance: [(score, tokens)] of all sentences, best first."""
+    weight, alpha = settings["ctc_weight"], settings.get("length_penalty", 0.0)
+    found = []
+    for length in range(longest + 1):
+        said = list(itertools.product(WORDS, repeat=length))
+        many = type(memory)(
+            memory.states.expand(len(said), -1, -1), memory.valid.expand(len(said), -1)
+        )
+        total = (1 - weight) * sentence_log_probs(lambda t, m=many: model.decode(m, t), said)
+        if weight:
+            total = total + weight * ctc_log_probs(ctc, said)
+        total = total + lm_weight * sentence_log_probs(lm, said)
+        total = total / ((6 + length) / 6) ** alpha
+        total = total + settings.get("token_reward", 0.0) * (length + 1)
+        found += zip(total.tolist(), said, strict=True)
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["las location", "transformer"])
+def test_a_beam_as_wide_as_the_space_is_brute_force(family, kind, settings):
+    model, lm = tiny(family), language_model(kind, V)
+    memory, ctc = encoded(model)
+    wide = {"beam": 150, "nbest": 4, "max_ratio": 0, "max_constant": 4, "ctc": ctc}
+    results = beam_search(model, memory, scorers=[(LM_WEIGHT, lm)], **wide, **settings)
+    for b, ours in enumerate(results):
+        judge = brute_force(model, lm, LM_WEIGHT, *alone(memory, ctc, b), 4, settings)[:4]
+        assert [h.tokens for h in ours] == [tokens for _, tokens in judge]
+        assert [h.score for h in ours] == pytest.approx([s for s, _ in judge], abs=1e-6)
+
+
+def test_the_language_models_of_the_brute_force_matter():
+    """A judge that found the same sentences with and without would judge nothing."""
+    for kind in KINDS:
+        model, lm = tiny("las location"), language_model(kind, V)
+        one = alone(*encoded(model), 0)
+        found = [brute_force(model, lm, w, *one, 4, SETTINGS[1])[:4] for w in (0.0, LM_WEIGHT)]
+        assert [tokens for _, tokens in found[0]] != [tokens for _, tokens in found[1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_scores_add_up(family, kind):
+    model, lm = tiny(family), language_model(kind, V)
+    memory, ctc = encoded(model)
+    results = beam_search(model, memory, 5, nbest=5, ctc=ctc, ctc_weight=0.3, scorers=[(0.4, lm)])
+    for b, hypotheses in enumerate(results):
+        mine, own_ctc = alone(memory, ctc, b)
+        for hypothesis in hypotheses:
+            said = [hypothesis.tokens]
+            parts = [
+                sentence_log_probs(lambda t, m=mine: model.decode(m, t), said),
+                ctc_log_probs(own_ctc, said),
+                sentence_log_probs(lm, said),
+            ]
+            assert hypothesis.parts == pytest.approx([float(p) for p in parts], abs=1e-5)
+            total = 0.7 * parts[0] + 0.3 * parts[1] + 0.4 * parts[2]
+            assert hypothesis.score == pytest.approx(float(total), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["las location", "transformer"])
+def test_a_batch_is_its_utterances_one_by_one(family, kind):
+    model, scorers = tiny(family), [(0.5, language_model(kind, V))]
+    memory, ctc = encoded(model)
+    settings = {"nbest": 3, "ctc_weight": 0.3, "coverage_penalty": 0.1, "length_penalty": 0.6}
+    together = beam_search(model, memory, 4, ctc=ctc, scorers=scorers, **settings)
+    for b, ours in enumerate(together):
+        mine, own_ctc = alone(memory, ctc, b)
+        (judge,) = beam_search(model, mine, 4, ctc=own_ctc, scorers=scorers, **settings)
+        assert [h.tokens for h in ours] == [h.tokens for h in judge]
+        assert [h.score for h in ours] == pytest.approx([h.score for h in judge], abs=1e-5)
+
+
+def save_language_run(run, tokenizer, task="language"):
+    """An untrained language model's run."""
+    model = {"kind": "lstm", "layers": 1, "hidden": 7, "embedding": 5, "backend": "reference"}
+    tree = {"task": task, "run": "lm", "data": {"train": ["a.txt"], "valid": ["a.txt"]}}
+    recipe = validate({**tree, "model": model}, "test")
+    run.mkdir()
+    tokenizer.save(run)
+    write_recipe(recipe, run / "recipe.yaml")
+    torch.manual_seed(1)
+    made = build.language_model(recipe.model, tokenizer.size)
+    torch.nn.init.normal_(made.out.weight, std=3.0)
+    save_checkpoint(run, made, {}, 1, 1.0, {"vocabulary": tokenizer.fingerprint()})
+
+
+def test_a_recognizer_takes_the_language_model_of_a_run(tiny_run, tmp_path):
+    overrides = ["decode.beam=4", "decode.ctc_weight=0.3"]
+    plain = Recognizer.load(tiny_run, overrides)
+    save_language_run(tmp_path / "lm", plain.tokenizer)
+    named = [*overrides, f"decode.lm={tmp_path / 'lm'}"]
+    fused = Recognizer.load(tiny_run, [*named, "decode.lm_weight=2"])
+    silent = Recognizer.load(tiny_run, [*named, "decode.lm_weight=0"])
+    audio = torch.randn(8000, generator=torch.Generator().manual_seed(1)) * 0.3
+    assert len(fused.lm.start(_memory()).h) == 1
+    assert silent.transcribe(audio) == plain.transcribe(audio)
+    assert fused.transcribe(audio).score != plain.transcribe(audio).score
+
+
+def _memory():
+    return encoded(tiny("las dot"))[0]
+
+
+def refused(commands, tiny_run, *overrides):
+    return commands.refused(evaluate, tiny_run, "--split", "test", *overrides)
+
+
+def test_another_vocabulary_is_one_clear_line(commands, tiny_run, tmp_path):
+    save_language_run(tmp_path / "lm", Characters.train(["xyz"]))
+    line = refused(commands, tiny_run, f"decode.lm={tmp_path / 'lm'}", "decode.beam=2")
+    assert line == (
+        f"decode.lm = {tmp_path / 'lm'}: its vocabulary is not this speech model's; "
+        "train a language model with text.run=SPEECH_RUN"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["decode.lm=away"], "decode.lm = away: neither a run's folder nor a file of n-grams"),
+        (["decode.lm=."], "no recipe.yaml in it, so it is no run folder"),
+        (["decode.lm=away", "decode.search=ctc"], "decode.lm needs decode.search=beam"),
+        (["decode.lm_weight=-1"], "decode.lm_weight = -1: should be greater than or equal to 0"),
+        (
+            ["decode.beam=99"],
+            "decode.beam is 99, more than the 5 tokens that this vocabulary can begin with; "
+            "set decode.beam to 5 or less",
+        ),
+    ],
+)
+def test_mistakes_are_one_clear_line(commands, tiny_run, overrides, message):
+    assert message in refused(commands, tiny_run, *overrides)
+
+
+def test_a_speech_run_is_no_language_model(commands, tiny_run):
+    line = refused(commands, tiny_run, f"decode.lm={tiny_run}")
+    assert line.endswith("a run of the task speech, no language model")
+
+
+def test_without_kenlm_the_line_says_what_to_install(commands, tiny_run, tmp_path, monkeypatch):
+    (tmp_path / "three.arpa").write_text("\\data\\\n")
+    monkeypatch.setitem(sys.modules, "kenlm", None)  # import kenlm fails
+    line = refused(commands, tiny_run, f"decode.lm={tmp_path / 'three.arpa'}")
+    assert "n-grams need the package kenlm, which is not installed" in line
+    assert line.endswith("pip install layernorm-asr[lm]")
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_ctc_alone_is_searched_on_request(commands, tiny_run, tmp_path, beam):
+    overrides = ["decode.search=ctc", f"decode.beam={beam}", "--out", tmp_path]
+    code, _, err = commands(evaluate, tiny_run, "--split", "test", *overrides)
+    assert code == 0, err
+    header, *rows = (
+        line.split("\t") for line in (tmp_path / "hypotheses.tsv").read_text().splitlines()
+    )
+    columns = [dict(zip(header, row, strict=True)) for row in rows]
+    assert len(columns) == 4
+    assert beam > 1 or all(row["hypothesis"] == row["ctc"] for row in columns)

@@ -1,0 +1,185 @@
+"""The task of predicting text, end to end: train, perplexity, resume, bad input."""
+
+import gzip
+import math
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_sentences import make_lines, manifest, write
+
+from asr import train
+from asr.data.text import Characters, load_tokenizer
+from asr.decoding.sample import sample
+from asr.language import load_language_model
+from asr.recipe import read_recipe
+from asr.tokens import EOS, SOS
+from asr.training.checkpoint import list_checkpoints
+
+MODELS = {
+    "lstm": {"kind": "lstm", "layers": 1, "hidden": 11, "embedding": 5, "backend": "reference"},
+    "transformer": {"kind": "transformer", "d_model": 6, "heads": 2, "layers": 2},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "train.txt.gz", make_lines(41))
+    manifest(tmp_path / "more.tsv", make_lines(7, seed=5))
+    write(tmp_path / "valid.txt", make_lines(9, seed=6))
+    return tmp_path
+
+
+def make_recipe(folder, model="lstm", **data):
+    recipe = {
+        "task": "language",
+        "run": "lm",
+        "data": {
+            "train": [str(folder / "train.txt.gz"), str(folder / "more.tsv")],
+            "valid": [str(folder / "valid.txt")],
+            "batch_bytes": 150,
+            "workers": 0,
+            **data,
+        },
+        "model": {**MODELS[model], "dropout": 0.2},
+        "train": {
+            "epochs": 2,
+            "accumulate": 2,
+            "optimizer": {"lr": 0.02},
+            "schedule": {"warmup": 2},
+            "label_smoothing": 0.1,
+            "log_every": 1,
+            "samples": 3,
+            "threads": 1,
+            "device": "cpu",
+        },
+    }
+    path = folder / f"{model}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def hand_nats(model, tokenizer, lines):
+    """The judge: sentence by sentence, token by token, nothing padded -> (nats, tokens)."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for line in lines:
+            said = [*tokenizer.encode(line), EOS]
+            logits = model(torch.tensor([[SOS, *said[:-1]]]))[0]
+            for row, token in zip(logits, said, strict=True):
+                total -= math.log(float(row.exp()[token]) / float(row.exp().sum()))
+                count += 1
+    return total, count
+
+
+def scalars(run):
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}, events
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_run_gives_the_perplexity_of_its_model(commands, folder, kind):
+    run = folder / "run"
+    code, out, err = commands(train, make_recipe(folder, kind), "--run", run)
+    assert code == 0, err
+    assert "48 sentences" in out and "finished at step" in out
+    tokenizer = load_tokenizer(run)
+    model = load_language_model(run, tokenizer.fingerprint(), torch.device("cpu"))
+    lines = make_lines(9, seed=6)
+    nats, tokens = hand_nats(model, tokenizer, lines)
+    words = sum(len(line.split()) + 1 for line in lines)
+    shown, events = scalars(run)
+    assert shown["valid/nats"] == pytest.approx(nats / tokens, rel=1e-4)
+    assert shown["valid/perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert shown["valid/word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-4)
+    assert shown["train/perplexity"] == pytest.approx(math.exp(shown["train/nats"]), rel=1e-4)
+    assert list_checkpoints(run)[-1].loss == pytest.approx(nats / tokens, rel=1e-4)
+    (text,) = events.Tensors("samples/text_summary")[-1].tensor_proto.string_val
+    assert text.decode().count("\n\n") == 2
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_resumed_in_mid_epoch_is_the_same_run(commands, folder, kind):
+    recipe = make_recipe(folder, kind)
+    whole, cut = folder / "whole", folder / "cut"
+    steps = ["train.steps=9", "train.save_every=5", "train.keep=99"]
+    assert commands(train, recipe, *steps, "--run", whole)[0] == 0
+    assert commands(train, recipe, *steps, "--run", cut)[0] == 0
+    for checkpoint in list_checkpoints(cut):
+        if checkpoint.step > 5:
+            for file in sorted(checkpoint.folder.iterdir()):
+                file.unlink()
+            checkpoint.folder.rmdir()
+    assert [c.step for c in list_checkpoints(cut)] == [5]
+    code, out, err = commands(train, recipe, *steps, "--run", cut, "--resume")
+    assert code == 0, err
+    assert "resuming" in out
+    names = [run / "checkpoints" / "00000009" / "model.safetensors" for run in (whole, cut)]
+    first, second = map(load_file, names)
+    assert all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
+
+
+def test_the_vocabulary_of_a_run_is_taken(commands, folder):
+    speech = folder / "speech"
+    tokenizer = Characters.train(["ABCDEFGHIJKLMNOPQRSTUVWXYZ '"])
+    tokenizer.save(speech)
+    run = folder / "run"
+    arguments = [f"text.run={speech}", "train.steps=1", "--run", run]
+    assert commands(train, make_recipe(folder), *arguments)[0] == 0
+    assert load_tokenizer(run).fingerprint() == tokenizer.fingerprint()
+    assert read_recipe(run / "recipe.yaml").text.run == speech
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": []}, "data.train = []: Tuple should have at least 1 item"),
+        ({"train": ["away.txt"]}, "data.train: away.txt is not there; name a .txt, .txt.gz or"),
+        (
+            {"train": ["d/librispeech-lm-norm.txt.gz"], "corpus": "librispeech-lm"},
+            "make it with: python -m asr.prepare librispeech-lm --to d",
+        ),
+        ({"max_bytes": 1}, "data.max_bytes = 1: each of the 48 lines is longer"),
+        ({"batch_byte": 1}, "data.batch_byte is not a recipe key. Did you mean 'batch_bytes'?"),
+    ],
+)
+def test_mistakes_are_one_clear_line(commands, folder, change, message):
+    refused = commands.refused(train, make_recipe(folder, **change), "--run", folder / "run")
+    assert message in refused
+    assert not (folder / "run").exists()
+
+
+def test_a_text_in_other_letters_is_named(commands, folder):
+    Characters.train(["abc xyz"]).save(folder / "speech")
+    line = commands.refused(train, make_recipe(folder), f"text.run={folder / 'speech'}")
+    assert "train.txt.gz: its text has no character that the training text has; check case" in line
+
+
+def test_a_damaged_text_is_named(commands, folder):
+    whole = gzip.compress(b"ONE TWO THREE\n" * 300)
+    (folder / "train.txt.gz").write_bytes(whole[: len(whole) // 2])
+    assert "train.txt.gz: cannot be read" in commands.refused(train, make_recipe(folder))
+
+
+class Bigrams:
+    """From SOS to 4 or 5, from 4 to 5, from 5 to EOS."""
+
+    def start(self, memory):
+        return len(memory.valid)
+
+    def step(self, state, tokens):
+        assert len(tokens) == state
+        probs = torch.tensor([0.9, 0, 0.1, 0, 0.25, 0.75]).repeat(len(tokens), 1, 1)
+        probs[tokens == 4] = torch.tensor([0.5, 0, 0, 0, 0, 0.5])
+        probs[tokens == 5] = torch.tensor([0, 0, 0.5, 0.5, 0, 0])
+        return probs.log(), state
+
+
+def test_samples_come_as_often_as_they_are_likely():
+    said = sample(Bigrams(), 2000, 7, torch.Generator().manual_seed(1))
+    assert {tuple(tokens) for tokens in said} == {(5,), (4, 5)}
+    assert 440 < sum(tokens == [4, 5] for tokens in said) < 560  # 500 expected, deviation 19
+    assert sample(Bigrams(), 2, 1, torch.Generator().manual_seed(1))[0] in ([4], [5])
+    assert sample(Bigrams(), 0, 7, torch.Generator()) == []
