@@ -21,6 +21,7 @@ from asr.data.text import Tokenizer, load_tokenizer
 from asr.decoding.ctc import ctc_greedy
 from asr.decoding.long import cut_at_pauses, is_silent
 from asr.decoding.search import Hypothesis, Scorer
+from asr.decoding.times import fits
 from asr.errors import UserError
 from asr.nn.memory import Memory
 from asr.recipe import read_recipe
@@ -172,9 +173,12 @@ class Recognizer:
     @torch.no_grad()
     def transcripts(self, memory: Memory, found: Sequence[Hypothesis]) -> list[Transcript]:
         """The hypotheses of a batch with their words in time."""
-        ctc = self.model.ctc(memory)
-        weights = self.attention(memory, [hypothesis.tokens for hypothesis in found])
+        ctc, said = self.model.ctc(memory), [hypothesis.tokens for hypothesis in found]
         logs = [None] * len(found) if ctc is None else real_frames(ctc, memory.valid)
+        aligned = all(
+            own is not None and fits(t, len(own)) for t, own in zip(said, logs, strict=True)
+        )
+        weights = [None] * len(found) if aligned else self.attention(memory, said)
         step = self.frame_seconds
         return [
             timed(hypothesis, self.tokenizer, step, own, attention)

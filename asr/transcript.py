@@ -38,9 +38,9 @@ def timed(
     tokenizer: Tokenizer,
     frame_seconds: float,
     ctc: Tensor | None,
-    attention: Tensor,
+    attention: Tensor | None,
 ) -> Transcript:
-    """A hypothesis with its words in time, by CTC (T, V) and attention (U + 1, T).
+    """A hypothesis with its words in time, by CTC (T, V) or attention (U + 1, T).
 
     frame_seconds: from one frame of memory to the next.
     """

@@ -11,6 +11,7 @@ from asr.decoding.times import (
     Word,
     attention_spans,
     ctc_spans,
+    fits,
     group_words,
     token_spans,
 )
@@ -56,10 +57,9 @@ def test_ctc_spans_are_the_best_of_all_paths():
     assert ctc_spans(tokens, log_probs) == [span[1:] for span in said(best)]
 
 
-def test_ctc_without_room_has_no_spans():
-    assert ctc_spans([4, 4], peaky([4, 4])) is None
+def test_ctc_needs_a_frame_a_token_and_one_before_a_repeat():
+    assert not fits([4, 4], 2) and fits([4, 4], 3) and not fits([4, 5], 1) and fits([4, 5], 2)
     assert ctc_spans([4, 4], peaky([4, 0, 4])) == [(0, 1), (2, 3)]
-    assert ctc_spans([4, 5], peaky([4])) is None
 
 
 def test_attention_spans_meet_between_the_peaks():
@@ -97,23 +97,11 @@ def test_token_spans_take_ctc_then_attention_then_even_shares():
     attention = torch.eye(3, 6)  # a third row for EOS
     ctc = peaky([0, 0, 0, 4, 0, 5])
     assert token_spans([4, 5], ctc) == [(3, 4), (5, 6)]
-    assert token_spans([4, 5], peaky([0, 4, 0, 5]), attention) == [(1, 2), (3, 4)]
+    assert token_spans([4, 5], ctc, attention) == [(3, 4), (5, 6)]
     assert token_spans([4, 5], None, attention) == attention_spans(attention[:2])
     assert token_spans([4, 4], ctc[:2], attention) == attention_spans(attention[:2])
     assert token_spans([4, 4], ctc[:2]) == [(0, 1), (1, 2)]
     assert token_spans([], ctc, attention) == []
-
-
-def test_attention_is_believed_where_ctc_lies_far_from_it():
-    tokens = [4, 5, 6]
-    ctc = peaky([4, 5, 6, *[0] * 8])
-    near, far = torch.full((3, 11), 0.01), torch.full((3, 11), 0.01)
-    for u in range(3):
-        near[u, u + 2] = far[u, u + 5] = 0.9
-    assert token_spans(tokens, ctc, near) == ctc_spans(tokens, ctc)
-    assert token_spans(tokens, ctc, far) == attention_spans(far)
-    far[2], far[1] = near[2], near[1]  # one stray token is no reason
-    assert token_spans(tokens, ctc, far) == ctc_spans(tokens, ctc)
 
 
 def test_characters_become_words_in_seconds():

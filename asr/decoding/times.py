@@ -1,12 +1,8 @@
 """When each word was said, and how sure the model is of it.
 
-Token spans come from CTC's forced alignment where there is a CTC head, else from attention: the
-monotonic path of frames with the most attention (Viterbi), one frame per token. Words gather the
-spans of their tokens.
-
-Nothing ties CTC on a bidirectional LSTM to the moment at which a letter is heard: trained on the
-spoken numbers it says them 200 ms off, where attention is 50 ms off. So where attention is known
-and the two lie apart, attention is believed.
+Token spans come from CTC's forced alignment where there is a CTC head and the tokens fit into the
+frames (fast speech may not), else from attention: the monotonic path of frames with the most
+attention (Viterbi), one frame per token. Words gather the spans of their tokens.
 
 Shapes: T memory frames, U tokens, V vocabulary; one utterance at a time, real frames only.
 """
@@ -15,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -23,7 +18,6 @@ from torchaudio.functional import forced_align
 
 from asr.tokens import BLANK
 
-APART = 3.0  # frames between CTC's and attention's median token from which on attention is believed
 REACH = 1.5  # frames that attention's spans go at most beyond their peaks
 
 Span = tuple[float, float]  # frames: start, end (not included)
@@ -42,35 +36,32 @@ class Word:
 def token_spans(
     tokens: Sequence[int], ctc: Tensor | None = None, attention: Tensor | None = None
 ) -> list[Span]:
-    """Spans of U tokens by CTC log-probs (T, V), by attention (U, T), or by the better of both.
+    """Spans of U tokens by CTC log-probs (T, V) where they fit, else by attention (U, T).
 
     Rows of attention after the first U are left out (EOS). Without any of the two, or where CTC has
     too few frames and there is no attention, the tokens share the frames evenly.
     """
     if not tokens:
         return []
-    aligned = None if ctc is None else ctc_spans(tokens, ctc)
+    if ctc is not None and fits(tokens, len(ctc)):
+        return ctc_spans(tokens, ctc)
     if attention is not None and attention.shape[1]:
-        looked = attention_spans(attention[: len(tokens)])
-        return looked if aligned is None or _apart(aligned, looked) > APART else aligned
+        return attention_spans(attention[: len(tokens)])
     frames = 0 if ctc is None else len(ctc)
-    even = [(u * frames / len(tokens), (u + 1) * frames / len(tokens)) for u in range(len(tokens))]
-    return aligned or even
+    return [(u * frames / len(tokens), (u + 1) * frames / len(tokens)) for u in range(len(tokens))]
 
 
-def _apart(one: Sequence[Span], other: Sequence[Span]) -> float:
-    """Frames between the middles of the median token."""
-    return median(abs(sum(a) - sum(b)) / 2 for a, b in zip(one, other, strict=True))
+def fits(tokens: Sequence[int], frames: int) -> bool:
+    """Whether CTC can say the tokens: each needs a frame, and a repeat a blank before it."""
+    return frames >= len(tokens) + sum(a == b for a, b in pairwise(tokens))
 
 
-def ctc_spans(tokens: Sequence[int], log_probs: Tensor) -> list[Span] | None:
+def ctc_spans(tokens: Sequence[int], log_probs: Tensor) -> list[Span]:
     """The likeliest path that says tokens: log_probs (T, V) -> U spans of the tokens' own frames.
 
-    None where T frames cannot say them: every token needs one, and a blank before a repeat.
+    The tokens must fit.
     """
-    repeats = sum(a == b for a, b in pairwise(tokens))
-    if len(log_probs) < len(tokens) + repeats:
-        return None
+    assert fits(tokens, len(log_probs)), (len(tokens), len(log_probs))
     targets = torch.tensor([tokens], dtype=torch.int32, device=log_probs.device)
     path, _ = forced_align(log_probs[None].float(), targets, blank=BLANK)
     starts, ends, before = [], [], BLANK
