@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from asr.errors import UserError
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, backends
 
 NORMS = ["none", "ba", "raw", "thesis", "per_gate", "cell"]
@@ -162,5 +161,5 @@ MISTAKES = {
 
 @pytest.mark.parametrize("message", MISTAKES)
 def test_mistake_is_named(message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ValueError, match=message):
         MISTAKES[message]()

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asr.errors import UserError
 from asr.nn.kernels import choice
 from asr.nn.kernels.choice import backends
 from asr.nn.kernels.problem import Batch
@@ -40,7 +39,7 @@ class LayerNormLSTM(nn.Module):
     (Semeniuta et al. 2016). eps None takes the norm's own. zero_rows "guard" normalises a row
     without variance to zero and passes no gradient there; "raw" keeps the textbook formula.
     precision "bf16" takes the matrix products in bf16; under autocast they are anyway.
-    Raises UserError for a setting that does not exist.
+    Raises ValueError for a setting that does not exist.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class LayerNormLSTM(nn.Module):
         Each state is (L * D, B, H), layer by layer, forward before backward; None is zeros.
         The returned one stands at each utterance's last frame (backward: its first). Padded
         outputs are zero, and nothing in the padding of x is read.
-        Raises UserError where a shape, length, dtype or device does not fit.
+        Raises ValueError where a shape, length, dtype or device does not fit.
         """
         self._check_input(x)
         frames = None if lengths is None else check_lengths(lengths, x.shape[0], x.shape[1])
@@ -133,31 +132,31 @@ class LayerNormLSTM(nn.Module):
 
     def _check_input(self, x: Tensor) -> None:
         if x.dim() != 3 or x.shape[2] != self.input_size or 0 in x.shape:
-            raise UserError(f"x has shape {tuple(x.shape)}; expected (B, T, {self.input_size})")
+            raise ValueError(f"x has shape {tuple(x.shape)}; expected (B, T, {self.input_size})")
         own = self.weight_hh_l0
         if x.device != own.device:
-            raise UserError(f"x is on {x.device}, the LSTM's weights are on {own.device}")
+            raise ValueError(f"x is on {x.device}, the LSTM's weights are on {own.device}")
         mixed = torch.is_autocast_enabled(x.device.type)
         if x.dtype != own.dtype and not mixed:
-            raise UserError(f"x is {x.dtype}, the LSTM's weights are {own.dtype}")
+            raise ValueError(f"x is {x.dtype}, the LSTM's weights are {own.dtype}")
 
     def _check_state(self, state: State, x: Tensor) -> State:
         for name, part in zip("hc", state, strict=True):
             if part.shape != self._state_shape(x):
                 expected = self._state_shape(x)
-                raise UserError(f"{name} has shape {tuple(part.shape)}; expected {expected}")
+                raise ValueError(f"{name} has shape {tuple(part.shape)}; expected {expected}")
         return state
 
 
 def check_lengths(lengths: Tensor | Sequence[int], B: int, T: int) -> list[int] | None:
     """Frame counts as a list, None where all are T.
 
-    Raises UserError naming the first that is below 1 or above T, or a wrong number of them.
+    Raises ValueError naming the first that is below 1 or above T, or a wrong number of them.
     """
     counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
     if len(counts) != B:
-        raise UserError(f"{len(counts)} lengths for a batch of {B} utterances")
+        raise ValueError(f"{len(counts)} lengths for a batch of {B} utterances")
     for row, count in enumerate(counts):
         if not 1 <= count <= T:
-            raise UserError(f"length {count} of utterance {row} is not within 1 to {T} frames")
+            raise ValueError(f"length {count} of utterance {row} is not within 1 to {T} frames")
     return None if min(counts) == T else [int(count) for count in counts]

@@ -6,7 +6,6 @@ What the norms mean and where they come from: asr/nn/kernels/reference.py.
 import torch
 from torch import Tensor, nn
 
-from asr.errors import UserError
 from asr.nn.kernels import choice
 from asr.nn.kernels.problem import DEFAULT_EPS, NORMS, Setting, Weights, weight_shapes
 
@@ -18,7 +17,7 @@ class LayerNormLSTMCell(nn.Module):
 
     eps None takes the norm's own (problem.DEFAULT_EPS). zero_rows "guard" normalises a row
     without variance to zero and passes no gradient there, "raw" keeps the textbook formula.
-    Raises UserError for a norm, zero_rows, precision or backend that does not exist.
+    Raises ValueError for a norm, zero_rows, precision or backend that does not exist.
     """
 
     def __init__(
@@ -44,10 +43,10 @@ class LayerNormLSTMCell(nn.Module):
         """x (B, I), state (h, c) each (B, H) or None for zeros -> the next (h, c).
 
         mask (B, H) is what dropout_mask gave at the beginning of the sequence.
-        Raises UserError where a shape does not fit.
+        Raises ValueError where a shape does not fit.
         """
         if x.dim() != 2 or x.shape[1] != self.input_size:
-            raise UserError(f"x has shape {tuple(x.shape)}; expected (B, {self.input_size})")
+            raise ValueError(f"x has shape {tuple(x.shape)}; expected (B, {self.input_size})")
         if state is None:
             zeros = x.new_zeros(x.shape[0], self.hidden_size, dtype=self.weight_hh.dtype)
             state = zeros, zeros
@@ -65,26 +64,26 @@ class LayerNormLSTMCell(nn.Module):
 
 
 def make_setting(norm: str, eps: float | None, zero_rows: str, precision: str) -> Setting:
-    """Checked Setting. Raises UserError naming the value that is not known."""
+    """Checked Setting. Raises ValueError naming the value that is not known."""
     check_one_of("norm", norm, NORMS)
     check_one_of("zero_rows", zero_rows, ("guard", "raw"))
     check_one_of("precision", precision, ("fp32", "bf16"))
     if eps is not None and eps < 0:
-        raise UserError(f"eps is {eps}; it must not be negative")
+        raise ValueError(f"eps is {eps}; it must not be negative")
     chosen = DEFAULT_EPS[norm] if eps is None else eps
     return Setting(norm, chosen, zero_rows == "guard", precision)
 
 
 def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises UserError unless value is allowed."""
+    """Raises ValueError unless value is allowed."""
     if value not in allowed:
-        raise UserError(f"{name} {value!r} is not known; choose one of {', '.join(allowed)}")
+        raise ValueError(f"{name} {value!r} is not known; choose one of {', '.join(allowed)}")
 
 
 def check_dropout(name: str, value: float) -> float:
-    """The probability itself. Raises UserError outside [0, 1)."""
+    """The probability itself. Raises ValueError outside [0, 1)."""
     if not 0.0 <= value < 1.0:
-        raise UserError(f"{name} is {value}; it must be at least 0 and below 1")
+        raise ValueError(f"{name} is {value}; it must be at least 0 and below 1")
     return value
 
 

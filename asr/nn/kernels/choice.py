@@ -2,7 +2,7 @@
 
 "auto" may be replaced by the environment variable LAYERNORM_LSTM_BACKEND. What a fast backend
 does not cover falls back to one that does, said once; a backend that is asked for by name where
-it cannot run at all is a UserError.
+it cannot run at all is an error. On a GPU "auto" is `python` until `cuda` has been measured there.
 """
 
 import functools
@@ -16,22 +16,32 @@ from asr.errors import UserError
 from asr.nn.kernels import python, reference
 from asr.nn.kernels.cpu import backend as cpu
 from asr.nn.kernels.cpu import build
+from asr.nn.kernels.cpu import step as cpu_step
+from asr.nn.kernels.cuda import backend as cuda
 from asr.nn.kernels.problem import Batch, Result, Setting, Weights
 
-NAMES = ("auto", "reference", "python", "cpu")
+LAYERS = {
+    "reference": reference.layer,
+    "python": python.layer,
+    "cpu": cpu.layer,
+    "cuda": cuda.layer,
+}
+NAMES = ("auto", *LAYERS)
 VARIABLE = "LAYERNORM_LSTM_BACKEND"
 State = tuple[Tensor, Tensor]
 
 
 def backends() -> dict[str, str | None]:
     """Every backend's name -> None where it can run on this machine, else the reason why not."""
-    return {"reference": None, "python": None, "cpu": build.obstacle()}
+    return {"reference": None, "python": None, "cpu": build.obstacle(), "cuda": cuda.obstacle()}
 
 
-def check_name(name: str, place: str = "backend") -> str:
-    """The name itself. Raises UserError where there is no such backend."""
+def check_name(name: str) -> str:
+    """The name itself. Raises ValueError where there is no such backend, or it can never run."""
     if name not in NAMES:
-        raise UserError(f"{place} {name!r} is not known; choose one of {', '.join(NAMES)}")
+        raise ValueError(f"backend {name!r} is not known; choose one of {', '.join(NAMES)}")
+    if reason := backends().get(name):
+        raise ValueError(f"backend {name!r} cannot run here: {reason}")
     return name
 
 
@@ -40,24 +50,31 @@ def run_layer(name: str, batch: Batch, weights: list[Weights], setting: Setting)
     own = weights[0].weight_hh
     setting, mixed = _under_autocast(setting, own)
     chosen = choose(name, setting, own)
-    layers = {"reference": reference.layer, "python": python.layer, "cpu": cpu.layer}
     if not mixed or chosen == "reference":  # which autocast serves as it does any module
-        return layers[chosen](batch, weights, setting)
+        return LAYERS[chosen](batch, weights, setting)
     with torch.autocast(own.device.type, enabled=False):
         batch = Batch(*(_cast(part, own.dtype) for part in batch))
-        return layers[chosen](batch, weights, setting)
+        return LAYERS[chosen](batch, weights, setting)
 
 
 def run_step(
     name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: Setting
 ) -> State:
-    """One time step: x (B, I), state of two (B, H) -> the next state."""
-    return reference.step(x, state, mask, weights, setting)
+    """One time step: x (B, I), state of two (B, H) -> the next state; in C++ or as reference."""
+    own = weights.weight_hh
+    setting, mixed = _under_autocast(setting, own)
+    if choose(name, setting, own) != "cpu":  # a step has no loop that other backends could save
+        return reference.step(x, state, mask, weights, setting)
+    if not mixed:
+        return cpu_step.step(x, state, mask, weights, setting)
+    with torch.autocast(own.device.type, enabled=False):
+        x, h, c = (part.to(own.dtype) for part in (x, *state))
+        return cpu_step.step(x, (h, c), mask, weights, setting)
 
 
 def choose(name: str, setting: Setting, like: Tensor) -> str:
     """The backend for weights like `like`. Raises UserError where the one asked for cannot run."""
-    name = check_name(os.environ.get(VARIABLE, name), VARIABLE) if name == "auto" else name
+    name = _from_environment() if name == "auto" else name
     if name == "reference":
         return name
     if setting.norm == "thesis" or not setting.guard:
@@ -66,12 +83,21 @@ def choose(name: str, setting: Setting, like: Tensor) -> str:
         return "reference"
     if name == "python" or (name == "auto" and like.device.type != "cpu"):
         return "python"
-    if reason := _obstacle(like):
-        if name == "cpu":
-            raise UserError(f"backend 'cpu' cannot run: {reason}")
-        _say_once(f"the LSTM's slower backend 'python' is used: {reason}")
-        return "python"
-    return "cpu"
+    reason = cuda.obstacle(like) if name == "cuda" else _obstacle(like)
+    if reason is None:
+        return "cuda" if name == "cuda" else "cpu"
+    if name != "auto":
+        raise UserError(f"backend {name!r} of the LSTM cannot run: {reason}")
+    _say_once(f"the LSTM's slower backend 'python' is used: {reason}")
+    return "python"
+
+
+def _from_environment() -> str:
+    name = os.environ.get(VARIABLE) or "auto"
+    if name not in NAMES:
+        choices = ", ".join(NAMES)
+        raise UserError(f"{VARIABLE} = {name}: no such backend; choose one of {choices}")
+    return name
 
 
 def _obstacle(like: Tensor) -> str | None:

@@ -12,10 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from asr.nn.kernels.cpu import library
 from asr.nn.kernels.cpu.buffers import Lease
+from asr.nn.kernels.cpu.library import MODES
 from asr.nn.kernels.problem import Batch, Result, Setting, Weights
 
-# How the pre-activations are normed: modes of cell.h.
-MODES = {"none": 0, "cell": 0, "ba": 1, "raw": 1, "per_gate": 2}
 PER_WORKER = 4  # utterances, at least: fewer leave the matrix kernels half empty
 
 

@@ -19,8 +19,14 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-         "-fopenmp")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+)
 
 
 class BuildError(Exception):

@@ -16,6 +16,7 @@ struct Direction {
   const void *dh, *dc;          // (B, H): gradient of the final state
   void *dh0, *dc0, *dx;         // (B, H) twice; dx (B, T, I) or null
   void *dweight_ih, *dweight_hh, *dvectors;  // (blocks, 4H, I), (blocks, 4H, H), (blocks, 14H)
+  void *dax, *dah;              // (B, 4H) twice: of a single step
 };
 
 struct Call {

@@ -4,6 +4,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "step.h"
 
 template <class E> void run_forward(const Call& call) {
   auto& packed = kept<std::array<ForwardWeights<E>, 2>>();
@@ -61,4 +62,11 @@ int lstm_has_bf16() {
 
 void lstm_forward(const Call* call, int kind) { EACH_KIND(run_forward) }
 void lstm_backward(const Call* call, int kind) { EACH_KIND(run_backward) }
+
+void lstm_step_forward(const Call* call, int kind) {
+  kind == 1 ? step_forward<double>(*call) : step_forward<float>(*call);
+}
+void lstm_step_backward(const Call* call, int kind) {
+  kind == 1 ? step_backward<double>(*call) : step_backward<float>(*call);
+}
 }

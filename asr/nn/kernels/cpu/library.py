@@ -10,6 +10,8 @@ from torch import Tensor
 from asr.nn.kernels.cpu import build
 
 KINDS = {"float32": 0, "float64": 1, "bf16": 2}  # what layer.cpp calls them
+# How the pre-activations are normed: modes of cell.h.
+MODES = {"none": 0, "cell": 0, "ba": 1, "raw": 1, "per_gate": 2}
 
 # Has this process lost the threads of its parent? Not known where another than multiprocessing
 # forked before this module was imported.
@@ -26,7 +28,7 @@ class Direction(Structure):
 
     _fields_ = _pointers(
         "weight_ih weight_hh bias gain_x gain_h gain_c bias_c h0 c0 mask h c ax ah raw stats "
-        "dh dc dh0 dc0 dx dweight_ih dweight_hh dvectors"
+        "dh dc dh0 dc0 dx dweight_ih dweight_hh dvectors dax dah"
     )
 
 

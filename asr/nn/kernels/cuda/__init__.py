@@ -1,0 +1,1 @@
+"""The LayerNorm-LSTM for NVIDIA GPUs: Triton between cuBLAS products, replayed as a CUDA graph."""

@@ -1,0 +1,197 @@
+"""Which backend is taken, what a user is told, and that processes and threads do not matter."""
+
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from test_lstm_backends import HERE, LENGTHS, gradients, make
+
+from asr.build import named
+from asr.errors import UserError
+from asr.models.las import LAS
+from asr.models.listener import Listener
+from asr.models.speller import Speller
+from asr.nn.kernels import choice
+from asr.nn.kernels.cpu import build
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
+
+CPU = pytest.mark.skipif(build.obstacle() is not None, reason=f"no kernels: {build.obstacle()}")
+
+
+@pytest.fixture(autouse=True)
+def said_nothing_yet(monkeypatch):
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    choice._say_once.cache_clear()
+
+
+def test_variable_replaces_auto_and_nothing_else(monkeypatch):
+    setting, weight = make("ba", "auto").setting, torch.zeros(1)
+    monkeypatch.setenv(choice.VARIABLE, "python")
+    assert choice.choose("auto", setting, weight) == "python"
+    assert choice.choose("reference", setting, weight) == "reference"
+    monkeypatch.setenv(choice.VARIABLE, "gpu")
+    with pytest.raises(UserError, match=r"LAYERNORM_LSTM_BACKEND = gpu: no such backend; choose"):
+        choice.choose("auto", setting, weight)
+
+
+def test_what_is_not_covered_falls_back_and_says_so_once(caplog):
+    for _ in range(2):
+        make("thesis", "python")(torch.randn(2, 3, 3))
+    messages = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert messages == ["norm 'thesis' is computed by the LSTM's reference backend"]
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """An empty cache and a compiler that does not exist."""
+    monkeypatch.setenv("LAYERNORM_LSTM_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "_failures", [])
+    for cached in (build.load, build._library_path):
+        cached.cache_clear()
+    yield
+    for cached in (build.load, build._library_path):
+        cached.cache_clear()
+
+
+def test_without_compiler_one_warning_and_python(no_compiler, caplog):
+    lstm, x = make("ba", "auto"), torch.randn(5, 11, 3)
+    judge = make("ba", "reference")(x)[0]
+    for _ in range(2):
+        torch.testing.assert_close(lstm(x)[0], judge, atol=1e-5, rtol=1e-4)
+    warned = [r.message for r in caplog.records]
+    reason = "no C++ compiler (no-such-compiler) on the PATH"
+    assert warned == [f"the LSTM's slower backend 'python' is used: {reason}"]
+    with pytest.raises(ValueError, match="backend 'cpu' cannot run here: no C\\+\\+ compiler"):
+        LayerNormLSTM(3, 7, backend="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_recipe_that_forces_what_cannot_run_gets_one_line():
+    with pytest.raises(UserError) as caught, named("model"):
+        LayerNormLSTMCell(3, 7, backend="cuda")
+    assert str(caught.value).startswith("model: backend 'cuda' cannot run here: ")
+
+
+def test_weights_elsewhere_than_the_forced_backend_are_named():
+    lstm = LayerNormLSTM(3, 7, backend="python")
+    lstm.backend = "cpu"
+    with pytest.raises(UserError, match=r"backend 'cpu' of the LSTM cannot run: .* torch.bfloat16"):
+        lstm.bfloat16()(torch.randn(2, 5, 3).bfloat16())
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_bf16_is_near_and_its_gradients_point_the_same_way(backend):
+    models = [make("ba", backend, size=(13, 37), precision=p) for p in ("fp32", "bf16")]
+    x = torch.randn(5, 11, 13, requires_grad=True)
+    exact, half = (model(x, LENGTHS)[0] for model in models)
+    torch.testing.assert_close(half, exact, atol=1e-2, rtol=0)
+    found = [
+        gradients([y], (x, *model.parameters()))
+        for y, model in zip((exact, half), models, strict=True)
+    ]
+    for judge, ours in zip(*found, strict=True):
+        assert torch.cosine_similarity(ours.flatten(), judge.flatten(), dim=0) >= 0.99
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_threads_change_nothing(backend):
+    lstm, x, before = make("ba", backend, layers=2), torch.randn(9, 11, 3), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            y = lstm(x)[0]
+            found.append([y, *gradients([y], list(lstm.parameters()))])
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[2], found[0], atol=1e-5, rtol=1e-4)
+
+
+def trained(threads):
+    """A fingerprint of one training pass; in a forked process torch keeps to one thread."""
+    lstm, x = make("ba", "auto"), torch.ones(8, 11, 3)
+    torch.set_num_threads(threads)
+    lstm(x)[0].sum().backward()
+    return lstm.weight_hh_l0.grad.double().norm().item()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_compute_the_same(method):
+    before = torch.get_num_threads()
+    try:
+        here = trained(2)  # threads exist before the fork
+    finally:
+        torch.set_num_threads(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            there = pool.apply_async(trained, (2,)).get(timeout=100)
+    assert there == pytest.approx(here, rel=1e-5)
+
+
+ASKED_AT_ONCE = """
+import shutil, sys, time
+from asr.nn.kernels.cpu import build
+
+def compile_slowly(target):  # in place of a compiler: the lock is what is judged
+    print("compiled")
+    time.sleep(1)
+    shutil.copy(sys.argv[1], target.with_suffix(".part"))
+    target.with_suffix(".part").replace(target)
+
+build._compile = compile_slowly
+build.load()
+"""
+
+
+@CPU
+def test_processes_that_start_at_once_compile_once(tmp_path):
+    built = build._compiled()
+    environment = os.environ | {"LAYERNORM_LSTM_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", ASKED_AT_ONCE, str(built)]
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    several = [subprocess.Popen(command, env=environment, **pipes) for _ in range(2)]
+    said = [process.communicate()[0] for process in several]
+    assert [process.returncode for process in several] == [0, 0]
+    assert sorted(said) == ["", "compiled\n"]
+
+
+def las_losses(backend, steps=50):
+    """A small LAS with recurrent gains of 0.3, where rounding does not grow."""
+    torch.manual_seed(1)
+    lstm = {"hidden": 7, "backend": backend}
+    listener = Listener(5, layers=2, pyramid=(2,), **lstm)
+    model = LAS(listener, Speller(11, listener.size, embedding=3, attention_size=5, **lstm), 11)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "gain_hh" in name:
+                weight.fill_(0.3)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    features, tokens = torch.randn(3, 13, 5), torch.randint(4, 11, (3, 5))
+    lengths, losses = torch.tensor([13, 7, 10]), []
+    for _ in range(steps):
+        logits = model.decode(model.encode(features, lengths), tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+@pytest.fixture(scope="module")
+def reference_losses():
+    return las_losses("reference")
+
+
+@pytest.mark.parametrize("backend", [name for name in HERE if name != "reference"])
+def test_fifty_steps_of_las_follow_the_reference(backend, reference_losses):
+    assert reference_losses[-1] < 0.5 * reference_losses[0]  # it learns
+    torch.testing.assert_close(las_losses(backend), reference_losses, atol=1e-3, rtol=0)

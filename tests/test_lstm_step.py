@@ -1,0 +1,53 @@
+"""The single step that decoders repeat, and which backend it runs on."""
+
+import pytest
+import torch
+from test_lstm_backends import HERE, NORMS, gradients
+
+from asr.nn.lstm import LayerNormLSTMCell
+
+
+def pair(norm, backend, **settings):
+    """The same random weights in the reference and in a backend."""
+    torch.manual_seed(1)
+    judge = LayerNormLSTMCell(5, 11, norm=norm, backend="reference", **settings)
+    with torch.no_grad():
+        for weight in judge.parameters():
+            weight.normal_()
+    ours = LayerNormLSTMCell(5, 11, norm=norm, backend=backend, **settings)
+    ours.load_state_dict(judge.state_dict())
+    return judge.double(), ours.double()
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("norm", NORMS)
+def test_step_is_the_reference_step(norm, backend):
+    judge, ours = pair(norm, backend, recurrent_dropout=0.3)
+    mask = ours.dropout_mask(3)
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    start = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
+    found = []
+    for cell in (judge, ours):
+        state = tuple(start)
+        for _ in range(3):
+            state = cell(x, state, mask)
+        found.append([*state, *gradients(state, (x, start, *cell.parameters()))])
+    torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("norm", ["ba", "none", "per_gate"])
+def test_step_without_gradients_has_the_same_values(norm):
+    judge, ours = pair(norm, "auto")
+    x = torch.randn(3, 5, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), judge(x))
+
+
+def test_half_precision_of_a_step_touches_the_products_alone():
+    judge, ours = (cell.float() for cell in pair("ba", "auto", precision="bf16"))
+    x, state = torch.randn(3, 5), (torch.randn(3, 11), torch.randn(3, 11))
+    with torch.autocast("cpu", torch.bfloat16):
+        h, c = ours(x, state)
+    assert h.dtype == c.dtype == torch.float32
+    assert not torch.equal(h, judge(x, state)[0])
+    torch.testing.assert_close(h, judge(x, state)[0], atol=0.1, rtol=0)
