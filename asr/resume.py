@@ -26,8 +26,10 @@ HARMLESS = (
     "model.speller.backend",
     "train.alarm",
     "train.bad_steps",
+    "train.debug",
     "train.device",
     "train.epochs",
+    "train.health",
     "train.init",  # read at the start alone
     "train.keep",
     "train.keep_best",

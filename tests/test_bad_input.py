@@ -173,10 +173,38 @@ def test_a_run_is_not_overwritten(tiny, tiny_run, commands):
     assert before == {path: path.stat().st_mtime_ns for path in tiny_run.rglob("*")}
 
 
-def test_resuming_with_another_model(tiny, tiny_run, commands, tmp_path):
-    shutil.copytree(tiny_run, tmp_path / "copy")
-    arguments = (tiny, "--run", tmp_path / "copy", "--resume", "model.listener.hidden=6")
-    assert "weights of another model" in commands.refused(train, *arguments)
+class TestResumingWithAnotherRecipe:
+    def test_it_says_what_changed_and_touches_nothing(self, tiny, tiny_run, commands, tmp_path):
+        run = tmp_path / "copy"
+        shutil.copytree(tiny_run, run)
+        before = (run / "recipe.yaml").read_text()
+        more = ("model.listener.hidden=6", "train.clip=2", "train.epochs=9")
+        line = commands.refused(train, tiny, "--run", run, "--resume", *more)
+        assert line == (
+            f"{run}: its recipe was another: model.listener.hidden 5 -> 6; train.clip 5.0 -> 2.0. "
+            "Take the old values, choose another --run, or go on all the same with "
+            "--resume --force"
+        )
+        assert (run / "recipe.yaml").read_text() == before
+
+    def test_harmless_changes_are_said_and_kept(self, tiny, tiny_run, commands, tmp_path):
+        run = tmp_path / "copy"
+        shutil.copytree(tiny_run, run)
+        more = ("train.epochs=3", "data.workers=1", "decode.beam=2", "train.log_every=5")
+        code, out, _ = commands(train, tiny, "--run", run, "--resume", *more)
+        assert code == 0 and "changed in the recipe: train.epochs 2 -> 3" in out
+        assert list_checkpoints(run)[-1].step > list_checkpoints(tiny_run)[-1].step
+        assert "epochs: 3" in (run / "recipe.yaml").read_text()
+
+    def test_force_goes_on(self, tiny, tiny_run, commands, tmp_path):
+        run = tmp_path / "copy"
+        shutil.copytree(tiny_run, run)
+        arguments = (tiny, "--run", run, "--resume", "--force")
+        code, out, _ = commands(train, *arguments, "train.clip=2", "train.epochs=3")
+        assert code == 0 and "changed in the recipe: train.clip 5.0 -> 2.0" in out
+        assert "weights of another model" in commands.refused(
+            train, *arguments, "model.listener.hidden=6"
+        )
 
 
 def test_a_run_folder_in_the_way(tiny, commands, tmp_path):
@@ -237,16 +265,31 @@ class TestNoRun:
         assert line.startswith(f"{run / 'recipe.yaml'}:1: not valid YAML")
 
 
-def test_resuming_from_a_flipped_bit(tiny, tiny_run, commands, tmp_path):
-    """A weight that changed on the disk must not go on training in silence."""
+def test_resuming_where_every_checkpoint_is_damaged(tiny, tiny_run, commands, tmp_path):
+    """A weight that changed on the disk must not go on training in silence, nor start anew."""
     run = tmp_path / "copy"
     shutil.copytree(tiny_run, run)
-    path = list_checkpoints(run)[-1].folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 64
-    path.write_bytes(content)
+    for checkpoint in list_checkpoints(run):
+        path = checkpoint.folder / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 64
+        path.write_bytes(content)
     line = commands.refused(train, tiny, "--run", run, "--resume")
-    assert line.startswith(f"{path.parent}: damaged, its checksums differ; remove it")
+    assert line.startswith(f"{run / 'checkpoints'}: all of its checkpoints are damaged")
+    assert "damaged, its checksum differs" in commands.refused(
+        transcribe, run, tiny.parent / "test-0.flac"
+    )
+
+
+def test_audio_outside_the_manifest_s_folder_needs_a_word(tiny, commands, tmp_path):
+    text = (tiny.parent / "train.tsv").read_text()
+    path = tmp_path / "own.tsv"
+    path.write_text(re.sub(r"(train-\d+\.flac)", rf"{tiny.parent}/\1", text))
+    more = ("--run", tmp_path / "run", f"data.train={path}", "train.steps=1")
+    line = commands.refused(train, tiny, *more)
+    assert re.search(r"own\.tsv:2: audio .* lies outside .* data\.outside=true reads it", line)
+    assert not (tmp_path / "run").exists()
+    assert commands(train, tiny, *more, "data.outside=true")[0] == 0
 
 
 @pytest.mark.parametrize(

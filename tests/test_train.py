@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 
 import jiwer
@@ -13,12 +15,15 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_speech import RATE, age, tones
 
-from asr import evaluate, train, transcribe
+from asr import evaluate, train, training_run, transcribe
 from asr.data.corpus import read_manifest, write_manifest
 from asr.data.text import load_tokenizer
 from asr.recipe import read_recipe
 from asr.recognizer import Recognizer
+from asr.speech import SpeechTask
+from asr.training import loop
 from asr.training.checkpoint import list_checkpoints
+from asr.training.objective import SpeechObjective
 
 
 def events(run):
@@ -117,6 +122,94 @@ def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp
     assert_same_state(tmp_path, tiny_run)
     steps = [at for at, _ in curve(tmp_path, "train/nats")]
     assert steps == sorted(set(steps)) == [at for at, _ in curve(tiny_run, "train/nats")]
+
+
+def test_a_damaged_checkpoint_and_the_one_before_it(tiny, tiny_run, commands, tmp_path):
+    """The run ended; its last checkpoint went bad on the disk: made again, the same bits."""
+    assert commands(train, tiny, "--run", tmp_path, "train.save_every=2")[0] == 0
+    last = list_checkpoints(tmp_path)[-1].folder
+    content = bytearray((last / "training.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (last / "training.pt").write_bytes(content)
+    age(tmp_path)
+    code, out, _ = commands(train, tiny, "--run", tmp_path, "--resume")
+    assert code == 0 and f"{last}: damaged, its checksums differ; it is set aside" in out
+    assert "going on from the one before it, step " in out
+    assert_same_state(tmp_path, tiny_run)
+    assert curve(tmp_path, "train/nats") == curve(tiny_run, "train/nats")
+    assert curve(tmp_path, "valid/nats") == curve(tiny_run, "valid/nats")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("where", ["step", "validation", "drawing"])
+def test_a_signal_saves_and_resuming_goes_on(
+    number, where, tiny, tiny_run, commands, tmp_path, monkeypatch
+):
+    """In the middle of a step, of the first validation, or of its pictures."""
+    seen = []
+
+    def signalled(original):
+        def call(*args, **more):
+            if not seen:
+                seen.append(os.kill(os.getpid(), number))
+            return original(*args, **more)
+
+        return call
+
+    name = {"step": "take_step", "validation": "validate"}.get(where)
+    with monkeypatch.context() as patch:
+        if where == "step":
+            patch.setattr(loop, name, signalled(loop.take_step))
+        elif where == "validation":
+            patch.setattr(training_run, name, signalled(training_run.validate))
+        else:
+            patch.setattr(SpeechTask, "_show", signalled(SpeechTask._show))
+        code, out, _ = commands(train, tiny, "--run", tmp_path)
+    assert code == training_run.STOPPED == 3 and f"{number.name}: stopped after step " in out
+    assert signal.getsignal(number) not in (None, signal.SIG_IGN)
+    step = list_checkpoints(tmp_path)[-1].step
+    assert step == 1 if where == "step" else step < list_checkpoints(tiny_run)[-1].step
+    age(tmp_path)
+    assert commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0
+    assert_same_state(tmp_path, tiny_run)
+    for name in ("train/nats", "valid/nats", "valid/wer"):
+        assert curve(tmp_path, name) == curve(tiny_run, name)
+
+
+def test_bad_numbers_stop_the_run_and_the_evidence_is_kept(tiny, commands, tmp_path, monkeypatch):
+    forward = SpeechObjective.forward
+
+    def poisoned(self, batch):
+        if self.training:
+            batch.features[0, 1, 2] = math.nan
+        return forward(self, batch)
+
+    monkeypatch.setattr(SpeechObjective, "forward", poisoned)
+    line = commands.refused(train, tiny, "--run", tmp_path, "train.bad_steps=2")
+    folder = tmp_path / "evidence" / "00000002"
+    assert "step 2: 2 steps in a row without a finite gradient" in line
+    assert f"{folder}/report.txt names what is not finite" in line
+    (first, *_) = torch.load(folder / "batch.pt", weights_only=True)
+    assert first["features"].isnan().any() and first["ids"][0].startswith("train-")
+    report = (folder / "report.txt").read_text()
+    assert f"not finite: {first['ids'][0]}" in report and "weights: all finite" in report
+    assert "gradients: not finite: " in report
+    assert load_file(folder / "model.safetensors")
+    assert "not used; utterances train-" in (tmp_path / "train.log").read_text()
+
+
+def test_a_full_disk_stops_the_run_with_one_line(tiny, commands, tmp_path, monkeypatch):
+    write = torch.save
+
+    def full(content, path):
+        if content["position"]["step"] > 1:
+            raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+        write(content, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    line = commands.refused(train, tiny, "--run", tmp_path, "train.save_every=1")
+    assert "00000002: cannot be saved" in line and "go on with --resume" in line
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
 
 
 def test_the_last_step_before_a_kill_at_an_epoch_s_end(
