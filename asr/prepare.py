@@ -16,12 +16,13 @@ def main() -> None:
         prog="python -m asr.prepare",
         description="Make manifests (id, speaker, audio, seconds, text) that recipes train on.",
     )
-    names = "librispeech | tsv | spoken-numbers | mnist"
+    names = "librispeech | librispeech-lm | tsv | spoken-numbers | mnist"
     kinds = parser.add_subparsers(required=True, metavar=names)
     _add_librispeech(kinds)
     _add_tsv(kinds)
     _add_spoken_numbers(kinds)
     _add_mnist(kinds)
+    _add_librispeech_lm(kinds)
     args = parser.parse_args()
     args.prepare(args)
 
@@ -159,6 +160,22 @@ def _mnist(args: argparse.Namespace) -> None:
         shape = "{} images of {} x {}".format(*images.pixels.shape)
         other = "" if mnist.is_original(images) else " (not MNIST's own pixels)"
         print(f"{args.to}: {images.name}: {shape}{other}")
+
+
+def _add_librispeech_lm(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "librispeech-lm",
+        help="LibriSpeech's text for language models, from openslr.org",
+        description=f"Downloads and verifies DIR/{librispeech.LM_TEXT} (1.5 GB). Running it "
+        "again goes on where it broke off.",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--url", default=librispeech.URL, help="a mirror of %(default)s")
+    parser.set_defaults(prepare=_librispeech_lm)
+
+
+def _librispeech_lm(args: argparse.Namespace) -> None:
+    print(f"{librispeech.download_text(args.to, args.url)}: whole")
 
 
 def _say(manifest: Path) -> None:

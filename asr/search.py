@@ -18,7 +18,7 @@ from asr.tokens import SPECIAL
 
 SEARCH = {field.name for field in fields(BeamSettings)} & set(Decode.model_fields)
 # A beam of 1 without weights and penalties: the greedy search finds the same, sooner.
-GREEDY = Decode().model_dump(include=SEARCH - {"max_ratio"})
+GREEDY = Decode().model_dump(include=SEARCH - {"max_ratio", "patience"})
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def search(
         return _ctc(model, memory, decode, nbest)
     settings = decode.model_dump(include=SEARCH)
     weighted = [(decode.lm_weight, lm)] if lm is not None and decode.lm_weight else []
-    if not weighted and settings == GREEDY | {"max_ratio": decode.max_ratio}:
+    if not weighted and GREEDY.items() <= settings.items():
         return [[best] for best in greedy(model, memory, max_ratio=decode.max_ratio)]
     ctc = model.ctc(memory) if decode.ctc_weight else None
     return beam_search(model, memory, ctc=ctc, scorers=weighted, nbest=nbest, **settings)

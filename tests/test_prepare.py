@@ -340,6 +340,19 @@ def test_subsets_are_downloaded_unpacked_and_listed(mirror, tmp_path, asr_prepar
     assert asr_prepare(*call)[0] == 0
 
 
+def test_the_text_for_language_models_is_downloaded(mirror, tmp_path, asr_prepare, monkeypatch):
+    url, root = mirror
+    (root / "11").mkdir()
+    text = root / "11" / "librispeech-lm-norm.txt.gz"
+    text.write_bytes(b"a few books")
+    call = ("librispeech-lm", "--to", tmp_path / "to", "--url", url)
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and "published is c83c64c726a1aedfe65f80aa311de402" in err
+    monkeypatch.setattr(librispeech, "LM_MD5", hashlib.md5(text.read_bytes()).hexdigest())
+    assert asr_prepare(*call)[0] == 0
+    assert (tmp_path / "to" / text.name).read_bytes() == b"a few books"
+
+
 def test_the_archive_is_kept_where_asked(mirror, tmp_path, asr_prepare):
     call = ("librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--url", mirror[0])
     assert asr_prepare(*call, "--keep-archives")[0] == 0

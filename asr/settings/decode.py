@@ -26,7 +26,9 @@ class Decode(Settings):
     eos_threshold: Positive | None = None  # <eos> must be that near to the best other token
     ngram: Natural = 0  # no n-gram of that length twice; 0 allows all
     temperature: Positive = 1.0
-    patience: Positive | None = 1.0  # stop once that many beams have ended; None: only when exact
+    # Stop once that many beams have ended, exact or not (Kasai et al. 2022); None: only where no
+    # living hypothesis can still win.
+    patience: Positive | None = None
     min_ratio: Annotated[float, Field(ge=0.0)] = 0.0  # shortest hypothesis / frames of memory
     max_ratio: Positive = 1.0  # longest hypothesis / frames of memory, and 10 tokens more
     # Longer audio is cut at pauses into pieces of at most so many seconds; null: data.max_seconds.
