@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from asr.data.batch import start_worker
 from asr.data.sentences import SentenceBatch, Sentences
 from asr.errors import UserError
 
@@ -121,12 +122,7 @@ class SentenceEpochs:
                 batch_size=None,
                 sampler=self.plan(epoch).batches[skip:],
                 num_workers=self.workers,
-                worker_init_fn=_one_thread,
+                worker_init_fn=start_worker,
                 generator=torch.Generator(),  # its seed is not drawn from what dropout draws from
             )
         )
-
-
-def _one_thread(worker: int) -> None:
-    """Workers run side by side: more threads than cores would make them wait for each other."""
-    torch.set_num_threads(1)

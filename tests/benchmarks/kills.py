@@ -42,7 +42,7 @@ FAMILIES = {
         "decoder_layers: 1, dropout: 0.1}"
     ],
 }
-GIVE_UP = 120.0  # seconds after which a training counts as hanging
+GIVE_UP = 900.0  # seconds after which a training counts as hanging; much, for busy machines
 
 
 def start(arguments: list[str], output: Path, fresh: bool) -> Process:
@@ -171,6 +171,8 @@ def main() -> int:
             while done < wanted:
                 done += trials.trial(number, in_save, fresh=number < args.fresh)
                 number += 1
+                if done % 10 == 0:
+                    print(f"{done} of {wanted}, {len(trials.wrong)} different", flush=True)
             where = "while saving" if in_save else "at random moments"
             print(f"{done} kills {where}: {len(trials.wrong)} different so far", flush=True)
         print(
