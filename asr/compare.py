@@ -24,6 +24,8 @@ from asr.scoring.events import Curve
 from asr.scoring.groups import group
 from asr.scoring.report import Picture, Table, write_report
 
+_LONG = 70  # letters of a group's name in tables
+
 
 def main() -> int:
     """Read the runs, compare them, write the report."""
@@ -53,11 +55,14 @@ def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Set
     known = [run for run in runs if run.settings is not None]
     groups = group([run.settings or {} for run in known], ignore=("seed", "run"))
     usual = Counter(run.world for run in known if not run.fault).most_common(1)[0][0]
+    labels = [found.label or "all runs" for found in groups]
+    if max(map(len, labels)) > _LONG:  # spelled out once, then by letter
+        notes += [f"{_letter(place)}: {label}." for place, label in enumerate(labels)]
+        labels = [_letter(place) for place in range(len(labels))]
     settings = []
-    for found in groups:
+    for label, found in zip(labels, groups, strict=True):
         inside = [known[place] for place in found.members]
         good = [run for run in inside if not run.fault]
-        label = found.label or "all runs"
         same = inside[0].world == usual
         if not same:
             notes.append(
@@ -71,6 +76,12 @@ def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Set
         if twice:
             notes.append(f"{label}: more than one run of seed {twice[0]}; pairs take the last.")
     return settings
+
+
+def _letter(place: int) -> str:
+    """A, B, ... Z, AA, AB, ..."""
+    before, last = divmod(place, 26)
+    return (_letter(before - 1) if before else "") + chr(ord("A") + last)
 
 
 def member(run: Run, curve: str, notes: list[str]) -> Member:

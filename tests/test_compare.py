@@ -168,6 +168,17 @@ def test_one_run_alone(tmp_path, commands, monkeypatch):
     assert (tmp_path / "compare" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_long_names_are_spelled_out_once(tmp_path, commands):
+    many = ["model.listener.dropout=0.2", "model.speller.dropout=0.3", "train.optimizer.lr=0.01"]
+    many += ["features.mel_bins=40", "train.batch_seconds=30", "model.attention_size=96"]
+    for name, overrides in (("a", []), ("b", many)):
+        make_run(tmp_path / "s" / name, overrides, falling(0.1))
+    out = report(commands, tmp_path / "s")
+    assert "\nB: " in out and out.count("mel_bins=40") == 1
+    text = (tmp_path / "s" / "compare" / "compare.md").read_text()
+    assert [row[0] for row in rows(text, "Validation loss")] == ["A", "B"]
+
+
 def test_one_seed_each_says_what_cannot_be_tested(tmp_path, commands):
     for norm in ("ba", "none"):
         make_run(tmp_path / "s" / norm, [f"model.listener.norm={norm}"], falling(0.1))
