@@ -25,6 +25,8 @@ from asr.scoring.groups import group
 from asr.scoring.report import Picture, Table, write_report
 
 _LONG = 70  # letters of a group's name in tables
+# Recipe keys that change where or how fast a run is made, not what is trained.
+NO_DIFFERENCE = ("seed", "run", "data.workers", "train.threads", "train.device", "train.log_every")
 
 
 def main() -> int:
@@ -53,7 +55,7 @@ def main() -> int:
 def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Setting]:
     """The groups of the runs with readable recipes, those of another world flagged."""
     known = [run for run in runs if run.settings is not None]
-    groups = group([run.settings or {} for run in known], ignore=("seed", "run"))
+    groups = group([run.settings or {} for run in known], ignore=NO_DIFFERENCE)
     usual = Counter(run.world for run in known if not run.fault).most_common(1)[0][0]
     labels = [found.label or "all runs" for found in groups]
     if max(map(len, labels)) > _LONG:  # spelled out once, then by letter

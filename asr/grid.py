@@ -11,8 +11,8 @@ from itertools import product
 from pathlib import Path
 
 from asr.errors import UserError
-from asr.recipe import RecipeError, read_recipe
-from asr.scoring.groups import flatten, short_names
+from asr.recipe import RecipeError, flat, read_recipe
+from asr.scoring.groups import short_names
 from asr.settings import Recipe
 
 _LONGEST_NAME = 200  # bytes; file systems allow 255
@@ -46,7 +46,7 @@ def read_grid(recipe: Path, arguments: Sequence[str]) -> list[Trial]:
     rows = [tuple(zip(axes, row, strict=True)) for row in product(*axes.values())]
     overrides = [tuple(f"{key}={value}" for key, value in row) for row in rows]
     recipes = [_checked(recipe, changes) for changes in overrides]
-    names = _names(axes, rows, flatten(recipes[0].model_dump(mode="json")))
+    names = _names(axes, rows, flat(recipes[0]))
     return [Trial(*parts) for parts in zip(names, overrides, recipes, strict=True)]
 
 

@@ -7,7 +7,7 @@ Only plain YAML is read: no tags, no anchors, no environment variables, no code.
 
 import difflib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -97,6 +97,19 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 def as_yaml(recipe: Recipe) -> str:
     """Every key with its value, in the catalogue's order."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Every key by its dotted path: {"model.listener.norm": "ba", ...}."""
+    return dict(_leaves(recipe.model_dump(mode="json"), ""))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

@@ -1,14 +1,12 @@
 """Going on with a run: from which checkpoint, and whether the recipe is still the same."""
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from asr.errors import UserError
-from asr.recipe import PlainLoader, as_yaml, read_recipe, validate
+from asr.recipe import PlainLoader, as_yaml, flat, read_recipe, validate
 from asr.settings import Recipe
 from asr.training.checkpoint import Checkpoint, read_training
 from asr.training.recovery import newest_sound, set_aside
@@ -114,7 +112,7 @@ def find_start(run: Path, resume: bool) -> Start | None:
 
 def changes(old: Recipe, new: Recipe) -> dict[str, str]:
     """Dotted key -> `key old -> new`, for every key in which two recipes differ."""
-    before, now = (dict(flatten(recipe.model_dump(mode="json"))) for recipe in (old, new))
+    before, now = (flat(recipe) for recipe in (old, new))
     return {
         key: f"{key} {before.get(key, 'not there')} -> {now.get(key, 'not there')}"
         for key in sorted(before.keys() | now.keys())
@@ -125,15 +123,6 @@ def changes(old: Recipe, new: Recipe) -> dict[str, str]:
 def is_harmless(key: str) -> bool:
     """Whether a run may go on where this key has changed."""
     return any(key == known or key.startswith(f"{known}.") for known in HARMLESS)
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """{'a': {'b': 1}} -> ('a.b', 1)."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def fingerprint(text: str) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from asr.errors import UserError
+from asr.recipe import flat
 from asr.runs import finished, last_error, recipe_of
 from asr.scoring.events import Curve, event_files, read_scalars
 from asr.scoring.files import read_evaluation
-from asr.scoring.groups import flatten
 from asr.scoring.wer import Score
 from asr.training.checkpoint import list_checkpoints, read_training
 
@@ -61,7 +61,7 @@ def read_run(folder: Path, curve: str) -> Run:
     except UserError as error:
         return Run(folder, None, {}, str(error))
     curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
-    settings = flatten(recipe.model_dump(mode="json"))
+    settings = flat(recipe)
     return Run(
         folder, settings | {WORLD: world(folder, settings)}, curves, fault(folder, curves, curve)
     )

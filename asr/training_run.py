@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from asr import build
-from asr.recipe import as_yaml
-from asr.resume import Start, fingerprint, flatten
+from asr.recipe import as_yaml, flat
+from asr.resume import Start, fingerprint
 from asr.settings import Recipe
 from asr.training.checkpoint import load_weights, prune, save_checkpoint
 from asr.training.evidence import keep_evidence
@@ -74,8 +74,7 @@ class Training:
                 self._train()
             if self.stop.asked:
                 return self._stopped()
-            flat = dict(flatten(self.task.recipe.model_dump(mode="json")))
-            self.log.recipe(as_yaml(self.task.recipe), flat, self.metrics)
+            self.log.recipe(as_yaml(self.task.recipe), flat(self.task.recipe), self.metrics)
             self.log.note(f"finished at step {self.position.step}; the run is in {self.run}")
         return 0
 

@@ -246,5 +246,5 @@ def test_the_recipes_that_come_with_the_project_are_valid():
     recipes = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
     assert recipes
     for path in recipes:
-        assert read_recipe(path).data.train
+        read_recipe(path)
         assert path.read_text().startswith("#"), f"{path} begins with what it is"

@@ -47,15 +47,6 @@ def group(runs: Sequence[Settings], ignore: Iterable[str] = ()) -> list[Group]:
     return [Group(_named(names.values(), row), tuple(members)) for row, members in groups.items()]
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
-
-
 def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
     """Each key's shortest ending that no other key has: model.listener.norm -> listener.norm."""
     others = [f".{key}" for key in among]

@@ -106,7 +106,12 @@ class Log:
         rate = self.audio / passed
         self.scalars("train", now, position.step)
         health = {"learning_rate": step.lr, "gradient_norm": self.norm, "audio_per_second": rate}
-        self.scalars("run", {**health, "epoch": position.epoch}, position.step)
+        passed_so_far = {
+            "epoch": position.epoch,
+            "audio_hours": position.audio_seconds / 3600,
+            "train_seconds": position.train_seconds,
+        }
+        self.scalars("run", health | passed_so_far, position.step)
         loss = "  ".join(f"{name} {value:.4f}" for name, value in now.items())
         place = f"step {position.step}/{self.total}  epoch {position.epoch}"
         speed = f"{rate:.0f}x real time" if rate else f"{self.every / passed:.1f} steps/s"
