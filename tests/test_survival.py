@@ -12,7 +12,10 @@ BENCHMARKS = Path(__file__).parent / "benchmarks"
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (["kills.py", "--kills", "2", "--saves", "1"], "place and curves differ in 0"),
+        (
+            ["kills.py", "--kills", "2", "--saves", "1", "--stops", "1"],
+            "curves differ in 0",
+        ),
         (["fuzz.py", "--recipes", "25", "--files", "16", "--clock", "100"], "41 cases, 0 wrong"),
     ],
     ids=["kills", "fuzz"],

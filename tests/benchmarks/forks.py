@@ -52,6 +52,7 @@ def fork(
         if pid:
             return Process(pid)
         code = 70  # no command of ours ends with it
+        os.setpgid(0, 0)  # with its workers a group of its own, as a shell makes one
         try:
             for kind, value in (limits or {}).items():
                 resource.setrlimit(kind, (value, value))

@@ -1,13 +1,14 @@
 """Training runs killed at random moments and resumed: is anything lost, is one bit different?
 
-    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/kills.py [--kills 50] [--saves 20]
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/kills.py [--kills N --saves N --stops N]
 
 A small corpus of tones is trained on, with accumulation, speed perturbation, SpecAugment, dropout
 and noise on; both families and 0, 1 and 2 workers take turns. A trial starts the run, kills it with
 SIGKILL at a random moment, resumes it with another number of workers and compares weights, Adam's
 moments, random state, place and curves with those of a run that nobody disturbed, bit for bit.
 For --saves the kill falls while a checkpoint is being written: its hidden folder is waited for, and
-the trial counts only where that folder is still there afterwards.
+the trial counts only where that folder is still there afterwards. For --stops it is no kill but
+SIGTERM or SIGINT to the training and its workers at once, which must exit with code 3.
 
 Each training is a process of its own, forked from one that has imported everything (forks.py),
 which saves seconds of imports before every kill; --fresh N starts the first N from nothing instead.
@@ -15,8 +16,10 @@ which saves seconds of imports before every kill; --fresh N starts the first N f
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,7 @@ from tiny_speech import make_corpus, make_recipe
 
 from asr import train
 from asr.training.checkpoint import list_checkpoints
+from asr.training_run import STOPPED
 
 COMMON = ["train.epochs=3", "train.save_every=2", "train.samples=0", "train.keep=1"]
 FAMILIES = {
@@ -113,13 +117,18 @@ class Trials:
         line = [str(self.recipe), *COMMON, *overrides, "--run", str(run), "--resume"]
         return start(line, self.folder / f"{run.name}.txt", fresh)
 
-    def trial(self, number: int, in_save: bool, fresh: bool = False) -> bool:
+    def trial(self, number: int, how: str, fresh: bool = False) -> bool:
         """One kill, one resume, one comparison; False where the run was over before the kill."""
         family = list(FAMILIES)[number % 2]
         run = self.folder / f"run{number}"
         overrides = [*FAMILIES[family], f"data.workers={number % 3}"]
         training = self._start(run, overrides, fresh)
-        hit = self._kill_in_save(training, run) if in_save else self._kill(training, family, fresh)
+        if how == "while saving":
+            hit = self._kill_in_save(training, run)
+        elif how == "by a signal to all":
+            hit = self._stop(training, run)
+        else:
+            hit = self._kill(training, family, fresh)
         if hit:
             self.resumed += bool(list_checkpoints(run))
             overrides[-1] = f"data.workers={(number + 1) % 3}"
@@ -141,6 +150,19 @@ class Trials:
         training.kill()
         return True
 
+    def _stop(self, training: Process, run: Path) -> bool:
+        """A signal somewhere between its first line in the log and its end."""
+        while not (run / "train.log").exists():
+            if training.wait(0.001) is not None:
+                return False
+        if training.wait(self.random.uniform(0.0, 0.7 * min(self.seconds.values()))) is not None:
+            return False
+        os.killpg(training.pid, self.random.choice((signal.SIGTERM, signal.SIGINT)))
+        code = training.wait(GIVE_UP)
+        if code not in (0, STOPPED):
+            self.wrong.append(f"{run.name}: exit code {code} at a signal")
+        return code == STOPPED
+
     def _kill_in_save(self, training: Process, run: Path) -> bool:
         skip = self.random.randrange(4)  # saves that are let pass
         folder, seen = run / "checkpoints", set()
@@ -159,6 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--saves", type=int, default=20)
+    parser.add_argument("--stops", type=int, default=10)
     parser.add_argument("--fresh", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -166,17 +189,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         trials = Trials(Path(folder), args.seed)
         number = 0
-        for in_save, wanted in ((False, args.kills), (True, args.saves)):
+        plan = {
+            "at random moments": args.kills,
+            "while saving": args.saves,
+            "by a signal to all": args.stops,
+        }
+        for how, wanted in plan.items():
             done = 0
             while done < wanted:
-                done += trials.trial(number, in_save, fresh=number < args.fresh)
+                done += trials.trial(number, how, fresh=number < args.fresh)
                 number += 1
                 if done % 10 == 0:
                     print(f"{done} of {wanted}, {len(trials.wrong)} different", flush=True)
-            where = "while saving" if in_save else "at random moments"
-            print(f"{done} kills {where}: {len(trials.wrong)} different so far", flush=True)
+            print(f"{done} ended {how}: {len(trials.wrong)} different so far", flush=True)
         print(
-            f"{args.kills + args.saves} kills in {number} trainings, {trials.resumed} gone on with "
+            f"{sum(plan.values())} ended in {number} trainings, {trials.resumed} gone on with "
             f"from a checkpoint; final weights, moments, place and curves differ in "
             f"{len(trials.wrong)}"
         )
