@@ -1,73 +1,162 @@
-"""Training step of LAS in the shape of peers' yardstick: audio-seconds per CPU-second, peak memory.
+"""Training speed and peak memory of a small LAS, interleaved with SpeechBrain's.
 
-    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/las.py [--norm ba] [--steps 8]
+    .venv/bin/python tests/benchmarks/las.py --peer /tmp/peers/bin/python --json las.json
 
-The shape: 8 utterances of 6 s (600 frames of 80), two strided convolutions (150 frames of memory),
-2 BLSTM layers of 256 per direction, location attention 256, an LSTM speller of 256, V = 500,
-30 target tokens, cross-entropy only, Adam. LayerNorm is included unless --norm none.
+The environment of the peer: see transformer.py. Both train the same shape on one thread: 8
+utterances of 6 s (600 frames of 80), two strided convolutions (150 frames of memory), 2 BLSTM
+layers of 256 per direction, location attention of 256, an LSTM speller of 256, V = 500, 30 target
+tokens; cross-entropy and Adam. Ours has LayerNorm in every cell (--norm none: plain ones).
+Two processes take turns, a few steps each. Printed: seconds of audio trained per CPU-second, and
+how far peak memory rises above what the process held before its first step.
 """
 
 import argparse
+import json
+import os
 import resource
 import statistics
+import subprocess
+import sys
 import time
-
-import torch
-
-from asr.data.batch import Batch
-from asr.models.las import LAS
-from asr.models.listener import Listener
-from asr.models.speller import Speller
-from asr.training.objective import SpeechObjective
+from collections.abc import Callable
+from pathlib import Path
 
 B, T, F, U, V = 8, 600, 80, 30, 500
 AUDIO_SECONDS = B * T / 100
-
-
-def yardstick(norm: str, backend: str) -> SpeechObjective:
-    """The peers' recurrent shape with our cells."""
-    cells = {"norm": norm, "backend": backend}
-    listener = Listener(F, layers=2, hidden=256, pyramid=(), convolution=4, **cells)
-    speller = Speller(V, listener.size, hidden=256, embedding=128, attention_size=256, **cells)
-    return SpeechObjective(LAS(listener, speller, V, ctc=False), 0.0, 0.0)
-
-
-def random_batch() -> Batch:
-    """Every utterance of full length, as in the yardstick."""
-    features = torch.randn(B, T, F)
-    tokens = torch.randint(4, V, (B, U))
-    frames, lengths = torch.full((B,), T), torch.full((B,), U)
-    return Batch(tuple("abcdefgh"), features, frames, tokens, lengths, AUDIO_SECONDS)
+SOS, EOS = 2, 3
 
 
 def main() -> None:
-    """Print the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", help="python of an environment with SpeechBrain")
     parser.add_argument("--norm", default="ba")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--steps", type=int, default=8)
-    args = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2, help="of each in every round")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--worker", choices=("ours", "speechbrain"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    pythons = {"ours": sys.executable} | ({"speechbrain": options.peer} if options.peer else {})
+    workers = {name: started(name, python, options) for name, python in pythons.items()}
+    rounds: dict[str, list[dict]] = {name: [] for name in workers}
+    for _ in range(options.rounds):
+        for name, worker in workers.items():
+            rounds[name].append(answer(worker))
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait()
+    figures = {name: summary(measured) for name, measured in rounds.items()}
+    if options.peer:
+        pairs = zip(rounds["speechbrain"], rounds["ours"], strict=True)
+        figures["times_as_fast"] = statistics.median(a["cpu"] / b["cpu"] for a, b in pairs)
+    print(json.dumps(figures, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def started(name: str, python: str, options: argparse.Namespace) -> subprocess.Popen:
+    """A process that answers every line with the measurement of some training steps."""
+    command = [python, __file__, "--worker", name, "--steps", str(options.steps)]
+    command += ["--norm", options.norm, "--backend", options.backend]
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    worker = subprocess.Popen(command, env=environment, **pipes)
+    answer(worker)  # the first steps warm caches and allocator up
+    return worker
+
+
+def answer(worker: subprocess.Popen) -> dict:
+    worker.stdin.write("\n")
+    worker.stdin.flush()
+    return json.loads(worker.stdout.readline())
+
+
+def summary(rounds: list[dict]) -> dict:
+    cpu = statistics.median(one["cpu"] for one in rounds)
+    return rounds[-1] | {"cpu": cpu, "audio_seconds_per_cpu_second": AUDIO_SECONDS / cpu}
+
+
+def work(options: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    objective, batch = yardstick(args.norm, args.backend), random_batch()
-    optimizer = torch.optim.Adam(objective.parameters(), 1e-4)
-    walls, cpus = [], []
-    for step in range(args.steps + 2):
-        wall, cpu = time.perf_counter(), time.process_time()
-        optimizer.zero_grad(set_to_none=True)
-        total, count = objective(batch)["objective"]
-        (total / count).backward()
-        optimizer.step()
-        if step >= 2:  # the first ones warm caches and may compile a kernel
-            walls.append(time.perf_counter() - wall)
-            cpus.append(time.process_time() - cpu)
-    wall, cpu = statistics.median(walls), statistics.median(cpus)
-    parameters = sum(p.numel() for p in objective.parameters())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(
-        f"LAS {args.norm}, {parameters / 1e6:.2f} M parameters, {torch.get_num_threads()} threads: "
-        f"step {1e3 * wall:.0f} ms, {AUDIO_SECONDS / wall:.0f} audio-s/s, "
-        f"{AUDIO_SECONDS / cpu:.0f} per CPU-second; peak memory {peak:.0f} MiB"
+    parameters, forward = ours(options) if options.worker == "ours" else speechbrain()
+    optimizer = torch.optim.Adam(parameters, 1e-4)
+    targets = torch.randint(4, V, (B, U))
+    tokens = torch.nn.functional.pad(targets, (1, 0), value=SOS)
+    targets = torch.nn.functional.pad(targets, (0, 1), value=EOS).flatten()
+    features = torch.randn(B, T, F)
+    held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    for _ in sys.stdin:
+        begin = time.process_time()
+        for _ in range(options.steps):
+            optimizer.zero_grad()
+            logits = forward(features, tokens).flatten(0, 1)
+            torch.nn.functional.cross_entropy(logits, targets).backward()
+            optimizer.step()
+        cpu = (time.process_time() - begin) / options.steps
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held
+        count = sum(p.numel() for p in parameters)
+        measured = {"cpu": cpu, "peak_mib": peak / 2**20, "parameters": count}
+        print(json.dumps(measured | {"torch": torch.__version__}), flush=True)
+
+
+def ours(options: argparse.Namespace) -> tuple[list, Callable]:
+    import torch
+
+    from asr.models.las import LAS
+    from asr.models.listener import Listener
+    from asr.models.speller import Speller
+
+    cells = {"norm": options.norm, "backend": options.backend}
+    listener = Listener(F, layers=2, hidden=256, pyramid=(), convolution=4, **cells)
+    speller = Speller(V, listener.size, hidden=256, embedding=128, attention_size=256, **cells)
+    model, lengths = LAS(listener, speller, V, ctc=False), torch.full((B,), T)
+    return list(model.parameters()), lambda features, tokens: model.decode(
+        model.encode(features, lengths), tokens
     )
+
+
+def speechbrain() -> tuple[list, Callable]:
+    import torch
+    from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+    from speechbrain.nnet.RNN import LSTM, AttentionalRNNDecoder
+
+    front = ConvolutionFrontEnd(
+        (B, T, F),
+        num_blocks=2,
+        num_layers_per_block=1,
+        out_channels=(32, 32),
+        kernel_sizes=(3, 3),
+        strides=(2, 2),
+        residuals=(False, False),
+    )
+    encoder = LSTM(256, input_size=F // 4 * 32, num_layers=2, bidirectional=True, dropout=0.1)
+    decoder = AttentionalRNNDecoder(
+        rnn_type="lstm",
+        attn_type="location",
+        hidden_size=256,
+        attn_dim=256,
+        num_layers=1,
+        enc_dim=512,
+        input_size=128,
+        channels=10,
+        kernel_size=100,
+    )
+    embedding, output = torch.nn.Embedding(V, 128), torch.nn.Linear(256, V)
+    modules = torch.nn.ModuleList([front, encoder, decoder, embedding, output])
+    whole = torch.ones(B)  # relative lengths
+
+    def forward(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        memory, _ = encoder(front(features).flatten(2))
+        return output(decoder(embedding(tokens), memory, whole)[0])
+
+    return list(modules.parameters()), forward
 
 
 if __name__ == "__main__":
