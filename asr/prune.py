@@ -10,8 +10,8 @@ from asr.data.batch import Utterances, load, plan_evaluation
 from asr.errors import UserError
 from asr.models.pruning import Kept, check_count, every_other, prune, residual_alphas, search
 from asr.models.transformer import Transformer
+from asr.recipe import as_yaml, write_recipe
 from asr.recipe import validate as checked
-from asr.recipe import write_recipe
 from asr.recognizer import STATISTICS, Recognizer, about, run_recipe
 from asr.settings import Recipe, SpeechRecipe
 from asr.training.checkpoint import choose, read_training, save_checkpoint
@@ -117,7 +117,8 @@ def save(run: Path, to: Path, recipe: SpeechRecipe, recognizer: Recognizer, loss
     source = choose(run, recipe.decode.checkpoint, 1)[0]
     objective = SpeechObjective(recognizer.model, 0.0, 0.0)
     training = read_training(source) | {
-        "optimizer": build.optimizer(recipe.train, objective).state_dict()  # no moments yet
+        "recipe": as_yaml(recipe),
+        "optimizer": build.optimizer(recipe.train, objective).state_dict(),  # without moments
     }
     to.mkdir(parents=True, exist_ok=True)
     write_recipe(recipe, to / "recipe.yaml")
