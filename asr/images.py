@@ -27,6 +27,7 @@ from asr.training.log import Log
 from asr.training.loop import Position
 
 AT_ONCE = 500  # images of a batch without gradients
+INSPECTED = 100  # images that train.health looks at
 DRAWN = 64  # digits in the picture of generated ones
 BINARY_SEED = 0  # not the recipe's: runs of different seeds shall see the same images
 
@@ -64,9 +65,9 @@ class ImageTask:
         torch.manual_seed(self.recipe.seed)  # DRAW's noise: every validation draws the same
         return in_order(self.held_out, AT_ONCE)
 
-    def samples(self, count: int) -> Iterator[ImageBatch]:
-        """The first few of them, in one batch."""
-        return in_order(self.held_out.part("valid", slice(None, count)), count)
+    def samples(self) -> Iterator[ImageBatch]:
+        """The first few of them, in one batch, to look inside with."""
+        return in_order(self.held_out.part("valid", slice(None, INSPECTED)), INSPECTED)
 
     def _load_best(self, run: Path) -> int:
         best = choose(run, "best", 1)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from asr import build, corpora
-from asr.data.batch import Batch, Epochs, Utterances, load, plan_evaluation
+from asr.data.batch import Batch, Epochs, Item, Utterances, collate, load, plan_evaluation
 from asr.data.corpus import Corpus
 from asr.data.statistics import measure
 from asr.data.text import Tokenizer, load_tokenizer
@@ -28,6 +28,8 @@ from asr.training.log import Log
 from asr.training.loop import Position
 from asr.training.objective import SpeechObjective, needed_frames, shift
 from features.front_end import FrontEnd
+
+INSPECTED = 4  # utterances that train.health looks at
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,13 @@ class SpeechTask:
             return {}
         rates = {"wer": self._rate(texts), "diagonality": float(np.mean(slopes))}
         return rates | ({"ctc_wer": self._rate(ctc_texts)} if ctc_texts else {})
+
+    def samples(self) -> Iterator[Batch]:
+        """A few validation utterances to look inside with, each alone and so without padding."""
+        for number in range(min(INSPECTED, len(self.heard))):
+            batch = collate([self.heard[Item(number, 0, 1.0)]])
+            if len(batch):
+                yield batch
 
     def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]:
         """Nothing: asr.evaluate decodes test splits, as often as one likes."""

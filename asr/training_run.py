@@ -6,11 +6,12 @@ Validation, pictures, checkpoints, going on after a crash and ending when a sign
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
 
-from asr import build
+from asr import build, health
+from asr.debug import stop_at_nan
 from asr.recipe import as_yaml, flat
 from asr.resume import Start, fingerprint
 from asr.settings import Recipe
@@ -43,6 +44,8 @@ class Task(Protocol):
 
     def report(self, log: Log, position: Position) -> dict[str, float]: ...
 
+    def samples(self) -> Iterator[Batch]: ...
+
     def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]: ...
 
 
@@ -56,6 +59,7 @@ class Training:
         self.limits = build.limits(self.settings, task.allowed_broken)
         self.metrics: dict[str, float] = {}
         self.validated = self.saved = -1  # steps
+        self.checks = 0  # validations of this process
         self.stop = Stop()
 
     def go(self, start: Start | None = None, notes: Sequence[str] = ()) -> int:
@@ -92,7 +96,10 @@ class Training:
         )
         objective, schedule = self.task.objective, build.schedule(self.settings)
         limits, position = self.limits, self.position
-        fit(objective, self.task.epochs, self.optimizer, schedule, position, limits, between)
+        epochs, note = self.task.epochs, self.log.note
+        debug = stop_at_nan(objective, position, note) if self.settings.debug else nullcontext()
+        with debug:
+            fit(objective, epochs, self.optimizer, schedule, position, limits, between)
         if self.validated != self.position.step and not self.stop.asked:
             self.check()
         with self.stop.broken_off():
@@ -122,6 +129,7 @@ class Training:
             with self.stop.broken_off():
                 sums = validate(self.task.objective, self.task.valid(), self.settings.precision)
                 shown = self.task.report(log, position)
+                self._look_inside()
         except Stopped:
             return
         finally:
@@ -135,6 +143,15 @@ class Training:
         self.validated = position.step
         self.save(losses["nats"])
         log.pause(time.perf_counter() - begin)
+
+    def _look_inside(self) -> None:
+        """What asr.health finds, where it is due: at the first validation and every so many."""
+        every = self.settings.health
+        if every and self.checks % every == 0:
+            figures = health.measure(self.task.objective, self.task.samples())
+            self.log.scalars("health", figures, self.position.step)
+            health.write(self.run, self.position.step, figures)
+        self.checks += 1
 
     def save(self, loss: float) -> None:
         """A checkpoint of everything that resuming needs."""

@@ -71,3 +71,5 @@ class Train(Settings):
     samples: Natural = 4  # validation utterances shown in TensorBoard
     wer_utterances: Natural = 200  # validation utterances decoded for the curves of WER
     alarm: Alarm = Alarm()
+    health: Natural = 0  # look inside gates, norms and attention every so many validations; 0 never
+    debug: Literal["nan"] | None = None  # nan: stop at the first value that is not finite, slow
