@@ -126,6 +126,30 @@ def activated(
 
 
 @triton.jit
+def show(cell, gain_c, bias_c, own, H, j, real, eps, NORM_C: tl.constexpr):
+    """What tanh sees of the cell; the norm's gain, normed cell and scale."""
+    shown, weight, normed, scale = cell, cell, cell, tl.sum(cell, 0)
+    if NORM_C:
+        normed, scale = norm(cell, real, H, eps)
+        weight = tl.load(gain_c + own * H + j, real, 0.0)
+        shown = normed * weight + tl.load(bias_c + own * H + j, real, 0.0)
+    return shown, weight, normed, scale
+
+
+@triton.jit
+def through_cell(
+    dshown, dc, weight, normed, scale, real, H, NORM_C: tl.constexpr, CARRY: tl.constexpr
+):  # fmt: skip
+    """d of the cell before its norm."""
+    dcell = dshown
+    if NORM_C:
+        dcell = norm_backward(dshown * weight, normed, scale, real, H)
+    if not CARRY:
+        dcell += dc
+    return dcell
+
+
+@triton.jit
 def forward_step(
     gates, ah, h, c, mask, lengths, gain_h, bias, gain_c, bias_c, h_next, c_next, raw,
     s, B, H, eps, MODE: tl.constexpr, NORM_C: tl.constexpr, CARRY: tl.constexpr,
@@ -142,11 +166,7 @@ def forward_step(
     if DROP:
         g = g * tl.load(mask + at, real, 0.0)
     cell = tl.where(real, f * c_old + i * g, 0.0)
-    shown = cell
-    if NORM_C:
-        normed, _ = norm(cell, real, H, eps)
-        weight = tl.load(gain_c + own * H + j, real, 0.0)
-        shown = normed * weight + tl.load(bias_c + own * H + j, real, 0.0)
+    shown, _1, _2, _3 = show(cell, gain_c, bias_c, own, H, j, real, eps, NORM_C)
     carried = cell
     if CARRY:
         carried = shown
@@ -200,21 +220,13 @@ def backward_step(
     drop = 1.0
     if DROP:
         drop = tl.load(mask + at, real, 0.0)
-    shown = cell
-    if NORM_C:
-        normed, scale = norm(cell, real, H, eps)
-        weight = tl.load(gain_c + own * H + j, real, 0.0)
-        shown = normed * weight + tl.load(bias_c + own * H + j, real, 0.0)
+    shown, weight, normed, scale = show(cell, gain_c, bias_c, own, H, j, real, eps, NORM_C)
     bounded = tanh(shown)
     dshown = d * o * (1 - bounded * bounded)
     if CARRY:
         dshown += dc_live
     tl.store(dshown_all + at, dshown, real)
-    dcell = dshown
-    if NORM_C:
-        dcell = norm_backward(dshown * weight, normed, scale, real, H)
-    if not CARRY:
-        dcell += dc_live
+    dcell = through_cell(dshown, dc_live, weight, normed, scale, real, H, NORM_C, CARRY)
     di, df = dcell * g * drop * i * (1 - i), dcell * c_old * f * (1 - f)
     dg, do = dcell * i * drop * (1 - g * g), d * bounded * o * (1 - o)
     tl.store(dc + at, tl.where(runs, dcell * f, dc_row), real)
