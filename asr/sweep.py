@@ -21,8 +21,9 @@ from asr import command
 from asr.cost import print_estimate
 from asr.errors import UserError
 from asr.grid import Trial, read_grid
+from asr.recipe import flat
 from asr.runs import CONSOLE, finished, last_error, recipe_of
-from asr.scoring.groups import flatten, value_text
+from asr.scoring.groups import value_text
 
 LOCK = ".lock"
 _PATIENCE = 5.0  # seconds that a stopped run has to close its files
@@ -63,7 +64,7 @@ def check_folder(trial: Trial, run: Path) -> None:
     """UserError where the folder holds a run of another recipe."""
     if not (run / "recipe.yaml").exists():
         return
-    there, wanted = (flatten(r.model_dump(mode="json")) for r in (recipe_of(run), trial.recipe))
+    there, wanted = (flat(r) for r in (recipe_of(run), trial.recipe))
     other = [key for key in {**there, **wanted} if there.get(key) != wanted.get(key)]
     if other:
         was, now = (value_text(recipe.get(other[0])) for recipe in (there, wanted))
