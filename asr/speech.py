@@ -208,10 +208,11 @@ def check_room(
     ]
     if not tight:
         return
+    reduction = {"las": "model.listener.pyramid", "transformer": "model.reduction"}
     names = f"{' '.join(tight[:5])}{' ...' if len(tight) > 5 else ''}"
     line = f"{len(tight)} of {len(corpus)} utterances have more CTC labels than frames: {names}"
     if len(tight) > 0.01 * len(corpus):
         raise UserError(
-            f"{line}. Reduce fewer frames (model.listener.pyramid) or use text.kind=bpe."
+            f"{line}. Reduce fewer frames ({reduction[recipe.model.kind]}) or use text.kind=bpe."
         )
     print(f"{line}; the CTC loss leaves them out", flush=True)
