@@ -9,8 +9,10 @@ clock, for which --clock allows more where a machine is busy), and what is half-
 folder that did not come to train, a checkpoint whose checksums differ, a hidden file, a manifest in
 spite of an error.
 
-Trainings are cut off after one step by the command line. Memory is limited to 8 GB of addresses, so
-that a recipe that asks for more than a machine has is refused as it would be there.
+Half of the recipes are damaged as text, which few parsers let pass, and half as values of the fully
+resolved recipe, of which many are odd but legal. Trainings are cut off after one step by the
+command line. Memory is limited to 8 GB of addresses, so that a recipe that asks for more than a
+machine has is refused as it would be there.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from pathlib import Path
 
 import soundfile
 import torch
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from forks import fork
@@ -84,6 +87,18 @@ def _bytes(line: str, lines: list[str], chance: random.Random) -> list[str]:
     at = chance.randrange(len(line) + 1)
     odd = chance.choice(ODD)
     return [line[:at] + odd + line[at:]]
+
+
+def damage_tree(tree: dict, chance: random.Random) -> dict:
+    """One to three keys with another value: valid YAML, so that it gets past the parser."""
+    for _ in range(chance.randint(1, 3)):
+        group, path = tree, []
+        while isinstance(group, dict) and group:
+            path.append((group, chance.choice(list(group))))
+            group = group[path[-1][1]]
+        group, key = path[-1]
+        group[key] = chance.choice((0, 1, 2, 3, 7, 0.5, 1.0, 1e-9, True, None, -1, 300, group[key]))
+    return tree
 
 
 def damage_bytes(content: bytes, chance: random.Random) -> bytes:
@@ -161,7 +176,11 @@ class Fuzzer:
 
     def _recipe(self, place: Path, chance: random.Random) -> tuple:
         path = place / "r.yaml"
-        text = damage_text(self.recipe.read_text(), chance)
+        if chance.random() < 0.5:
+            text = damage_text(self.recipe.read_text(), chance)
+        else:
+            whole = yaml.safe_load((self.trained / "recipe.yaml").read_text())
+            text = yaml.safe_dump(damage_tree(whole, chance))
         path.write_text(text, encoding="utf-8", errors="surrogatepass")
         steps = ["train.steps=1"] if "train" in text else []
         return train, [str(path), *steps, "--run", str(place / "run")]
