@@ -13,10 +13,10 @@ BENCHMARKS = Path(__file__).parent / "benchmarks"
     ("line", "expected"),
     [
         (
-            ["kills.py", "--kills", "2", "--saves", "1", "--stops", "1"],
+            ["kills.py", "--kills", "1", "--saves", "1", "--stops", "1"],
             "curves differ in 0",
         ),
-        (["fuzz.py", "--recipes", "25", "--files", "16", "--clock", "100"], "41 cases, 0 wrong"),
+        (["fuzz.py", "--recipes", "20", "--files", "12", "--clock", "100"], "32 cases, 0 wrong"),
     ],
     ids=["kills", "fuzz"],
 )

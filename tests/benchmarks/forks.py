@@ -1,4 +1,7 @@
-"""Commands of ours as processes of their own, forked from one that has imported everything."""
+"""Commands of ours as processes of their own, forked from one that has imported everything.
+
+Whoever forks must not compute with torch before: its threads do not live on in the child.
+"""
 
 import os
 import resource

@@ -103,10 +103,10 @@ class Trials:
         self.recipe = make_recipe(folder)
         self.expected, self.seconds, self.wrong = {}, {}, []
         self.resumed = 0  # trials that had a checkpoint to go on from
-        for family, overrides in FAMILIES.items():
-            self._undisturbed(family, overrides)
 
-    def _undisturbed(self, family: str, overrides: list[str]) -> None:
+    def undisturbed(self, family: str) -> None:
+        """The run that the others are compared with."""
+        overrides = FAMILIES[family]
         run, begin = self.folder / family, time.monotonic()
         code = self._start(run, overrides).wait(GIVE_UP)
         assert code == 0, (self.folder / f"{run.name}.txt").read_text()
@@ -120,13 +120,15 @@ class Trials:
     def trial(self, number: int, how: str, fresh: bool = False) -> bool:
         """One kill, one resume, one comparison; False where the run was over before the kill."""
         family = list(FAMILIES)[number % 2]
+        if family not in self.expected:
+            self.undisturbed(family)
         run = self.folder / f"run{number}"
         overrides = [*FAMILIES[family], f"data.workers={number % 3}"]
         training = self._start(run, overrides, fresh)
         if how == "while saving":
             hit = self._kill_in_save(training, run)
         elif how == "by a signal to all":
-            hit = self._stop(training, run)
+            hit = self._stop(training, run, family)
         else:
             hit = self._kill(training, family, fresh)
         if hit:
@@ -150,12 +152,12 @@ class Trials:
         training.kill()
         return True
 
-    def _stop(self, training: Process, run: Path) -> bool:
+    def _stop(self, training: Process, run: Path, family: str) -> bool:
         """A signal somewhere between its first line in the log and its end."""
         while not (run / "train.log").exists():
             if training.wait(0.001) is not None:
                 return False
-        if training.wait(self.random.uniform(0.0, 0.7 * min(self.seconds.values()))) is not None:
+        if training.wait(self.random.uniform(0.0, 0.7 * self.seconds[family])) is not None:
             return False
         os.killpg(training.pid, self.random.choice((signal.SIGTERM, signal.SIGINT)))
         code = training.wait(GIVE_UP)
