@@ -17,7 +17,8 @@ def wilson_interval(hits: int, count: int) -> tuple[float, float]:
     middle = share + z / 2
     spread = sqrt(z * share * (1 - share) + z * z / 4)
     low, high = (middle - spread) / (1 + z), (middle + spread) / (1 + z)
-    return max(low, 0.0), min(high, 1.0)
+    # Rounding shall not leave the share itself outside: of n hits in n, the upper end is 1.
+    return max(min(low, share), 0.0), min(max(high, share), 1.0)
 
 
 def mean_interval(values: NDArray[np.float64]) -> tuple[float, float]:

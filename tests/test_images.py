@@ -1,0 +1,242 @@
+"""Small images: the IDX reader against bytes made by hand, the tasks from recipe to score."""
+
+import gzip
+import hashlib
+import json
+import struct
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from asr import prepare, train
+from asr.data import download
+from asr.data.corpora import mnist
+from asr.data.images import ImageEpochs, Images, binary, digits, in_order, moved, read_idx
+from asr.errors import UserError
+from asr.models.row_classifier import RowClassifier
+from asr.recipe import read_recipe
+from asr.scoring.classes import confusion, mean_interval, wilson_interval
+from asr.scoring.pictures import tiles
+
+
+def idx(array, kind=8, sizes=None):
+    sizes = array.shape if sizes is None else sizes
+    return (
+        bytes([0, 0, kind, len(sizes)]) + struct.pack(f">{len(sizes)}I", *sizes) + array.tobytes()
+    )
+
+
+def numbers(*shape):
+    return (np.arange(np.prod(shape)) * 37 % 251).astype(np.uint8).reshape(shape)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_an_idx_file_is_read(tmp_path, pack):
+    path = tmp_path / "images"
+    path.write_bytes(pack(b"\0\0\x08\x03\0\0\0\x02\0\0\0\x01\0\0\0\x03" + b"abcxyz"))
+    assert read_idx(path).tolist() == [[[97, 98, 99]], [[120, 121, 122]]]
+
+
+ARRAY = numbers(2, 3, 5)
+HOSTILE = {
+    "empty": (b"", "not an IDX file"),
+    "text": (b"hello there", "not an IDX file"),
+    "floats": (idx(ARRAY, kind=0x0D), "not an IDX file of unsigned bytes"),
+    "short": (idx(ARRAY)[:-1], "claims 30 bytes, there are 29"),
+    "long": (idx(ARRAY) + b"x", "claims 30 bytes, there are more"),
+    "huge": (idx(ARRAY, sizes=(2**32 - 1,) * 3), "more than 1073741824 bytes"),
+    "large": (idx(ARRAY, sizes=(2**30,)), "there are 30"),
+    "no header": (idx(ARRAY)[:9], "dimensions"),
+    "deep": (bytes([0, 0, 8, 200]) + b"\1" * 900, "200 dimensions"),
+    "cut": (gzip.compress(idx(numbers(99, 9, 9)))[:-30], "cannot be read"),
+    "bad sum": (gzip.compress(idx(ARRAY))[:-8] + b"\1" * 8, "cannot be read"),
+    "bomb": (gzip.compress(idx(ARRAY) + b"\0" * 10**7), "there are more"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_idx_file_is_one_line(tmp_path, name):
+    content, reason = HOSTILE[name]
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=reason) as raised:
+        read_idx(path)
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def write_set(folder, train_labels=(0, 1, 2, 1, 0, 2, 1), test_labels=(2, 0, 1), rows=5):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, labels in (("train", train_labels), ("t10k", test_labels)):
+        images = numbers(len(labels), rows if name == "train" else 5, 3)
+        pairs = (("images-idx3", images), ("labels-idx1", np.array(labels, np.uint8)))
+        for what, array in pairs:
+            path = folder / f"{name}-{what}-ubyte.gz"
+            path.write_bytes(gzip.compress(idx(array), mtime=0))
+    return folder
+
+
+def test_a_set_whose_parts_do_not_fit_is_refused(tmp_path):
+    assert [len(images) for images in mnist.read(write_set(tmp_path / "good"))] == [7, 3]
+    with pytest.raises(UserError, match="differ in size"):
+        mnist.read(write_set(tmp_path / "size", rows=7))
+    with pytest.raises(UserError, match="a class that the training labels lack"):
+        mnist.read(write_set(tmp_path / "class", test_labels=(2, 3, 1)))
+    odd = write_set(tmp_path / "odd")
+    (odd / "t10k-labels-idx1-ubyte").write_bytes(idx(numbers(4)))
+    with pytest.raises(UserError, match="3 t10k images, but 4 labels"):
+        mnist.read(odd)
+
+
+def test_prepare_copies_a_folder(tmp_path, commands):
+    source, to = write_set(tmp_path / "from"), tmp_path / "to"
+    code, out, _ = commands(prepare, "mnist", "--from", source, "--to", to)
+    assert code == 0 and "train: 7 images of 5 x 3 (not MNIST's own pixels)" in out
+    assert commands(prepare, "mnist", "--from", source, "--to", to)[0] == 0
+    assert {p.name: p.read_bytes() for p in to.iterdir()} == {
+        p.name: p.read_bytes() for p in source.iterdir()
+    }
+    (source / "t10k-labels-idx1-ubyte.gz").unlink()
+    line = commands.refused(prepare, "mnist", "--from", source, "--to", to)
+    assert "t10k-labels-idx1-ubyte: not there, nor with .gz" in line
+
+
+def test_prepare_downloads_and_verifies(tmp_path, commands, monkeypatch):
+    monkeypatch.setattr(download, "PAUSE", 0.0)
+    source = write_set(tmp_path / "mirror")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(source))
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    sums = {p.name: hashlib.md5(p.read_bytes()).hexdigest() for p in source.iterdir()}
+    try:
+        code, _, err = commands(prepare, "mnist", "--to", tmp_path / "a", "--url", url)
+        line = err.splitlines()[-1]  # those before it are the progress bar's
+        assert code == 2 and line.startswith("error: ") and "Traceback" not in err
+        assert "MD5" in line and "deleted" in line  # not the published files
+        assert list((tmp_path / "a").iterdir()) == []
+        monkeypatch.setattr(mnist, "FILES", sums)
+        assert commands(prepare, "mnist", "--to", tmp_path / "b", "--url", url)[0] == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert len(mnist.read(tmp_path / "b")[0]) == 7
+
+
+def some(count=11, rows=5, columns=3):
+    return Images("train", torch.from_numpy(numbers(count, rows, columns)), torch.arange(count) % 3)
+
+
+def test_an_epoch_reads_every_image_once_and_resumes():
+    epochs = ImageEpochs(some(), 4, seed=1, shift=1)
+    whole = list(epochs.batches(2))
+    assert [len(batch) for batch in whole] == [4, 4, 3]
+    assert sorted(name for b in whole for name in b.ids) == sorted(f"train-{i}" for i in range(11))
+    assert [b.ids for b in whole] != [b.ids for b in epochs.batches(3)]
+    for old, again in zip(whole[1:], epochs.batches(2, skip=1), strict=True):
+        assert old.ids == again.ids and torch.equal(old.images, again.images)
+    plain = torch.cat([batch.images for batch in in_order(some(), 4)])
+    torch.testing.assert_close(plain, some().pixels / 255)
+
+
+def test_an_image_moves_as_a_whole():
+    image = torch.zeros(40, 5, 7)
+    image[:, 2, 3] = 1.0
+    found = moved(image, 2, np.random.default_rng(1))
+    rows, columns = found.flatten(1).argmax(1) // 7 - 2, found.flatten(1).argmax(1) % 7 - 3
+    assert torch.equal(found.flatten(1).sum(1), torch.ones(40))
+    assert set(rows.tolist()) == set(columns.tolist()) == {-2, -1, 0, 1, 2}
+    assert moved(image, 0, np.random.default_rng(1)) is image
+
+
+def test_binary_pixels_are_white_by_their_brightness():
+    grey = Images("train", torch.full((1000, 3, 3), 51, dtype=torch.uint8), torch.zeros(1000))
+    white = binary(grey, 1).pixels
+    assert set(white.unique().tolist()) == {0, 255}
+    assert abs((white == 255).double().mean() - 0.2) < 0.02  # 5 standard deviations
+    assert torch.equal(white, binary(grey, 1).pixels)
+    ends = Images("train", torch.tensor([[[0, 255]]], dtype=torch.uint8), torch.zeros(1))
+    assert torch.equal(binary(ends, 1).pixels, ends.pixels)
+
+
+def test_the_built_in_digits():
+    train_images, test = digits()
+    assert len(train_images) == 1437 and len(test) == 360
+    assert train_images.pixels.shape[1:] == (8, 8) and int(train_images.pixels.max()) == 255
+
+
+def test_row_classifier_without_norm_is_torch_lstm():
+    torch.manual_seed(1)
+    ours, judge = RowClassifier(3, 7, hidden=5, layers=2, norm="none"), nn.LSTM(3, 5, 2)
+    judge.load_state_dict(ours.lstm.state_dict())
+    images = torch.randn(2, 11, 3)
+    outputs, _ = judge(images.transpose(0, 1))
+    torch.testing.assert_close(ours(images), ours.out(outputs[-1]))
+
+
+def test_intervals_and_confusions():
+    # Wilson 1927 by hand for 8 of 10: (0.8 + z/2 -+ sqrt(...)) / (1 + z), z = 1.96^2 / 10.
+    assert wilson_interval(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
+    for count in range(1, 400):
+        assert wilson_interval(count, count)[1] == 1.0 and wilson_interval(0, count)[0] == 0.0
+    low, high = mean_interval(np.array([1.0, 3.0]))
+    assert (low + high) / 2 == pytest.approx(2.0) and (high - low) / 2 == pytest.approx(1.959964)
+    counts = confusion(np.array([0, 0, 2, 1]), np.array([0, 2, 2, 1]), 3)
+    assert counts.tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 1]]
+
+
+def test_tiles_stand_in_rows():
+    picture = tiles(np.stack([np.full((2, 3), v) for v in (0.0, 1.0, 0.2)]), 2)
+    assert picture.shape == (6, 8, 3)
+    assert picture[0, 4, 0] == 255 and picture[3, 0, 0] == 51 and picture[0, 0, 0] == 0
+
+
+SMALL = ["run=small", "train.threads=1", "train.device=cpu", "train.schedule.warmup=2"]
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    rows = {"kind": "rows", "hidden": 6, "norm": "ba", "backend": "reference"}
+    cell = {"hidden": 5, "backend": "reference"}
+    draw = {"kind": "draw", "encoder": cell, "decoder": cell, "glimpses": 2, "latent": 3}
+    for name, model, pixels in (("rows", rows, "grey"), ("draw", draw, "binary")):
+        data = {"pixels": pixels, "batch": 256}
+        recipe = {"task": "images", "run": name, "data": data, "model": model}
+        recipe["train"] = {"epochs": 1, "threads": 1, "device": "cpu", "health": 1}
+        (folder / f"{name}.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+def test_rows_from_recipe_to_score(recipes, tmp_path):
+    assert train.train(read_recipe(recipes / "rows.yaml"), tmp_path / "run") == 0
+    score = json.loads((tmp_path / "run/evaluate/test/score.json").read_text())
+    counts = np.array(score["confusion"])
+    assert counts.sum() == score["images"] == 360 and counts.trace() == score["right"]
+    assert score["accuracy"] == pytest.approx(counts.trace() / 360) == 1 - score["error"]
+    low, high = score["accuracy_interval"]
+    assert low < score["accuracy"] < high
+    health = json.loads((tmp_path / "run/health.json").read_text())["figures"]
+    assert {"variance/lstm.l0/forget", "flat/lstm.l0/c", "gradient/out"} <= set(health)
+
+
+def test_draw_from_recipe_to_score(recipes, tmp_path):
+    assert train.train(read_recipe(recipes / "draw.yaml"), tmp_path / "run") == 0
+    score = json.loads((tmp_path / "run/evaluate/test/score.json").read_text())
+    low, high = score["nats_interval"]
+    assert score["images"] == 360 and low < score["nats"] < high
+
+
+def test_a_users_mistakes(recipes, tmp_path, commands):
+    rows, draw = recipes / "rows.yaml", recipes / "draw.yaml"
+    run = ["--run", tmp_path / "run"]
+    line = commands.refused(train, rows, f"data.folder={tmp_path / 'none'}", *run)
+    assert f"asr.prepare mnist --to {tmp_path / 'none'}" in line
+    line = commands.refused(train, draw, "data.pixels=grey", *run)
+    assert "set data.pixels=binary" in line
+    assert "Did you mean 'hidden'" in commands.refused(train, rows, "model.hiden=3", *run)
