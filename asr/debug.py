@@ -166,32 +166,33 @@ class Tracer:
         module, inputs = self.modules[place], self.inputs[place]
         with torch.enable_grad():
             x, *rest = inputs
-            output, frames = trace(module, x.detach(), *rest)
-            # The states alone: their gradients are found without another look at the weights'.
-            states = [state for frame in frames for state in (frame.h, frame.c)]
+            output, frames = trace(module, x.detach().requires_grad_(), *rest)
+            # Without the weights: theirs are sums over all frames.
+            passed = [part for frame in frames for part in (frame.h, frame.c, frame.x)]
             total = (output * self.gradients[place]).sum()
-            found = torch.autograd.grad(total, states, allow_unused=True)
+            found = torch.autograd.grad(total, passed, allow_unused=True)
         return describe_frames(frames, found)
 
 
 def describe_frames(frames: list[Frame], gradients: tuple[Tensor | None, ...]) -> list[str]:
     """The frames around the first (in backward order) whose gradient is not finite, as lines.
 
-    gradients: of h and c of each frame, in turn.
+    gradients: of h, c and x of each frame, in turn. That of x has passed the frame's own norms: at
+    the first frame it alone shows that they are the place.
     """
     lines = []
     for number in reversed(range(len(frames))):
-        h, c = (size(g) if g is not None else 0.0 for g in gradients[2 * number : 2 * number + 2])
+        mine = gradients[3 * number : 3 * number + 3]
+        h, c, x = (0.0 if gradient is None else size(gradient) for gradient in mine)
         frame = frames[number]
         flat = ", ".join(
             f"{name} {100 * float((rows == rows[:, :1]).all(1).float().mean()):.0f} %"
             for name, rows in frame.look.entering.items()
         )
         without = f"; rows without variance: {flat}" if flat else ""
-        lines.append(
-            f"  {frame.place} frame {frame.time}: gradient of h {h:.3g}, c {c:.3g}{without}"
-        )
-        if not torch.isfinite(torch.tensor([h, c])).all():
+        sizes = f"gradient of h {h:.3g}, c {c:.3g}, x {x:.3g}"
+        lines.append(f"  {frame.place} frame {frame.time}: {sizes}{without}")
+        if not torch.isfinite(torch.tensor([h, c, x])).all():
             break
     return ["the same LSTM's backward pass, step by step:", *lines[-FRAMES:]]
 

@@ -34,6 +34,7 @@ class Frame(NamedTuple):
     place: str  # "l0" or "l0_reverse", as the weights are called
     time: int  # the frame read; a reverse run of shorter utterances stands elsewhere in those
     look: Look
+    x: Tensor  # (N, I)  what it read; of all tensors here its gradient is found last
     h: Tensor  # (N, H)  after the step
     c: Tensor  # (N, H)
 
@@ -98,7 +99,7 @@ def _direction(
         x, before = rows[start : start + size], (h[:size], c[:size])
         inside = look(x, before, weights, setting)
         h, c = reference.step(x, before, None, weights, setting)
-        yield Frame(place, len(packed.sizes) - 1 - time if d else time, inside, h, c)
+        yield Frame(place, len(packed.sizes) - 1 - time if d else time, inside, x, h, c)
         start += size
 
 
