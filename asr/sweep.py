@@ -26,6 +26,7 @@ from asr.runs import CONSOLE, finished, last_error, recipe_of
 from asr.scoring.groups import value_text
 
 LOCK = ".lock"
+PYTHON = (sys.executable, "-m")  # what every command begins with
 _PATIENCE = 5.0  # seconds that a stopped run has to close its files
 
 
@@ -87,12 +88,11 @@ class Job:
 
     def next_command(self) -> list[str] | None:
         """Training, then evaluation; None where both are done."""
-        start = [sys.executable, "-m"]
         if finished(self.folder) is None:
             overrides = [*self.trial.overrides, "--run", str(self.folder), "--resume"]
-            return [*start, "asr.train", str(self.recipe), *overrides]
+            return [*PYTHON, "asr.train", str(self.recipe), *overrides]
         if self.split and not self._score().exists():
-            return [*start, "asr.evaluate", str(self.folder), "--split", self.split]
+            return [*PYTHON, "asr.evaluate", str(self.folder), "--split", self.split]
         return None
 
     def start(self, threads: int) -> bool:

@@ -1,10 +1,12 @@
 """asr.sweep: the grid, resuming, failures, and processes that end when it is stopped."""
 
 import os
+import shutil
 import signal
-import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,50 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from asr import sweep
 from asr.cost import duration, pace
 from asr.errors import UserError
-from asr.grid import read_grid, split_values
 from asr.recipe import read_recipe, write_recipe
 from asr.runs import expand, finished, last_error
 from asr.training.checkpoint import list_checkpoints
-
-ROOT = Path(__file__).parent.parent
-QUICK = ["train.steps=1", "train.wer_utterances=1", "train.samples=0"]
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("a,b,c", ["a", "b", "c"]),
-        ("[0.9,1.1]", ["[0.9,1.1]"]),
-        ("[0.9,1.1],[1.0]", ["[0.9,1.1]", "[1.0]"]),
-        ("{a: 1, b: [2, 3]}, null", ["{a: 1, b: [2, 3]}", "null"]),
-        ("'a,[b',c", ["'a,[b'", "c"]),
-        ("a,", ["a", ""]),
-        ("", [""]),
-    ],
-)
-def test_commas_within_brackets_and_quotes_belong_to_the_value(text, values):
-    assert split_values(text) == values
-
-
-def test_every_combination_is_a_run_named_by_what_varies(tiny):
-    trials = read_grid(
-        tiny, ["model.listener.norm=none,ba", "features.speed=[0.9,1.1],[1]", "seed=7"]
-    )
-    assert [trial.name for trial in trials] == [
-        "listener.norm=none,speed=[0.9,1.1]",
-        "listener.norm=none,speed=[1]",
-        "listener.norm=ba,speed=[0.9,1.1]",
-        "listener.norm=ba,speed=[1]",
-    ]
-    assert trials[2].recipe.model.listener.norm == "ba" and trials[2].recipe.seed == 7
-    assert trials[2].recipe.features.speed == (0.9, 1.1)
-    assert [t.name for t in read_grid(tiny, [])] == ["run"]
-
-
-def test_names_are_folders_whatever_the_values(tiny):
-    trials = read_grid(tiny, ["data.valid=a/b.tsv,a-b.tsv,../c d.tsv"])
-    names = [trial.name for trial in trials]
-    assert len(set(names)) == 3 and not any(set(name) & set("/ ") for name in names)
 
 
 @pytest.mark.parametrize(
@@ -87,58 +48,119 @@ def test_a_folder_of_another_recipe_is_refused(tiny, commands, tmp_path):
     assert "holds a run of another recipe (train.steps = 3, now 4)" in line
 
 
-def test_a_sweep_trains_evaluates_skips_what_is_done_and_names_what_failed(
-    tiny, commands, tmp_path
-):
+def test_a_killed_training_goes_on_and_is_evaluated(tiny, commands, tmp_path):
+    """The one test whose processes are ours: killed, resumed, evaluated, then nothing is left."""
+    run, splits = tmp_path / "run", ["--evaluate", "test"]
+    quick = ["train.steps=20", "train.save_every=1", "train.samples=0", "train.validate_every=1000"]
+    begin = (sweep, tiny, *quick, "--out", tmp_path, *splits)
+    with once(lambda: list_checkpoints(run), lambda: kill_trainer(run)):
+        code, said, _ = commands(*begin)
+    assert code == 1 and "run: exit code -9; see " in said and finished(run) is None
+    code, said, _ = commands(*begin)
+    assert code == 0 and "1 of 1 runs are done" in said and finished(run) == 20
+    assert "resuming tiny" in (run / "train.log").read_text()
+    points = EventAccumulator(str(run)).Reload().Scalars("train/nats")
+    assert [p.step for p in points] == list(range(1, 21))
+    assert (run / "evaluate" / "test" / "score.json").exists()
+    assert "1 of them done already" in commands(*begin)[1]
+
+
+@contextmanager
+def once(condition, act):
+    """Meanwhile: act as soon as the condition holds."""
+
+    def watch():
+        wait_for(condition)
+        act()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    yield
+    watcher.join()
+
+
+def kill_trainer(run):
+    """SIGKILL to the one process that was started with this folder."""
+    mine = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    (pid,) = (p for p in mine if f"\0{run}\0" in Path(f"/proc/{p}/cmdline").read_text())
+    os.kill(int(pid), signal.SIGKILL)
+
+
+STAND_IN = """
+import pathlib, sys, time
+module, *line = sys.argv[1:]
+if module == "asr.evaluate":
+    run, (_, split) = pathlib.Path(line[0]), line[1:]
+    (run / "evaluate" / split).mkdir(parents=True)
+    (run / "evaluate" / split / "score.json").touch()
+    sys.exit()
+assert module == "asr.train" and line[-3] == "--run" and line[-1] == "--resume"
+run, settings = pathlib.Path(line[-2]), dict(pair.split("=", 1) for pair in line[1:-3])
+if not pathlib.Path(settings["data.train"]).exists():
+    sys.exit(f"error: data.train: {settings['data.train']} is not there")
+step = len((run / "steps").read_text()) if (run / "steps").exists() else 0
+for number in range(step, int(settings["train.steps"])):
+    with (run / "steps").open("a") as file:
+        file.write(".")
+    time.sleep(0.01)
+with (run / "train.log").open("a") as file:
+    file.write(f"finished at step {settings['train.steps']}\\n")
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """In place of asr.train and asr.evaluate: what they leave in a folder, without torch."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(sweep, "PYTHON", (sys.executable, str(script)))
+
+
+def test_a_sweep_skips_what_is_done_and_names_what_failed(tiny, commands, tmp_path, stand_in):
     """One of two fails by itself: its manifest is not there."""
-    missing = tiny.parent / "gone.tsv"
-    grid = [f"data.train={tiny.parent / 'train.tsv'},{missing}", *QUICK]
-    out = tmp_path / "s"
+    there, missing, out = tiny.parent / "train.tsv", tmp_path / "gone.tsv", tmp_path / "s"
+    grid = [f"data.train={there},{missing}", "train.steps=2"]
     begin = (sweep, tiny, *grid, "--out", out, "--jobs", "2", "--evaluate", "test")
     code, said, _ = commands(*begin)
     good, bad = sorted(out.iterdir(), key=lambda run: "gone" in run.name)
     assert code == 1 and "1 of 2 runs are done" in said
     assert f"failed: {bad.name}: data.train: {missing} is not there" in said
-    assert finished(good) == 1 and (good / "evaluate" / "test" / "score.json").exists()
-    before = (good / "train.log").read_text()
-    (good / "evaluate" / "test" / "score.json").unlink()
-    missing.write_text((tiny.parent / "train.tsv").read_text())
-    try:
-        code, said, _ = commands(*begin)
-    finally:
-        missing.unlink()
+    assert finished(good) == 2 and (good / "evaluate" / "test" / "score.json").exists()
+    shutil.rmtree(good / "evaluate")
+    missing.touch()
+    code, said, _ = commands(*begin)
     assert code == 0 and "0 of them done already" in said and "2 of 2 runs are done" in said
-    assert (good / "train.log").read_text() == before  # only its evaluation was made anew
-    assert commands(*begin)[1].startswith("2 runs in") and finished(bad) == 1
+    assert (good / "train.log").read_text().count("finished") == 1  # only evaluated anew
+    assert finished(bad) == 2 and (bad / "evaluate" / "test" / "score.json").exists()
+    consoles = [(run / "console.log").read_text() for run in (good, bad)]
+    assert commands(*begin)[1].startswith(f"2 runs in {out}, 2 of them done already\n2 of 2 runs")
+    assert [(run / "console.log").read_text() for run in (good, bad)] == consoles
 
 
-def test_a_killed_sweep_goes_on_where_it_stopped(tiny, tmp_path):
-    """SIGTERM stops the training process too; the same command resumes from its checkpoint."""
-    command = [sys.executable, "-m", "asr.sweep", str(tiny), "--out", str(tmp_path)]
-    command += ["train.save_every=1", "train.log_every=1", "train.validate_every=100000"]
-    many = subprocess.Popen([*command, "train.epochs=100000"], cwd=ROOT, stdout=subprocess.PIPE)
-    run = tmp_path / "run"
-    wait_for(lambda: len(list_checkpoints(run)) > 0)
-    many.send_signal(signal.SIGTERM)
-    said, _ = many.communicate(timeout=60)
-    assert many.returncode == 130 and b"the same command goes on" in said
-    step = list_checkpoints(run)[-1].step
-    time.sleep(0.5)
-    assert list_checkpoints(run)[-1].step == step and finished(run) is None  # nobody writes there
-    again = subprocess.Popen([*command, "train.epochs=100000"], cwd=ROOT, stdout=subprocess.PIPE)
-    wait_for(lambda: list_checkpoints(run)[-1].step > step)
-    again.send_signal(signal.SIGINT)
-    again.communicate(timeout=60)
-    assert "resuming tiny" in (run / "train.log").read_text()
-    points = EventAccumulator(str(run)).Reload().Scalars("train/nats")
-    assert [p.step for p in points] == sorted({p.step for p in points})
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_sweep_stops_its_trainings(
+    number, tiny, commands, tmp_path, stand_in, monkeypatch
+):
+    """The same command goes on from there."""
+    monkeypatch.setattr(sweep, "_PATIENCE", 0.2)
+    steps, train = tmp_path / "run" / "steps", tiny.parent / "train.tsv"
+    begin = (sweep, tiny, f"data.train={train}", "train.steps=1000", "--out", tmp_path)
+    with once(steps.exists, lambda: os.kill(os.getpid(), number)):
+        code, said, _ = commands(*begin)
+    assert code == 130 and said.endswith("stopped; the same command goes on from here\n")
+    begun = len(steps.read_text())
+    assert 0 < begun < 1000 and finished(steps.parent) is None
+    time.sleep(0.1)
+    assert len(steps.read_text()) == begun  # nobody writes there
+    steps.write_text("." * 990)
+    assert commands(*begin)[0] == 0 and len(steps.read_text()) == 1000
 
 
 def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
+        time.sleep(0.005)
 
 
 def sleepers(folder, count, monkeypatch, code="import time; time.sleep(60)"):
@@ -152,6 +174,7 @@ def sleepers(folder, count, monkeypatch, code="import time; time.sleep(60)"):
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_PATIENCE", 0.2)
     first, second = sleepers(tmp_path, 2, monkeypatch)
     second.folder = first.folder
     assert first.start(1)
