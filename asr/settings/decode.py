@@ -20,10 +20,13 @@ class Decode(Settings):
     lm: Path | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, kenlm's binary)
     lm_weight: Annotated[float, Field(ge=0.0)] = 0.3  # of its log-probs beside the model's
     lm_unit: Literal["word", "token"] = "word"  # of the n-grams
-    length_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # alpha of Wu et al. 2016
+    # Summed log-probabilities favour the short, the more so after label smoothing, which leaves
+    # <eos> a chance at every step; hence these two, which a beam of 1 does not feel.
+    length_penalty: Annotated[float, Field(ge=0.0)] = 0.6  # alpha of Wu et al. 2016
     token_reward: float = 0.0  # added per token
     coverage_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # beta of Wu et al. 2016
-    eos_threshold: Positive | None = None  # <eos> must be that near to the best other token
+    # <eos> must be that near to the best other token (Hannun et al. 2019); null: no such rule
+    eos_threshold: Positive | None = 1.5
     ngram: Natural = 0  # no n-gram of that length twice; 0 allows all
     temperature: Positive = 1.0
     # Stop once that many beams have ended, exact or not (Kasai et al. 2022); None: only where no
