@@ -88,8 +88,8 @@ def make_recipe(folder):
 
 def age(run):
     """Event files are read in the order of the second in their name: put these before others."""
-    for path in run.glob("events.*"):
-        path.rename(path.with_name("events.out.tfevents.0000000001.old"))
+    for number, path in enumerate(sorted(run.glob("events.*"))):  # hparams have one of their own
+        path.rename(path.with_name(f"events.out.tfevents.{number:010d}.old"))
 
 
 class Commands:
