@@ -75,9 +75,13 @@ def language_scorer(decode: Decode, tokenizer: Tokenizer, device: torch.device) 
     raise UserError(f"decode.lm = {path}: neither a run's folder nor a file of n-grams")
 
 
-def _check_beam(decode: Decode, tokenizer: Tokenizer) -> None:
+def widest_beam(tokenizer: Tokenizer) -> int:
     """The first step offers each token and the end: a wider beam is a slip of the pen."""
-    most = tokenizer.size - len(SPECIAL) + 2  # with <unk> and <eos>
+    return tokenizer.size - len(SPECIAL) + 2  # with <unk> and <eos>
+
+
+def _check_beam(decode: Decode, tokenizer: Tokenizer) -> None:
+    most = widest_beam(tokenizer)
     if decode.beam > most:
         raise UserError(
             f"decode.beam is {decode.beam}, more than the {most} tokens that this vocabulary can "

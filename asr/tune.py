@@ -19,6 +19,7 @@ from asr.recognizer import Recognizer
 from asr.scoring.files import percent, replace_files
 from asr.scoring.parts import table
 from asr.scoring.wer import score
+from asr.search import widest_beam
 from asr.settings import Decode, SpeechRecipe
 
 BEAMS = (1, 4, 8)
@@ -75,7 +76,8 @@ def search(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> list
     """The best penalties of every beam and CTC weight, by re-scoring."""
     weights = CTC_WEIGHTS if recipe.model.ctc_weight else (0.0,)
     plain = dict.fromkeys(PENALTIES, 0.0)
-    grid = [{"beam": b, "ctc_weight": w, **plain} for b, w in product(BEAMS, weights)]
+    beams = [beam for beam in BEAMS if beam <= widest_beam(recognizer.tokenizer)]
+    grid = [{"beam": b, "ctc_weight": w, **plain} for b, w in product(beams, weights)]
     traced = [{**setting, "coverage_penalty": TRACE} for setting in grid]
     found = nbests(recognizer, corpus, recipe, traced)
     trials = []
