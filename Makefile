@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/demo
 export MPLBACKEND := Agg
+# Where this is set every start of Python compiles torch again, which costs the tests a minute.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: .venv demo test lint clean
 

@@ -1,9 +1,16 @@
 """Fixtures that several files share: a tiny corpus, a run trained on it, and the commands."""
 
+import signal
 from pathlib import Path
 
 import pytest
 from tiny_speech import Commands, make_corpus, make_recipe
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """A shell starts background jobs with Ctrl-C ignored; the tests of signals send it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
