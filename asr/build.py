@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -81,10 +82,15 @@ def speech_model(model: Model, features: int, vocabulary: int) -> nn.Module:
 
 def transformer(model: settings.Transformer, features: int, vocabulary: int) -> Transformer:
     """Encoder-decoder with the norms, scales and drops of the recipe."""
-    plain = model.model_dump(exclude={"kind", "ctc_weight"})
-    if isinstance(plain["drop_head"], dict):
-        plain["drop_head"] = VShape(**plain["drop_head"])
+    plain = with_drop_head(model.model_dump(exclude={"kind", "ctc_weight"}))
     return Transformer(features, vocabulary, ctc=model.ctc_weight > 0, **plain)
+
+
+def with_drop_head(plain: dict[str, Any]) -> dict[str, Any]:
+    """A Transformer's keys, DropHead's schedule made where they hold one."""
+    if isinstance(plain.get("drop_head"), dict):
+        return plain | {"drop_head": VShape(**plain["drop_head"])}
+    return plain
 
 
 def las(model: settings.Las, features: int, vocabulary: int) -> LAS:
@@ -114,9 +120,7 @@ def speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> Sp
 
 def language_model(model: LanguageModel, vocabulary: int) -> nn.Module:
     """LSTM or Transformer over that many tokens."""
-    plain = model.model_dump(exclude={"kind"})
-    if isinstance(plain.get("drop_head"), dict):
-        plain["drop_head"] = VShape(**plain["drop_head"])
+    plain = with_drop_head(model.model_dump(exclude={"kind"}))
     make = {"lstm": LstmLanguageModel, "transformer": TransformerLanguageModel}[model.kind]
     with named("model"):
         return make(vocabulary, **plain)

@@ -20,13 +20,18 @@ def corpus(data: Data, path: Path | None, role: str) -> Corpus:
     """The manifest at `path`. UserError names the command that makes it where it is not there."""
     if path is None:
         raise UserError(f"data.{role} is not set: name a manifest, data.{role}=PATH.tsv")
-    if data.corpus == "spoken-numbers" and not path.exists():
-        print(f"making the spoken numbers in {path.parent} (once, under a minute)", flush=True)
-        spoken_numbers.prepare(path.parent)
+    make_built_in(data.corpus, path)
     if not path.is_file():
         command = PREPARE[data.corpus].format(folder=path.parent, split=path.stem)
         raise UserError(f"data.{role}: {path} is not there. Make it with: {command}")
     return read_manifest(path, data.outside)
+
+
+def make_built_in(corpus: str | None, manifest: Path) -> None:
+    """The spoken numbers, where a recipe names them and they are not there yet."""
+    if corpus == "spoken-numbers" and not manifest.exists():
+        print(f"making the spoken numbers in {manifest.parent} (once, under a minute)", flush=True)
+        spoken_numbers.prepare(manifest.parent)
 
 
 def split(data: Data, name: str) -> Corpus:

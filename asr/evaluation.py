@@ -11,6 +11,7 @@ from matplotlib.image import imsave
 from asr.data.batch import Batch, Example, Utterances, collate, load, plan_evaluation
 from asr.data.corpus import Corpus
 from asr.data.statistics import measure
+from asr.data.text import labels_of
 from asr.decoding.health import Health, health
 from asr.errors import UserError
 from asr.recognizer import Recognizer
@@ -108,8 +109,7 @@ def attention_uri(
     features = front_end.features(front_end.load(utterance.audio), utterance.speaker)
     batch = collate([Example(utterance.id, features, torch.tensor(tokens))])
     (weights,) = recognizer.attention(recognizer.encode(batch), [tokens])
-    labels = [tokenizer.decode([token]) or "?" for token in tokens]
-    picture = attention_picture(weights.numpy(), [*labels, "<eos>"], utterance.id)
+    picture = attention_picture(weights.numpy(), labels_of(tokens, tokenizer), utterance.id)
     file = io.BytesIO()
     imsave(file, picture, format="png")
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"

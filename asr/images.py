@@ -24,7 +24,7 @@ from asr.settings import ImageData, ImageRecipe
 from asr.training.checkpoint import choose, load_weights
 from asr.training.image_objective import BoundObjective, ClassObjective, bound_of
 from asr.training.log import Log
-from asr.training.loop import Position
+from asr.training.position import Position
 
 AT_ONCE = 500  # images of a batch without gradients
 INSPECTED = 100  # images that train.health looks at

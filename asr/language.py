@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from asr import build, corpora
-from asr.data.corpora import spoken_numbers
 from asr.data.sentence_plan import SentenceEpochs
 from asr.data.sentences import SentenceBatch, Sentences, read_lines
-from asr.data.text import Tokenizer, load_tokenizer
+from asr.data.text import Tokenizer, about, load_tokenizer
 from asr.decoding.sample import sample
 from asr.errors import UserError
 from asr.recipe import read_recipe
@@ -23,7 +22,7 @@ from asr.settings.language import LanguageData
 from asr.training.checkpoint import choose, load_weights
 from asr.training.language_objective import LanguageObjective
 from asr.training.log import Log
-from asr.training.loop import Position
+from asr.training.position import Position
 
 VOCABULARY_LINES = 1_000_000  # of the training text, evenly spread, that make a vocabulary
 CHECKED_LINES = 1000
@@ -51,7 +50,7 @@ class LanguageTask:
     @property
     def about(self) -> dict[str, str]:
         """What a checkpoint says of itself."""
-        return {"vocabulary": self.tokenizer.fingerprint()}
+        return about(self.tokenizer)
 
     def describe(self) -> str:
         """The corpus in a few words."""
@@ -135,16 +134,15 @@ def load_language_model(run: Path, fingerprint: str, device: torch.device) -> to
             "train a language model with text.run=SPEECH_RUN"
         )
     model = build.language_model(recipe.model, tokenizer.size)
-    load_weights(model, choose(run, "best", 1), {"vocabulary": fingerprint})
+    load_weights(model, choose(run, "best", 1), about(tokenizer))
     return model.to(device).eval()
 
 
 def _read(data: LanguageData, role: str) -> Sentences:
     texts = []
     for path in getattr(data, role):
-        if data.corpus == "spoken-numbers" and path.suffix == ".tsv" and not path.exists():
-            print(f"making the spoken numbers in {path.parent} (once, under a minute)", flush=True)
-            spoken_numbers.prepare(path.parent)
+        if path.suffix == ".tsv":
+            corpora.make_built_in(data.corpus, path)
         if not path.is_file():
             remedy = PREPARE[data.corpus].format(folder=path.parent)
             raise UserError(f"data.{role}: {path} is not there; {remedy}")

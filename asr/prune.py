@@ -7,12 +7,13 @@ from pathlib import Path
 
 from asr import build, command, corpora
 from asr.data.batch import Utterances, load, plan_evaluation
+from asr.data.text import about
 from asr.errors import UserError
 from asr.models.pruning import Kept, check_count, every_other, prune, residual_alphas, search
 from asr.models.transformer import Transformer
 from asr.recipe import as_yaml, write_recipe
 from asr.recipe import validate as checked
-from asr.recognizer import STATISTICS, Recognizer, about, run_recipe
+from asr.recognizer import Recognizer, run_recipe
 from asr.settings import Recipe, SpeechRecipe
 from asr.training.checkpoint import choose, read_training, save_checkpoint
 from asr.training.loop import validate
@@ -122,9 +123,7 @@ def save(run: Path, to: Path, recipe: SpeechRecipe, recognizer: Recognizer, loss
     }
     to.mkdir(parents=True, exist_ok=True)
     write_recipe(recipe, to / "recipe.yaml")
-    recognizer.tokenizer.save(to)
-    if recognizer.front_end.norm.needs_statistics:
-        recognizer.front_end.norm.save(to / STATISTICS)
+    recognizer.save(to)
     known = about(recognizer.tokenizer)
     save_checkpoint(to, recognizer.model, training, source.step, loss, known)
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from asr import build
 from asr.data.batch import Batch, Example, collate, plan_evaluation
-from asr.data.text import Tokenizer, load_tokenizer
+from asr.data.text import Tokenizer, about, load_tokenizer
 from asr.decoding.ctc import ctc_greedy
 from asr.decoding.long import cut_at_pauses, is_silent
 from asr.decoding.search import Hypothesis, Scorer
@@ -77,6 +77,12 @@ class Recognizer:
         longest = decode.longest or max(1.0, recipe.data.max_seconds)
         lm = language_scorer(decode, tokenizer, device)
         return cls(model.to(device), tokenizer, front_end, decode, longest, lm)
+
+    def save(self, run: Path) -> None:
+        """Vocabulary and statistics: with recipe and checkpoints all that `load` needs."""
+        self.tokenizer.save(run)
+        if self.front_end.norm.needs_statistics:
+            self.front_end.norm.save(run / STATISTICS)
 
     def transcribe(
         self, audio: str | os.PathLike[str] | np.ndarray | Tensor, rate: int | None = None
@@ -236,8 +242,3 @@ def run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
             "without a CTC head (model.ctc_weight = 0); set decode.ctc_weight=0"
         )
     return recipe
-
-
-def about(tokenizer: Tokenizer) -> dict[str, str]:
-    """What a checkpoint must share with the run that reads it."""
-    return {"vocabulary": tokenizer.fingerprint()}

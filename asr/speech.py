@@ -16,17 +16,17 @@ from asr import build, corpora
 from asr.data.batch import Batch, Epochs, Item, Utterances, collate, load, plan_evaluation
 from asr.data.corpus import Corpus
 from asr.data.statistics import measure
-from asr.data.text import Tokenizer, load_tokenizer
+from asr.data.text import Tokenizer, about, labels_of, load_tokenizer
 from asr.errors import UserError
 from asr.nn.memory import Memory
-from asr.recognizer import STATISTICS, Recognizer, about
+from asr.recognizer import STATISTICS, Recognizer
 from asr.scoring.pictures import attention_picture, diagonality, feature_picture
 from asr.scoring.wer import score
 from asr.search import language_scorer
 from asr.settings import SpeechRecipe
 from asr.training.log import Log
-from asr.training.loop import Position
 from asr.training.objective import SpeechObjective, needed_frames, shift
+from asr.training.position import Position
 from features.front_end import FrontEnd
 
 INSPECTED = 4  # utterances that train.health looks at
@@ -49,9 +49,7 @@ class SpeechTask:
 
     def prepare(self, run: Path) -> None:
         """What a run folder needs beside checkpoints, so that it can transcribe on its own."""
-        self.recognizer.tokenizer.save(run)
-        if self.recognizer.front_end.norm.needs_statistics:
-            self.recognizer.front_end.norm.save(run / STATISTICS)
+        self.recognizer.save(run)
 
     def describe(self) -> str:
         """The corpus in a few words."""
@@ -136,8 +134,8 @@ class SpeechTask:
     def _show(self, log: Log, step: int, batch: Batch, row: int, weights: np.ndarray) -> None:
         name = batch.ids[row]
         tokens = batch.tokens[row, : batch.token_lengths[row]].tolist()
-        labels = [self.recognizer.tokenizer.decode([token]) or "?" for token in tokens]
-        log.picture(f"attention/{name}", attention_picture(weights, [*labels, "<eos>"], name), step)
+        labels = labels_of(tokens, self.recognizer.tokenizer)
+        log.picture(f"attention/{name}", attention_picture(weights, labels, name), step)
         features = batch.features[row, : batch.lengths[row]].numpy()
         log.picture(f"features/{name}", feature_picture(features, name), step)
 

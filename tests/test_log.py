@@ -6,9 +6,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_speech import age
 
+from asr.training.given import Step
 from asr.training.log import Log
-from asr.training.loop import Position, Step
 from asr.training.objective import Sum
+from asr.training.position import Position
 
 
 def events(run):

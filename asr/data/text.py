@@ -183,6 +183,16 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise UserError(f"{path}: {error}") from None
 
 
+def about(tokenizer: Tokenizer) -> dict[str, str]:
+    """What a checkpoint must share with the run that reads it."""
+    return {"vocabulary": tokenizer.fingerprint()}
+
+
+def labels_of(tokens: Iterable[int], tokenizer: Tokenizer) -> list[str]:
+    """What stands beside the rows of an attention picture: every token and the end."""
+    return [*(tokenizer.decode([token]) or "?" for token in tokens), "<eos>"]
+
+
 def _describe(folder: str | Path, description: dict[str, object]) -> None:
     path = Path(folder) / DESCRIPTION
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,9 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from asr.training.loop import Position, Step
+from asr.training.given import Step
 from asr.training.objective import Sum, add, means
+from asr.training.position import Position
 
 
 class Log:
