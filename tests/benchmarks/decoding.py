@@ -17,7 +17,6 @@ a process that transcribes one minute of it, against one that transcribes ten.
 
 import argparse
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -27,10 +26,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from turns import EOS, SOS, speechbrain_front, take_turns
+
 ROOT = Path(__file__).parents[2]
 BATCH, FRAMES, MELS, VOCABULARY, TOKENS, BEAM = 4, 600, 80, 500, 30, 10
 SIZE, HEADS, FEED_FORWARD, CHANNELS, HIDDEN, EMBEDDING = 144, 4, 576, 32, 256, 128
-SOS, EOS = 2, 3
 SHAPES = ("transformer", "las", "las-ba")
 
 
@@ -56,36 +56,18 @@ def main() -> None:
 def compare(shape: str, peer: str | None, rounds: int) -> None:
     """One shape, both sides in turns."""
     sides = {"ours": sys.executable} | ({"speechbrain": peer} if peer else {})
-    workers = {side: started(side, shape, python) for side, python in sides.items()}
-    times: dict[str, list[float]] = {side: [] for side in workers}
-    for _ in range(rounds):
-        for side, worker in workers.items():
-            found = answer(worker)
+    worker = [__file__, "worker"]
+    commands = {side: [python, *worker, side, shape] for side, python in sides.items()}
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for side, measured in take_turns(commands, rounds).items():
+        for found in measured:
             assert found["lengths"] == [TOKENS] * BATCH, (side, found["lengths"])
             times[side].append(1e3 * found["seconds"] / BATCH)
-    for worker in workers.values():
-        worker.stdin.close()
-        worker.wait()
     middle = {side: statistics.median(own) for side, own in times.items()}
     for side, own in times.items():
         print(f"{shape:12} {side:12} {middle[side]:6.1f} ms an utterance (best {min(own):.1f})")
     if peer:
         print(f"{shape:12} ratio        {middle['ours'] / middle['speechbrain']:6.3f}")
-
-
-def started(side: str, shape: str, python: str) -> subprocess.Popen:
-    """A process that answers every line with the time of one search."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    worker = subprocess.Popen([python, __file__, "worker", side, shape], env=environment, **pipes)
-    answer(worker)  # the first search warms caches and may compile a kernel
-    return worker
-
-
-def answer(worker: subprocess.Popen) -> dict:
-    worker.stdin.write("\n")
-    worker.stdin.flush()
-    return json.loads(worker.stdout.readline())
 
 
 def work(side: str, shape: str) -> None:
@@ -141,17 +123,8 @@ def our_las(shape: str) -> object:
 
 def speechbrain(shape: str) -> Callable:
     import torch
-    from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 
-    front = ConvolutionFrontEnd(
-        (BATCH, FRAMES, MELS),
-        num_blocks=2,
-        num_layers_per_block=1,
-        out_channels=(CHANNELS, CHANNELS),
-        kernel_sizes=(3, 3),
-        strides=(2, 2),
-        residuals=(False, False),
-    )
+    front = speechbrain_front((BATCH, FRAMES, MELS), CHANNELS)
     encode, searcher = (peer_transformer if shape == "transformer" else peer_las)()
     front.eval()
     whole = torch.ones(BATCH)  # relative lengths

@@ -12,18 +12,15 @@ how far peak memory rises above what the process held before its first step.
 
 import argparse
 import json
-import os
-import resource
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from turns import resident, speechbrain_front, take_turns, train_on_request
+
 B, T, F, U, V = 8, 600, 80, 30, 500
 AUDIO_SECONDS = B * T / 100
-SOS, EOS = 2, 3
 
 
 def main() -> None:
@@ -40,14 +37,10 @@ def main() -> None:
         work(options)
         return
     pythons = {"ours": sys.executable} | ({"speechbrain": options.peer} if options.peer else {})
-    workers = {name: started(name, python, options) for name, python in pythons.items()}
-    rounds: dict[str, list[dict]] = {name: [] for name in workers}
-    for _ in range(options.rounds):
-        for name, worker in workers.items():
-            rounds[name].append(answer(worker))
-    for worker in workers.values():
-        worker.stdin.close()
-        worker.wait()
+    worker = [__file__, "--steps", str(options.steps), "--norm", options.norm]
+    worker += ["--backend", options.backend, "--worker"]
+    commands = {name: [python, *worker, name] for name, python in pythons.items()}
+    rounds = take_turns(commands, options.rounds)
     figures = {name: summary(measured) for name, measured in rounds.items()}
     if options.peer:
         pairs = zip(rounds["speechbrain"], rounds["ours"], strict=True)
@@ -57,27 +50,11 @@ def main() -> None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def started(name: str, python: str, options: argparse.Namespace) -> subprocess.Popen:
-    """A process that answers every line with the measurement of some training steps."""
-    command = [python, __file__, "--worker", name, "--steps", str(options.steps)]
-    command += ["--norm", options.norm, "--backend", options.backend]
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    worker = subprocess.Popen(command, env=environment, **pipes)
-    answer(worker)  # the first steps warm caches and allocator up
-    return worker
-
-
-def answer(worker: subprocess.Popen) -> dict:
-    worker.stdin.write("\n")
-    worker.stdin.flush()
-    return json.loads(worker.stdout.readline())
-
-
 def summary(rounds: list[dict]) -> dict:
     cpu = statistics.median(one["cpu"] for one in rounds)
-    return rounds[-1] | {"cpu": cpu, "audio_seconds_per_cpu_second": AUDIO_SECONDS / cpu}
+    last = dict(rounds[-1])
+    peak = {"peak_mib": last.pop("peak") / 2**20}
+    return last | peak | {"cpu": cpu, "audio_seconds_per_cpu_second": AUDIO_SECONDS / cpu}
 
 
 def work(options: argparse.Namespace) -> None:
@@ -87,23 +64,7 @@ def work(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     parameters, forward = ours(options) if options.worker == "ours" else speechbrain()
     optimizer = torch.optim.Adam(parameters, 1e-4)
-    targets = torch.randint(4, V, (B, U))
-    tokens = torch.nn.functional.pad(targets, (1, 0), value=SOS)
-    targets = torch.nn.functional.pad(targets, (0, 1), value=EOS).flatten()
-    features = torch.randn(B, T, F)
-    held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    for _ in sys.stdin:
-        begin = time.process_time()
-        for _ in range(options.steps):
-            optimizer.zero_grad()
-            logits = forward(features, tokens).flatten(0, 1)
-            torch.nn.functional.cross_entropy(logits, targets).backward()
-            optimizer.step()
-        cpu = (time.process_time() - begin) / options.steps
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held
-        count = sum(p.numel() for p in parameters)
-        measured = {"cpu": cpu, "peak_mib": peak / 2**20, "parameters": count}
-        print(json.dumps(measured | {"torch": torch.__version__}), flush=True)
+    train_on_request(optimizer, forward, (B, T, F), V, U, options.steps, resident())
 
 
 def ours(options: argparse.Namespace) -> tuple[list, Callable]:
@@ -124,18 +85,9 @@ def ours(options: argparse.Namespace) -> tuple[list, Callable]:
 
 def speechbrain() -> tuple[list, Callable]:
     import torch
-    from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
     from speechbrain.nnet.RNN import LSTM, AttentionalRNNDecoder
 
-    front = ConvolutionFrontEnd(
-        (B, T, F),
-        num_blocks=2,
-        num_layers_per_block=1,
-        out_channels=(32, 32),
-        kernel_sizes=(3, 3),
-        strides=(2, 2),
-        residuals=(False, False),
-    )
+    front = speechbrain_front((B, T, F), 32)
     encoder = LSTM(256, input_size=F // 4 * 32, num_layers=2, bidirectional=True, dropout=0.1)
     decoder = AttentionalRNNDecoder(
         rnn_type="lstm",

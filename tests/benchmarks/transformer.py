@@ -16,20 +16,15 @@ memory rises above what the process held after its imports.
 """
 
 import argparse
-import json
-import os
-import resource
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+
+from turns import resident, speechbrain_front, take_turns, train_on_request
 
 BATCH, FRAMES, MELS, VOCABULARY, TOKENS = 8, 600, 80, 500, 30
 SIZE, HEADS, FEED_FORWARD, ENCODER, DECODER, CHANNELS = 144, 4, 576, 4, 2, 32
 SECONDS = BATCH * FRAMES / 100  # audio in a batch, frames of 10 ms
-SOS, EOS = 2, 3
 
 
 def main() -> None:
@@ -44,35 +39,14 @@ def main() -> None:
         work(options.worker, options.steps)
         return
     pythons = {"ours": options.ours} | ({"speechbrain": options.peer} if options.peer else {})
-    workers = {name: started(name, python, options.steps) for name, python in pythons.items()}
-    rounds: dict[str, list[dict]] = {name: [] for name in workers}
-    for _ in range(options.rounds):
-        for name, worker in workers.items():
-            rounds[name].append(answer(worker))
-    for name, worker in workers.items():
-        worker.stdin.close()
-        worker.wait()
-        report(name, rounds[name])
+    worker = [__file__, "--steps", str(options.steps), "--worker"]
+    commands = {name: [python, *worker, name] for name, python in pythons.items()}
+    rounds = take_turns(commands, options.rounds)
+    for name, measured in rounds.items():
+        report(name, measured)
     if options.peer:
         ratio = median_speed(rounds["ours"]) / median_speed(rounds["speechbrain"])
         print(f"ours is {ratio:.2f} times as fast")
-
-
-def started(name: str, python: str, steps: int) -> subprocess.Popen:
-    """A process that answers every line with the measurement of `steps` training steps."""
-    root = Path(__file__).parents[2]
-    command = [python, __file__, "--worker", name, "--steps", str(steps)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    worker = subprocess.Popen(command, env=environment, **pipes)
-    answer(worker)  # the first steps warm caches and allocator up
-    return worker
-
-
-def answer(worker: subprocess.Popen) -> dict:
-    worker.stdin.write("\n")
-    worker.stdin.flush()
-    return json.loads(worker.stdout.readline())
 
 
 def median_speed(rounds: list[dict]) -> float:
@@ -96,24 +70,10 @@ def work(name: str, steps: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     parameters, forward = {"ours": ours, "speechbrain": speechbrain}[name]()
-    imported = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    held = resident()
     optimizer = torch.optim.Adam(parameters, 1e-4)
-    targets = torch.randint(4, VOCABULARY, (BATCH, TOKENS))
-    tokens = torch.nn.functional.pad(targets, (1, 0), value=SOS)
-    targets = torch.nn.functional.pad(targets, (0, 1), value=EOS).flatten()
-    features = torch.randn(BATCH, FRAMES, MELS)
-    for _ in sys.stdin:
-        begin = time.process_time()
-        for _ in range(steps):
-            optimizer.zero_grad()
-            logits = forward(features, tokens).flatten(0, 1)
-            torch.nn.functional.cross_entropy(logits, targets).backward()
-            optimizer.step()
-        cpu = (time.process_time() - begin) / steps
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - imported
-        count = sum(p.numel() for p in parameters)
-        measured = {"cpu": cpu, "peak": peak, "parameters": count, "torch": torch.__version__}
-        print(json.dumps(measured), flush=True)
+    shape = (BATCH, FRAMES, MELS)
+    train_on_request(optimizer, forward, shape, VOCABULARY, TOKENS, steps, held)
 
 
 def ours() -> tuple[list, Callable]:
@@ -144,18 +104,9 @@ def ours() -> tuple[list, Callable]:
 
 def speechbrain() -> tuple[list, Callable]:
     import torch
-    from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
     from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 
-    front = ConvolutionFrontEnd(
-        (BATCH, FRAMES, MELS),
-        num_blocks=2,
-        num_layers_per_block=1,
-        out_channels=(CHANNELS, CHANNELS),
-        kernel_sizes=(3, 3),
-        strides=(2, 2),
-        residuals=(False, False),
-    )
+    front = speechbrain_front((BATCH, FRAMES, MELS), CHANNELS)
     model = TransformerASR(
         VOCABULARY,
         MELS // 4 * CHANNELS,
