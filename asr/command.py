@@ -1,7 +1,7 @@
 """How every command begins and ends: a user's mistake is one line and exit code 2.
 
-Other exit codes: 0 all is well; 3 a signal ended training, which is saved (asr/training_run.py);
-130 Ctrl-C where there is nothing to save.
+Other exit codes: 0 all is well; 3 a signal ended training, which is saved
+(asr/runs/training_run.py); 130 Ctrl-C where there is nothing to save.
 """
 
 import os

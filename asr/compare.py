@@ -13,8 +13,8 @@ from pathlib import Path
 
 from asr import command
 from asr.errors import UserError
-from asr.run_reading import TRAIN, VALID, Run, cost, read_run, read_scores
-from asr.runs import expand
+from asr.runs.folder import expand
+from asr.runs.reading import TRAIN, VALID, Run, cost, read_run, read_scores
 from asr.scoring.board import write_board
 from asr.scoring.comparison import Member, Setting, level_table, loss_table, wer_table
 from asr.scoring.curve_picture import Panel, draw_curves

@@ -11,9 +11,9 @@ from asr.decoding.ctc import ctc_beam_search, ctc_greedy
 from asr.decoding.ngrams import load_ngrams
 from asr.decoding.search import Hypothesis, Scorer, greedy
 from asr.errors import UserError
-from asr.language import load_language_model
 from asr.nn.memory import Memory
 from asr.settings import Decode
+from asr.tasks.language import load_language_model
 from asr.tokens import SPECIAL
 
 SEARCH = {field.name for field in fields(BeamSettings)} & set(Decode.model_fields)

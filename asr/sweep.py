@@ -18,11 +18,11 @@ from pathlib import Path
 from types import FrameType
 
 from asr import command
-from asr.cost import print_estimate
 from asr.errors import UserError
-from asr.grid import Trial, read_grid
 from asr.recipe import flat
-from asr.runs import CONSOLE, finished, last_error, recipe_of
+from asr.runs.cost import print_estimate
+from asr.runs.folder import CONSOLE, finished, last_error, recipe_of
+from asr.runs.grid import Trial, read_grid
 from asr.scoring.groups import value_text
 
 LOCK = ".lock"

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from asr import command
-from asr.images import image_task
-from asr.language import language_task
 from asr.recipe import read_recipe, write_recipe
-from asr.resume import find_start
+from asr.runs.resume import find_start
+from asr.runs.training_run import STOPPED, Task, Training
 from asr.settings import Recipe
-from asr.speech import speech_task
+from asr.tasks.images import image_task
+from asr.tasks.language import language_task
+from asr.tasks.speech import speech_task
 from asr.training.checkpoint import choose, load_weights
-from asr.training_run import STOPPED, Task, Training
 
 # The maker of each task: (recipe, run folder, whether the run is gone on with) -> Task.
 TASKS: Mapping[str, Callable[[Any, Path, bool], Task]] = {

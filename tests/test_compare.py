@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
 from asr.recipe import read_recipe, write_recipe
-from asr.run_reading import HOURS, SECONDS, TRAIN, VALID
+from asr.runs.reading import HOURS, SECONDS, TRAIN, VALID
 from asr.scoring.curves import band, choose_levels, first_below, median_reached
 from asr.scoring.events import Curve, read_scalars, scalar_event, write_events
 from asr.scoring.files import write_evaluation

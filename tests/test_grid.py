@@ -1,8 +1,8 @@
-"""asr.grid: which values a grid has, and the names of its runs."""
+"""asr.runs.grid: which values a grid has, and the names of its runs."""
 
 import pytest
 
-from asr.grid import read_grid, split_values
+from asr.runs.grid import read_grid, split_values
 
 
 @pytest.mark.parametrize(

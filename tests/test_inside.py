@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from asr import health
 from asr.data.images import ImageBatch
-from asr.debug import NonFinite, stop_at_nan
 from asr.models.row_classifier import RowClassifier
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 from asr.nn.lstm_trace import trace
 from asr.nn.norm import RMSNorm
+from asr.runs import health
+from asr.runs.debug import NonFinite, stop_at_nan
 from asr.training.image_objective import ClassObjective
 from asr.training.position import Position
 

@@ -13,8 +13,8 @@ from test_sentences import make_lines, manifest, write
 from asr import train
 from asr.data.text import Characters, load_tokenizer
 from asr.decoding.sample import sample
-from asr.language import load_language_model
 from asr.recipe import read_recipe
+from asr.tasks.language import load_language_model
 from asr.tokens import EOS, SOS
 from asr.training.checkpoint import list_checkpoints
 

@@ -24,6 +24,10 @@ TABLE = {
     "asr.decoding": {"asr.nn"},
     "asr.training": {"asr.data"},
 }
+# These two see the recipe, as the commands do, but neither a command nor each other.
+ALL = set(TABLE) | {"asr.build"}
+TABLE["asr.runs"] = ALL
+TABLE["asr.tasks"] = ALL | {"asr.corpora", "asr.recognizer", "asr.search"}
 
 
 def module_of(path):

@@ -13,10 +13,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asr import sweep
-from asr.cost import duration, pace
 from asr.errors import UserError
 from asr.recipe import read_recipe, write_recipe
-from asr.runs import expand, finished, last_error
+from asr.runs.cost import duration, pace
+from asr.runs.folder import expand, finished, last_error
 from asr.training.checkpoint import list_checkpoints
 
 

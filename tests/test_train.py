@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_speech import RATE, age, tones
 
-from asr import evaluate, train, training_run, transcribe
+from asr import evaluate, train, transcribe
 from asr.data.corpus import read_manifest, write_manifest
 from asr.data.text import load_tokenizer
 from asr.recipe import read_recipe
 from asr.recognizer import Recognizer
-from asr.speech import SpeechTask
+from asr.runs import training_run
+from asr.tasks.speech import SpeechTask
 from asr.training import loop
 from asr.training.checkpoint import list_checkpoints
 from asr.training.objective import SpeechObjective

@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.proto.event_pb2 import Event
 
 from asr.recipe import read_recipe, write_recipe
-from asr.run_reading import HOURS, SECONDS, TRAIN, VALID
+from asr.runs.reading import HOURS, SECONDS, TRAIN, VALID
 from asr.scoring.events import read_scalars, scalar_event, write_events
 
 SEEDS, LIMIT = 5, 20.0

@@ -35,8 +35,8 @@ from forks import Process, fork
 from tiny_speech import make_corpus, make_recipe
 
 from asr import train
+from asr.runs.training_run import STOPPED
 from asr.training.checkpoint import list_checkpoints
-from asr.training_run import STOPPED
 
 COMMON = ["train.epochs=3", "train.save_every=2", "train.samples=0", "train.keep=1"]
 FAMILIES = {

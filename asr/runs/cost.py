@@ -11,8 +11,8 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-from asr.grid import Trial
-from asr.runs import finished
+from asr.runs.folder import finished
+from asr.runs.grid import Trial
 
 _STEP = re.compile(
     r"(\S+ \S+) step (\d+)/(\d+)  .*?(?:  ([\d.]+)x real time)?(?:  [\d.]+ steps/s)?$"

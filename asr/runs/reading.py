@@ -10,7 +10,7 @@ import numpy as np
 
 from asr.errors import UserError
 from asr.recipe import flat
-from asr.runs import finished, last_error, recipe_of
+from asr.runs.folder import finished, last_error, recipe_of
 from asr.scoring.events import Curve, event_files, read_scalars
 from asr.scoring.files import read_evaluation
 from asr.scoring.wer import Score

@@ -10,10 +10,11 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
 
-from asr import build, health
-from asr.debug import stop_at_nan
+from asr import build
 from asr.recipe import as_yaml, flat
-from asr.resume import Start, fingerprint
+from asr.runs import health
+from asr.runs.debug import stop_at_nan
+from asr.runs.resume import Start, fingerprint
 from asr.settings import Recipe
 from asr.training.checkpoint import load_weights, prune, save_checkpoint
 from asr.training.evidence import keep_evidence
@@ -28,7 +29,7 @@ STOPPED = 3  # exit code of a run that a signal ended: all is saved, --resume go
 
 
 class Task(Protocol):
-    """What is trained on what; asr/speech.py has the first."""
+    """What is trained on what; asr/tasks/speech.py has the first."""
 
     recipe: Recipe
     objective: Objective
