@@ -9,6 +9,7 @@ import torch
 
 from asr import command
 from asr.recipe import read_recipe, write_recipe
+from asr.runs.lock import only_training
 from asr.runs.resume import find_start
 from asr.runs.training_run import STOPPED, Task, Training
 from asr.settings import Recipe
@@ -51,9 +52,14 @@ def main() -> int:
 def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) -> int:
     """Train into the run folder -> exit code: 0 at the end, STOPPED where a signal ended it.
 
-    Raises UserError where the folder already holds a run and resume is not asked, and where that
-    run had another recipe, unless forced.
+    Raises UserError where the folder already holds a run and resume is not asked, where that run
+    had another recipe, unless forced, and where another process trains in it.
     """
+    with only_training(run):
+        return _train(recipe, run, resume, force)
+
+
+def _train(recipe: Recipe, run: Path, resume: bool, force: bool) -> int:
     start = find_start(run, resume)
     notes = start.notes(recipe, force) if start else []
     if recipe.train.threads:
@@ -63,7 +69,6 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
         source = choose(recipe.train.init, "best", 1)
         load_weights(task.objective.model, source, task.about)
     training = Training(task, run)
-    run.mkdir(parents=True, exist_ok=True)
     if start:
         start.set_damaged_aside()
     else:

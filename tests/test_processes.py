@@ -1,0 +1,72 @@
+"""What only real processes show: who may train in a run folder, and what signals end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asr.training.signals import SIGNALS, Stop
+
+SCRIPT = Path(__file__).parent / "held_trainings.py"
+NAMES = ("SIGTERM", "SIGINT")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What held_trainings.py saw."""
+    folder = tmp_path_factory.mktemp("held")
+    line = [sys.executable, str(SCRIPT), str(folder)]
+    ended = subprocess.run(
+        line, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads(ended.stdout) | {"folder": str(folder)}
+
+
+def test_two_trainings_do_not_share_a_run_folder(seen):
+    lock = seen["lock"]
+    assert lock["second"] == [2, 2]
+    for line in lock["said"]:
+        assert line.startswith(f"error: {seen['folder']}/shared: process {lock['holder']} on ")
+        assert line.endswith("is training in it; wait for its end, end it, or choose another --run")
+    assert len(lock["said"]) == 2
+
+
+def test_a_run_that_is_trained_in_can_be_read(seen):
+    assert seen["lock"]["transcribe"] == 0
+
+
+def test_the_lock_goes_with_its_process(seen):
+    assert seen["lock"]["resumed"] == 0 and not seen["lock"]["left"]
+
+
+def test_what_is_refused_leaves_no_folder(seen):
+    assert seen["lock"]["refused"] == [2, False]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_signal_lets_the_step_end_and_saves(name, seen):
+    assert seen[name] == [True, 3, [1, 2]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_the_first_signal_the_system_itself_ends_the_process(name):
+    """A handler of Python's would wait for the end of whatever torch computes."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.Signals[name])
+        assert stop.asked == name
+        assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_DFL] * 2
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("SIGTERM", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGINT", "SIGINT")]
+)
+def test_a_second_signal_ends_the_run_at_once(first, second, seen):
+    """The step is not ended, what was saved before stays whole, and there is no traceback."""
+    assert seen[f"{first} {second}"] == [True, -signal.Signals[second], [1], []]
