@@ -4,7 +4,6 @@ The first signal lets the step that is under way finish, the second ends the pro
 child process inherits neither wish: the loader's workers see to themselves (asr/data/batch.py).
 """
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,9 +56,9 @@ class Stop:
             self._may_raise = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        # Left to the system, the second one waits for no Python: a backward pass may take a minute.
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
         self.asked = signal.Signals(number).name
         if self._may_raise:
             self._may_raise = False
