@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from matplotlib.image import imsave
 
-from asr.data.batch import Batch, Example, Utterances, collate, load, plan_evaluation
+from asr.data.batch import Batch, Example, Utterances, collate, load
 from asr.data.corpus import Corpus
+from asr.data.plan import plan_evaluation
 from asr.data.statistics import measure
 from asr.data.text import labels_of
 from asr.decoding.health import Health, health

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asr import build, command, corpora
-from asr.data.batch import Utterances, load, plan_evaluation
+from asr.data.batch import Utterances, load
+from asr.data.plan import plan_evaluation
 from asr.data.text import about
 from asr.errors import UserError
 from asr.models.pruning import Kept, check_count, every_other, prune, residual_alphas, search

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from asr import build
-from asr.data.batch import Batch, Example, collate, plan_evaluation
+from asr.data.batch import Batch, Example, collate
+from asr.data.plan import plan_evaluation
 from asr.data.text import Tokenizer, about, load_tokenizer
 from asr.decoding.ctc import ctc_greedy
 from asr.decoding.long import cut_at_pauses, is_silent

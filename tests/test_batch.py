@@ -13,15 +13,13 @@ from asr.data.batch import (
     Broken,
     Epochs,
     Example,
-    Item,
     Utterances,
     collate,
     load,
-    plan_epoch,
-    plan_evaluation,
     random_of,
 )
 from asr.data.corpus import Corpus, Utterance
+from asr.data.plan import Item, plan_epoch, plan_evaluation
 from asr.data.text import Characters
 from asr.tokens import BLANK
 from features.augment import SpecAugment

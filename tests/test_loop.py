@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from asr.data.batch import Batch, Broken, Plan
+from asr.data.batch import Batch, Broken
+from asr.data.plan import Plan
 from asr.errors import UserError
 from asr.training.given import Between, Limits
 from asr.training.loop import fit, groups, planned_steps, take_step, validate

@@ -1,10 +1,9 @@
-"""Utterances of like length in one padded batch, in an order that can be resumed.
+"""Planned utterances, read and padded to batches.
 
 What is drawn at random (order, speed, masks) depends on (seed, epoch, utterance) alone, never on
-how many workers load or where a run was cut off. An epoch is planned as a list of batches before
-its first utterance is read, so resuming is leaving out the first ones.
+how many workers load or where a run was cut off; plan.py says which utterances share a batch.
 
-B utterances, T frames, F features, U tokens, N utterances in the corpus.
+B utterances, T frames, F features, U tokens.
 """
 
 import hashlib
@@ -14,25 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from asr.data.corpus import Corpus
+from asr.data.plan import Item, Plan, plan_epoch
 from asr.data.text import Tokenizer
 from asr.tokens import BLANK
 from features.audio import AudioError
 from features.front_end import FrontEnd
-
-
-class Item(NamedTuple):
-    """One utterance as an epoch reads it; epoch 0 is evaluation, without augmentation."""
-
-    index: int
-    epoch: int
-    speed: float
 
 
 class Example(NamedTuple):
@@ -75,62 +66,6 @@ class Batch:
             for name in ("features", "lengths", "tokens", "token_lengths")
         }
         return replace(self, **moved)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The batches of one epoch, and the share of padding in them."""
-
-    batches: list[list[Item]]
-    padding: float
-
-
-def plan_epoch(
-    seconds: np.ndarray,
-    cap: float,
-    seed: int,
-    epoch: int,
-    speeds: Sequence[float] = (1.0,),
-    short_first: bool = False,
-) -> Plan:
-    """Batches of at most `cap` padded seconds (one utterance at least), by length, then shuffled.
-
-    seconds (N,) of every utterance; each draws one of `speeds`. `short_first` keeps the batches
-    in the order of their length.
-    """
-    random = np.random.default_rng([seed, epoch])
-    speed = random.choice(np.asarray(speeds), size=len(seconds))
-    length = seconds / speed
-    # A little noise, so that the same utterances do not meet in every epoch.
-    order = np.argsort(length * random.uniform(0.95, 1.05, size=len(length)), kind="stable")
-    batches = [
-        [Item(int(i), epoch, float(speed[i])) for i in rows] for rows in _cut(order, length, cap)
-    ]
-    padded = sum(len(b) * max(length[item.index] for item in b) for b in batches)
-    if not short_first:
-        random.shuffle(batches)
-    return Plan(batches, 1.0 - float(length.sum()) / padded if padded else 0.0)
-
-
-def plan_evaluation(seconds: np.ndarray, cap: float) -> Plan:
-    """Every utterance once, the longest first: what does not fit in memory shows at once."""
-    order = np.argsort(-seconds, kind="stable")
-    batches = [[Item(int(i), 0, 1.0) for i in rows] for rows in _cut(order, seconds, cap)]
-    padded = sum(len(b) * max(seconds[item.index] for item in b) for b in batches)
-    return Plan(batches, 1.0 - float(seconds.sum()) / padded if padded else 0.0)
-
-
-def _cut(order: np.ndarray, length: np.ndarray, cap: float) -> Iterator[list[int]]:
-    rows: list[int] = []
-    longest = 0.0
-    for index in order:
-        longest = max(longest, length[index])
-        if rows and longest * (len(rows) + 1) > cap:
-            yield rows
-            rows, longest = [], length[index]
-        rows.append(index)
-    if rows:
-        yield rows
 
 
 class Utterances(Dataset):
@@ -194,17 +129,22 @@ class Epochs:
     speeds: tuple[float, ...] = (1.0,)
     short_first: bool = False  # in epoch 1
     workers: int = 0
+    _planned: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, epoch: int) -> Plan:
         """The batches of an epoch, counted from 1."""
-        return plan_epoch(
-            self.utterances.corpus.seconds,
-            self.cap,
-            self.utterances.seed,
-            epoch,
-            self.speeds,
-            self.short_first and epoch == 1,
-        )
+        if epoch not in self._planned:
+            made = plan_epoch(
+                self.utterances.corpus.seconds,
+                self.cap,
+                self.utterances.seed,
+                epoch,
+                self.speeds,
+                self.short_first and epoch == 1,
+            )
+            self._planned.clear()  # one may be a hundred megabytes
+            self._planned[epoch] = made
+        return self._planned[epoch]
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
         """Those batches, read, without the first `skip`."""

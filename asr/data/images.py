@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asr.data.batch import Broken, Item, Plan
+from asr.data.batch import Broken
+from asr.data.plan import Item, Plan
 from asr.errors import UserError
 
 UNSIGNED_BYTES = 0x08

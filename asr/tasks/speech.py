@@ -7,14 +7,17 @@ log-mel picture, where attention looked and what was heard.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from asr import build, corpora
-from asr.data.batch import Batch, Epochs, Item, Utterances, collate, load, plan_evaluation
+from asr.data.batch import Batch, Epochs, Utterances, collate, load
+from asr.data.content import SHA256, Content, sha256_of_files
 from asr.data.corpus import Corpus
+from asr.data.plan import Item, plan_evaluation
 from asr.data.statistics import measure
 from asr.data.text import Tokenizer, about, labels_of, load_tokenizer
 from asr.errors import UserError
@@ -63,6 +66,21 @@ class SpeechTask:
     def about(self) -> dict[str, str]:
         """What a checkpoint says of itself."""
         return about(self.recognizer.tokenizer)
+
+    @cached_property
+    def content(self) -> Content:
+        """Of the manifests to learn from and to validate on; the audio itself is not read."""
+        return {
+            f"data.{role}": {
+                "utterances": len(corpus),
+                "seconds": round(float(corpus.seconds.sum()), 1),
+                SHA256: sha256_of_files([corpus.path]),
+            }
+            for role, corpus in (
+                ("train", self.epochs.utterances.corpus),
+                ("valid", self.heard.corpus),
+            )
+        }
 
     def valid(self) -> Iterator[Batch]:
         """The validation split, once. UserError where none of it can be read."""

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from asr.data.batch import Broken, Plan
+from asr.data.batch import Broken
+from asr.data.plan import Plan
 from asr.training.objective import Sum
 from asr.training.position import Position
 
