@@ -8,6 +8,7 @@ from torch import nn
 
 from asr.nn.drop import DropHead, VShape, kept_layers
 from asr.nn.dropout import Dropout
+from asr.nn.transformer_layers import Stack
 
 
 def close(rate, expected, draws):
@@ -136,3 +137,23 @@ def test_bad_rates_have_one_clear_line(rate):
 def test_a_schedule_that_ends_before_its_warm_up_is_refused():
     with pytest.raises(ValueError, match=r"^drop_head warmup 9 must be .* below total 9$"):
         VShape(end=0.1, warmup=9, total=9)
+
+
+def test_layer_drop_by_seed_and_step_whatever_else_is_drawn():
+    """Two processes whose other random numbers differ leave out the same layers, step by step."""
+
+    def choices(stack, noise):
+        torch.manual_seed(noise)
+        found = []
+        for step in (0, 1, 2, 0):
+            stack.set_step(step)
+            for _ in range(3):  # batches of a step
+                torch.rand(noise)
+                found.append([list(stack.layers).index(layer) for layer in stack.passing()])
+        return found
+
+    one, other, third = (Stack([nn.Identity() for _ in range(11)], None, 0.5) for _ in range(3))
+    one.choose_by(5, 0), other.choose_by(5, 0), third.choose_by(5, 1)
+    first = choices(one, 3)
+    assert first == choices(other, 7) != choices(third, 3)
+    assert first[:3] == first[9:] and len({str(kept) for kept in first[:9]}) == 9

@@ -28,7 +28,7 @@ from asr.nn.lstm import LayerNormLSTM
 from asr.nn.memory import Memory
 from asr.nn.positions import make_positions
 from asr.nn.residual import Scale
-from asr.nn.transformer_layers import EncoderLayer, LayerSettings
+from asr.nn.transformer_layers import EncoderLayer, LayerSettings, Stack
 
 
 class LstmState(NamedTuple):
@@ -143,9 +143,9 @@ class TransformerLanguageModel(nn.Module):
         self.dropout = Dropout(settings.dropout)
 
     def set_step(self, step: int) -> None:
-        """Tells scheduled DropHead the training step, counted from 0; call it before each step."""
+        """Tells DropHead and LayerDrop the training step, counted from 0; call it before each."""
         for module in self.modules():
-            if isinstance(module, DropHead):
+            if isinstance(module, DropHead | Stack):
                 module.set_step(step)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from asr.nn.multihead import KeyValue
 from asr.nn.positions import make_positions
 from asr.nn.residual import per_stack, residual_scales
 from asr.nn.subsampling import ConvSubsampling
-from asr.nn.transformer_layers import LayerSettings
+from asr.nn.transformer_layers import LayerSettings, Stack
 
 
 class Transformer(nn.Module):
@@ -76,9 +76,9 @@ class Transformer(nn.Module):
         self.dropout = Dropout(settings.dropout)
 
     def set_step(self, step: int) -> None:
-        """Tells scheduled DropHead the training step, counted from 0; call it before each step."""
+        """Tells DropHead and LayerDrop the training step, counted from 0; call it before each."""
         for module in self.modules():
-            if isinstance(module, DropHead):
+            if isinstance(module, DropHead | Stack):
                 module.set_step(step)
 
     def memory_lengths(self, lengths: Tensor) -> Tensor:

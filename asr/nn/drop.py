@@ -1,6 +1,6 @@
 """LayerDrop and DropHead: regularisers that leave out whole layers and whole heads in training."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,14 +9,17 @@ from torch import Tensor, nn
 from asr.nn.dropout import check_rate
 
 
-def kept_layers(layers: Iterable[nn.Module], rate: float) -> Iterator[nn.Module]:
+def kept_layers(
+    layers: Iterable[nn.Module], rate: float, draw: Callable[[], float] | None = None
+) -> Iterator[nn.Module]:
     """LayerDrop (Fan, Grave & Joulin 2019, arXiv:1909.11556).
 
     Yields the layers of one training pass: each is left out with probability `rate`, for the whole
     batch, and nothing is rescaled. The caller passes rate 0 in evaluation; nothing is drawn then.
+    `draw` gives uniform numbers from 0 to 1; without it torch's own generator does.
     """
     for layer in layers:
-        if rate == 0.0 or torch.rand(()) >= rate:
+        if rate == 0.0 or (draw() if draw else torch.rand(())) >= rate:
             yield layer
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from asr.nn.activation import make_activation
@@ -147,10 +148,25 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.last_norm = nn.Identity() if last_norm is None else last_norm
         self.layer_drop = check_rate("layer_drop", layer_drop)
+        self.choice_seed: tuple[int, ...] | None = None
+        self.draw: Callable[[], float] | None = None
+
+    def choose_by(self, *seed: int) -> None:
+        """From the next step on LayerDrop's choices depend on (seed, step) alone.
+
+        Processes that train one model together leave out the same layers then, though what else
+        they draw differs.
+        """
+        self.choice_seed = seed
+
+    def set_step(self, step: int) -> None:
+        """Tells LayerDrop the training step, counted from 0."""
+        if self.choice_seed is not None:
+            self.draw = np.random.default_rng([*self.choice_seed, step]).random
 
     def passing(self) -> Iterator[nn.Module]:
         """All layers; in training those that LayerDrop leaves for this pass."""
-        return kept_layers(self.layers, self.layer_drop if self.training else 0.0)
+        return kept_layers(self.layers, self.layer_drop if self.training else 0.0, self.draw)
 
 
 @dataclass(frozen=True, kw_only=True)
