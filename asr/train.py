@@ -70,6 +70,7 @@ def _train(recipe: Recipe, run: Path, resume: bool, force: bool) -> int:
         load_weights(task.objective.model, source, task.about)
     training = Training(task, run)
     if start:
+        notes += start.content_notes(training.content, force)
         start.set_damaged_aside()
     else:
         task.prepare(run)

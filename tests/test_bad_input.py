@@ -8,6 +8,7 @@ import pytest
 import soundfile
 
 from asr import evaluate, train, transcribe
+from asr.recipe import read_recipe
 from asr.training.checkpoint import list_checkpoints
 
 
@@ -205,6 +206,62 @@ class TestResumingWithAnotherRecipe:
         assert "weights of another model" in commands.refused(
             train, *arguments, "model.listener.hidden=6"
         )
+
+
+class TestResumingOverOtherData:
+    """Under the names that the recipe gives."""
+
+    @pytest.fixture
+    def copied(self, tiny, tiny_run, tmp_path):
+        """-> (a copy of the corpus, the line that goes on with a run trained on it)."""
+        corpus = tmp_path / "corpus"
+        shutil.copytree(tiny.parent, corpus)
+        recipe = corpus / "own.yaml"
+        recipe.write_text(tiny.read_text().replace(str(tiny.parent), str(corpus)))
+        run = tmp_path / "run"
+        assert train.train(read_recipe(recipe, ["train.steps=2", "train.samples=0"]), run) == 0
+        return corpus, (recipe, "--run", run, "--resume", "train.steps=3", "train.samples=0")
+
+    def test_a_manifest_that_lost_a_row_is_noticed(self, copied, commands):
+        (corpus, line), run = copied, copied[1][2]
+        rows = (corpus / "train.tsv").read_text().splitlines()
+        (corpus / "train.tsv").write_text("\n".join(rows[:-1]) + "\n")
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        count, seconds = len(rows) - 1, sum(float(row.split("\t")[3]) for row in rows[1:])
+        lost = float(rows[-1].split("\t")[3])
+        assert commands.refused(train, *line) == (
+            f"{run}: its data have changed since: data.train: {count} utterances -> {count - 1}, "
+            f"{seconds:.1f} seconds -> {seconds - lost:.1f}. Take the old files, choose another "
+            "--run, or go on all the same with --resume --force"
+        )
+        after = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        assert {p: t for p, t in before.items() if p != run} == {
+            p: t for p, t in after.items() if p != run
+        }
+
+    @pytest.mark.parametrize("role", ["train", "valid"])
+    def test_one_letter_is_noticed(self, role, copied, commands):
+        corpus, line = copied
+        manifest = corpus / f"{role}.tsv"
+        manifest.write_text(manifest.read_text().replace("cb", "ca"))
+        said = commands.refused(train, *line)
+        assert f"changed since: data.{role}: the same size, but another content. Take" in said
+
+    def test_force_goes_on_and_is_asked_once(self, copied, commands):
+        corpus, line = copied
+        manifest = corpus / "train.tsv"
+        manifest.write_text(manifest.read_text().replace("cb", "ca"))
+        code, out, _ = commands(train, *line, "--force")
+        assert code == 0 and "changed since: data.train: the same size, but another" in out
+        code, out, _ = commands(train, *line, "train.steps=4")
+        assert code == 0 and "changed since" not in out
+
+    def test_the_same_content_written_anew_is_no_change(self, copied, commands):
+        corpus, line = copied
+        manifest = corpus / "train.tsv"
+        manifest.write_bytes(manifest.read_bytes())
+        code, out, _ = commands(train, *line)
+        assert code == 0 and "changed since" not in out
 
 
 def test_a_run_folder_in_the_way(tiny, commands, tmp_path):

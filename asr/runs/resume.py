@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+from asr.data import content
 from asr.errors import UserError
 from asr.recipe import PlainLoader, as_yaml, flat, read_recipe, validate
 from asr.settings import Recipe
@@ -67,6 +68,20 @@ class Start:
                 "choose another --run, or go on all the same with --resume --force"
             )
         return said + [f"changed in the recipe: {line}" for line in changed.values()]
+
+    def content_notes(self, now: content.Content, force: bool) -> list[str]:
+        """What the log should say of data that changed under the same name.
+
+        Raises UserError where any did, unless forced.
+        """
+        # Runs of an older version do not know what they were trained on.
+        changed = content.changes(self.state.get("content", {}), now).values()
+        if changed and not force:
+            raise UserError(
+                f"{self.run}: its data have changed since: {'; '.join(changed)}. Take the old "
+                "files, choose another --run, or go on all the same with --resume --force"
+            )
+        return [f"changed since: {line}" for line in changed]
 
     def set_damaged_aside(self) -> None:
         """Out of the way of whoever looks for the last or the best checkpoint."""

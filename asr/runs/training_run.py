@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from asr import build
+from asr.data.content import Content
 from asr.recipe import as_yaml, flat
 from asr.runs import health
 from asr.runs.debug import stop_at_nan
@@ -35,6 +36,7 @@ class Task(Protocol):
     objective: Objective
     epochs: Epochs
     about: dict[str, str]  # what a checkpoint says of itself; another one's must agree
+    content: Content  # of the files it learns from and is validated on
     allowed_broken: float  # share of the corpus that may turn out unreadable
 
     def describe(self) -> str: ...
@@ -57,6 +59,7 @@ class Training:
         self.task, self.run, self.settings = task, run, task.recipe.train
         self.optimizer = build.optimizer(self.settings, task.objective)
         self.position = Position()
+        self.content = task.content  # now: while it trains, its files may change
         self.limits = build.limits(self.settings, task.allowed_broken)
         self.metrics: dict[str, float] = {}
         self.validated = self.saved = -1  # steps
@@ -162,6 +165,7 @@ class Training:
             "position": position_state(self.position),
             "random": random_state(),
             "recipe": recipe,
+            "content": self.content,
             "validated": self.validated,
             "metrics": self.metrics,
         }

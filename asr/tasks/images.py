@@ -7,6 +7,7 @@ test images, and RUN/evaluate/test/score.json says how it did.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from asr import build
+from asr.data.content import SHA256, Content, sha256_of_tensors
 from asr.data.corpora import mnist
 from asr.data.images import ImageBatch, ImageEpochs, Images, binary, digits, in_order
 from asr.errors import UserError
@@ -48,6 +50,14 @@ class ImageTask:
     def about(self) -> dict[str, str]:
         """What a checkpoint says of itself."""
         return {"images": f"{self.test.pixels.shape[1:]}".removeprefix("torch.")}
+
+    @cached_property
+    def content(self) -> Content:
+        """Of the images to learn from and those held out, which are of the same files."""
+        training, held_out = self.epochs.images, self.held_out
+        parts = (training.pixels, training.labels, held_out.pixels, held_out.labels)
+        count = len(training) + len(held_out)
+        return {"data.folder": {"images": count, SHA256: sha256_of_tensors(*parts)}}
 
     def describe(self) -> str:
         """The images in a few words."""

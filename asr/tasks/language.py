@@ -5,12 +5,14 @@ asr.train trains it as it trains speech. Its runs are what `decode.lm` of a spee
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
 import torch
 
 from asr import build, corpora
+from asr.data.content import SHA256, Content, sha256_of_files
 from asr.data.sentence_plan import SentenceEpochs
 from asr.data.sentences import SentenceBatch, Sentences, read_lines
 from asr.data.text import Tokenizer, about, load_tokenizer
@@ -51,6 +53,17 @@ class LanguageTask:
     def about(self) -> dict[str, str]:
         """What a checkpoint says of itself."""
         return about(self.tokenizer)
+
+    @cached_property
+    def content(self) -> Content:
+        """Of the texts to learn from and to validate on."""
+        data, there = self.recipe.data, (self.epochs.sentences, self.held_out.sentences)
+        return {
+            f"data.{role}": {"sentences": len(lines), SHA256: sha256_of_files(paths)}
+            for role, lines, paths in zip(
+                ("train", "valid"), there, (data.train, data.valid), strict=True
+            )
+        }
 
     def describe(self) -> str:
         """The corpus in a few words."""
