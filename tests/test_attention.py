@@ -135,3 +135,20 @@ def test_every_weight_learns(kind, memory):
 def test_unknown_kind_names_the_known():
     with pytest.raises(ValueError, match="'locatoin' is unknown: choose one of additive, dot"):
         Attention("locatoin", E, Q, A)
+
+
+@pytest.mark.parametrize("kind", ["additive", "location"])
+def test_half_precision_keeps_small_differences(kind, memory):
+    """A sigmoid in bf16 would round sums this small to two or three values."""
+    module, past = attention(kind), looked(memory)
+    query = torch.randn(B, K, Q, dtype=torch.float64)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            weight.mul_(1000 if "to_energy" in name else 0.002 if weight.dim() > 2 else 0.01)
+        exact = module(query, module.keys(memory), memory.valid, past).weights
+        half = [x.bfloat16() for x in (query, memory.states, *past)]
+        module.bfloat16()
+        keys = module.keys(Memory(half[1], memory.valid))
+        rounded = module(half[0], keys, memory.valid, Look(*half[2:])).weights
+    assert exact.std() > 0.05  # the weights do differ
+    torch.testing.assert_close(rounded.double(), exact, atol=0.04, rtol=0.1)
