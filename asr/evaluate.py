@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from asr import command, corpora
-from asr.data.corpus import Corpus, read_rows
+from asr.data.corpus import Corpus
+from asr.data.table import read_rows
 from asr.evaluation import UNREAD, Heard, attention_uri, health_columns, recognise
 from asr.recognizer import Recognizer, run_recipe
 from asr.scoring.files import percent, read_evaluation, write_evaluation

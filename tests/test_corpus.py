@@ -9,12 +9,12 @@ import pytest
 from asr.data.corpus import (
     Corpus,
     Utterance,
-    leaves,
     link_audio,
     read_manifest,
     write_manifest,
-    write_rows,
 )
+from asr.data.manifest import leaves
+from asr.data.table import write_rows
 from asr.errors import UserError
 
 HEADER = "id\tspeaker\taudio\tseconds\ttext\n"

@@ -12,19 +12,18 @@ because a link is made by whoever owns the folder (asr.prepare makes `NAME.audio
 Legend: N utterances.
 """
 
-import contextlib
-import math
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 
+from asr.data.index import Rows, open_rows
+from asr.data.manifest import COLUMNS, check_row
+from asr.data.table import write_rows
 from asr.errors import UserError
-
-COLUMNS = ("id", "speaker", "audio", "seconds", "text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,131 +38,107 @@ class Utterance:
 
 
 class Corpus:
-    """Utterances in the order of their manifest. Iterable; `corpus[i]` is an Utterance."""
+    """Utterances in the order of their manifest. Iterable; `corpus[i]` is an Utterance.
 
-    def __init__(self, utterances: Sequence[Utterance], path: Path | None = None) -> None:
-        self.path = path
-        self.seconds = np.array([u.seconds for u in utterances], dtype=np.float32)  # (N,)
-        self._utterances = list(utterances)
+    The utterances may be any sequence, and one that makes them as they are asked for is not turned
+    into a list; `seconds` (N,) is what it knows of their lengths. `corpus[a:b]` is a Corpus.
+    """
+
+    def __init__(
+        self,
+        utterances: Sequence[Utterance],
+        path: Path | None = None,
+        seconds: np.ndarray | None = None,
+    ) -> None:
+        self.path, self._utterances = path, utterances
+        if seconds is None:
+            seconds = np.array([u.seconds for u in utterances], dtype=np.float32)
+        self.seconds = seconds  # (N,)
 
     def __len__(self) -> int:
         return len(self._utterances)
 
-    def __getitem__(self, index: int) -> Utterance:
+    @overload
+    def __getitem__(self, index: int) -> Utterance: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Corpus": ...
+
+    def __getitem__(self, index: int | slice) -> "Utterance | Corpus":
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
         return self._utterances[index]
 
     def __iter__(self) -> Iterator[Utterance]:
         return iter(self._utterances)
 
+    def take(self, rows: np.ndarray) -> "Corpus":
+        """The utterances of these numbers (n,), in their order."""
+        chosen = _Chosen(self._utterances, rows.astype(np.uint32))
+        return Corpus(chosen, self.path, self.seconds[rows])
+
+    def sample(self, count: int) -> "Corpus":
+        """At most `count` utterances, evenly spread; all of them where there are no more."""
+        if len(self) <= count:
+            return self
+        return self.take(np.linspace(0, len(self) - 1, count).astype(np.int64))
+
     @property
     def ids(self) -> list[str]:
-        return [u.id for u in self._utterances]
+        """Made anew at every call, as the other two lists: of a large corpus take a sample."""
+        return [u.id for u in self]
 
     @property
     def speakers(self) -> list[str]:
-        return [u.speaker for u in self._utterances]
+        return [u.speaker for u in self]
 
     @property
     def texts(self) -> list[str]:
-        return [u.text for u in self._utterances]
+        return [u.text for u in self]
+
+
+@dataclass(frozen=True)
+class _Chosen(Sequence[Utterance]):
+    utterances: Sequence[Utterance]
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Utterance:  # type: ignore[override]
+        return self.utterances[int(self.rows[index])]
+
+
+@dataclass(frozen=True)
+class _Listed(Sequence[Utterance]):
+    """The utterances of a manifest in the folder `root`."""
+
+    rows: Rows
+    root: Path
+    allow_outside: bool
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Utterance:  # type: ignore[override]
+        row = self.rows[index]
+        # Once more: an index that a stranger's manifest came with may hold what no check has seen.
+        check_row(row, self.root, f"row {index} of the index", self.allow_outside)
+        name, speaker, audio, seconds, text = row
+        return Utterance(name, speaker, self.root / audio, float(seconds), text)
 
 
 def read_manifest(path: str | Path, allow_outside: bool = False) -> Corpus:
     """Reads a manifest; `allow_outside` also accepts audio that is not below its folder.
 
-    The audio files themselves are not looked at: a corpus may have a million.
+    The audio files themselves are not looked at: a corpus may have ten million. Of one over 16 MB
+    an index is kept (index.py).
     Raises UserError with file and line for the first row that is wrong, and for a manifest that is
     missing, empty or lacks a column.
     """
     path = Path(path)
-    utterances: list[Utterance] = []
-    seen: dict[str, int] = {}
-    for line, row in read_rows(path, required=COLUMNS):
-        where = f"{path}:{line}"
-        first = seen.setdefault(row["id"], line)
-        if first != line:
-            raise UserError(f"{where}: id {row['id']!r} stands in line {first} already")
-        utterances.append(_utterance(row, path.parent, where, allow_outside))
-    return Corpus(utterances, path)
-
-
-def _utterance(row: Mapping[str, str], root: Path, where: str, allow_outside: bool) -> Utterance:
-    if not row["id"] or not row["audio"]:
-        raise UserError(f"{where}: every row needs an id and an audio file")
-    if not allow_outside and leaves(row["audio"], root):
-        raise UserError(
-            f"{where}: audio {row['audio']!r} lies outside the manifest's folder; "
-            "data.outside=true reads it if you trust this table, and `python -m asr.prepare tsv "
-            "--audio FOLDER` makes a manifest with a link to that folder"
-        )
-    try:
-        seconds = parse_seconds(row["seconds"])
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-    return Utterance(row["id"], row["speaker"], root / row["audio"], seconds, row["text"])
-
-
-def parse_seconds(field: str) -> float:
-    """A length above 0; ValueError (for the caller to add file and line) for anything else."""
-    try:
-        seconds = float(field)
-    except ValueError:
-        raise ValueError(f"seconds is {field!r}, not a number") from None
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError(f"seconds is {field!r}; a length must be above 0")
-    return seconds
-
-
-def leaves(audio: str, root: Path) -> bool:
-    """Whether the path, by its text alone, leads out of `root`. Links are not followed."""
-    if ".." in audio and ".." in Path(audio).parts:
-        return True
-    if not os.path.isabs(audio):  # noqa: PTH117 (a million rows: a Path each costs seconds)
-        return False
-    return not Path(audio).is_relative_to(os.path.abspath(root))  # noqa: PTH100 (not resolved)
-
-
-def read_rows(
-    path: Path, required: Sequence[str], faults: dict[int, str] | None = None
-) -> Iterator[tuple[int, dict[str, str]]]:
-    """The rows of a table as (line number, {column: field}); empty lines are passed over.
-
-    Raises UserError where the file is missing, not UTF-8, lacks a required column or has no rows.
-    A row with another number of fields than the header is noted in `faults` by its line, or raises
-    UserError where there is no such note-book.
-    """
-    lines = _lines(path)
-    header = next(lines, (1, []))[1]
-    missing = [name for name in required if name not in header]
-    if missing:
-        raise UserError(
-            f"{path}: no column {', '.join(missing)}; the first line must name the columns "
-            f"{' '.join(required)}, parted by tabs"
-        )
-    line = None
-    for line, fields in lines:
-        if len(fields) == len(header):
-            yield line, dict(zip(header, fields, strict=True))
-            continue
-        fault = f"{len(fields)} fields where the header has {len(header)}"
-        if faults is None:
-            raise UserError(f"{path}:{line}: {fault}")
-        faults[line] = fault
-    if line is None:
-        raise UserError(f"{path}: the manifest is empty; it needs one line per utterance")
-
-
-def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    # utf-8-sig: spreadsheets put a byte-order mark before the first column's name.
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, [field.strip() for field in line.rstrip("\n").split("\t")]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    rows = open_rows(path, allow_outside)
+    return Corpus(_Listed(rows, path.parent, allow_outside), path, rows.seconds)
 
 
 def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
@@ -209,27 +184,3 @@ def link_audio(manifest: Path, audio: Path) -> Path:
             "or let --to be a folder that holds the audio"
         ) from None
     return link
-
-
-def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Writes a table beside its place and renames it, so that no half of it is ever seen."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    part = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            for row in (header, *rows):
-                file.write(_line(row, path))
-            file.flush()
-            os.fsync(file.fileno())
-        part.chmod(0o644)  # mkstemp makes it private; a corpus is often shared
-        part.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
-
-
-def _line(fields: Sequence[str], path: Path) -> str:
-    if any(mark in field for field in fields for mark in "\t\n\r"):
-        raise UserError(f"{path}: {fields[0]!r} has a tab or a line break in a field")
-    return "\t".join(fields) + "\n"

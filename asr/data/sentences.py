@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from asr.data.batch import Broken
-from asr.data.corpus import read_rows
+from asr.data.table import read_rows
 from asr.data.text import Tokenizer
 from asr.errors import UserError
 from asr.tokens import BLANK

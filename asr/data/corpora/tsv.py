@@ -15,7 +15,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from asr.data.corpus import COLUMNS, audio_field, leaves, link_audio, read_rows, write_rows
+from asr.data.corpus import audio_field, link_audio
+from asr.data.manifest import COLUMNS, leaves
+from asr.data.table import read_rows, write_rows
 from asr.errors import UserError
 from features.audio import AudioError, audio_seconds, read_audio
 
