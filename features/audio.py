@@ -10,6 +10,7 @@ Shapes: S samples, C channels.
 import math
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,8 @@ import soundfile
 import torch
 from torch import Tensor
 from torchaudio.transforms import Resample
+
+from features.hush import hushed
 
 # Values decoded at once, over all channels: 16 MB, and a whole utterance in nearly every case.
 BLOCK_VALUES = 2**22
@@ -30,6 +33,8 @@ MAX_PEAK = 8.0
 MAX_FILTER_TAPS = 2**20
 # What libsndfile reports where the header does not know (FLAC written to a pipe).
 UNKNOWN_FRAMES = 2**63 - 1
+# How WAV, FLAC, OGG and AIFF begin; what begins otherwise may be MP3, whose decoder is a talker.
+QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
 
 
 class AudioError(Exception):
@@ -130,7 +135,10 @@ def _open(path: str | os.PathLike[str]) -> soundfile.SoundFile:
             raise AudioError(f"{name}: not a regular file")
         if not Path(path).stat().st_size:
             raise AudioError(f"{name}: the file is empty (0 bytes)")
-        sound = soundfile.SoundFile(os.fspath(path))
+        with Path(path).open("rb") as file:
+            quiet = file.read(4) in QUIET
+        with _silence(not quiet):
+            sound = soundfile.SoundFile(os.fspath(path))
     except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
         raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
     try:
@@ -156,7 +164,8 @@ def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int
     """Fills `block` (S, C) from its start; returns the number of samples read, less at the end."""
     block.fill(np.nan)
     try:
-        return len(sound.read(out=block))
+        with _silence(sound.format == "MP3"):
+            return len(sound.read(out=block))
     except (soundfile.SoundFileError, ValueError) as error:
         # soundfile seeks after it has read, which fails at the end of a file of unknown length:
         # the samples are there, but not their number. Such files are FLAC, hence never NaN.
@@ -164,6 +173,10 @@ def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int
             return int((~np.isnan(block[:, 0])).sum())
         text = "broken, or shorter than its header claims"
         raise AudioError(f"{name}: {text} ({_reason(error)})") from error
+
+
+def _silence(needed: bool) -> AbstractContextManager[None]:
+    return hushed() if needed else nullcontext()
 
 
 def _check_rate(rate: int, name: str) -> None:

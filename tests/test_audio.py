@@ -4,6 +4,7 @@ import math
 import os
 import struct
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -239,6 +240,25 @@ def test_a_file_name_with_a_line_break_makes_no_second_line(tmp_path):
     with pytest.raises(AudioError) as caught:
         read_audio(tmp_path / "two\nlines.wav")
     assert str(caught.value).endswith(r"two\nlines.wav': no such file")
+
+
+def test_a_damaged_mp3_says_nothing_by_itself(tmp_path, capfd):
+    """Its decoder would write of every damaged frame; several threads read at once."""
+    draw, path, stderr = np.random.default_rng(3), tmp_path / "a.mp3", os.fstat(2)
+    soundfile.write(path, sines(16_000, 1, seconds=2.0), 16_000)
+    raw = bytearray(path.read_bytes())
+    for place in draw.integers(400, len(raw) - 8, size=30):
+        raw[place : place + 8] = draw.bytes(8)
+    path.write_bytes(raw)
+    with soundfile.SoundFile(path) as sound:
+        sound.read()
+    assert "mpg123" in capfd.readouterr().err  # it is this loud
+    with ThreadPoolExecutor(5) as threads:
+        heard = list(threads.map(read_audio, [path] * 23))
+    assert all(len(waveform) > 16_000 for waveform in heard)
+    os.write(2, b"and is heard again")
+    assert capfd.readouterr().err == "and is heard again"
+    assert os.fstat(2).st_ino == stderr.st_ino
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "OPUS", "MP3", "AIFF"])

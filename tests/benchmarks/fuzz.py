@@ -39,8 +39,6 @@ from asr.training.checkpoint import is_sound, list_checkpoints
 
 SECONDS = 10
 LIMITS = {resource.RLIMIT_CPU: SECONDS, resource.RLIMIT_AS: 8 << 30}
-# The MP3 decoder of libsndfile talks on stderr by itself; nothing of ours can hush it.
-MP3_NOTES = ("Note: ", "Warning: ", "[src/libmpg123")
 VALUES = """
 -1 0 1 3 17 0.5 1e308 -1e-300 nan .inf -.inf null '' [] {} true yes no ~ 1_000 0x1F 12:30:45 . * &
 99999999999999999999 1000000 2024-01-01 [1,2,3] {a:b} ../x /etc/passwd /dev/zero !x % @ *a &a : #
@@ -153,7 +151,6 @@ class Fuzzer:
             return "hangs"
         said = (place / "stdout").read_text(errors="replace")
         lines = (place / "stderr").read_text(errors="replace").splitlines()
-        lines = [line for line in lines if not line.startswith(MP3_NOTES)]
         if "Traceback" in said or any("Traceback" in line for line in lines):
             return "traceback"
         if code not in (0, 2):
