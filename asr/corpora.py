@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from asr.data.corpora import spoken_numbers
 from asr.data.corpus import Corpus, read_manifest
 from asr.errors import UserError
@@ -46,13 +48,13 @@ def split(data: Data, name: str) -> Corpus:
 
 def within(whole: Corpus, low: float, high: float) -> Corpus:
     """The utterances between two lengths in seconds. UserError where none is left."""
-    kept = [utterance for utterance in whole if low <= utterance.seconds <= high]
-    if not kept:
+    kept = (whole.seconds >= low) & (whole.seconds <= high)
+    if not kept.any():
         raise UserError(
             f"{whole.path}: no utterance between data.min_seconds = {low:g} "
             f"and data.max_seconds = {high:g}"
         )
-    return Corpus(kept, whole.path)
+    return whole if kept.all() else whole.take(np.flatnonzero(kept))
 
 
 def check_text(texts: Sequence[str], unknown: Sequence[str], path: Path | None) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asr.data import index, manifest
+from asr import corpora
+from asr.data import index, manifest, statistics
 from asr.data.corpus import Utterance, read_manifest
 from asr.data.index import open_rows
 from asr.data.manifest import COLUMNS, read_blocks
@@ -203,3 +204,38 @@ def test_parts_of_a_corpus_are_read_when_asked_for(large):
     assert part.path == large and pickle.loads(pickle.dumps(part)).ids == part.ids
     assert corpus.sample(5).ids == ["u0", "u10", "u20", "u30", "u40"]
     assert corpus.sample(41) is corpus
+
+
+class Counted:
+    """Stands for an extractor and its norm: notes which utterances are measured."""
+
+    needs_statistics = True
+
+    def __init__(self, kind):
+        self.kind, self.norm, self.seen = kind, self, []
+
+    def load(self, path):
+        return path.stem
+
+    def extract(self, name):
+        return name
+
+    def add(self, features, speaker):
+        self.seen.append(features)
+
+
+@pytest.mark.parametrize(("kind", "seen"), [("global", ["0", "20", "40"]), ("speaker", None)])
+def test_a_large_corpus_is_measured_by_a_sample(kind, seen, large, monkeypatch):
+    monkeypatch.setattr(statistics, "MEASURED", 3)
+    front_end = Counted(kind)
+    statistics.measure(read_manifest(large), front_end, workers=0)
+    assert front_end.seen == (seen or [str(n) for n in range(41)])  # each speaker needs their own
+
+
+def test_lengths_choose_utterances_without_reading_them(large, monkeypatch):
+    corpus = read_manifest(large)
+    monkeypatch.setattr(index.Rows, "__getitem__", lambda *arguments: pytest.fail("read"))
+    assert corpora.within(corpus, 0.1, 35.0) is corpus
+    assert len(corpora.within(corpus, 0.3, 1.3)) == 9  # both limits included
+    with pytest.raises(UserError, match="no utterance between"):
+        corpora.within(corpus, 7, 7.1)

@@ -1,4 +1,4 @@
-"""Mean and variance of the training features, streamed over the corpus by the loader's workers."""
+"""Mean and variance of the training features, streamed by the loader's workers."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader, Dataset
 from asr.data.corpus import Corpus
 from features.audio import AudioError
 from features.front_end import FrontEnd
+
+MEASURED = 30_000  # utterances, about a hundred hours: their mean is that of any more
 
 
 class _Raw(Dataset):
@@ -28,9 +30,15 @@ class _Raw(Dataset):
 
 
 def measure(corpus: Corpus, front_end: FrontEnd, workers: int) -> None:
-    """Add every readable utterance to the front end's normalisation, where that needs any."""
+    """Add the readable utterances to the front end's normalisation, where that needs any.
+
+    Statistics of the whole corpus are taken from MEASURED utterances where it has more, evenly
+    spread; those of its speakers from all, since each needs their own.
+    """
     if not front_end.norm.needs_statistics:
         return
+    if front_end.norm.kind == "global":
+        corpus = corpus.sample(MEASURED)
     loader = DataLoader(
         _Raw(corpus, front_end), batch_size=16, num_workers=workers, collate_fn=_as_they_are
     )

@@ -60,7 +60,7 @@ class Characters:
     @classmethod
     def train(cls, texts: Iterable[str]) -> "Characters":
         """Takes every character that occurs. Raises UserError where there is none."""
-        symbols = sorted(set().union(*map(set, texts)))
+        symbols = sorted(set().union(*texts))
         if not symbols:
             raise UserError("the training text is empty: no vocabulary can be made from it")
         return cls(symbols)
