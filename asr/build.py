@@ -19,6 +19,7 @@ from asr.models.row_classifier import RowClassifier
 from asr.models.speller import Speller
 from asr.models.transformer import Transformer
 from asr.nn.drop import VShape
+from asr.nn.transformer_layers import Stack
 from asr.settings import Features, ImageRecipe, LanguageRecipe, Model, SpeechRecipe, Text
 from asr.settings.language import LanguageModel
 from asr.settings.train import Train
@@ -116,6 +117,13 @@ def speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> Sp
     guide = Guide(**train.guide.model_dump()) if train.guide else None
     objective = SpeechObjective(model, recipe.model.ctc_weight, train.label_smoothing, guide)
     return objective.to(device(train.device))
+
+
+def share_layer_drop(objective: nn.Module, seed: int) -> None:
+    """The ranks of a training leave out the same layers, so that none waits for the others."""
+    stacks = [module for module in objective.modules() if isinstance(module, Stack)]
+    for number, stack in enumerate(stacks):
+        stack.choose_by(seed, number)
 
 
 def language_model(model: LanguageModel, vocabulary: int) -> nn.Module:

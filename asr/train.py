@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 from asr import command
 from asr.recipe import read_recipe, write_recipe
 from asr.runs.lock import only_training
-from asr.runs.resume import find_start
-from asr.runs.training_run import STOPPED, Task, Training
+from asr.runs.resume import Start, find_start
+from asr.runs.task import Task
+from asr.runs.training_run import STOPPED, Training
 from asr.settings import Recipe
 from asr.tasks.images import image_task
 from asr.tasks.language import language_task
 from asr.tasks.speech import speech_task
 from asr.training.checkpoint import choose, load_weights
+from asr.training.distributed import first_alone, is_first, joined, restarted
 
 # The maker of each task: (recipe, run folder, whether the run is gone on with) -> Task.
 TASKS: Mapping[str, Callable[[Any, Path, bool], Task]] = {
@@ -55,16 +58,21 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     Raises UserError where the folder already holds a run and resume is not asked, where that run
     had another recipe, unless forced, and where another process trains in it.
     """
-    with only_training(run):
-        return _train(recipe, run, resume, force)
+    with joined(recipe.train.device), only_training(run) if is_first() else nullcontext():
+        with first_alone():
+            training, start, notes = _open(recipe, run, resume or restarted(), force)
+        return training.go(start, notes)
 
 
-def _train(recipe: Recipe, run: Path, resume: bool, force: bool) -> int:
+def _open(
+    recipe: Recipe, run: Path, resume: bool, force: bool
+) -> tuple[Training, Start | None, list[str]]:
+    """Of several ranks the first makes what the run folder needs, the others read it there."""
     start = find_start(run, resume)
     notes = start.notes(recipe, force) if start else []
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    task = TASKS[recipe.task](recipe, run, start is not None)
+    task = TASKS[recipe.task](recipe, run, start is not None or not is_first())
     if recipe.train.init and not start:
         source = choose(recipe.train.init, "best", 1)
         load_weights(task.objective.model, source, task.about)
@@ -72,10 +80,11 @@ def _train(recipe: Recipe, run: Path, resume: bool, force: bool) -> int:
     if start:
         notes += start.content_notes(training.content, force)
         start.set_damaged_aside()
-    else:
+    elif is_first():
         task.prepare(run)
-    write_recipe(recipe, run / "recipe.yaml")
-    return training.go(start, notes)
+    if is_first():
+        write_recipe(recipe, run / "recipe.yaml")
+    return training, start, notes
 
 
 if __name__ == "__main__":

@@ -146,9 +146,9 @@ class Epochs:
             self._planned[epoch] = made
         return self._planned[epoch]
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """Those batches, read, without the first `skip`."""
-        return load(self.utterances, self.plan(epoch).batches[skip:], self.workers)
+    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[Batch]:
+        """Every so many of those batches, read, without the first `skip`."""
+        return load(self.utterances, self.plan(epoch).batches[skip::every], self.workers)
 
 
 def load(

@@ -78,10 +78,11 @@ class ImageEpochs:
         rows = [Item(int(row), epoch, 1.0) for row in order]
         return Plan([rows[i : i + self.size] for i in range(0, len(rows), self.size)], 0.0)
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[ImageBatch]:
-        """Those batches without the first `skip`."""
-        for number, items in enumerate(self.plan(epoch).batches[skip:], start=skip):
-            batch = take(self.images, [item.index for item in items])
+    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[ImageBatch]:
+        """Every so many of those batches, without the first `skip`."""
+        batches = self.plan(epoch).batches
+        for number in range(skip, len(batches), every):
+            batch = take(self.images, [item.index for item in batches[number]])
             chance = np.random.default_rng([self.seed, epoch, number])
             yield replace(batch, images=moved(batch.images, self.shift, chance))
 

@@ -23,21 +23,21 @@ POOL = 1 << 20  # lines
 
 @dataclass(frozen=True)
 class Batches(Sequence[np.ndarray]):
-    """Batch b is the lines order[starts[b] : starts[b + 1]]."""
+    """Batch b is the lines order[starts[b] : stops[b]]; a slice of batches shares `order`."""
 
     order: np.ndarray  # (N,) uint32
-    starts: np.ndarray  # (batches + 1,) int64
+    starts: np.ndarray  # (batches,) int64
+    stops: np.ndarray  # (batches,) int64
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.starts)
 
     def __getitem__(self, index: int | slice) -> "np.ndarray | Batches":
         if isinstance(index, slice):
-            first, last, _ = index.indices(len(self))
-            return Batches(self.order, self.starts[first : max(first, last) + 1])
+            return Batches(self.order, self.starts[index], self.stops[index])
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self.order[self.starts[index] : self.starts[index + 1]]
+        return self.order[self.starts[index] : self.stops[index]]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def plan_sentences(
         sizes.append(np.diff(cuts)[turn])
         real += int(places.sum())
         padded += int((places[cuts[1:] - 1] * np.diff(cuts)).sum())
-    return SentencePlan(
-        Batches(order, np.cumsum(np.concatenate(sizes))), 1 - real / padded if padded else 0.0
-    )
+    cuts = np.cumsum(np.concatenate(sizes))
+    batches = Batches(order, cuts[:-1], cuts[1:])
+    return SentencePlan(batches, 1 - real / padded if padded else 0.0)
 
 
 def _cuts(places: np.ndarray, cap: int) -> np.ndarray:
@@ -114,13 +114,13 @@ class SentenceEpochs:
             self._planned[epoch] = made
         return self._planned[epoch]
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[SentenceBatch]:
-        """Those batches, read, without the first `skip`."""
+    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[SentenceBatch]:
+        """Every so many of those batches, read, without the first `skip`."""
         return iter(
             DataLoader(
                 self.sentences,
                 batch_size=None,
-                sampler=self.plan(epoch).batches[skip:],
+                sampler=self.plan(epoch).batches[skip::every],
                 num_workers=self.workers,
                 worker_init_fn=start_worker,
                 generator=torch.Generator(),  # its seed is not drawn from what dropout draws from

@@ -5,51 +5,37 @@ Validation, pictures, checkpoints, going on after a crash and ending when a sign
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from asr import build
-from asr.data.content import Content
+from asr.errors import UserError
 from asr.recipe import as_yaml, flat
 from asr.runs import health
 from asr.runs.debug import stop_at_nan
 from asr.runs.resume import Start, fingerprint
-from asr.settings import Recipe
+from asr.runs.task import Task
 from asr.training.checkpoint import load_weights, prune, save_checkpoint
+from asr.training.distributed import (
+    add_sums,
+    begin_alike,
+    check_share,
+    gather,
+    is_first,
+    rank,
+    world,
+)
 from asr.training.evidence import keep_evidence
-from asr.training.given import Batch, Between, Epochs
-from asr.training.log import Log
+from asr.training.given import Batch, Between
+from asr.training.log import Log, Silence
 from asr.training.loop import fit, planned_steps, validate
-from asr.training.objective import Objective, means
+from asr.training.objective import Sum, means
 from asr.training.position import Position, position_state, random_state, restore_random_state
 from asr.training.signals import Stop, Stopped
 
 STOPPED = 3  # exit code of a run that a signal ended: all is saved, --resume goes on
-
-
-class Task(Protocol):
-    """What is trained on what; asr/tasks/speech.py has the first."""
-
-    recipe: Recipe
-    objective: Objective
-    epochs: Epochs
-    about: dict[str, str]  # what a checkpoint says of itself; another one's must agree
-    content: Content  # of the files it learns from and is validated on
-    allowed_broken: float  # share of the corpus that may turn out unreadable
-
-    def describe(self) -> str: ...
-
-    def prepare(self, run: Path) -> None: ...
-
-    def valid(self) -> Iterator[Batch]: ...
-
-    def report(self, log: Log, position: Position) -> dict[str, float]: ...
-
-    def samples(self) -> Iterator[Batch]: ...
-
-    def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]: ...
 
 
 class Training:
@@ -61,6 +47,7 @@ class Training:
         self.position = Position()
         self.content = task.content  # now: while it trains, its files may change
         self.limits = build.limits(self.settings, task.allowed_broken)
+        check_share(len(task.epochs.plan(1).batches))
         self.metrics: dict[str, float] = {}
         self.validated = self.saved = -1  # steps
         self.checks = 0  # validations of this process
@@ -71,16 +58,20 @@ class Training:
 
         `notes` are said first.
         """
-        if start:
-            self._restore(start)
+        if len(set(gather(start and start.checkpoint.step))) > 1:
+            raise UserError(f"{self.run}: must lie on a disk that all machines share")
+        begin_alike(self.task.objective)
+        if world() > 1:
+            build.share_layer_drop(self.task.objective, self.task.recipe.seed)
+        more = self._restore(start) if start else []
         total = planned_steps(self.task.epochs, self.limits)
-        log = Log(self.run, self.settings.log_every, total, self.position.step)
-        with self.stop, log as self.log:
-            for line in (*notes, self._greeting(start is not None)):
+        here = self.run, self.settings.log_every, total, self.position.step
+        with self.stop, Log(*here) if is_first() else Silence() as self.log:
+            for line in (*notes, *more, self._greeting(start is not None)):
                 self.log.note(line)
             with suppress(Stopped):
                 self._train()
-            if self.stop.asked:
+            if self.stop.asked_any():
                 return self._stopped()
             self.log.recipe(as_yaml(self.task.recipe), flat(self.task.recipe), self.metrics)
             self.log.note(f"finished at step {self.position.step}; the run is in {self.run}")
@@ -100,14 +91,15 @@ class Training:
         )
         objective, schedule = self.task.objective, build.schedule(self.settings)
         limits, position = self.limits, self.position
-        epochs, note = self.task.epochs, self.log.note
+        epochs, note = self.task.epochs, self.log.note if is_first() else print
         debug = stop_at_nan(objective, position, note) if self.settings.debug else nullcontext()
         with debug:
             fit(objective, epochs, self.optimizer, schedule, position, limits, between)
-        if self.validated != self.position.step and not self.stop.asked:
+        if self.validated != self.position.step and not self.stop.asked_any():
             self.check()
-        with self.stop.broken_off():
-            self.metrics |= self.task.finish(self.run, self.log, self.position)
+        if is_first():
+            with self.stop.broken_off():
+                self.metrics |= self.task.finish(self.run, self.log, self.position)
 
     def after_step(self, position: Position) -> None:
         """Validate and save where it is due."""
@@ -125,20 +117,20 @@ class Training:
     def check(self) -> None:
         """Validation: loss, word error rates, pictures, a checkpoint, perhaps the alarm.
 
-        A signal ends it at once, and resuming begins it anew.
+        Ranks share the loss; the first does the rest. A signal to one of them ends it at once, and
+        resuming begins it anew.
         """
         position, log, begin = self.position, self.log, time.perf_counter()
         random = random_state()
         try:
-            with self.stop.broken_off():
-                sums = validate(self.task.objective, self.task.valid(), self.settings.precision)
-                shown = self.task.report(log, position)
-                self._look_inside()
+            losses = means(add_sums(self.stop.broken_off_by_any(self._validate))[0])
+            if not losses:
+                raise UserError(self.task.nothing_valid())
+            shown = self.stop.broken_off_by_any(self._show)
         except Stopped:
             return
         finally:
             restore_random_state(random)
-        losses = means(sums)
         self.metrics = {f"valid/{name}": value for name, value in (losses | shown).items()}
         log.scalars("valid", losses | shown, position.step)
         figures = "  ".join(f"{name} {value:.4f}" for name, value in (losses | shown).items())
@@ -148,22 +140,36 @@ class Training:
         self.save(losses["nats"])
         log.pause(time.perf_counter() - begin)
 
-    def _look_inside(self) -> None:
-        """What asr.health finds, where it is due: at the first validation and every so many."""
-        every = self.settings.health
+    def _validate(self) -> dict[str, Sum]:
+        share = slice(rank(), None, world())
+        return validate(self.task.objective, self.task.valid(share), self.settings.precision)
+
+    def _show(self) -> dict[str, float]:
+        """What the task shows, and what asr.health finds, at the first validation and as due."""
+        if not is_first():
+            return {}
+        shown, every = self.task.report(self.log, self.position), self.settings.health
         if every and self.checks % every == 0:
             figures = health.measure(self.task.objective, self.task.samples())
             self.log.scalars("health", figures, self.position.step)
             health.write(self.run, self.position.step, figures)
         self.checks += 1
+        return shown
 
     def save(self, loss: float) -> None:
         """A checkpoint of everything that resuming needs."""
+        self.saved = self.position.step
+        random = gather(random_state())
+        if is_first():
+            self._write(loss, random)
+
+    def _write(self, loss: float, random: Sequence[dict[str, Any]]) -> None:
         recipe = as_yaml(self.task.recipe)
         training = {
             "optimizer": self.optimizer.state_dict(),
             "position": position_state(self.position),
-            "random": random_state(),
+            "random": random[0],
+            "ranks": random[1:],
             "recipe": recipe,
             "content": self.content,
             "validated": self.validated,
@@ -174,19 +180,24 @@ class Training:
         model, step = self.task.objective.model, self.position.step
         about = {**self.task.about, "recipe": fingerprint(recipe)}
         save_checkpoint(self.run, model, training, step, loss, about)
-        self.saved = step
         prune(self.run, self.settings.keep, self.settings.keep_best)
 
-    def _restore(self, start: Start) -> None:
+    def _restore(self, start: Start) -> list[str]:
+        """To where the checkpoint was made; -> what the log should say of it."""
         checkpoint, state = start.checkpoint, start.state
         load_weights(self.task.objective.model, [checkpoint], self.task.about)
         self.optimizer.load_state_dict(state["optimizer"])
         self.position = Position(**state["position"])
-        restore_random_state(state["random"])
+        random = [state["random"], *state.get("ranks", [])]
+        if rank() < len(random):
+            restore_random_state(random[rank()])
         self.saved = self.position.step
         measured = self.saved if math.isfinite(checkpoint.loss) else -1
         self.validated = state.get("validated", measured)
         self.metrics = state.get("metrics", {})
+        step = f"{world()} x {self.limits.accumulate} batches"
+        line = f"{len(random)} ranks trained so far, now {world()}: a step takes {step}"
+        return [line] if len(random) != world() else []
 
     def _stopped(self) -> int:
         if self.saved != self.position.step:
@@ -233,4 +244,5 @@ class Training:
         return (
             f"{'resuming' if resumed else 'training'} {self.task.recipe.run}: "
             f"{parameters / 1e6:.2f} M parameters, {self.task.describe()}"
+            f"{f', {world()} ranks' if world() > 1 else ''}"
         )

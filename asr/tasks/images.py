@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,14 @@ class ImageTask:
     def prepare(self, run: Path) -> None:
         """Nothing but the recipe is needed beside checkpoints."""
 
-    def valid(self) -> Iterator[ImageBatch]:
-        """The images held out of the training set, once."""
+    def valid(self, share: slice = slice(None)) -> Iterator[ImageBatch]:
+        """The images held out of the training set, once, or a share of their batches."""
         torch.manual_seed(self.recipe.seed)  # DRAW's noise: every validation draws the same
-        return in_order(self.held_out, AT_ONCE)
+        return islice(in_order(self.held_out, AT_ONCE), share.start, share.stop, share.step)
+
+    def nothing_valid(self) -> str:
+        """What to say where none of them could be read."""
+        return "no image for validation"
 
     def samples(self) -> Iterator[ImageBatch]:
         """The first few of them, in one batch, to look inside with."""

@@ -78,9 +78,13 @@ class LanguageTask:
         """The vocabulary, so that a speech model can tell whether it is its own."""
         self.tokenizer.save(run)
 
-    def valid(self) -> Iterator[SentenceBatch]:
-        """The validation text, once."""
-        return self.held_out.batches(0)
+    def valid(self, share: slice = slice(None)) -> Iterator[SentenceBatch]:
+        """The validation text, once, or a share of its batches."""
+        return self.held_out.batches(0, share.start or 0, share.step or 1)
+
+    def nothing_valid(self) -> str:
+        """What to say where none of it could be read."""
+        return "no sentence for validation"
 
     def report(self, log: Log, position: Position) -> dict[str, float]:
         """A few sentences that the model makes up, always from the same random numbers."""

@@ -10,19 +10,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from asr.training.checkpoint import WEIGHTS, named_tensors
+from asr.training.distributed import is_first, rank
 from asr.training.given import Batch
 
 
 def keep_evidence(folder: Path, group: Sequence[Batch], objective: nn.Module) -> str:
     """Batches, weights and a report of where the numbers end into the folder; -> a line on it.
 
-    The gradients of the step must still stand in the parameters.
+    The gradients of the step must still stand in the parameters. Of several ranks each keeps its
+    own batches, the first the weights.
     """
+    mine = "" if is_first() else f"-rank{rank()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(named_tensors(objective.model), folder / WEIGHTS)
-        torch.save([_plain(batch) for batch in group], folder / "batch.pt")
-        (folder / "report.txt").write_text("\n".join(_report(group, objective)) + "\n")
+        if is_first():
+            save_file(named_tensors(objective.model), folder / WEIGHTS)
+        torch.save([_plain(batch) for batch in group], folder / f"batch{mine}.pt")
+        (folder / f"report{mine}.txt").write_text("\n".join(_report(group, objective)) + "\n")
     except OSError as error:
         return f"The evidence could not be kept: {error.strerror}."
     return (

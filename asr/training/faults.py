@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from asr.errors import UserError
-from asr.training.given import Batch, Between, Limits
+from asr.training.distributed import gather
+from asr.training.given import Batch, Between, Limits, Read
 from asr.training.position import Position
 
 
@@ -13,17 +15,14 @@ def allowed_broken(limits: Limits, utterances: int) -> float:
     return max(limits.broken * utterances, math.ceil(limits.broken))
 
 
-def count(
-    position: Position, group: Sequence[Batch], allowed: float, note: Callable[[str], None]
-) -> None:
-    """Count a group into the position. UserError where more than `allowed` an epoch are broken."""
-    position.batch += len(group)
-    for batch in group:
-        position.audio_seconds += batch.seconds
-        position.utterances += len(batch)
-        position.broken += len(batch.broken)
-        for broken in batch.broken:
-            note(f"left out {broken.id}: {broken.reason}")
+def count(position: Position, read: Read, allowed: float, note: Callable[[str], None]) -> None:
+    """Count a step into the position. UserError where more than `allowed` an epoch are broken."""
+    position.batch += read.batches
+    position.audio_seconds += read.seconds
+    position.utterances += read.utterances
+    position.broken += len(read.broken)
+    for broken in read.broken:
+        note(f"left out {broken.id}: {broken.reason}")
     if position.broken > allowed * position.epoch:
         seen = position.utterances + position.broken
         raise UserError(
@@ -39,7 +38,7 @@ def bad_step(
 
     UserError, with the evidence kept, where these are `limits.bad_steps`.
     """
-    ids = " ".join(name for batch in group for name in batch.ids)
+    ids = " ".join(chain(*gather([name for batch in group for name in batch.ids])))
     between.note(f"step {position.step}: loss or gradient not finite, not used; utterances {ids}")
     if bad + 1 >= limits.bad_steps:
         raise UserError(

@@ -32,7 +32,36 @@ class Epochs(Protocol):
 
     def plan(self, epoch: int) -> Plan: ...
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]: ...
+    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Read:
+    """What was read for a step, by one rank or by all of them."""
+
+    batches: int
+    utterances: int
+    seconds: float  # of audio
+    broken: tuple[Broken, ...]
+    asked: bool  # to stop before that step
+
+    @classmethod
+    def of(cls, group: Sequence[Batch], asked: bool) -> "Read":
+        """By this rank."""
+        broken = tuple(each for batch in group for each in batch.broken)
+        seconds = sum(batch.seconds for batch in group)
+        return cls(len(group), sum(map(len, group)), seconds, broken, asked)
+
+    @classmethod
+    def by_all(cls, parts: Sequence["Read"]) -> "Read":
+        """By all ranks."""
+        return cls(
+            sum(part.batches for part in parts),
+            sum(part.utterances for part in parts),
+            sum(part.seconds for part in parts),
+            tuple(each for part in parts for each in part.broken),
+            any(part.asked for part in parts),
+        )
 
 
 @dataclass(frozen=True)
@@ -41,7 +70,7 @@ class Limits:
 
     epochs: int
     steps: int | None = None  # overrides epochs
-    accumulate: int = 1
+    accumulate: int = 1  # batches of a step, on each rank
     clip: float = 5.0
     precision: str = "fp32"
     broken: float = 0.01  # share of unreadable utterances that stops the run

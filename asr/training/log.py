@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -129,6 +129,19 @@ class Log:
         self.audio = 0.0
         self.norm = 0.0
         self.since = time.perf_counter()
+
+
+class Silence:
+    """The log of every rank but the first, which speaks for all."""
+
+    def __enter__(self) -> "Silence":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is open."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
 
 
 def _progress() -> Progress:

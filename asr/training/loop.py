@@ -3,21 +3,24 @@
 A step reads `accumulate` batches, sums their objective, divides the gradient by the step's count
 of targets, clips it and updates. Everything that happens between steps (logging, validation,
 saving) is handed in as a function, so that the loop knows no model and no corpus. What goes wrong
-in a step is dealt with in memory.py (it does not fit) and faults.py (it gives no numbers).
+in a step is dealt with in memory.py (it does not fit) and faults.py (it gives no numbers). Of
+several ranks (distributed.py) each reads its share of a step; their sums make one step of all.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from asr.training.distributed import add_gradients, add_sums, gather, rank, world
 from asr.training.faults import allowed_broken, bad_step, count
-from asr.training.given import Batch, Between, Epochs, Limits, Step
+from asr.training.given import Batch, Between, Epochs, Limits, Read, Step
 from asr.training.memory import in_memory
 from asr.training.objective import Sum, add
 from asr.training.optim import Schedule
@@ -42,11 +45,12 @@ def fit(
     total = planned_steps(epochs, limits)
     allowed = allowed_broken(limits, sum(map(len, epochs.plan(1).batches)))
     bad = 0
-    while not (_finished(position, limits) or between.asked_to_stop()):
+    while not _finished(position, limits):
         begin = time.perf_counter()
-        batches = epochs.batches(position.epoch, position.batch)
-        for group in _until_asked(groups(batches, limits.accumulate), between):
-            count(position, group, allowed, between.note)
+        for group, read in _steps(epochs, position, limits.accumulate, between):
+            if read.asked:
+                return
+            count(position, read, allowed, between.note)
             objective.set_step(position.step)
             lr = schedule(position.step + 1, min((position.step + 1) / total, 1.0))
             readable = [batch.to(device) for batch in group if len(batch)]
@@ -54,13 +58,11 @@ def fit(
             position.step += 1
             bad = 0 if step.finite else bad_step(bad, group, position, limits, between)
             position.train_seconds += time.perf_counter() - begin
-            between.log(position, step)
+            between.log(position, replace(step, seconds=read.seconds))
             between.after_step(position)
-            if _finished(position, limits) or between.asked_to_stop():
+            if _finished(position, limits):
                 return
             begin = time.perf_counter()
-        if between.asked_to_stop():  # the loader was ended with us, perhaps in mid-epoch
-            return
         position.epoch, position.batch = position.epoch + 1, 0
         between.after_epoch(position)
 
@@ -73,11 +75,18 @@ def take_step(
     limits: Limits,
     note: Callable[[str], None] = print,
 ) -> Step:
-    """One update from the batches of a group; none where loss or gradient is not finite."""
+    """One update from the batches of all ranks' groups; none where a number is not finite."""
     objective.train()
-    sums = in_memory(lambda part: sum_gradients(objective, part, limits.precision), group, note)
+    said: list[str] = []
+    mine = in_memory(
+        lambda part: sum_gradients(objective, part, limits.precision), group, said.append
+    )
+    sums, lines = add_sums(mine, said)
+    add_gradients(objective)
+    for line in lines:
+        note(line)
     gradients = [p.grad for p in objective.parameters() if p.grad is not None]
-    if not gradients:  # every utterance of the group was broken
+    if not gradients:  # every utterance of the step was broken
         return Step(sums, 0.0, lr, 0.0)
     total, count = sums["objective"]
     # Summed, then divided by the targets of the whole step: a short utterance weighs no more.
@@ -133,7 +142,7 @@ def planned_steps(epochs: Epochs, limits: Limits) -> int:
     """Steps of the whole run; by epochs, as if all were as long as the first."""
     if limits.steps is not None:
         return limits.steps
-    return limits.epochs * math.ceil(len(epochs.plan(1).batches) / limits.accumulate)
+    return limits.epochs * math.ceil(len(epochs.plan(1).batches) / (limits.accumulate * world()))
 
 
 def _finished(position: Position, limits: Limits) -> bool:
@@ -146,10 +155,30 @@ def _is_finite(norm: float, total: Tensor) -> bool:
     return math.isfinite(norm) and bool(total.isfinite())
 
 
-def _until_asked(source: Iterator[list[Batch]], between: Between) -> Iterator[list[Batch]]:
-    """The groups; a signal that ends the run may have ended the loader's workers before us."""
+def _steps(
+    epochs: Epochs, position: Position, accumulate: int, between: Between
+) -> Iterator[tuple[list[Batch], Read]]:
+    """This rank's batches of each step to the epoch's end, and what all ranks read for it.
+
+    A rank may have none in the last step. What was `asked` of one stops all before the same step.
+    """
+    source: Iterator[list[Batch]] = iter(())
+    if not between.asked_to_stop():
+        mine = epochs.batches(position.epoch, position.batch + rank(), world())
+        source = groups(mine, accumulate)
+    while True:
+        group = _next(source, between)
+        read = Read.by_all(gather(Read.of(group, between.asked_to_stop())))
+        if not (read.batches or read.asked):
+            return
+        yield group, read
+
+
+def _next(source: Iterator[list[Batch]], between: Between) -> list[Batch]:
+    """A signal that ends the run may have ended the loader's workers before us."""
     try:
-        yield from source
+        return [] if between.asked_to_stop() else next(source, [])
     except RuntimeError:
         if not between.asked_to_stop():
             raise
+        return []

@@ -5,11 +5,14 @@ child process inherits neither wish: the loader's workers see to themselves (asr
 """
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from asr.training.distributed import gather
+
+Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -54,6 +57,24 @@ class Stop:
             yield
         finally:
             self._may_raise = False
+
+    def broken_off_by_any(self, work: Callable[[], Result]) -> Result:
+        """What such work gives; Stopped, on all ranks, where a signal broke it off on one.
+
+        The work itself must call nothing that waits for the other ranks.
+        """
+        done = []
+        with suppress(Stopped), self.broken_off():
+            done.append(work())
+        if not all(gather(bool(done))):
+            raise Stopped
+        return done[0]
+
+    def asked_any(self) -> bool:
+        """Whether a signal asked one of the ranks to stop; then `asked` is its name on all."""
+        names = [name for name in gather(self.asked) if name]
+        self.asked = self.asked or next(iter(names), None)
+        return bool(names)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         # Left to the system, the second one waits for no Python: a backward pass may take a minute.
