@@ -33,6 +33,10 @@ from asr.training.position import Position
 from features.front_end import FrontEnd
 
 INSPECTED = 4  # utterances that train.health looks at
+# Of a larger corpus, so many utterances, evenly spread, are looked at before training begins.
+VOCABULARY_UTTERANCES = 300_000
+CHECKED_TEXTS = 1000
+CHECKED_LENGTHS = 100_000
 
 
 @dataclass(frozen=True)
@@ -82,15 +86,15 @@ class SpeechTask:
             )
         }
 
-    def valid(self, share: slice = slice(None)) -> Iterator[Batch]:
-        """The validation split, once, or a share of its batches."""
-        plan = plan_evaluation(self.heard.corpus.seconds, self.recipe.decode.batch_seconds)
-        return load(self.heard, plan.batches[share], self.recipe.data.workers)
-
-    def nothing_valid(self) -> str:
-        """What to say where none of it could be read."""
-        corpus = self.heard.corpus
-        return f"{corpus.path}: none of its {len(corpus)} utterances could be read"
+    def valid(self) -> Iterator[Batch]:
+        """The validation split, once. UserError where none of it can be read."""
+        corpus, read = self.heard.corpus, 0
+        plan = plan_evaluation(corpus.seconds, self.recipe.decode.batch_seconds)
+        for batch in load(self.heard, plan.batches, self.recipe.data.workers):
+            read += len(batch)
+            yield batch
+        if not read:
+            raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
 
     def report(self, log: Log, position: Position) -> dict[str, float]:
         """Word error rates and attention's diagonality on validation; pictures and texts.
@@ -103,7 +107,7 @@ class SpeechTask:
         texts: dict[str, str] = {}
         ctc_texts: dict[str, str] = {}
         slopes = []
-        shown = set(self.heard.corpus.ids[: train.samples])
+        shown = set(self.heard.corpus[: train.samples].ids)
         for batch in load(self.heard, plan.batches, self.recipe.data.workers):
             for broken in batch.broken:
                 log.note(f"left out {broken.id}: {broken.reason}")
@@ -135,7 +139,7 @@ class SpeechTask:
         return {}
 
     def _rate(self, texts: dict[str, str]) -> float:
-        truth = {u.id: u.text for u in self.heard.corpus}
+        truth = {u.id: u.text for u in self.heard.corpus[: self.recipe.train.wer_utterances]}
         return score([truth[name] for name in texts], list(texts.values()), draws=1).wer
 
     @torch.no_grad()
@@ -160,7 +164,7 @@ class SpeechTask:
     def _samples(
         self, log: Log, step: int, texts: dict[str, str], ctc_texts: dict[str, str]
     ) -> None:
-        for utterance in list(self.heard.corpus)[: self.recipe.train.samples]:
+        for utterance in self.heard.corpus[: self.recipe.train.samples]:
             lines = [f"reference: {utterance.text}", f"attention: {texts.get(utterance.id)}"]
             if ctc_texts:
                 lines.append(f"CTC: {ctc_texts.get(utterance.id)}")
@@ -184,10 +188,12 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
     else:
         # Weights that are tuned further mean nothing under another vocabulary.
         init = recipe.train.init
-        tokenizer = load_tokenizer(init) if init else build.tokenizer(recipe.text, training.texts)
+        part = training.sample(VOCABULARY_UTTERANCES)
+        tokenizer = load_tokenizer(init) if init else build.tokenizer(recipe.text, part.texts)
         measure(training, front_end, data.workers)
     for part in (training, valid):
-        corpora.check_text(part.texts, [tokenizer.unknown(text) for text in part.texts], part.path)
+        texts = part.sample(CHECKED_TEXTS).texts
+        corpora.check_text(texts, [tokenizer.unknown(text) for text in texts], part.path)
     torch.manual_seed(recipe.seed)
     objective = build.speech_objective(recipe, front_end.size, tokenizer.size)
     check_room(recipe, training, tokenizer, front_end, objective)
@@ -214,6 +220,7 @@ def check_room(
     """
     if not recipe.model.ctc_weight:
         return
+    corpus = corpus.sample(CHECKED_LENGTHS)
     fastest = max(recipe.features.speed)
     frames = torch.tensor([front_end.num_frames(u.seconds, fastest) for u in corpus])
     room = objective.model.memory_lengths(frames).tolist()
