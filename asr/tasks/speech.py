@@ -86,15 +86,15 @@ class SpeechTask:
             )
         }
 
-    def valid(self) -> Iterator[Batch]:
-        """The validation split, once. UserError where none of it can be read."""
-        corpus, read = self.heard.corpus, 0
-        plan = plan_evaluation(corpus.seconds, self.recipe.decode.batch_seconds)
-        for batch in load(self.heard, plan.batches, self.recipe.data.workers):
-            read += len(batch)
-            yield batch
-        if not read:
-            raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
+    def valid(self, share: slice = slice(None)) -> Iterator[Batch]:
+        """The validation split, once, or a share of its batches."""
+        plan = plan_evaluation(self.heard.corpus.seconds, self.recipe.decode.batch_seconds)
+        return load(self.heard, plan.batches[share], self.recipe.data.workers)
+
+    def nothing_valid(self) -> str:
+        """What to say where none of it could be read."""
+        corpus = self.heard.corpus
+        return f"{corpus.path}: none of its {len(corpus)} utterances could be read"
 
     def report(self, log: Log, position: Position) -> dict[str, float]:
         """Word error rates and attention's diagonality on validation; pictures and texts.
