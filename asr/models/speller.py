@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asr.nn.attention import Attention, Look, first_look
+from asr.nn.kernels.problem import Weights
 from asr.nn.lstm import LayerNormLSTMCell
 from asr.nn.memory import Memory
 
 
 class Context(NamedTuple):
-    """What stays the same for an utterance: memory, attention keys, recurrent-dropout masks."""
+    """What stays the same over an utterance."""
 
     memory: Memory
     keys: Tensor  # (B, T, A)
-    masks: tuple[Tensor | None, ...]  # one (B, H) per layer
+    masks: tuple[Tensor | None, ...]  # recurrent dropout's, one (B, H) per layer
+    weights: tuple[Weights, ...]  # the cells', per layer
 
 
 class SpellerState(NamedTuple):
@@ -79,7 +81,8 @@ class Speller(nn.Module):
         states = memory.states
         masks = tuple(cell.dropout_mask(B) for cell in self.cells)
         cells = tuple((states.new_zeros(B, c.hidden_size),) * 2 for c in self.cells)
-        context = Context(memory, self.attend.keys(memory), masks)
+        weights = tuple(cell.loop_weights() for cell in self.cells)
+        context = Context(memory, self.attend.keys(memory), masks, weights)
         return SpellerState(context, cells, states.new_zeros(B, 1, E), first_look(memory))
 
     def advance(self, state: SpellerState, tokens: Tensor) -> tuple[Tensor, SpellerState]:
@@ -89,8 +92,9 @@ class Speller(nn.Module):
         embedded = functional.dropout(self.embedding(tokens), self.dropout, self.training)
         x = torch.cat([embedded, state.read], dim=-1).view(B * K, -1)
         cells = []
-        for cell, before, mask in zip(self.cells, state.cells, context.masks, strict=True):
-            cells.append(cell(x, before, mask))
+        layers = zip(self.cells, state.cells, context.masks, context.weights, strict=True)
+        for cell, before, mask, weights in layers:
+            cells.append(cell(x, before, mask, weights))
             x = functional.dropout(cells[-1][0], self.dropout, self.training)
         query = x.view(B, K, -1)
         look = self.attend(query, context.keys, context.memory.valid, look)
@@ -115,7 +119,7 @@ class Speller(nn.Module):
         if not is_identity(utterances, len(context.keys)):
             memory = Memory(*(part[utterances] for part in context.memory))
             masks = tuple(None if mask is None else mask[utterances] for mask in context.masks)
-            context = Context(memory, context.keys[utterances], masks)
+            context = context._replace(memory=memory, keys=context.keys[utterances], masks=masks)
         cells = tuple((h[flat], c[flat]) for h, c in state.cells)
         return SpellerState(context, cells, pick(state.read), Look(*map(pick, state.look)))
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from asr.nn.kernels import choice
+from asr.nn.kernels.loop import LoopWeight
 from asr.nn.kernels.problem import DEFAULT_EPS, NORMS, Setting, Weights, weight_shapes
 
 State = tuple[Tensor, Tensor]
@@ -39,10 +40,17 @@ class LayerNormLSTMCell(nn.Module):
         self.backend = choice.check_name(backend)
         add_weights(self, norm, input_size, hidden_size)
 
-    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> State:
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        weights: Weights | None = None,
+    ) -> State:
         """x (B, I), state (h, c) each (B, H) or None for zeros -> the next (h, c).
 
-        mask (B, H) is what dropout_mask gave at the beginning of the sequence.
+        mask (B, H) is what dropout_mask gave, weights what loop_weights gave at the beginning of
+        the sequence.
         Raises ValueError where a shape does not fit.
         """
         if x.dim() != 2 or x.shape[1] != self.input_size:
@@ -50,8 +58,16 @@ class LayerNormLSTMCell(nn.Module):
         if state is None:
             zeros = x.new_zeros(x.shape[0], self.hidden_size, dtype=self.weight_hh.dtype)
             state = zeros, zeros
-        weights = get_weights(self, self.setting.norm)
+        weights = weights or get_weights(self, self.setting.norm)
         return choice.run_step(self.backend, x, state, mask, weights, self.setting)
+
+    def loop_weights(self) -> Weights:
+        """This cell's weights for one sequence of steps, their gradients faster (LoopWeight)."""
+        weights = get_weights(self, self.setting.norm)
+        matrices = (weights.weight_ih, weights.weight_hh)
+        return weights._replace(
+            **dict(zip(("weight_ih", "weight_hh"), map(LoopWeight, matrices), strict=True))
+        )
 
     def dropout_mask(self, batch_size: int) -> Tensor | None:
         """A fresh recurrent-dropout mask (B, H) for one sequence; None where nothing is dropped."""

@@ -61,7 +61,7 @@ def run_step(
     name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: Setting
 ) -> State:
     """One time step: x (B, I), state of two (B, H) -> the next state; in C++ or as reference."""
-    own = weights.weight_hh
+    own = weights.bias_hh  # the matrices may be those of a loop
     setting, mixed = _under_autocast(setting, own)
     if choose(name, setting, own) != "cpu":  # a step has no loop that other backends could save
         return reference.step(x, state, mask, weights, setting)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from asr.nn.kernels.loop import LoopWeight
+
 NORMS = ("none", "ba", "raw", "thesis", "per_gate", "cell")
 
 # Each paper's or code's own eps (DESIGN.md); per_gate's TensorFlow original used 1e-12.
@@ -32,8 +34,8 @@ class Setting(NamedTuple):
 class Weights(NamedTuple):
     """One direction of one layer. Both biases are added after the norms, as one sum."""
 
-    weight_ih: Tensor  # (4H, I)
-    weight_hh: Tensor  # (4H, H)
+    weight_ih: Tensor | LoopWeight  # (4H, I)
+    weight_hh: Tensor | LoopWeight  # (4H, H)
     bias_ih: Tensor  # (4H,)
     bias_hh: Tensor  # (4H,)
     gain_ih: Tensor | None = None  # (4H,)  on LN(W_x x): ba

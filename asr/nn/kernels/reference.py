@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from asr.nn.kernels.loop import linear
 from asr.nn.kernels.problem import Batch, Result, Setting, Weights
 
 State = tuple[Tensor, Tensor]
@@ -94,7 +95,7 @@ def pack(batch: Batch, reverse: bool) -> Packed:
 
 def _input_part(x: Tensor, weights: Weights, setting: Setting) -> Tensor:
     """All that depends on the input alone: (N, I) -> (N, 4H)."""
-    gates = functional.linear(x, weights.weight_ih)
+    gates = linear(x, weights.weight_ih)
     if setting.norm == "per_gate":  # its norm and so its bias come after the sum
         return gates
     if setting.norm in ("ba", "raw", "thesis"):
@@ -108,7 +109,7 @@ def _recur(
     gates: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: Setting
 ) -> State:
     h, c = reversed(state) if setting.norm == "thesis" else state
-    pre = functional.linear(h, weights.weight_hh)  # (B, 4H)
+    pre = linear(h, weights.weight_hh)  # (B, 4H)
     if setting.norm == "per_gate":
         pre = _norm_per_gate(gates + pre, weights, setting)
     elif setting.norm in ("ba", "raw", "thesis"):

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from asr.nn.kernels.cpu import library
 from asr.nn.kernels.cpu.library import MODES
+from asr.nn.kernels.loop import linear
 from asr.nn.kernels.problem import Setting, Weights
-from asr.nn.kernels.python import product
 
 State = tuple[Tensor, Tensor]
 
@@ -21,10 +20,9 @@ State = tuple[Tensor, Tensor]
 def step(x: Tensor, state: State, mask: Tensor | None, w: Weights, setting: Setting) -> State:
     """x (B, I), state of two (B, H) -> the next. Raises build.BuildError without the kernels."""
     h, c = state
-    if setting.precision == "bf16" and x.dtype == torch.float32:
-        ax, ah = product(x, w.weight_ih.t(), setting), product(h, w.weight_hh.t(), setting)
-    else:
-        ax, ah = functional.linear(x, w.weight_ih), functional.linear(h, w.weight_hh)
+    half = setting.precision == "bf16" and x.dtype == torch.float32
+    dtype = torch.bfloat16 if half else x.dtype
+    ax, ah = linear(x, w.weight_ih, dtype), linear(h, w.weight_hh, dtype)
     if MODES[setting.norm] != 1:  # one sum goes through the norm, if there is one
         ax, ah = None, ax + ah
     gain_h = w.gain_hh if w.gain_gates is None else w.gain_gates
