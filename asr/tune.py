@@ -1,8 +1,9 @@
 """The decode settings that do best on a split, for `asr.evaluate RUN --split dev --tune`.
 
-Every beam and CTC weight is decoded once, for its n best hypotheses; penalties are then tried by
-re-scoring those, thousands a second. A penalty also changes what a beam keeps, so the few best are
-decoded in earnest, beside the run's own settings, and the best of these wins.
+Every beam and CTC weight is decoded for its n best hypotheses, without a language model and with
+the one that decode.lm names; penalties and that model's weight are then tried by re-scoring those,
+thousands a second. They also change what a beam keeps, so the few best are decoded in earnest,
+beside the run's own settings, and the best of these wins.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from asr.data.corpus import Corpus
 from asr.decoding.score import Ranking
 from asr.decoding.search import Hypothesis
+from asr.errors import UserError
 from asr.evaluation import batches
 from asr.recipe import as_yaml, read_recipe
 from asr.recognizer import Recognizer
@@ -24,6 +26,8 @@ from asr.settings import Decode, SpeechRecipe
 
 BEAMS = (1, 4, 8)
 CTC_WEIGHTS = (0.0, 0.2, 0.4)  # where there is a CTC head
+LM_WEIGHTS = (0.1, 0.2, 0.3, 0.5, 0.8)  # where decode.lm names a language model
+LM_WEIGHT = 0.3  # of it, as n-bests are made
 PENALTIES = {
     "length_penalty": (0.0, 0.3, 0.6, 1.0),
     "token_reward": (0.0, 0.2, 0.5),
@@ -55,42 +59,59 @@ class Trial:
 def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path) -> Iterator[str]:
     """Search, write the best into the run's recipe, and say so in lines.
 
-    Raises UserError where no utterance can be read.
+    Raises UserError where no utterance can be read, and for decode.search=ctc.
     """
-    mine = {key: getattr(recipe.decode, key) for key in ("beam", "ctc_weight", *PENALTIES)}
-    rescored = search(recognizer, corpus, recipe)
+    if recipe.decode.search == "ctc":
+        raise UserError("--tune weighs what a beam adds up; set decode.search=beam")
+    grid = grid_of(recognizer, recipe)
+    yield f"{len(corpus)} utterances, decoded under {len(grid)} settings for their n best"
+    mine = {key: getattr(recipe.decode, key) for key in grid[0]}
+    rescored = search(recognizer, corpus, recipe, grid)
     tried = sorted(rescored, key=lambda trial: trial.rank)[:FINALISTS]
     finalists = {tuple(one.items()): one for one in (mine, *(t.setting for t in tried))}
     decoded = decode(recognizer, corpus, recipe, list(finalists.values()))
     best = min(decoded, key=lambda trial: trial.rank)
-    yield from table([head(), *map(row, sorted([*rescored, *decoded], key=lambda t: t.rank))])
-    settings = " ".join(f"decode.{key}={value:g}" for key, value in best.setting.items())
-    if best.setting == mine:
-        yield f"the run's own settings stay the best: {settings}"
-        return
-    save(run, best.setting)
-    yield f"written to {run / 'recipe.yaml'}: {settings}"
+    yield from table([head(mine), *map(row, sorted([*rescored, *decoded], key=lambda t: t.rank))])
+    settings = {key: f"{value:g}" for key, value in best.setting.items()}
+    written = save(run, recipe.decode, best.setting)
+    told = " ".join(f"decode.{key}={value}" for key, value in {**written, **settings}.items())
+    how = f"written to {run / 'recipe.yaml'}" if written else "the run's own settings stay the best"
+    yield f"{how}: {told}"
 
 
-def search(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> list[Trial]:
-    """The best penalties of every beam and CTC weight, by re-scoring."""
-    weights = CTC_WEIGHTS if recipe.model.ctc_weight else (0.0,)
-    plain = dict.fromkeys(PENALTIES, 0.0)
+def grid_of(recognizer: Recognizer, recipe: SpeechRecipe) -> list[dict[str, float]]:
+    """What is decoded for n-bests: beams, CTC weights, and with and without a language model."""
     beams = [beam for beam in BEAMS if beam <= widest_beam(recognizer.tokenizer)]
-    grid = [{"beam": b, "ctc_weight": w, **plain} for b, w in product(beams, weights)]
+    axes: dict[str, Sequence[float]] = {"beam": beams}
+    axes["ctc_weight"] = CTC_WEIGHTS if recipe.model.ctc_weight else (0.0,)
+    if recognizer.lm is not None:
+        axes["lm_weight"] = (0.0, LM_WEIGHT)
+    plain = dict.fromkeys(PENALTIES, 0.0)
+    return [dict(zip(axes, values, strict=True)) | plain for values in product(*axes.values())]
+
+
+def search(
+    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, grid: Sequence[Setting]
+) -> list[Trial]:
+    """The best penalties and weight of the language model for every setting, by re-scoring."""
     traced = [{**setting, "coverage_penalty": TRACE} for setting in grid]
     found = nbests(recognizer, corpus, recipe, traced)
     trials = []
     for setting, nbest in zip(grid, found, strict=True):
         wrong = errors(recognizer, corpus, nbest)
-        penalties = [dict(zip(PENALTIES, values, strict=True)) for values in _all_penalties()]
-        tries = [rescored({**setting, **one}, corpus, nbest, wrong) for one in penalties]
+        tries = [rescored(one, corpus, nbest, wrong) for one in variants(setting)]
         trials.append(min(tries, key=lambda trial: trial.rank))
     return trials
 
 
-def _all_penalties() -> Iterator[tuple[float, ...]]:
-    return product(*PENALTIES.values())
+def variants(setting: Setting) -> Iterator[Setting]:
+    """What re-scoring the n-bests of a setting can tell of; nothing where each holds but one."""
+    if setting["beam"] == 1:
+        yield setting
+        return
+    axes = PENALTIES | ({"lm_weight": LM_WEIGHTS} if setting.get("lm_weight") else {})
+    for values in product(*axes.values()):
+        yield {**setting, **dict(zip(axes, values, strict=True))}
 
 
 def nbests(
@@ -130,9 +151,12 @@ def rescored(
 ) -> Trial:
     """What would be wrong if the n-bests were ranked anew under these penalties."""
     ranking = Ranking(**{key: setting[key] for key in PENALTIES})
-    weights = (1 - setting["ctc_weight"], setting["ctc_weight"])
+    ctc_weight = setting["ctc_weight"]
+    extra = [weight for weight in (ctc_weight, setting.get("lm_weight", 0.0)) if weight]
+    weights = (1 - ctc_weight, *extra)
 
     def final(hypothesis: Hypothesis) -> float:
+        # A scorer of weight 0 took no part, and greedy search knows none.
         log_prob = sum(w * part for w, part in zip(weights, hypothesis.parts, strict=False) if w)
         return ranking.final(log_prob, len(hypothesis.tokens) + 1, hypothesis.covered)
 
@@ -157,17 +181,30 @@ def decode(
     ]
 
 
-def save(run: Path, setting: Setting) -> None:
-    """Write the setting into RUN/recipe.yaml, which is whole at any moment."""
+def save(run: Path, decode: Decode, setting: Setting) -> dict[str, str]:
+    """Write what was in force, with the setting, into RUN/recipe.yaml, whole at any moment.
+
+    -> the keys that this changed, with their values as text.
+    """
     recipe = read_recipe(run / "recipe.yaml")
-    kept = {**recipe.decode.model_dump(), **setting}
-    recipe = recipe.model_copy(update={"decode": Decode.model_validate(kept)})
-    replace_files(run, {"recipe.yaml": as_yaml(recipe)})
+    # A language model that does not help need not be loaded.
+    lm = decode.lm if setting.get("lm_weight") else recipe.decode.lm
+    found = Decode.model_validate({**decode.model_dump(), **setting, "lm": lm})
+    before, after = recipe.decode.model_dump(mode="json"), found.model_dump(mode="json")
+    changed = {
+        key: "null" if value is None else str(value)
+        for key, value in after.items()
+        if value != before[key]
+    }
+    if changed:
+        recipe = recipe.model_copy(update={"decode": found})
+        replace_files(run, {"recipe.yaml": as_yaml(recipe)})
+    return changed
 
 
-def head() -> tuple[str, ...]:
+def head(setting: Setting) -> tuple[str, ...]:
     """Of the table."""
-    return ("beam", "ctc_weight", *PENALTIES, "WER", "CER errors", "how")
+    return (*setting, "WER", "CER errors", "how")
 
 
 def row(trial: Trial) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What asr.evaluate does beside scoring: tune, rates of groups, and one run against another."""
 
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -9,6 +10,8 @@ import jiwer
 
 from asr import evaluate
 from asr.recipe import read_recipe
+from asr.scoring.files import write_evaluation
+from asr.scoring.wer import score
 
 
 def heard(folder):
@@ -67,6 +70,35 @@ def test_a_run_does_not_beat_itself(tiny, tiny_run, commands, tmp_path):
     assert code == 0
     values = [float(p) for p in re.findall(r"\bp (?:= )?([0-9.]+)", out)]
     assert values and min(values) == 1.0
+
+
+def test_against_another_run_the_differences_are_those_of_every_resampling(
+    tiny, tiny_run, commands, tmp_path
+):
+    """Four utterances: all 4^4 ways to draw them anew tell the bootstrap's p exactly."""
+    assert commands(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "ours")[0] == 0
+    rows = heard(tmp_path / "ours")
+    other = [rows[0]["reference"], f"a b c {rows[1]['reference']}", "c c", rows[3]["reference"]]
+    texts, ids, speakers = ([row[key] for row in rows] for key in ("reference", "id", "speaker"))
+    write_evaluation(tmp_path / "run/evaluate/test", score(texts, other, ids, speakers))
+    out = commands(
+        evaluate, tiny_run, "--split", "test", "--against", tmp_path / "run", "--out", tmp_path
+    )[1]
+    ours = [row["hypothesis"] for row in rows]
+    rates = jiwer.wer(texts, ours), jiwer.wer(texts, other)
+    told = "{:.2f} % against {:.2f} %: {:+.2f} points"
+    assert told.format(100 * rates[0], 100 * rates[1], 100 * (rates[0] - rates[1])) in out
+    pairs = [
+        [jiwer.process_words(t, said) for said in both]
+        for t, *both in zip(texts, ours, other, strict=True)
+    ]
+    wrong = [[m.substitutions + m.deletions + m.insertions for m in pair] for pair in pairs]
+    gains = [mine - yours for mine, yours in wrong]
+    drawn = [sum(draw) for draw in itertools.product(gains, repeat=len(gains))]
+    below, above = sum(d <= 0 for d in drawn), sum(d >= 0 for d in drawn)
+    exact = min(1.0, 2 * min(below, above) / len(drawn))
+    told_p = float(re.search(r"bootstrap over utterances \(4\): .* p = (\S+)", out)[1])
+    assert 0.01 < exact < 1 and abs(told_p - exact) < 0.03
 
 
 def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path):

@@ -1,0 +1,163 @@
+"""Tuning against re-ranking by hand and jiwer, and against a planted weight of a language model."""
+
+import itertools
+import random
+import re
+import shutil
+from types import SimpleNamespace
+
+import jiwer
+import pytest
+import soundfile
+import torch
+from test_fusion import save_language_run
+from tiny_speech import RATE, tones
+from tone_model import ToneModel, tone_recognizer
+
+from asr import evaluate, tune
+from asr.data.corpus import Utterance, read_manifest, write_manifest
+from asr.decoding.search import Hypothesis
+from asr.recipe import read_recipe
+from asr.recognizer import Recognizer
+
+A, B, C = 5, 6, 7  # tokens of tone_model.SYMBOLS
+WORDS = {1: "one", 2: "two", 3: "three", 5: "five"}
+READER = SimpleNamespace(text=lambda hypothesis: " ".join(WORDS[t] for t in hypothesis.tokens))
+
+
+def spoken(**texts):
+    return [Utterance(name, "s", None, 1.0, text) for name, text in texts.items()]
+
+
+def heard(tokens, *parts, covered=0.0):
+    return Hypothesis(tokens, 0.0, True, parts=parts, covered=covered)
+
+
+def reranked(setting, corpus, nbest):
+    """Errors by jiwer if every n-best is ranked by Wu et al. 2016, equation 14, and an LM."""
+    said = []
+    for utterance in corpus:
+
+        def final(h):
+            model, ctc, lm = h.parts
+            share, length = setting["ctc_weight"], len(h.tokens) + 1
+            total = (1 - share) * model + share * ctc + setting["lm_weight"] * lm
+            total /= ((5 + length) / 6) ** setting["length_penalty"]
+            total += setting["coverage_penalty"] * h.covered
+            return total + setting["token_reward"] * length
+
+        said.append(READER.text(max(nbest[utterance.id], key=final)))
+    found = jiwer.process_words([utterance.text for utterance in corpus], said)
+    return found.substitutions + found.deletions + found.insertions
+
+
+def test_the_weight_of_a_language_model_lies_where_both_utterances_are_right(monkeypatch):
+    corpus = spoken(more="one two", less="three")
+    nbest = {  # the first needs a weight above 0.25, the second one below 0.4
+        "more": [heard((1, 3), -4.5, -3.0), heard((1, 2), -5.0, -1.0)],
+        "less": [heard((5,), -4.4, -3.0), heard((3,), -4.0, -4.0)],
+    }
+    monkeypatch.setattr(tune, "nbests", lambda *_: [nbest])
+    plain = dict.fromkeys(tune.PENALTIES, 0.0)
+    grid = [{"beam": 4, "ctc_weight": 0.0, "lm_weight": tune.LM_WEIGHT, **plain}]
+    (trial,) = tune.search(READER, corpus, None, grid)
+    assert (trial.errors, trial.words) == (0, 3)
+    assert trial.setting == {"beam": 4, "ctc_weight": 0.0, "lm_weight": 0.3, **plain}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_setting_is_the_one_that_trying_all_finds(monkeypatch, seed):
+    draw = random.Random(seed)
+    corpus = spoken(
+        **{f"u{i}": " ".join(draw.choices(list(WORDS.values()), k=4)) for i in range(7)}
+    )
+    ids = {word: token for token, word in WORDS.items()}
+
+    def rival(text):
+        tokens = [
+            ids[word] if draw.random() < 0.6 else draw.choice([*WORDS]) for word in text.split()
+        ]
+        parts = [draw.uniform(-4, 0) * len(tokens) for _ in range(3)]
+        return heard(tuple(tokens[: draw.randint(1, 4)]), *parts, covered=draw.uniform(-20, 0))
+
+    nbest = {u.id: [rival(u.text) for _ in range(5)] for u in corpus}
+    monkeypatch.setattr(tune, "nbests", lambda *_: [nbest])
+    plain = dict.fromkeys(tune.PENALTIES, 0.0)
+    grid = [{"beam": 8, "ctc_weight": 0.4, "lm_weight": tune.LM_WEIGHT, **plain}]
+    (trial,) = tune.search(READER, corpus, None, grid)
+    axes = {**tune.PENALTIES, "lm_weight": tune.LM_WEIGHTS}
+    every = [
+        reranked(dict(zip(axes, values, strict=True)) | {"ctc_weight": 0.4}, corpus, nbest)
+        for values in itertools.product(*axes.values())
+    ]
+    assert trial.errors == min(every) < max(every)
+    assert trial.errors == reranked(trial.setting, corpus, nbest)
+
+
+class Mishearing(ToneModel):
+    """Takes every letter for a c, with two chances in three."""
+
+    def step(self, state, tokens):
+        log_probs, state = super().step(state, tokens)
+        letter = log_probs[..., [A, B]].amax(dim=2) > -1.0
+        log_probs[..., C] = torch.where(letter, log_probs.amax(dim=2) + 0.7, log_probs[..., C])
+        return log_probs.log_softmax(dim=2), state
+
+
+class FewCs:
+    """A unigram language model: c is e^1.5 times as rare as a and b, so 0.47 of it hears right."""
+
+    def start(self, memory):
+        return None
+
+    def step(self, state, tokens):
+        scores = torch.full((*tokens.shape, 8), -1.0)
+        scores[..., C] = -2.5
+        return scores, None
+
+    def select(self, state, rows):
+        return None
+
+
+def test_the_planted_weight_is_found_written_and_decodes_without_a_mistake(tiny_run, tmp_path):
+    texts = ["ab", "ba", "b"]
+    rows = []
+    for number, text in enumerate(texts):
+        soundfile.write(tmp_path / f"{text}.wav", tones(text, number), RATE)
+        rows.append(Utterance(text, "s", tmp_path / f"{text}.wav", 0.24, text))
+    write_manifest(tmp_path / "own.tsv", rows)
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(tiny_run / "recipe.yaml", run)
+    recipe = read_recipe(run / "recipe.yaml", [f"decode.lm={tmp_path}"])
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"ctc_weight": 0})})
+    teacher = tone_recognizer(with_ctc=False)
+    model = Mishearing(with_ctc=False)
+    recognizer = Recognizer(model, teacher.tokenizer, teacher.front_end, recipe.decode, lm=FewCs())
+    corpus = read_manifest(tmp_path / "own.tsv")
+    lines = list(tune.tune(recognizer, corpus, recipe, run))
+    written = read_recipe(run / "recipe.yaml").decode
+    assert (written.beam, written.lm_weight, written.lm) == (4, 0.5, tmp_path)
+    assert f"decode.lm={tmp_path}" in lines[-1] and "decode.lm_weight=0.5" in lines[-1]
+    assert any(re.match(r"4 .* 0\.00 % +0 +decoded$", line) for line in lines)
+    recognizer.decode = written
+    assert [recognizer.transcribe(u.audio).text for u in corpus] == texts
+
+
+def test_a_language_model_that_does_not_help_is_not_written(tiny_run, commands, tmp_path):
+    run, lm = tmp_path / "run", tmp_path / "lm"
+    shutil.copytree(tiny_run, run)
+    save_language_run(lm, Recognizer.load(run).tokenizer)
+    code, out, _ = commands(
+        evaluate, run, "--split", "valid", "--tune", f"decode.lm={lm}", "decode.lm_weight=9"
+    )
+    told = dict(re.findall(r"decode\.(\w+)=(\S+)", out))
+    decode = read_recipe(run / "recipe.yaml").decode
+    assert code == 0 and "lm_weight" in out.splitlines()[1]
+    assert float(told["lm_weight"]) == decode.lm_weight
+    assert decode.lm == (lm if decode.lm_weight else None)
+
+
+def test_ctc_alone_has_nothing_to_weigh(tiny_run, commands):
+    line = commands.refused(evaluate, tiny_run, "--split", "valid", "--tune", "decode.search=ctc")
+    assert line == "--tune weighs what a beam adds up; set decode.search=beam"
