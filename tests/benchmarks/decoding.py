@@ -8,8 +8,7 @@
 
 `search`: encoding and beam search, 4 utterances of 6 s (600 frames of 80) at once, beam 10, every
 hypothesis forced to 30 of 500 tokens, one thread, random weights. `transformer` is the shape of
-transformer.py beside this file, `las` that of las.py (`las-ba`: with LayerNorm, which the peer has
-not). Two processes take turns, so that a busy moment of the machine meets both.
+transformer.py beside this file, `las` that of las.py (`las-ba`: with LayerNorm, the peer has none).
 
 `run`: a trained run on its test split, seconds of work per second of audio; and the peak memory of
 a process that transcribes one minute of it, against one that transcribes ten.
@@ -213,16 +212,16 @@ def measure_run(run: Path) -> None:
 
     torch.set_num_threads(1)
     corpus = corpora.split(run_recipe(run).data, "test")
+    some = [corpus[i] for i in range(40)]
     for beam, ctc_weight in ((1, 0.0), (10, 0.0), (10, 0.3)):  # whatever its recipe says
-        settings = [f"decode.beam={beam}", f"decode.ctc_weight={ctc_weight}"]
-        recognizer = Recognizer.load(run, settings)
-        some = [corpus[i] for i in range(40)]
-        recognizer.transcribe(some[0].audio)
+        settings = f"decode.beam={beam} decode.ctc_weight={ctc_weight}"
+        recognizer = Recognizer.load(run, settings.split())
+        recognizer.transcribe(some[0].audio)  # compiles, and warms up
         begin = time.perf_counter()
         for utterance in some:
             recognizer.transcribe(utterance.audio)
-        took, audio = time.perf_counter() - begin, sum(u.seconds for u in some)
-        print(f"{' '.join(settings):40} real-time factor {took / audio:.4f}")
+        factor = (time.perf_counter() - begin) / sum(u.seconds for u in some)
+        print(f"{settings:40} real-time factor {factor:.4f}")
     longest = max(float(seconds) for seconds in corpus.seconds)
     with tempfile.TemporaryDirectory() as folder:
         peaks = []
