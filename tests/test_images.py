@@ -22,6 +22,7 @@ from asr.models.row_classifier import RowClassifier
 from asr.recipe import read_recipe
 from asr.scoring.classes import confusion, mean_interval, wilson_interval
 from asr.scoring.pictures import tiles
+from asr.tasks import images
 
 
 def idx(array, kind=8, sizes=None):
@@ -223,6 +224,17 @@ def test_rows_from_recipe_to_score(recipes, tmp_path):
     assert low < score["accuracy"] < high
     health = json.loads((tmp_path / "run/health.json").read_text())["figures"]
     assert {"variance/lstm.l0/forget", "flat/lstm.l0/c", "gradient/out"} <= set(health)
+
+
+def test_other_images_are_noticed_at_a_resume(recipes, tmp_path, monkeypatch):
+    recipe = read_recipe(recipes / "rows.yaml", ["train.steps=1", "train.health=0"])
+    assert train.train(recipe, tmp_path / "run") == 0
+    assert train.train(recipe, tmp_path / "run", resume=True) == 0
+    training, test = images.read(recipe.data)
+    training.labels[0] = (training.labels[0] + 1) % 10
+    monkeypatch.setattr(images, "read", lambda data: (training, test))
+    with pytest.raises(UserError, match=r"data\.folder: the same size, but another content"):
+        train.train(recipe, tmp_path / "run", resume=True)
 
 
 def test_draw_from_recipe_to_score(recipes, tmp_path):

@@ -119,6 +119,10 @@ def test_resumed_in_mid_epoch_is_the_same_run(commands, folder, kind):
     names = [run / "checkpoints" / "00000009" / "model.safetensors" for run in (whole, cut)]
     first, second = map(load_file, names)
     assert all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
+    with (folder / "valid.txt").open("a") as file:
+        file.write("one more\n")
+    line = commands.refused(train, recipe, *steps, "--run", cut, "--resume")
+    assert "its data have changed since: data.valid: 9 sentences -> 10. Take the old" in line
 
 
 def test_the_vocabulary_of_a_run_is_taken(commands, folder):
