@@ -4,16 +4,14 @@ import argparse
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from asr import command
 from asr.decoding.subtitles import make_cues, srt, webvtt
 from asr.errors import UserError
 from asr.recognizer import Recognizer
 from asr.scoring.files import replace_files
-from asr.transcript import Transcript
+from asr.transcript import Transcript, as_plain
 
 SUFFIXES = {"text": "txt", "json": "json", "srt": "srt", "vtt": "vtt"}
 
@@ -83,17 +81,6 @@ def content(path: Path, transcript: Transcript, kind: str) -> str:
     if kind == "text":
         return f"{transcript.text}\n"
     return {"srt": srt, "vtt": webvtt}[kind](make_cues(transcript.words))
-
-
-def as_plain(path: Path, transcript: Transcript) -> dict[str, Any]:
-    """What JSON takes: times in milliseconds' precision, confidence in three digits."""
-    plain = {"audio": str(path), **asdict(transcript)}
-    plain["times"] = [round(time, 3) for time in transcript.times]
-    plain["words"] = [
-        {name: value if name == "text" else round(value, 3) for name, value in word.items()}
-        for word in plain["words"]
-    ]
-    return plain
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ Shapes: T memory frames, U tokens, V vocabulary; one utterance at a time.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -80,3 +82,14 @@ def joined(
         tuple(chain.from_iterable(moved)),
         tuple(words),
     )
+
+
+def as_plain(path: Path, transcript: Transcript) -> dict[str, Any]:
+    """What JSON takes: times in milliseconds' precision, confidence in three digits."""
+    plain = {"audio": str(path), **asdict(transcript)}
+    plain["times"] = [round(time, 3) for time in transcript.times]
+    plain["words"] = [
+        {name: value if name == "text" else round(value, 3) for name, value in word.items()}
+        for word in plain["words"]
+    ]
+    return plain
