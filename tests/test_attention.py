@@ -19,9 +19,9 @@ def memory():
     return Memory(torch.randn(B, T, E, dtype=torch.float64), valid)
 
 
-def attention(kind):
+def attention(kind, backend="auto"):
     torch.manual_seed(2)
-    return Attention(kind, E, Q, A, FILTERS, REACH).double()
+    return Attention(kind, E, Q, A, FILTERS, REACH, backend=backend).double()
 
 
 def looked(memory, seed=3):
@@ -56,9 +56,10 @@ def slow_energy(module, kind, query, states, past, frame):
     return float(module.to_energy.weight[0] @ torch.tanh(mixed))
 
 
+@pytest.mark.parametrize("backend", ["auto", "python"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_the_equations(kind, memory):
-    module, past = attention(kind), looked(memory)
+def test_weights_are_the_equations(kind, backend, memory):
+    module, past = attention(kind, backend), looked(memory)
     query = torch.randn(B, K, Q, dtype=torch.float64)
     with torch.no_grad():
         look = module(query, module.keys(memory), memory.valid, past)

@@ -6,6 +6,8 @@ last step's weights, their running sum: what was written already tells a repeat 
 
 B utterances, K hypotheses per utterance, T frames of memory, E encoder size, Q query size,
 A attention size. Keys are made once per utterance and shared by its hypotheses.
+
+On a CPU the C++ of asr/nn/kernels/cpu/attention.h computes what is here written with torch.
 """
 
 import math
@@ -14,9 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from asr.nn.kernels import choice
+from asr.nn.kernels.cpu import attention as cpu
+from asr.nn.kernels.problem import Setting
 from asr.nn.memory import Memory
 
 KINDS = ("additive", "dot", "location")
+ANY_LSTM = Setting("none", eps=0.0)  # to ask for the backend that LSTMs would get
 
 
 class Look(NamedTuple):
@@ -30,7 +36,9 @@ class Attention(nn.Module):
     """Weights over the memory for a query.
 
     `reach` is how many frames to each side location-aware attention reads of its past weights.
-    Raises ValueError for an unknown kind.
+    `backend` is chosen as an LSTM's (asr/nn/kernels/choice.py): all but cpu, and auto where that
+    is cpu, mean torch's operators.
+    Raises ValueError for an unknown kind, or a backend that does not exist or cannot run.
     """
 
     def __init__(
@@ -41,8 +49,10 @@ class Attention(nn.Module):
         size: int,
         filters: int = 10,
         reach: int = 25,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        self.backend = choice.check_name(backend)
         if kind not in KINDS:
             raise ValueError(f"attention {kind!r} is unknown: choose one of {', '.join(KINDS)}")
         self.kind = kind
@@ -66,12 +76,31 @@ class Attention(nn.Module):
         Each row of weights sums to 1 over the valid frames.
         """
         wanted = self.to_query(query)  # (B, K, A)
+        if self.kind != "dot" and self._in_cpp(wanted, keys, *past):
+            return Look(*cpu.look(self._given(wanted, keys, past), valid))
         if self.kind == "dot":
             energy = wanted @ keys.transpose(1, 2) / math.sqrt(keys.size(-1))  # (B, K, T)
         else:
             energy = self._energy(self._mixed(wanted, keys, past))
         weights = energy.masked_fill(~valid.unsqueeze(1), -torch.inf).softmax(dim=-1)
         return Look(weights, past.total + weights)
+
+    def _in_cpp(self, *tensors: Tensor) -> bool:
+        """Whether the C++ kernels compute this. Raises UserError where they must but cannot."""
+        like = self.to_energy.weight
+        if like.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return False
+        if like.dtype not in (torch.float32, torch.float64):
+            return False
+        if any(t.dtype != like.dtype or t.device != like.device for t in tensors):
+            return False
+        return choice.choose(self.backend, ANY_LSTM, like) == "cpu"
+
+    def _given(self, wanted: Tensor, keys: Tensor, past: Look) -> cpu.Given:
+        given = cpu.Given(keys, wanted, self.to_energy.weight, *past)
+        if self.kind == "additive":
+            return given
+        return given._replace(place=self.to_place.weight, conv=self.conv.weight)
 
     def _mixed(self, wanted: Tensor, keys: Tensor, past: Look) -> Tensor:
         """wanted (B, K, A), keys (B, T, A) -> (B, K, T, A), the largest tensor of a search.

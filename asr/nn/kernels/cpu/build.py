@@ -82,7 +82,7 @@ def _compile(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         cpp_extension.load(
             name=target.stem,
-            sources=[str(SOURCES / "layer.cpp")],
+            sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
             extra_cflags=list(FLAGS),
             extra_ldflags=["-pthread", "-fopenmp"],
             build_directory=folder,

@@ -19,14 +19,14 @@ _forked = [True] if multiprocessing.parent_process() and os.name == "posix" else
 os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
 
-def _pointers(names: str) -> list[tuple[str, type]]:
+def pointers(names: str) -> list[tuple[str, type]]:
     return [(name, c_void_p) for name in names.split()]
 
 
 class Direction(Structure):
     """call.h: Direction."""
 
-    _fields_ = _pointers(
+    _fields_ = pointers(
         "weight_ih weight_hh bias gain_x gain_h gain_c bias_c h0 c0 mask h c ax ah raw stats "
         "dh dc dh0 dc0 dx dweight_ih dweight_hh dvectors dax dah"
     )
@@ -40,7 +40,7 @@ class Call(Structure):
         + [(name, c_int64) for name in ("mode", "norm_c", "carry", "threads", "blocks", "forked")]
         + [("eps", c_double), ("lengths", c_void_p), ("x", c_void_p)]
         + [("x_stride_b", c_int64), ("x_stride_t", c_int64)]
-        + _pointers("output doutput")
+        + pointers("output doutput")
         + [("direction", Direction * 2)]
     )
 
@@ -51,14 +51,20 @@ def point(structure: Structure, **tensors: Tensor | None) -> None:
         setattr(structure, name, None if tensor is None else tensor.data_ptr())
 
 
-def run(name: str, call: Call, kind: int) -> None:
-    """Calls lstm_forward or lstm_backward without Python's lock. Raises build.BuildError."""
+def kind_of(x: Tensor) -> int:
+    """What the kernels call x's dtype."""
+    return KINDS[str(x.dtype).removeprefix("torch.")]
+
+
+def run(name: str, call: Structure, kind: int) -> None:
+    """Calls lstm_forward, look_forward or the like without Python's lock. Raises BuildError."""
     call.forked = bool(_forked)
-    library = build.load()
-    if library.lstm_call_size() != ctypes.sizeof(Call):
-        raise build.BuildError("call.h and library.py disagree on the structure Call")
+    library, structure = build.load(), type(call)
+    size = getattr(library, f"{name.partition('_')[0]}_call_size")
+    if size() != ctypes.sizeof(structure):
+        raise build.BuildError(f"C++ and Python disagree on the structure {structure.__name__}")
     function = getattr(library, name)
-    function.argtypes, function.restype = [ctypes.POINTER(Call), c_int], None
+    function.argtypes, function.restype = [ctypes.POINTER(structure), c_int], None
     function(ctypes.byref(call), kind)
 
 

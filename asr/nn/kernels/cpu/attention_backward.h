@@ -1,0 +1,148 @@
+// The backward pass of a look. It keeps nothing of the size (T, A): every tanh is computed again.
+#pragma once
+#include "attention.h"
+
+template <class T> class LookBackward : LookRow<T> {
+  using Base = LookRow<T>;
+  using typename Base::V, typename Base::Tile;
+  using Base::call, Base::own, Base::frames, Base::memory, Base::N, Base::stride, Base::reach;
+  using Base::b, Base::row;
+
+  struct Memory {
+    std::vector<T> denergy, dmixed, df, dseen, dwanted;  // (T), (kFrames, A), (C, T), (2, T), (A)
+    std::vector<T> dv, dplace, dtaps;                    // (A), (C, A), (2, C, W)
+  };
+  Memory& own_memory = kept<Memory>();
+  std::vector<T>&denergy = own_memory.denergy, &dmixed = own_memory.dmixed, &df = own_memory.df,
+      &dseen = own_memory.dseen, &dwanted = own_memory.dwanted, &dv = own_memory.dv,
+      &dplace = own_memory.dplace, &dtaps = own_memory.dtaps;
+  const int64_t wide_W = whole(call.W, kGroup<T>);
+
+ public:
+  LookBackward(const LookCall& call_, const LookWeights<T>& weights) : Base(call_, weights) {}
+
+  // A thread's share: whole utterances, for their hypotheses add up to one gradient of the keys.
+  void run(int64_t thread) {
+    dmixed.resize(kFrames * own.wide_A), dseen.resize(2 * stride), denergy.resize(call.T);
+    dv.assign(own.wide_A, T(0)), dplace.assign(own.C * own.wide_A, T(0));
+    dtaps.assign(2 * own.C * wide_W, T(0));
+    for (int64_t utterance = thread; utterance < call.B; utterance += call.threads)
+      for (int64_t k = 0; k < call.K; k++) {
+        this->move_to(utterance, k);
+        run_row(k == 0);
+      }
+    write_weights(thread);
+  }
+
+ private:
+  void run_row(bool first) {
+    through_softmax();
+    if (first) clear_other_keys();
+    this->filter_past();
+    dwanted.assign(own.wide_A, T(0)), df.assign(own.C * stride, T(0));
+    for (size_t n = 0; n < frames.size(); n += kFrames) {
+      const Tile tile = this->tile_at(n);
+      through_tanh(tile, first);
+      if (own.C) to_filters(tile);
+    }
+    std::copy_n(dwanted.data(), own.A, static_cast<T*>(call.dwanted) + row * own.A);
+    if (own.C) through_filters();
+  }
+
+  // Lists the frames with any gradient of their energy: padding, whatever it holds, has none.
+  void through_softmax() {
+    const T* y = this->times(static_cast<const void*>(call.weights));
+    const T *dy = this->times(call.dweights), *dtotal = this->times(call.dtotal);
+    double mean = 0;  // in double, for what remains when it is subtracted may be little
+    for (int64_t t = 0; t < call.T; t++)
+      if (this->is_valid(t)) mean += y[t] * (double(dy[t]) + dtotal[t]);
+    frames.clear();
+    for (int64_t t = 0; t < call.T; t++) {
+      denergy[t] = this->is_valid(t) ? T(y[t] * (double(dy[t]) + dtotal[t] - mean)) : T(0);
+      if (denergy[t] != 0) frames.push_back(t);
+    }
+  }
+
+  void clear_other_keys() {
+    T* dkeys = static_cast<T*>(call.dkeys);
+    for (int64_t t = 0; t < call.T; t++)
+      if (denergy[t] == 0) std::fill_n(dkeys + this->key_at(t), own.A, T(0));
+  }
+
+  void through_tanh(const Tile& tile, bool first) {
+    T de[kFrames], *dkey[kFrames];
+    for (int r = 0; r < kFrames; r++) {
+      de[r] = r < tile.count ? denergy[tile.frame[r]] : T(0);
+      dkey[r] = static_cast<T*>(call.dkeys) + this->key_at(tile.frame[r]);
+    }
+    for (int64_t a = 0; a < own.A; a += N) {
+      V y[kFrames], along_v = {}, along_wanted = {};
+      this->tanh_at(tile, a, y);
+      const V v = load<T>(&own.v[a]);
+#pragma GCC unroll 8
+      for (int r = 0; r < kFrames; r++) {
+        along_v += de[r] * y[r];
+        y[r] = de[r] * v * (T(1) - y[r] * y[r]);
+        along_wanted += y[r];
+        store<T>(&dmixed[r * own.wide_A + a], y[r]);
+      }
+      for (int r = 0; r < tile.count; r++) add_key(dkey[r] + a, r, a, first);
+      store<T>(&dv[a], load<T>(&dv[a]) + along_v);
+      store<T>(&dwanted[a], load<T>(&dwanted[a]) + along_wanted);
+      add_place(tile, a, y);
+    }
+  }
+
+  void add_key(T* to, int r, int64_t a, bool first) {
+    V d = load<T>(&dmixed[r * own.wide_A + a]);
+    if (!first) d += load<T>(to, own.A - a);
+    store<T>(to, d, own.A - a);
+  }
+
+  void add_place(const Tile& tile, int64_t a, const V (&d)[kFrames]) {
+    for (int64_t c = 0; c < own.C; c++) {
+      T* at = &dplace[c * own.wide_A + a];
+      V sums = load<T>(at);
+#pragma GCC unroll 8
+      for (int r = 0; r < kFrames; r++) sums += tile.f[r][c * stride] * d[r];
+      store<T>(at, sums);
+    }
+  }
+
+  // df[c, t] = sum over a of dmixed[t, a] place[a, c], with the filters in the vectors' lanes.
+  void to_filters(const Tile& tile) {
+    for (int64_t c = 0; c < own.C; c += N) {
+      V sums[kFrames] = {};
+      for (int64_t a = 0; a < own.A; a++) {
+        const V place = load<T>(&own.place_by_size[a * own.wide_C + c]);
+#pragma GCC unroll 8
+        for (int r = 0; r < kFrames; r++) sums[r] += dmixed[r * own.wide_A + a] * place;
+      }
+      for (int r = 0; r < tile.count; r++)
+        for (int64_t lane = 0; lane < std::min<int64_t>(N, own.C - c); lane++)
+          df[(c + lane) * stride + reach + tile.frame[r]] = sums[r][lane];
+    }
+  }
+
+  void through_filters() {
+    for (int i = 0; i < 2; i++)
+      tap_gradients(&memory.seen[i * stride], &df[reach], own.C, stride, frames,
+                    &dtaps[i * own.C * wide_W], wide_W);
+    correlate(df.data(), own.C, own.mirrored.data(), own.W, dseen.data(), 2, stride, call.T);
+    std::copy_n(dseen.data(), call.T, this->times(call.dpast_weights));
+    const T* dtotal = this->times(call.dtotal);
+    T* to = this->times(call.dpast_total);
+    for (int64_t t = 0; t < call.T; t++) to[t] = dtotal[t] + dseen[stride + t];
+  }
+
+  void write_weights(int64_t thread) {
+    std::copy_n(dv.data(), own.A, static_cast<T*>(call.dv) + thread * own.A);
+    T* to = static_cast<T*>(call.dplace) + thread * own.A * own.C;
+    for (int64_t a = 0; a < own.A; a++)
+      for (int64_t c = 0; c < own.C; c++) *to++ = dplace[c * own.wide_A + a];
+    to = static_cast<T*>(call.dconv) + thread * own.C * 2 * own.W;
+    for (int64_t c = 0; c < own.C; c++)
+      for (int64_t i = 0; i < 2; i++)
+        to = std::copy_n(&dtaps[(i * own.C + c) * wide_W], own.W, to);
+  }
+};

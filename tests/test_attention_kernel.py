@@ -1,0 +1,258 @@
+"""Attention's look in C++ against torch's operators, numerical gradients and itself."""
+
+import copy
+import multiprocessing
+import warnings
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from asr.errors import UserError
+from asr.nn.attention import Attention, Look
+from asr.nn.kernels.cpu import attention as cpu
+from asr.nn.kernels.cpu import build
+
+pytestmark = pytest.mark.skipif(
+    build.obstacle() is not None, reason=f"no kernels: {build.obstacle()}"
+)
+KINDS = ("additive", "location")
+# B, K, T, A, filters, reach: primes; filters beyond a vector; fewer frames than a filter reaches;
+# vectors of A that are full; more frames than one tile; a search's.
+SIZES = [
+    (3, 2, 19, 37, 11, 5),
+    (2, 3, 7, 5, 19, 13),
+    (5, 1, 101, 32, 10, 25),
+    (1, 7, 1, 3, 1, 0),
+]
+
+
+def make(kind, sizes, backend="cpu", dtype=torch.float64):
+    """Attention with E 5 and Q 7."""
+    torch.manual_seed(1)
+    *_, A, filters, reach = sizes
+    return Attention(kind, 5, 7, A, filters, reach, backend=backend).to(dtype)
+
+
+def weights_of(module):
+    return [weight for name, weight in module.named_parameters() if "to_key" not in name]
+
+
+def drawn(sizes, dtype=torch.float64):
+    """Query, keys and a past, to be learned, and a ragged batch's valid frames."""
+    B, K, T, A, *_ = sizes
+    draw = torch.Generator().manual_seed(2)
+    shapes = [(B, K, 7), (B, T, A), (B, K, T), (B, K, T)]
+    parts = [torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes]
+    valid = torch.arange(T) < torch.tensor([T, *range(T, 0, -3)])[:B, None].clamp(min=1)
+    parts[2:] = [part.softmax(-1) * valid[:, None] for part in parts[2:]]
+    return [part.to(dtype).requires_grad_() for part in parts], valid
+
+
+def all_of(module, inputs, valid):
+    """Both results and every gradient of a random projection of them."""
+    query, keys, *past = inputs
+    look = module(query, keys, valid, Look(*past))
+    draw = torch.Generator().manual_seed(3)
+    slopes = [
+        torch.randn(y.shape, generator=draw, dtype=torch.float64).to(y.dtype) * valid[:, None]
+        for y in look
+    ]
+    learned = [*inputs, *weights_of(module)]
+    gradients = torch.autograd.grad(look, learned, slopes, materialize_grads=True)
+    return [*look, *gradients]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_torchs(kind, sizes):
+    found = [all_of(make(kind, sizes, b), *drawn(sizes)) for b in ("cpu", "python")]
+    torch.testing.assert_close(*found, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_error_is_at_most_twice_torchs(kind, sizes):
+    exact = all_of(make(kind, sizes, "python"), *drawn(sizes))
+    found = [
+        all_of(make(kind, sizes, b, torch.float32), *drawn(sizes, torch.float32))
+        for b in ("cpu", "python")
+    ]
+    for ours, torchs, judge in zip(*found, exact, strict=True):
+        allowed = 2 * (torchs - judge).norm() + 2e-7 * judge.norm()
+        assert (ours - judge).norm() <= allowed
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 30.0])
+def test_small_and_saturated_sums_are_as_exact_as_torchs(scale):
+    sizes = (2, 3, 23, 17, 5, 3)
+    results = []
+    for backend, dtype in (("cpu", torch.float32), ("python", torch.float32),
+                           ("python", torch.float64)):  # fmt: skip
+        module, (inputs, valid) = make("additive", sizes, backend, dtype), drawn(sizes, dtype)
+        inputs[1] = inputs[1].detach().mul(scale).requires_grad_()
+        inputs[0] = inputs[0].detach().mul(scale).requires_grad_()
+        results.append(all_of(module, inputs, valid))
+    for ours, torchs, judge in zip(*results, strict=True):
+        assert (ours - judge).norm() <= 2 * (torchs - judge).norm() + 1e-6 * judge.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck_of_every_input(kind):
+    sizes = (2, 2, 3, 5, 2, 1)
+    module, (inputs, valid) = make(kind, sizes), drawn(sizes)
+    names = [name for name, _ in module.named_parameters() if "to_key" not in name]
+
+    def function(query, keys, weights, total, *parameters):
+        called = dict(zip(names, parameters, strict=True))
+        arguments = (query, keys, valid, Look(weights, total))
+        return tuple(torch.func.functional_call(module, called, arguments))
+
+    assert gradcheck(function, (*inputs, *weights_of(module)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_gradients_the_values_are_the_same(kind):
+    module, (inputs, valid) = make(kind, SIZES[0]), drawn(SIZES[0])
+    query, keys, *past = inputs
+    tracked = module(query, keys, valid, Look(*past))
+    with torch.no_grad():
+        plain = module(query, keys, valid, Look(*past))
+    assert tracked.weights.requires_grad and not plain.weights.requires_grad
+    torch.testing.assert_close(tuple(plain), tuple(tracked), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_that_lie_otherwise_in_memory(kind):
+    """Hypotheses expanded from one, keys and valid frames as views of something larger."""
+    sizes = (3, 4, 19, 37, 11, 5)
+    (query, keys, weights, total), valid = drawn(sizes)
+    keys = torch.stack([keys, keys], dim=-1)[..., 0]
+    valid = torch.stack([valid, ~valid], dim=-1)[..., 0]
+    past = [x[:, :1].detach().requires_grad_() for x in (weights, total)]
+    found = []
+    for backend in ("cpu", "python"):
+        expanded = [x.expand_as(weights) for x in past]
+        look = make(kind, sizes, backend)(query, keys, valid, Look(*expanded))
+        loss = (look.weights * weights.detach().cos()).sum() + look.total.sum()
+        found.append([*look, *torch.autograd.grad(loss, past, materialize_grads=True)])
+    torch.testing.assert_close(*found, atol=1e-11, rtol=1e-11)
+
+
+def test_two_graphs_live_side_by_side_and_backward_runs_twice():
+    module = make("location", SIZES[0])
+    (inputs, valid), slope = drawn(SIZES[0]), torch.randn(3, 2, 19, dtype=torch.float64)
+    others = [x.detach().mul(0.7).requires_grad_() for x in inputs]
+
+    def look(parts):
+        return module(*parts[:2], valid, Look(*parts[2:])).weights
+
+    alone = [torch.autograd.grad(look(parts), parts, slope) for parts in (inputs, others)]
+    graphs = look(inputs), look(others)
+    for _ in range(2):
+        for graph, parts, expected in zip(graphs, (inputs, others), alone, strict=True):
+            found = torch.autograd.grad(graph, parts, slope, retain_graph=True)
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_may_hold_anything(kind):
+    """NaN keys and NaN gradients there change no result and no gradient."""
+    module, (inputs, valid) = make(kind, SIZES[0]), drawn(SIZES[0])
+    clean = all_of(module, inputs, valid)
+    with torch.no_grad():
+        inputs[1][~valid] = torch.nan
+    poisoned = all_of(module, inputs, valid)
+    assert all(torch.equal(*pair) for pair in zip(poisoned, clean, strict=True))
+    assert (poisoned[0].transpose(1, 2)[~valid] == 0).all()
+    assert (poisoned[3][~valid] == 0).all()
+    query, keys, *past = inputs
+    look = module(query, keys, valid, Look(*past))
+    slope = torch.where(valid[:, None], 1.0, torch.nan).double().expand_as(look.weights)
+    for found in torch.autograd.grad(look.weights, [query, keys, past[0]], slope,
+                                     materialize_grads=True):  # fmt: skip
+        assert found.isfinite().all()
+
+
+def test_valid_frames_need_not_come_first():
+    sizes = (2, 3, 23, 5, 3, 2)
+    inputs, _ = drawn(sizes)
+    valid = torch.rand(2, 23, generator=torch.Generator().manual_seed(5)) < 0.5
+    found = [all_of(make("location", sizes, b), inputs, valid) for b in ("cpu", "python")]
+    torch.testing.assert_close(*found, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_nothing(kind):
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(all_of(make(kind, SIZES[2]), *drawn(SIZES[2])))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-12, rtol=1e-12)
+
+
+def fingerprint():
+    """The norms of a look's gradients with two threads."""
+    # Torch's own parallel loops hang in a process forked from one that has run such a loop; only
+    # the kernels are to be judged, so nothing else runs with two threads.
+    torch.set_num_threads(1)
+    module, ((query, keys, *past), valid) = make("location", SIZES[2]), drawn(SIZES[2])
+    wanted = module.to_query(query).detach()
+    given = [wanted, keys, *past, *weights_of(module)[1:]]
+    torch.set_num_threads(2)
+    names = ("wanted", "keys", "past_weights", "past_total", "conv", "place", "v")
+    given = [x.detach().requires_grad_() for x in given]
+    look = cpu.look(cpu.Given(**dict(zip(names, given, strict=True))), valid)
+    gradients = torch.autograd.grad(look[0][..., 0].sum() + look[1].sum(), given)
+    torch.set_num_threads(1)
+    return [float(part.norm()) for part in gradients]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_compute_the_same(method):
+    before = torch.get_num_threads()
+    try:
+        here = fingerprint()  # threads exist before the fork
+    finally:
+        torch.set_num_threads(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            there = pool.apply_async(fingerprint).get(timeout=100)
+    assert there == pytest.approx(here, rel=1e-12)
+
+
+def test_changing_what_backward_reads_is_an_error():
+    module, (inputs, valid) = make("location", SIZES[0]), drawn(SIZES[0])
+    look = module(*inputs[:2], valid, Look(*inputs[2:]))
+    with torch.no_grad():
+        module.conv.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        look.weights.sum().backward()
+
+
+def test_what_the_kernels_do_not_cover_is_torchs(monkeypatch):
+    called = []
+    monkeypatch.setattr("asr.nn.attention.cpu.look", lambda *given: called.append(given))
+    sizes, (inputs, valid) = SIZES[0], drawn(SIZES[0], torch.float32)
+    module = make("location", sizes, "auto", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(*inputs[:2], valid, Look(*inputs[2:]))
+    half = [x.bfloat16() for x in inputs]
+    copy.deepcopy(module).bfloat16()(*half[:2], valid, Look(*half[2:]))
+    monkeypatch.setenv("LAYERNORM_LSTM_BACKEND", "python")
+    module(*inputs[:2], valid, Look(*inputs[2:]))
+    assert not called
+
+
+def test_a_backend_that_cannot_run_is_named(monkeypatch):
+    with pytest.raises(ValueError, match="backend 'cqu' is not known; choose one of auto"):
+        make("location", SIZES[0], "cqu")
+    monkeypatch.setattr(build, "load", lambda: (_ for _ in ()).throw(build.BuildError("no disk")))
+    (query, keys, *past), valid = drawn(SIZES[0])
+    with pytest.raises(UserError, match="backend 'cpu' of the LSTM cannot run: no disk"):
+        make("location", SIZES[0])(query, keys, valid, Look(*past))
