@@ -20,6 +20,7 @@ from asr.tasks.language import language_task
 from asr.tasks.speech import speech_task
 from asr.training.checkpoint import choose, load_weights
 from asr.training.distributed import first_alone, is_first, joined, restarted
+from asr.training.flat import bound_caches
 
 # The maker of each task: (recipe, run folder, whether the run is gone on with) -> Task.
 TASKS: Mapping[str, Callable[[Any, Path, bool], Task]] = {
@@ -58,6 +59,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     Raises UserError where the folder already holds a run and resume is not asked, where that run
     had another recipe, unless forced, and where another process trains in it.
     """
+    bound_caches()
     with joined(recipe.train.device), only_training(run) if is_first() else nullcontext():
         with first_alone():
             training, start, notes = _open(recipe, run, resume or restarted(), force)

@@ -28,6 +28,7 @@ from asr.training.distributed import (
     world,
 )
 from asr.training.evidence import keep_evidence
+from asr.training.flat import give_back
 from asr.training.given import Batch, Between
 from asr.training.log import Log, Silence
 from asr.training.loop import fit, planned_steps, validate
@@ -138,6 +139,7 @@ class Training:
         self._alarm(shown.get("diagonality", 1.0))
         self.validated = position.step
         self.save(losses["nats"])
+        give_back()
         log.pause(time.perf_counter() - begin)
 
     def _validate(self) -> dict[str, Sum]:
