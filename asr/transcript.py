@@ -14,7 +14,7 @@ from torch import Tensor
 from asr.data.text import Tokenizer
 from asr.decoding.long import Piece, join_words
 from asr.decoding.search import Hypothesis
-from asr.decoding.times import Word, group_words, token_spans
+from asr.decoding.times import Word, ctc_log_probs, group_words, token_spans
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ def timed(
     tokens = hypothesis.tokens
     spans = token_spans(tokens, ctc, attention)
     pieces = token_texts(tokenizer, tokens)
-    words = group_words(pieces, spans, hypothesis.log_probs, frame_seconds)
+    log_probs = hypothesis.log_probs
+    if not log_probs and ctc is not None:  # a search of the CTC head alone has none
+        log_probs = ctc_log_probs(tokens, spans, ctc)
+    words = group_words(pieces, spans, log_probs, frame_seconds)
     times = tuple(start * frame_seconds for start, _ in spans)
     text = tokenizer.decode(tokens)
     return Transcript(text, hypothesis.score, tokens, times, tuple(words))

@@ -38,6 +38,17 @@ def test_ctc_times_are_exact_to_a_frame():
         assert 0.95 < word.confidence <= 1
 
 
+@pytest.mark.parametrize("beam", [1, 4])
+def test_ctc_alone_times_and_trusts_its_words_too(beam):
+    samples, _ = spoken(WORDS, 0.3)
+    joint = tone_recognizer().transcribe(samples)
+    alone = tone_recognizer(search="ctc", beam=beam).transcribe(samples)
+    assert [w.text for w in alone.words] == WORDS
+    assert [w.start for w in alone.words] == [w.start for w in joint.words]
+    sure = 1.0001 / 1.0008  # a label among the eight of the tone model's CTC head
+    assert [word.confidence for word in alone.words] == pytest.approx([sure] * 13, abs=1e-5)
+
+
 def test_a_frame_of_memory_lasts_as_long_as_the_reduction_says():
     assert tone_recognizer().frame_seconds == pytest.approx(FRAME)
 

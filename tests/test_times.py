@@ -10,6 +10,7 @@ from asr.decoding.times import (
     REACH,
     Word,
     attention_spans,
+    ctc_log_probs,
     ctc_spans,
     fits,
     group_words,
@@ -30,6 +31,13 @@ def peaky(path, chance=0.9):
 def test_ctc_spans_lie_where_a_known_path_says_them():
     path = [0, 0, 4, 4, 0, 5, 6, 6, 6, 0, 6, 0, 0]
     assert ctc_spans([4, 5, 6, 6], peaky(path)) == [(2, 4), (5, 6), (6, 9), (10, 11)]
+
+
+def test_ctc_log_probs_are_those_of_the_surest_frame():
+    log_probs = peaky([0, 4, 4, 0, 6], chance=0.6)
+    log_probs[2, 4], log_probs[0, 6] = math.log(0.8), math.log(0.99)  # 6 not in its own span
+    found = ctc_log_probs([4, 6], [(1, 3), (4, 5)], log_probs)
+    assert found == pytest.approx((math.log(0.8), math.log(0.6)))
 
 
 def test_ctc_spans_are_the_best_of_all_paths():

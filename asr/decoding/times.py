@@ -75,6 +75,19 @@ def ctc_spans(tokens: Sequence[int], log_probs: Tensor) -> list[Span]:
     return list(zip(starts, ends, strict=True))
 
 
+def ctc_log_probs(
+    tokens: Sequence[int], spans: Sequence[Span], log_probs: Tensor
+) -> tuple[float, ...]:
+    """Each of U tokens in the surest frame of its span (U); log_probs (T, V).
+
+    What a CTC head alone knows of a token, where no decoder has scored it.
+    """
+    return tuple(
+        float(log_probs[int(start) : max(int(end), int(start) + 1), token].max())
+        for token, (start, end) in zip(tokens, spans, strict=True)
+    )
+
+
 def attention_spans(attention: Tensor) -> list[Span]:
     """attention (U, T) -> U spans that meet half-way between the tokens' peaks, or are REACH long.
 
