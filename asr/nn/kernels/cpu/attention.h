@@ -60,7 +60,7 @@ template <class T> class LookRow {
   static constexpr int N = Simd<T>::N;
   struct Memory {
     std::vector<int64_t> frames;
-    std::vector<T> energy, seen, f;
+    std::vector<T> energy, seen, f, near;
   };
   Memory& memory = kept<Memory>();
   std::vector<int64_t>& frames = memory.frames;
@@ -93,16 +93,20 @@ template <class T> class LookRow {
     int count;
     int64_t frame[kFrames];
     const T* key[kFrames];
-    const T* f[kFrames];  // of the first filter
+    const T* f;  // (C, kFrames)
   };
   Tile tile_at(int64_t n) const {
     Tile tile;
+    memory.near.resize(own.C * kFrames);
     tile.count = int(std::min<int64_t>(kFrames, frames.size() - n));
     for (int r = 0; r < kFrames; r++) {
       tile.frame[r] = frames[n + std::min(r, tile.count - 1)];
       tile.key[r] = static_cast<const T*>(call.keys) + key_at(tile.frame[r]);
-      tile.f[r] = memory.f.data() + tile.frame[r];
     }
+    T* f = memory.near.data();
+    tile.f = f;
+    for (int64_t c = 0; c < own.C; c++)
+      for (int r = 0; r < kFrames; r++) *f++ = memory.f[c * stride + tile.frame[r]];
     return tile;
   }
 
@@ -111,10 +115,11 @@ template <class T> class LookRow {
     const V query = load<T>(static_cast<const T*>(call.wanted) + row * own.A + a, own.A - a);
 #pragma GCC unroll 8
     for (int r = 0; r < kFrames; r++) y[r] = query + load<T>(tile.key[r] + a, own.A - a);
-    for (int64_t c = 0; c < own.C; c++) {
-      const V place = load<T>(&own.place[c * own.wide_A + a]);
+    const T *f = tile.f, *at = own.place.data() + a;
+    for (int64_t c = 0; c < own.C; c++, f += kFrames, at += own.wide_A) {
+      const V place = load<T>(at);
 #pragma GCC unroll 8
-      for (int r = 0; r < kFrames; r++) y[r] += tile.f[r][c * stride] * place;
+      for (int r = 0; r < kFrames; r++) y[r] += f[r] * place;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kFrames; r++) y[r] = tanh<T>(y[r]);

@@ -9,8 +9,9 @@ template <class T> class LookBackward : LookRow<T> {
   using Base::b, Base::row;
 
   struct Memory {
-    std::vector<T> denergy, dmixed, df, dseen, dwanted;  // (T), (kFrames, A), (C, T), (2, T), (A)
-    std::vector<T> dv, dplace, dtaps;                    // (A), (C, A), (2, C, W)
+    std::vector<T> denergy, df, dseen, dwanted;  // (T), (C, T), (2, T), (A)
+    std::vector<T> dmixed;                       // (A / N, kFrames, N)
+    std::vector<T> dv, dplace, dtaps;            // (A), (C, A), (2, C, W)
   };
   Memory& own_memory = kept<Memory>();
   std::vector<T>&denergy = own_memory.denergy, &dmixed = own_memory.dmixed, &df = own_memory.df,
@@ -75,37 +76,39 @@ template <class T> class LookBackward : LookRow<T> {
       de[r] = r < tile.count ? denergy[tile.frame[r]] : T(0);
       dkey[r] = static_cast<T*>(call.dkeys) + this->key_at(tile.frame[r]);
     }
-    for (int64_t a = 0; a < own.A; a += N) {
-      V y[kFrames], along_v = {}, along_wanted = {};
+    T *dx = dmixed.data(), *along_v = dv.data(), *along_wanted = dwanted.data();
+    for (int64_t a = 0; a < own.A; a += N, dx += kFrames * N) {
+      V y[kFrames], v_sum = load<T>(along_v + a), wanted_sum = load<T>(along_wanted + a);
       this->tanh_at(tile, a, y);
       const V v = load<T>(&own.v[a]);
 #pragma GCC unroll 8
       for (int r = 0; r < kFrames; r++) {
-        along_v += de[r] * y[r];
+        v_sum += de[r] * y[r];
         y[r] = de[r] * v * (T(1) - y[r] * y[r]);
-        along_wanted += y[r];
-        store<T>(&dmixed[r * own.wide_A + a], y[r]);
+        wanted_sum += y[r];
+        store<T>(dx + r * N, y[r]);
       }
-      for (int r = 0; r < tile.count; r++) add_key(dkey[r] + a, r, a, first);
-      store<T>(&dv[a], load<T>(&dv[a]) + along_v);
-      store<T>(&dwanted[a], load<T>(&dwanted[a]) + along_wanted);
+      store<T>(along_v + a, v_sum);
+      store<T>(along_wanted + a, wanted_sum);
       add_place(tile, a, y);
+      for (int r = 0; r < tile.count; r++) add_key(dkey[r] + a, dx + r * N, own.A - a, first);
     }
   }
 
-  void add_key(T* to, int r, int64_t a, bool first) {
-    V d = load<T>(&dmixed[r * own.wide_A + a]);
-    if (!first) d += load<T>(to, own.A - a);
-    store<T>(to, d, own.A - a);
+  static void add_key(T* to, const T* from, int64_t left, bool first) {
+    V d = load<T>(from);
+    if (!first) d += load<T>(to, left);
+    store<T>(to, d, left);
   }
 
   void add_place(const Tile& tile, int64_t a, const V (&d)[kFrames]) {
-    for (int64_t c = 0; c < own.C; c++) {
-      T* at = &dplace[c * own.wide_A + a];
-      V sums = load<T>(at);
+    const T* f = tile.f;
+    T* at = dplace.data() + a;
+    for (int64_t c = 0; c < own.C; c++, f += kFrames, at += own.wide_A) {
+      V even = load<T>(at), odd = {};
 #pragma GCC unroll 8
-      for (int r = 0; r < kFrames; r++) sums += tile.f[r][c * stride] * d[r];
-      store<T>(at, sums);
+      for (int r = 0; r < kFrames; r += 2) even += f[r] * d[r], odd += f[r + 1] * d[r + 1];
+      store<T>(at, even + odd);
     }
   }
 
@@ -113,11 +116,13 @@ template <class T> class LookBackward : LookRow<T> {
   void to_filters(const Tile& tile) {
     for (int64_t c = 0; c < own.C; c += N) {
       V sums[kFrames] = {};
-      for (int64_t a = 0; a < own.A; a++) {
-        const V place = load<T>(&own.place_by_size[a * own.wide_C + c]);
+      const T *dx = dmixed.data(), *place = own.place_by_size.data() + c;
+      for (int64_t a = 0; a < own.A; a += N, dx += kFrames * N)
+        for (int64_t n = 0; n < std::min<int64_t>(N, own.A - a); n++, place += own.wide_C) {
+          const V p = load<T>(place);
 #pragma GCC unroll 8
-        for (int r = 0; r < kFrames; r++) sums[r] += dmixed[r * own.wide_A + a] * place;
-      }
+          for (int r = 0; r < kFrames; r++) sums[r] += dx[r * N + n] * p;
+        }
       for (int r = 0; r < tile.count; r++)
         for (int64_t lane = 0; lane < std::min<int64_t>(N, own.C - c); lane++)
           df[(c + lane) * stride + reach + tile.frame[r]] = sums[r][lane];
