@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asr.nn.attention import Attention, Look, first_look
+from asr.nn.kernels.loop import LoopWeight, linear
 from asr.nn.kernels.problem import Weights
 from asr.nn.lstm import LayerNormLSTMCell
 from asr.nn.memory import Memory
@@ -25,6 +26,7 @@ class Context(NamedTuple):
     """What stays the same over an utterance."""
 
     memory: Memory
+    states: LoopWeight  # the memory's, (B, E, T)
     keys: Tensor  # (B, T, A)
     masks: tuple[Tensor | None, ...]  # recurrent dropout's, one (B, H) per layer
     weights: tuple[Weights, ...]  # the cells', per layer
@@ -83,7 +85,8 @@ class Speller(nn.Module):
         masks = tuple(cell.dropout_mask(B) for cell in self.cells)
         cells = tuple((states.new_zeros(B, c.hidden_size),) * 2 for c in self.cells)
         weights = tuple(cell.loop_weights() for cell in self.cells)
-        context = Context(memory, self.attend.keys(memory), masks, weights)
+        keys = self.attend.keys(memory)
+        context = Context(memory, LoopWeight(states.mT), keys, masks, weights)
         return SpellerState(context, cells, states.new_zeros(B, 1, E), first_look(memory))
 
     def advance(self, state: SpellerState, tokens: Tensor) -> tuple[Tensor, SpellerState]:
@@ -99,7 +102,7 @@ class Speller(nn.Module):
             x = functional.dropout(cells[-1][0], self.dropout, self.training)
         query = x.view(B, K, -1)
         look = self.attend(query, context.keys, context.memory.valid, look)
-        read = look.weights @ context.memory.states  # (B, K, E)
+        read = linear(look.weights, context.states)  # (B, K, E)
         return torch.cat([query, read], dim=-1), SpellerState(context, tuple(cells), read, look)
 
     def logits(self, outputs: Tensor) -> Tensor:
@@ -120,7 +123,8 @@ class Speller(nn.Module):
         if not is_identity(utterances, len(context.keys)):
             memory = Memory(*(part[utterances] for part in context.memory))
             masks = tuple(None if mask is None else mask[utterances] for mask in context.masks)
-            context = context._replace(memory=memory, keys=context.keys[utterances], masks=masks)
+            states, keys = LoopWeight(memory.states.mT), context.keys[utterances]
+            context = Context(memory, states, keys, masks, context.weights)
         cells = tuple((h[flat], c[flat]) for h, c in state.cells)
         return SpellerState(context, cells, pick(state.read), Look(*map(pick, state.look)))
 

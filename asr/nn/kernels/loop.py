@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 class LoopWeight:
-    """weight (N, K) for the length of one loop."""
+    """weight (N, K) for the length of one loop, or one for each utterance, (B, N, K)."""
 
     def __init__(self, weight: Tensor) -> None:
         self.rows: list[tuple[Tensor, Tensor]] = []  # of each step backwards: x, gradient of y
@@ -22,10 +22,10 @@ class LoopWeight:
         self._matrix = self.weight.detach()
 
     def linear(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x (B, K) -> x weight^T (B, N), multiplied in `dtype`."""
+        """x (..., K) -> x weight^T (..., N), multiplied in `dtype`."""
         if torch.is_grad_enabled():
             return _Linear.apply(x, self.weight, self, dtype)
-        return _product(x, self.matrix(dtype).t())
+        return _product(x, self.matrix(dtype).mT)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight without its history, converted once."""
@@ -35,7 +35,7 @@ class LoopWeight:
 
 
 def linear(x: Tensor, weight: Tensor | LoopWeight, dtype: torch.dtype | None = None) -> Tensor:
-    """x (B, K) times weight (N, K) transposed -> (B, N) of x's dtype, in a loop or outside.
+    """x (..., K) times weight (N, K) transposed -> (..., N) of x's dtype, in a loop or outside.
 
     Multiplied in `dtype`, else as autocast says, else in x's own.
     """
@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor | LoopWeight, dtype: torch.dtype | None = N
         dtype = torch.get_autocast_dtype(x.device.type)
     if isinstance(weight, LoopWeight):
         return weight.linear(x, dtype or x.dtype)
-    return functional.linear(x, weight) if dtype is None else _product(x, weight.to(dtype).t())
+    return functional.linear(x, weight) if dtype is None else _product(x, weight.to(dtype).mT)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -63,9 +63,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, nothing: None) -> tuple[Tensor, None]:
-        x, dy = (torch.cat(parts) for parts in zip(*ctx.rows, strict=True))
+        x, dy = (torch.cat(parts, dim=-2) for parts in zip(*ctx.rows, strict=True))
         ctx.rows.clear()  # the graph may be gone through again
-        return (dy.t() @ x).to(ctx.dtype), None
+        return (dy.mT @ x).to(ctx.dtype), None
 
 
 class _Linear(torch.autograd.Function):
@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
         ctx.of, ctx.dtype = of, dtype
         # The weight is saved for its version: changing it in place before backward is an error.
         ctx.save_for_backward(x.to(matrix.dtype), weight)
-        return _product(x, matrix.t())
+        return _product(x, matrix.mT)
 
     @staticmethod
     @once_differentiable
