@@ -199,23 +199,36 @@ void multiply(const E* const* a, int64_t M, const Panels<E>& b, Sum<E>* const* c
 
 // A transposed: K rows of M values become blocks of kRows columns, each (depth, kRows).
 template <class E> struct Blocks {
-  std::vector<E> data, line;
+  std::vector<E> data;
   std::vector<const E*> columns;
 
   void from_rows(const Sum<E>* const* rows, int64_t K, int64_t M) {
-    int64_t depth = packed_depth<E>(K), blocks = (M + kRows - 1) / kRows;
+    const int64_t depth = packed_depth<E>(K), blocks = (M + kRows - 1) / kRows;
     at_least(data, blocks * depth * kRows);
     columns.resize(blocks * kRows);
-    line.resize(blocks * kRows);
     for (int64_t m = 0; m < blocks * kRows; m++)
       columns[m] = data.data() + m / kRows * depth * kRows + m % kRows;
-    for (int64_t d = 0; d < depth; d++) {
-      int64_t k = d * Element<E>::kPer;
-      const Sum<E>* one = rows[k];
-      const Sum<E>* two = Element<E>::kPer == 2 && k + 1 < K ? rows[k + 1] : nullptr;
-      gather(line.data(), one, two, M);
-      for (int64_t block = 0; block < blocks; block++)
-        std::copy_n(&line[block * kRows], kRows, &data[(block * depth + d) * kRows]);
+    // A few rows at a time: as wide apart as they lie, more would drive each other out of cache.
+    for (int64_t low = 0; low < depth; low += kAtOnce)
+      for (int64_t block = 0; block < blocks; block += kBlocks)
+        pack(rows, K, M, low, std::min(low + kAtOnce, depth), block, blocks);
+  }
+
+ private:
+  static constexpr int kAtOnce = 8 / Element<E>::kPer;
+  static constexpr int kBlocks = 16 / kRows;  // a cache line of floats
+
+  void pack(const Sum<E>* const* rows, int64_t K, int64_t M, int64_t low, int64_t high,
+            int64_t block, int64_t blocks) {
+    const int64_t depth = packed_depth<E>(K), m = block * kRows;
+    const int64_t count = std::min<int64_t>(kBlocks * kRows, M - m);
+    for (int64_t d = low; d < high; d++) {
+      const int64_t k = d * Element<E>::kPer;
+      E line[kBlocks * kRows] = {};
+      gather(line, rows[k] + m, Element<E>::kPer == 2 && k + 1 < K ? rows[k + 1] + m : nullptr,
+             count);
+      for (int64_t b = 0; b < kBlocks && block + b < blocks; b++)
+        std::copy_n(line + b * kRows, kRows, &data[((block + b) * depth + d) * kRows]);
     }
   }
 };
