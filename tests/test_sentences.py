@@ -79,6 +79,7 @@ def test_lines_are_cleaned(tmp_path):
         ("a.txt", b"A" * (sentences.LONGEST + 1), r"a\.txt:1: over 1048576 bytes long"),
         ("a.txt.gz", b"plain text", r"a\.txt\.gz: cannot be read: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(b"ONE TWO\n" * 99)[:-9], r"a\.txt\.gz: cannot be read: "),
+        ("a.txt.gz", gzip.compress(b"A\n" * 999_999), r"unpacks to more than \d+ bytes; is"),
         ("a.txt", None, r"a\.txt: cannot be read: No such file"),
         ("a.tsv", b"id\tspeaker\nx\ty\n", r"a\.tsv: no column text"),
     ],

@@ -13,6 +13,7 @@ N lines, B sentences in a batch, U tokens.
 
 import gzip
 import json
+import math
 import os
 import shutil
 import zlib
@@ -36,6 +37,7 @@ from asr.tokens import BLANK
 
 SMALL = 16 << 20  # bytes of a file
 LONGEST = 1 << 20  # bytes of a line; what has longer ones is no text of sentences
+PACKED = 50  # gzip makes a third of a language, a tenth of phrases; what shrinks more is a bomb
 VERSION = 1  # of the index on disk
 
 
@@ -106,17 +108,24 @@ def clean_lines(path: Path) -> Iterator[str]:
         yield from (" ".join(row["text"].split()) for _, row in read_rows(path, ["text"]))
         return
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield from _sentences(file, path)
+        if path.suffix != ".gz":
+            with path.open("rb") as file:
+                yield from _sentences(file, path)
+            return
+        most = max(SMALL, PACKED * path.stat().st_size)
+        with gzip.open(path) as file:
+            yield from _sentences(file, path, most)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or "it ends early"
         raise UserError(f"{path}: cannot be read: {reason}") from None
 
 
-def _sentences(file: IO[bytes], path: Path) -> Iterator[str]:
-    number = 0
+def _sentences(file: IO[bytes], path: Path, most: float = math.inf) -> Iterator[str]:
+    number = read = 0
     while line := file.readline(LONGEST + 1):
-        number += 1
+        number, read = number + 1, read + len(line)
+        if read > most:
+            raise UserError(f"{path}: unpacks to more than {most} bytes; is this a text?")
         if len(line) > LONGEST:
             raise UserError(f"{path}:{number}: over {LONGEST} bytes long; is this a text file?")
         try:
