@@ -5,7 +5,8 @@
 The environment of the peer: see transformer.py. Both train the same shape on one thread: 8
 utterances of 6 s (600 frames of 80), two strided convolutions (150 frames of memory), 2 BLSTM
 layers of 256 per direction, location attention of 256, an LSTM speller of 256, V = 500, 30 target
-tokens; cross-entropy and Adam. Ours has LayerNorm in every cell (--norm none: plain ones).
+tokens; cross-entropy and Adam. Ours has LayerNorm in every cell (--norm none: plain ones);
+--precision bf16 takes the cells' matrix products, and nothing else, in bf16.
 Two processes take turns, a few steps each. Printed: seconds of audio trained per CPU-second, and
 how far peak memory rises above what the process held before its first step.
 """
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--peer", help="python of an environment with SpeechBrain")
     parser.add_argument("--norm", default="ba")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"), help="of ours")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="of each in every round")
     parser.add_argument("--json", type=Path, help="where the figures go")
@@ -38,7 +40,7 @@ def main() -> None:
         return
     pythons = {"ours": sys.executable} | ({"speechbrain": options.peer} if options.peer else {})
     worker = [__file__, "--steps", str(options.steps), "--norm", options.norm]
-    worker += ["--backend", options.backend, "--worker"]
+    worker += ["--backend", options.backend, "--precision", options.precision, "--worker"]
     commands = {name: [python, *worker, name] for name, python in pythons.items()}
     rounds = take_turns(commands, options.rounds)
     figures = {name: summary(measured) for name, measured in rounds.items()}
@@ -74,7 +76,7 @@ def ours(options: argparse.Namespace) -> tuple[list, Callable]:
     from asr.models.listener import Listener
     from asr.models.speller import Speller
 
-    cells = {"norm": options.norm, "backend": options.backend}
+    cells = {name: getattr(options, name) for name in ("norm", "backend", "precision")}
     listener = Listener(F, layers=2, hidden=256, pyramid=(), convolution=4, **cells)
     speller = Speller(V, listener.size, hidden=256, embedding=128, attention_size=256, **cells)
     model, lengths = LAS(listener, speller, V, ctc=False), torch.full((B,), T)
