@@ -1,12 +1,20 @@
-"""Text of audio files: python -m asr.transcribe RUN AUDIO... [decode.key=value ...]"""
+"""Text of audio files: python -m asr.transcribe RUN AUDIO... [decode.key=value ...]
+
+Of very many, by any number of processes:
+torchrun --nproc-per-node N -m asr.transcribe RUN --list FILES.txt --out DIR
+"""
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from asr import command
+from asr.bulk import job, work
 from asr.decoding.subtitles import make_cues, srt, webvtt
 from asr.errors import UserError
 from asr.recognizer import Recognizer
@@ -20,6 +28,10 @@ def main() -> int:
     """One transcript per file; a file that cannot be read is said so and the rest goes on."""
     args = arguments()
     files, overrides = parted(args.audio)
+    if args.list:
+        return from_list(args, files, overrides)
+    if not files:
+        raise UserError("no audio file was named, only settings")
     if args.out:
         check_names(files)
     elif len(files) > 1 and args.format in ("srt", "vtt"):
@@ -50,20 +62,59 @@ def arguments() -> argparse.Namespace:
         "Exit code 2 if any file could not be read.",
     )
     parser.add_argument("run", type=Path, help="a run folder")
-    parser.add_argument("audio", nargs="+", help="WAV, FLAC, OGG, Opus or MP3, any rate or length")
+    parser.add_argument("audio", nargs="*", help="WAV, FLAC, OGG, Opus or MP3, any rate or length")
     parser.add_argument("--format", choices=SUFFIXES, default="text", help="json, srt, vtt: times")
     parser.add_argument("--json", dest="format", action="store_const", const="json")
     parser.add_argument("--out", type=Path, help="folder for a file per recording")
+    parser.add_argument(
+        "--list",
+        type=Path,
+        metavar="FILES",
+        help="a text file that names an audio file a line, or a manifest (.tsv): all transcripts "
+        "in OUT/transcripts.tsv (.jsonl); run it again to go on after any end, under torchrun "
+        "with any number of processes",
+    )
+    parser.add_argument(
+        "--shard-files",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="files of --list that are written, or lost, together (default: %(default)s)",
+    )
     return parser.parse_intermixed_args()
 
 
+def positive(text: str) -> int:
+    """A number above 0, as argparse wants to be told."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
 def parted(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """Files, each once, and overrides. UserError where there is no file."""
+    """Files, each once, and overrides."""
     overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
     files = [Path(text) for text in dict.fromkeys(arguments) if text not in overrides]
-    if not files:
-        raise UserError("no audio file was named, only settings")
     return files, overrides
+
+
+def from_list(args: argparse.Namespace, files: list[Path], overrides: list[str]) -> int:
+    """The files of --list, together with the other processes of torchrun where it started any."""
+    if files:
+        raise UserError(f"{files[0]} and --list: name files or give a list of them, not both")
+    if not args.out:
+        raise UserError("--list needs a folder for the transcripts: --out FOLDER")
+    if args.format in ("srt", "vtt"):
+        raise UserError(
+            f"--format {args.format} makes a file of each recording, --list one of all: "
+            "--format json has the times"
+        )
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    task = job.Job(args.out, job.read_list(args.list), args.shard_files, args.format)
+    job.open_folder(task, job.identity(args.run, overrides))
+    rank, ranks = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
+    return work.transcribe_all(task, lambda: Recognizer.load(args.run, overrides), rank, ranks)
 
 
 def check_names(files: list[Path]) -> None:

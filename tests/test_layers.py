@@ -24,10 +24,11 @@ TABLE = {
     "asr.decoding": {"asr.nn"},
     "asr.training": {"asr.data"},
 }
-# These two see the recipe, as the commands do, but neither a command nor each other.
+# These see the recipe, as the commands do, but neither a command nor each other.
 ALL = set(TABLE) | {"asr.build"}
 TABLE["asr.runs"] = ALL
 TABLE["asr.tasks"] = ALL | {"asr.corpora", "asr.recognizer", "asr.search"}
+TABLE["asr.bulk"] = ALL | {"asr.recognizer", "asr.transcript"}
 
 
 def module_of(path):

@@ -1,0 +1,115 @@
+"""Transcripts of a long list of files, by any number of processes, gone on with after any end.
+
+    OUT/about.json                whose transcripts these are: run, settings, list
+    OUT/shards/00000042.jsonl     a line for every file of one shard of the list: whole or not there
+    OUT/transcripts.tsv|.jsonl    at the end: all, in the order of the list
+    OUT/failures.tsv              files that could not be read, and why
+    OUT/summary.json              how many, how long, how fast
+
+The list is cut into shards of so many files. Rank r of N begins with the shards r, r + N, ... and
+then takes up what others have left, so that whoever is killed is made up for and any number of
+ranks can go on. Nobody waits for another's message: a shard is claimed by a lock (claims.py), which
+the system releases however its holder ends.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asr.data.corpus import read_manifest
+from asr.errors import UserError
+from asr.recognizer import run_recipe
+from asr.scoring.files import replace_files
+from asr.training.checkpoint import WEIGHTS, choose
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done: the files, and where their transcripts go."""
+
+    out: Path
+    files: list[str]
+    size: int  # files in a shard
+    kind: str  # of the file with all transcripts: text or json
+
+    @property
+    def count(self) -> int:
+        """Shards."""
+        return -(-len(self.files) // self.size)
+
+    def path(self, shard: int) -> Path:
+        """Where its transcripts stand once it is done."""
+        return self.out / "shards" / f"{shard:08d}.jsonl"
+
+    def done(self) -> set[int]:
+        """The shards that are."""
+        return {int(path.stem) for path in self.out.glob("shards/[0-9]*.jsonl")}
+
+    def rows(self, shards: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """What is written of their files."""
+        for shard in shards:
+            with self.path(shard).open(encoding="utf-8") as lines:
+                yield from map(json.loads, lines)
+
+    @property
+    def summary(self) -> Path:
+        """There once everything is done."""
+        return self.out / "summary.json"
+
+
+def read_list(path: Path) -> list[str]:
+    """The files of a list, one a line, or of a manifest (.tsv); each once.
+
+    Raises UserError where the list cannot be read or is empty.
+    """
+    if path.suffix == ".tsv":
+        names = (str(utterance.audio) for utterance in read_manifest(path))
+    else:
+        try:  # a name may hold bytes that are not text
+            text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        names = (str(Path(line)) for line in text.splitlines() if line.strip())
+    files = list(dict.fromkeys(names))
+    if not files:
+        raise UserError(f"{path}: the list is empty; it needs one audio file a line")
+    return files
+
+
+def identity(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """What transcripts depend on: the weights and how they are decoded."""
+    recipe = run_recipe(run, overrides)
+    chosen = choose(run, recipe.decode.checkpoint, recipe.decode.average)
+    weights = [hashlib.sha256((c.folder / WEIGHTS).read_bytes()).hexdigest() for c in chosen]
+    decode = recipe.decode.model_dump(mode="json", exclude={"batch_seconds"})
+    longest = {"data.max_seconds": recipe.data.max_seconds}
+    return {"weights": weights, **{f"decode.{key}": decode[key] for key in decode}, **longest}
+
+
+def open_folder(job: Job, about: dict[str, Any]) -> None:
+    """Makes the folder, or finds it as this very job has left it. UserError where it is not."""
+    digest = hashlib.sha256("\n".join(job.files).encode(errors="surrogateescape")).hexdigest()
+    mine = {**about, "list": digest, "files in a shard": job.size, "format": job.kind}
+    path = job.out / "about.json"
+    (job.out).mkdir(parents=True, exist_ok=True)
+    there = [name.name for name in job.out.iterdir() if not name.name.startswith(".")]
+    if not path.exists():  # looked for after the others, since it is written before them
+        if there:
+            raise UserError(
+                f"{job.out}: holds {there[0]}, but no transcripts; choose another --out"
+            )
+        replace_files(job.out, {path.name: json.dumps(mine, indent=1) + "\n"})
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        other = [name for name in mine if theirs.get(name) != mine[name]]
+    except (ValueError, AttributeError):
+        raise UserError(f"{path}: damaged; choose another --out") from None
+    if other:
+        raise UserError(
+            f"{job.out}: holds transcripts of another run, list or settings "
+            f"({', '.join(other)} differ); choose another --out"
+        )
+    job.path(0).parent.mkdir(exist_ok=True)

@@ -1,0 +1,273 @@
+"""Long lists of files: whole, in order, none twice, whatever ends the processes that share them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import soundfile
+from tiny_speech import RATE
+from tone_model import spoken, tone_recognizer
+
+from asr import transcribe
+from asr.bulk import work
+from asr.bulk.claims import Claims
+from asr.bulk.job import Job, open_folder, read_list
+from asr.errors import UserError
+
+WORDS = ["abc", "cab", "bca", "a", "b", "acb", "ab", "ba", "c", "bac", "cb"]
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """Eleven recordings of a word each, and three files that are none: paths -> words."""
+    said = {}
+    for number, word in enumerate(WORDS):
+        path = tmp_path / f"{number}.wav"
+        soundfile.write(path, spoken([word], 0.3)[0], RATE)
+        said[str(path)] = word
+    (tmp_path / "bad.wav").write_bytes(b"RIFF nonsense")
+    said |= {str(tmp_path / name): None for name in ("bad.wav", "gone.wav", "odd\tname.wav")}
+    (tmp_path / "list.txt").write_text("\n".join([*said, "", *said]) + "\n")
+    return said
+
+
+@pytest.fixture
+def hearing(monkeypatch, tiny_run):
+    """The command hears with a model that makes no mistake; -> the files it has heard so far."""
+    recognizer, heard = tone_recognizer(), []
+    files = recognizer.transcribe_files
+
+    def noted(paths, faults):
+        paths = list(paths)
+        heard.extend(map(str, paths))
+        return files(paths, faults)
+
+    recognizer.transcribe_files = noted
+    monkeypatch.setattr(transcribe.Recognizer, "load", staticmethod(lambda *arguments: recognizer))
+    return heard
+
+
+def arguments(tiny_run, tmp_path, *more):
+    return [tiny_run, "--list", tmp_path / "list.txt", "--out", tmp_path / "out", *more]
+
+
+def table(path):
+    return [line.split("\t") for line in path.read_text().splitlines()[1:]]
+
+
+def test_all_are_heard_once_in_the_order_of_the_list(
+    archive, hearing, commands, tiny_run, tmp_path
+):
+    line = arguments(tiny_run, tmp_path, "--shard-files", 3)
+    code, out, err = commands(transcribe, *line)
+    assert code == 2 and sorted(hearing) == sorted(archive)
+    good = [(name, word) for name, word in archive.items() if word]
+    rows = table(tmp_path / "out" / "transcripts.tsv")
+    assert [(name, text) for name, _, text in rows] == good
+    for name, seconds, _ in rows:
+        assert float(seconds) == pytest.approx(soundfile.info(name).duration, abs=1e-3)
+    failures = dict(table(tmp_path / "out" / "failures.tsv"))
+    assert failures[str(tmp_path / "gone.wav")] == "no such file"
+    assert len(failures) == 3 and repr(str(tmp_path / "odd\tname.wav")) in failures
+    assert f"failed: {tmp_path / 'gone.wav'}: no such file" in err
+    hours = sum(float(seconds) for _, seconds, _ in rows) / 3600
+    assert f"14 files, {hours:.2f} hours of audio, 3 failures" in out and "per hour" in out
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["files"] == 14 and summary["failures"] == 3
+    assert summary["audio_hours"] == pytest.approx(hours, abs=1e-4)
+    code, out, _ = commands(transcribe, *line)
+    assert code == 2 and len(hearing) == 14 and "everything is done already" in out
+
+
+def test_json_has_the_times(archive, hearing, commands, tiny_run, tmp_path):
+    commands(transcribe, *arguments(tiny_run, tmp_path, "--json"))
+    lines = (tmp_path / "out" / "transcripts.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["words"][0]["text"] for row in rows] == WORDS
+    assert [row["audio"] for row in rows] == [name for name in archive if archive[name]]
+
+
+def test_good_files_alone_are_a_success(archive, hearing, commands, tiny_run, tmp_path):
+    (tmp_path / "list.txt").write_text("\n".join(n for n in archive if archive[n]))
+    assert commands(transcribe, *arguments(tiny_run, tmp_path))[0] == 0
+    assert table(tmp_path / "out" / "failures.tsv") == []
+
+
+@pytest.mark.parametrize("ranks", [(0, 2, 3), (1, 2, 1), (0, 1, 5)])
+def test_others_go_on_where_one_was_killed(
+    ranks, archive, hearing, commands, tiny_run, tmp_path, monkeypatch
+):
+    """A rank of one number of ranks dies in the middle of a shard; a rank of another takes all."""
+    rank, before, after = ranks
+    line = arguments(tiny_run, tmp_path, "--shard-files", 2)
+    write = work.replace_files
+
+    def dies(folder, contents):
+        if len(list(folder.glob("*.jsonl"))) == 3:
+            raise KeyboardInterrupt
+        write(folder, contents)
+
+    monkeypatch.setattr(work, "replace_files", dies)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(before))
+    assert commands(transcribe, *line)[0] == 130 and len(hearing) == 8
+    shards = sorted(path.stem for path in (tmp_path / "out" / "shards").iterdir())
+    assert shards == [f"{n:08d}" for n in range(7) if n % before == rank][:3]
+    monkeypatch.setattr(work, "replace_files", write)
+    monkeypatch.setenv("WORLD_SIZE", str(after))
+    assert commands(transcribe, *line)[0] == 2
+    assert len(hearing) == 16 and set(hearing) == set(archive)  # the lost shard's two again
+    heard = [text for _, _, text in table(tmp_path / "out" / "transcripts.tsv")]
+    assert heard == WORDS
+
+
+def claimed_by_another(path, pieces):
+    """A process that claims pieces until its input ends."""
+    script = (
+        "import sys; from pathlib import Path; from asr.bulk.claims import Claims\n"
+        f"c = Claims(Path({str(path)!r})).__enter__()\n"
+        f"held = [c.claim(n) for n in {pieces}]\n"
+        "print([one.__enter__() for one in held], flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", script], **pipes)
+    assert process.stdout.readline() == f"{[True] * len(pieces)}\n"
+    return process
+
+
+def test_a_claim_ends_with_its_holder(tmp_path):
+    other = claimed_by_another(tmp_path / "claims", [2, 5])
+    with Claims(tmp_path / "claims") as claims:
+        for piece, free in ((1, True), (2, False), (3, True), (5, False)):
+            with claims.claim(piece) as mine:
+                assert mine is free
+        assert claims.work
+        other.kill()
+        other.communicate()
+        with claims.claim(2) as mine:
+            assert mine
+
+
+def test_without_locks_a_rank_does_its_own(
+    archive, hearing, commands, tiny_run, tmp_path, monkeypatch
+):
+    def refuse(*arguments):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = arguments(tiny_run, tmp_path, "--shard-files", 2)
+    for rank, code in ((1, 0), (0, 2)):
+        monkeypatch.setenv("RANK", str(rank))
+        assert commands(transcribe, *line)[0] == code
+    assert sorted(hearing) == sorted(archive)
+    assert [text for _, _, text in table(tmp_path / "out" / "transcripts.tsv")] == WORDS
+
+
+def test_a_file_too_large_for_memory_is_a_failure(tmp_path):
+    class Recognizer:
+        def transcribe_files(self, paths, faults):
+            if any(path.stem == "7" for path in paths):
+                raise MemoryError
+            return iter(())
+
+    names = [str(tmp_path / f"{n}.wav") for n in range(3, 9)]
+    rows = work._heard(Recognizer(), names)
+    assert rows == {names[4]: {"audio": names[4], "error": "out of memory"}}
+
+
+REFUSALS = [
+    (["decode.beam=3"], "{out}: holds transcripts of another run, list or settings (decode.beam d"),
+    (["--shard-files", 5], "(files in a shard differ); choose another --out"),
+    (["--format", "json"], "(format differ); choose another --out"),
+    (["--format", "srt"], "--format srt makes a file of each recording"),
+    (["x.wav"], "x.wav and --list: name files or give a list of them, not both"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), REFUSALS)
+def test_what_does_not_go_together(more, words, archive, hearing, commands, tiny_run, tmp_path):
+    commands(transcribe, *arguments(tiny_run, tmp_path))
+    before = (tmp_path / "out" / "about.json").read_text()
+    line = commands.refused(transcribe, *arguments(tiny_run, tmp_path, *more))
+    assert words.format(out=tmp_path / "out") in line
+    assert (tmp_path / "out" / "about.json").read_text() == before and len(hearing) == 14
+
+
+def test_another_list_needs_another_folder(archive, hearing, commands, tiny_run, tmp_path):
+    commands(transcribe, *arguments(tiny_run, tmp_path))
+    with (tmp_path / "list.txt").open("a") as file:
+        file.write("more.wav\n")
+    line = commands.refused(transcribe, *arguments(tiny_run, tmp_path))
+    assert "(list differ)" in line
+
+
+def test_another_run_needs_another_folder(archive, hearing, commands, tiny_run, tmp_path):
+    commands(transcribe, *arguments(tiny_run, tmp_path))
+    other = shutil.copytree(tiny_run, tmp_path / "other")
+    assert commands(transcribe, *arguments(other, tmp_path))[0] == 2 and len(hearing) == 14
+    for path in other.glob("checkpoints/*/model.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+    line = commands.refused(transcribe, *arguments(other, tmp_path))
+    assert "holds transcripts of another run" in line and "(weights differ)" in line
+
+
+def test_a_list_that_is_none(commands, tiny_run, tmp_path):
+    out = ["--out", tmp_path / "out"]
+    line = commands.refused(transcribe, tiny_run, "--list", tmp_path / "none.txt", *out)
+    assert line == f"{tmp_path / 'none.txt'}: cannot be read: No such file or directory"
+    (tmp_path / "none.txt").write_text("\n\n")
+    line = commands.refused(transcribe, tiny_run, "--list", tmp_path / "none.txt", *out)
+    assert "the list is empty" in line and not (tmp_path / "out").exists()
+    line = commands.refused(transcribe, tiny_run, "--list", tmp_path / "none.txt")
+    assert line == "--list needs a folder for the transcripts: --out FOLDER"
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match=r"holds thesis.tex, but no transcripts; choose another"):
+        open_folder(Job(tmp_path, ["a.wav"], 1, "text"), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_manifest_is_a_list_too(tiny):
+    names = [f"test-{n}.flac" for n in range(4)]
+    assert read_list(tiny.parent / "test.tsv") == [str(tiny.parent / name) for name in names]
+
+
+def start(line, rank, ranks):
+    environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "asr.transcribe", *map(str, line)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, **pipes)
+
+
+def test_two_processes_of_which_one_is_killed(tiny, tiny_run, tmp_path):
+    """They share the work; what the killed one leaves, and its place, the other takes."""
+    names = [tmp_path / f"{n}.flac" for n in range(40)]
+    for name in names:
+        name.symlink_to(tiny.parent / "test-1.flac")
+    names.insert(7, tmp_path / "gone.flac")
+    (tmp_path / "list.txt").write_text("\n".join(map(str, names)))
+    line = arguments(tiny_run, tmp_path, "--shard-files", 1, "decode.beam=2")
+    both = [start(line, rank, 2) for rank in (0, 1)]
+    shards = tmp_path / "out" / "shards"
+    while not list(shards.glob("*1.jsonl")):  # an odd one: rank 1's
+        assert both[1].poll() is None
+        time.sleep(0.01)
+    both[1].send_signal(signal.SIGKILL)
+    (out, err), _ = (process.communicate(timeout=60) for process in both)
+    assert both[0].returncode == 2, out + err
+    assert "Traceback" not in err and "failed: " in err and "41 files" in out
+    rows = table(tmp_path / "out" / "transcripts.tsv")
+    assert [name for name, _, _ in rows] == [str(name) for name in names if name.exists()]
+    assert len({text for _, _, text in rows}) == 1
+    assert not np.any([path.name.startswith(".") for path in shards.iterdir()])
