@@ -1,11 +1,19 @@
 """What a run writes, read back by TensorBoard's own reader."""
 
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny_speech import age
 
+from asr.errors import UserError
 from asr.training.given import Step
 from asr.training.log import Log
 from asr.training.objective import Sum
@@ -122,3 +130,35 @@ def test_validation_is_left_out_of_the_throughput(tmp_path):
         log.step(Position(step=1), step(1.0, 1, seconds=60.0))
     ((_, rate),) = curve(tmp_path, "run/audio_per_second")
     assert rate > 60
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_ends_the_run_at_the_next_line(tmp_path, capfd):
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    refused = pytest.raises(UserError, match=r"its log cannot be written \(No space left")
+    with refused as error, Log(tmp_path, 1, 5) as log:
+        log.note("one line")
+        pytest.fail("nothing was said")
+    assert str(error.value).startswith(f"{tmp_path}: ") and "--resume" in str(error.value)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_full_disk_under_tensorboard_is_no_traceback_of_its_thread(tmp_path, capfd, monkeypatch):
+    def full(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = threading.excepthook
+    refused = pytest.raises(UserError, match=r"its log cannot be written \(No space left")
+    with refused, Log(tmp_path, 1, 5) as log:
+        monkeypatch.setattr(RecordWriter, "write", full)
+        log.scalars("train", {"nats": 1.0}, 1)
+        for _ in range(1000):  # its thread may take a moment
+            log.flush()
+            time.sleep(0.001)
+        pytest.fail("nothing was said")
+    assert capfd.readouterr().err == "" and threading.excepthook is before
+
+
+def test_other_errors_pass_a_log_unchanged(tmp_path):
+    with pytest.raises(OSError, match="another"), Log(tmp_path, 1, 5):
+        raise OSError(errno.EIO, "another")

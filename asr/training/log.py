@@ -1,7 +1,9 @@
 """What a run says while it trains: on the console, in train.log and in TensorBoard."""
 
+import errno
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,18 +14,23 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from asr.errors import UserError
 from asr.training.given import Step
 from asr.training.objective import Sum, add, means
 from asr.training.position import Position
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Log:
     """One run's log. Use it as a context, so that the files are closed whatever happens.
 
-    On a terminal a progress bar, elsewhere one line every `every` steps.
+    On a terminal a progress bar, elsewhere one line every `every` steps. Leaving the context raises
+    UserError where a full disk is why.
     """
 
     def __init__(self, run: Path, every: int, total_steps: int, step: int = 0) -> None:
+        self.run = run
         self.every = every
         self.total = total_steps
         self.lines = _line_logger(run / "train.log")
@@ -36,6 +43,8 @@ class Log:
         self._clear()
 
     def __enter__(self) -> "Log":
+        self.before = threading.excepthook
+        threading.excepthook = self._in_thread
         if self.progress:
             self.progress.start()
         return self
@@ -48,10 +57,19 @@ class Log:
     ) -> None:
         if self.progress:
             self.progress.stop()
-        self.board.close()
-        for handler in list(self.lines.handlers):
-            handler.close()
-            self.lines.removeHandler(handler)
+        try:
+            self.board.close()
+            for handler in list(self.lines.handlers):
+                handler.close()
+                self.lines.removeHandler(handler)
+        except OSError as broken:
+            error = error or broken
+        threading.excepthook = self.before
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise UserError(
+                f"{self.run}: its log cannot be written ({error.strerror}); the last checkpoint is "
+                "whole: make room, then go on with --resume"
+            ) from None
 
     def note(self, text: str) -> None:
         """One line on the console and in train.log."""
@@ -101,6 +119,11 @@ class Log:
         final = {name.replace("/", "_final/"): value for name, value in metrics.items()}
         self.board.add_hparams(plain, final, run_name=".", global_step=0)
 
+    def _in_thread(self, failed: threading.ExceptHookArgs) -> None:
+        """TensorBoard's own thread failed: its next write says so where the run can be ended."""
+        if not isinstance(failed.exc_value, OSError):
+            self.before(failed)
+
     def _report(self, position: Position, step: Step) -> None:
         now = means(self.sums)
         passed = max(time.perf_counter() - self.since, 1e-9)
@@ -149,11 +172,21 @@ def _progress() -> Progress:
     return Progress(*columns, TextColumn("{task.description}"), transient=True)
 
 
+class _Lines(logging.FileHandler):
+    """A line that cannot be written ends the run; logging would print a traceback and go on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called where writing has just failed."""
+        error = sys.exc_info()[1]
+        if error:
+            raise error
+
+
 def _line_logger(path: Path) -> logging.Logger:
     logger = logging.getLogger(f"asr.run.{path.parent.resolve()}")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _Lines(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger.addHandler(handler)
     return logger
