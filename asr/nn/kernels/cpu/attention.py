@@ -43,13 +43,29 @@ class Given(NamedTuple):
 def look(given: Given, valid: Tensor) -> Pair:
     """valid (B, T) -> this step's weights and the sum of all so far, each (B, K, T).
 
-    All of one dtype, float32 or float64. Raises build.BuildError without the kernels.
+    All of one dtype, float32 or float64. Raises ValueError where a shape does not fit, and
+    build.BuildError without the kernels.
     """
+    _check(given, valid)
     given = Given(*(t if t is None else t.contiguous() for t in given))
     valid = valid.contiguous()
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         return _Look.apply(valid, *given)
     return _forward(given, valid)
+
+
+def _check(given: Given, valid: Tensor) -> None:
+    """C++ trusts the shapes."""
+    (B, T, A), K = given.keys.shape, given.wanted.shape[1]
+    shapes = [(B, T, A), (B, K, A), (1, A), (B, K, T), (B, K, T)]
+    if given.conv is not None:
+        C, _, W = given.conv.shape
+        shapes += [(A, C), (C, 2, W)]
+    tensors = [t for t in given if t is not None]
+    names = [*Given._fields[: len(tensors)], "valid"]
+    for name, tensor, shape in zip(names, [*tensors, valid], [*shapes, (B, T)], strict=True):
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
 
 
 class _Look(torch.autograd.Function):
