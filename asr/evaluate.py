@@ -149,6 +149,8 @@ def facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
     about = evaluation.about
     for key in ("checkpoint", "beam", "ctc_weight", "length_penalty"):
         yield key.replace("_", " "), str(about["decode"][key])
+    if about["decode"]["lm"] and about["decode"]["lm_weight"]:
+        yield "language model", f"{about['decode']['lm']}, weight {about['decode']['lm_weight']}"
     if about["wer_interval_over_speakers"]:
         low, high = about["wer_interval_over_speakers"]
         yield "WER over speakers", f"{percent(low)} – {percent(high)}"

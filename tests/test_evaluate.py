@@ -7,9 +7,11 @@ import re
 import shutil
 
 import jiwer
+from test_fusion import save_language_run
 
 from asr import evaluate
 from asr.recipe import read_recipe
+from asr.recognizer import Recognizer
 from asr.scoring.files import write_evaluation
 from asr.scoring.wer import score
 
@@ -106,3 +108,14 @@ def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path
         evaluate, tiny_run, "--split", "test", "--against", tmp_path, "--out", tmp_path / "e"
     )
     assert str(tmp_path) in line
+
+
+def test_the_page_names_the_language_model(tiny_run, commands, tmp_path):
+    save_language_run(tmp_path / "lm", Recognizer.load(tiny_run).tokenizer)
+    named = [f"decode.lm={tmp_path / 'lm'}", "decode.beam=2"]
+    for weight, there in (("0.25", True), ("0", False)):
+        out = tmp_path / weight
+        given = ["--split", "test", "--out", out, *named, f"decode.lm_weight={weight}"]
+        assert commands(evaluate, tiny_run, *given)[0] == 0
+        page = (out / "page.html").read_text()
+        assert (f"{tmp_path / 'lm'}, weight {weight}" in page) is there
