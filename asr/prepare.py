@@ -1,4 +1,4 @@
-"""Make manifests: python -m asr.prepare librispeech|tsv|spoken-numbers|mnist --to DIR"""
+"""Make manifests: python -m asr.prepare librispeech|tsv|shards|spoken-numbers|mnist --to DIR"""
 
 import argparse
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 from asr import command
 from asr.data.corpora import librispeech, mnist, spoken_numbers, tsv
 from asr.data.corpus import read_manifest
+from asr.data.shards import pack
 from asr.errors import UserError
 
 
@@ -16,10 +17,11 @@ def main() -> None:
         prog="python -m asr.prepare",
         description="Make manifests (id, speaker, audio, seconds, text) that recipes train on.",
     )
-    names = "librispeech | librispeech-lm | tsv | spoken-numbers | mnist"
+    names = "librispeech | librispeech-lm | tsv | shards | spoken-numbers | mnist"
     kinds = parser.add_subparsers(required=True, metavar=names)
     _add_librispeech(kinds)
     _add_tsv(kinds)
+    _add_shards(kinds)
     _add_spoken_numbers(kinds)
     _add_mnist(kinds)
     _add_librispeech_lm(kinds)
@@ -116,6 +118,22 @@ def _tsv(args: argparse.Namespace) -> None:
             "mend them, or leave them out with --skip-bad"
         )
     _say(tsv.write(checked, args.to, args.text))
+
+
+def _add_shards(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "shards",
+        help="a manifest's audio as some large tars, for storage that hates small files",
+        description="Packs the audio of a manifest into DIR/NAME-00000.tar, ... and writes "
+        "DIR/NAME.tsv, which recipes take as any other: it says where in which tar each recording "
+        "lies. Every tar can be read by the webdataset library, too.",
+    )
+    parser.add_argument("manifest", type=Path, metavar="MANIFEST.tsv")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--megabytes", type=float, default=1000.0, help="of one tar (default: %(default)g)"
+    )
+    parser.set_defaults(prepare=lambda args: _say(pack(args.manifest, args.to, args.megabytes)))
 
 
 def _add_spoken_numbers(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 from torchaudio.transforms import Resample
 
 from features.hush import hushed
+from features.packed import PackedError, member_of, read_member
 
 # Values decoded at once, over all channels: 16 MB, and a whole utterance in nearly every case.
 BLOCK_VALUES = 2**22
@@ -129,16 +131,9 @@ def _resampler(old: int, new: int) -> Resample:
 def _open(path: str | os.PathLike[str]) -> soundfile.SoundFile:
     name = _printable(path)
     try:
-        if not Path(path).exists():
-            raise AudioError(f"{name}: no such file")
-        if not Path(path).is_file():  # a pipe or a device could be read for ever
-            raise AudioError(f"{name}: not a regular file")
-        if not Path(path).stat().st_size:
-            raise AudioError(f"{name}: the file is empty (0 bytes)")
-        with Path(path).open("rb") as file:
-            quiet = file.read(4) in QUIET
-        with _silence(not quiet):
-            sound = soundfile.SoundFile(os.fspath(path))
+        source, begin = _source(path, name)
+        with _silence(begin not in QUIET):
+            sound = soundfile.SoundFile(source)
     except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
         raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
     try:
@@ -147,6 +142,27 @@ def _open(path: str | os.PathLike[str]) -> soundfile.SoundFile:
         sound.close()
         raise
     return sound
+
+
+def _source(path: str | os.PathLike[str], name: str) -> tuple[str | BytesIO, bytes]:
+    """What soundfile opens, a path or what was read of a tar; and its first four bytes."""
+    member = member_of(path)
+    if member is not None:
+        try:
+            content = read_member(member)
+        except PackedError as error:
+            raise AudioError(f"{name}: {error}") from None
+        if not content:
+            raise AudioError(f"{name}: the file is empty (0 bytes)")
+        return BytesIO(content), content[:4]
+    if not Path(path).exists():
+        raise AudioError(f"{name}: no such file")
+    if not Path(path).is_file():  # a pipe or a device could be read for ever
+        raise AudioError(f"{name}: not a regular file")
+    if not Path(path).stat().st_size:
+        raise AudioError(f"{name}: the file is empty (0 bytes)")
+    with Path(path).open("rb") as file:
+        return os.fspath(path), file.read(4)
 
 
 def _blocks(sound: soundfile.SoundFile, name: str) -> Iterator[np.ndarray]:
