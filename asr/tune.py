@@ -66,7 +66,9 @@ def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path
     grid = grid_of(recognizer, recipe)
     yield f"{len(corpus)} utterances, decoded under {len(grid)} settings for their n best"
     mine = {key: getattr(recipe.decode, key) for key in grid[0]}
-    rescored = search(recognizer, corpus, recipe, grid)
+    faults: dict[str, str] = {}
+    rescored = search(recognizer, corpus, recipe, grid, faults)
+    yield from (f"left out: {name}: {reason}" for name, reason in faults.items())
     tried = sorted(rescored, key=lambda trial: trial.rank)[:FINALISTS]
     finalists = {tuple(one.items()): one for one in (mine, *(t.setting for t in tried))}
     decoded = decode(recognizer, corpus, recipe, list(finalists.values()))
@@ -91,11 +93,18 @@ def grid_of(recognizer: Recognizer, recipe: SpeechRecipe) -> list[dict[str, floa
 
 
 def search(
-    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, grid: Sequence[Setting]
+    recognizer: Recognizer,
+    corpus: Corpus,
+    recipe: SpeechRecipe,
+    grid: Sequence[Setting],
+    faults: dict[str, str],
 ) -> list[Trial]:
-    """The best penalties and weight of the language model for every setting, by re-scoring."""
+    """The best penalties and weight of the language model for every setting, by re-scoring.
+
+    Why an utterance could not be read is noted in `faults`.
+    """
     traced = [{**setting, "coverage_penalty": TRACE} for setting in grid]
-    found = nbests(recognizer, corpus, recipe, traced)
+    found = nbests(recognizer, corpus, recipe, traced, faults)
     trials = []
     for setting, nbest in zip(grid, found, strict=True):
         wrong = errors(recognizer, corpus, nbest)
@@ -115,17 +124,27 @@ def variants(setting: Setting) -> Iterator[Setting]:
 
 
 def nbests(
-    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, settings: Sequence[Setting]
+    recognizer: Recognizer,
+    corpus: Corpus,
+    recipe: SpeechRecipe,
+    settings: Sequence[Setting],
+    faults: dict[str, str],
 ) -> list[NBests]:
-    """As many hypotheses as the beam is wide, for every setting; audio is encoded once."""
+    """As many hypotheses as the beam is wide, for every setting; audio is encoded once.
+
+    Raises UserError where no utterance can be read.
+    """
     found: list[NBests] = [{} for _ in settings]
     decodes = [recipe.decode.model_copy(update=setting) for setting in settings]
     for batch in batches(recognizer, corpus, recipe):
+        faults |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
             memory = recognizer.encode(batch)
             for own, decode in zip(found, decodes, strict=True):
                 nbest = recognizer.nbest(memory, decode, decode.beam)
                 own |= zip(batch.ids, nbest, strict=True)
+    if not found[0]:
+        raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
     return found
 
 
@@ -173,7 +192,7 @@ def decode(
     recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, settings: Sequence[Setting]
 ) -> list[Trial]:
     """Every setting decoded for itself."""
-    found = nbests(recognizer, corpus, recipe, settings)
+    found = nbests(recognizer, corpus, recipe, settings, {})
     firsts = [{name: nbest[:1] for name, nbest in own.items()} for own in found]
     return [
         rescored(setting, corpus, own, errors(recognizer, corpus, own), decoded=True)

@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jiwer
@@ -60,7 +61,7 @@ def test_the_weight_of_a_language_model_lies_where_both_utterances_are_right(mon
     monkeypatch.setattr(tune, "nbests", lambda *_: [nbest])
     plain = dict.fromkeys(tune.PENALTIES, 0.0)
     grid = [{"beam": 4, "ctc_weight": 0.0, "lm_weight": tune.LM_WEIGHT, **plain}]
-    (trial,) = tune.search(READER, corpus, None, grid)
+    (trial,) = tune.search(READER, corpus, None, grid, {})
     assert (trial.errors, trial.words) == (0, 3)
     assert trial.setting == {"beam": 4, "ctc_weight": 0.0, "lm_weight": 0.3, **plain}
 
@@ -84,7 +85,7 @@ def test_the_best_setting_is_the_one_that_trying_all_finds(monkeypatch, seed):
     monkeypatch.setattr(tune, "nbests", lambda *_: [nbest])
     plain = dict.fromkeys(tune.PENALTIES, 0.0)
     grid = [{"beam": 8, "ctc_weight": 0.4, "lm_weight": tune.LM_WEIGHT, **plain}]
-    (trial,) = tune.search(READER, corpus, None, grid)
+    (trial,) = tune.search(READER, corpus, None, grid, {})
     axes = {**tune.PENALTIES, "lm_weight": tune.LM_WEIGHTS}
     every = [
         reranked(dict(zip(axes, values, strict=True)) | {"ctc_weight": 0.4}, corpus, nbest)
@@ -161,3 +162,18 @@ def test_a_language_model_that_does_not_help_is_not_written(tiny_run, commands, 
 def test_ctc_alone_has_nothing_to_weigh(tiny_run, commands):
     line = commands.refused(evaluate, tiny_run, "--split", "valid", "--tune", "decode.search=ctc")
     assert line == "--tune weighs what a beam adds up; set decode.search=beam"
+
+
+def test_what_cannot_be_read_is_left_out_and_said(tiny, tiny_run, commands, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    good = read_manifest(tiny.parent / "valid.tsv")[0]
+    (tmp_path / "bad.wav").write_text("no sound")
+    bad = Utterance("bad", "s", tmp_path / "bad.wav", 1.0, "a b")
+    soundfile.write(tmp_path / "good.wav", soundfile.read(good.audio)[0], RATE)
+    write_manifest(tmp_path / "own.tsv", [replace(good, audio=tmp_path / "good.wav"), bad])
+    code, out, _ = commands(evaluate, run, "--split", tmp_path / "own.tsv", "--tune")
+    assert code == 0 and f"left out: bad: {tmp_path / 'bad.wav'}: not readable" in out
+    write_manifest(tmp_path / "none.tsv", [bad])
+    line = commands.refused(evaluate, run, "--split", tmp_path / "none.tsv", "--tune")
+    assert line == f"{tmp_path / 'none.tsv'}: none of its 1 utterances could be read"
