@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from asr import command
-from asr.data.corpora import librispeech, mnist, spoken_numbers, tsv
+from asr.data.corpora import librispeech, mnist, spoken_numbers, tsv, webdataset
 from asr.data.corpus import read_manifest
 from asr.data.shards import pack
 from asr.errors import UserError
@@ -17,11 +17,12 @@ def main() -> None:
         prog="python -m asr.prepare",
         description="Make manifests (id, speaker, audio, seconds, text) that recipes train on.",
     )
-    names = "librispeech | librispeech-lm | tsv | shards | spoken-numbers | mnist"
+    names = "librispeech | librispeech-lm | tsv | shards | webdataset | spoken-numbers | mnist"
     kinds = parser.add_subparsers(required=True, metavar=names)
     _add_librispeech(kinds)
     _add_tsv(kinds)
     _add_shards(kinds)
+    _add_webdataset(kinds)
     _add_spoken_numbers(kinds)
     _add_mnist(kinds)
     _add_librispeech_lm(kinds)
@@ -134,6 +135,25 @@ def _add_shards(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "--megabytes", type=float, default=1000.0, help="of one tar (default: %(default)g)"
     )
     parser.set_defaults(prepare=lambda args: _say(pack(args.manifest, args.to, args.megabytes)))
+
+
+def _add_webdataset(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "webdataset",
+        help="tars in the webdataset library's layout, as they are",
+        description="Writes DIR/NAME.tsv of the tars in a folder, whose samples have audio and a "
+        ".txt, or a .json with text; DIR/NAME.audio becomes a link to the folder.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
+    parser.set_defaults(prepare=_webdataset)
+
+
+def _webdataset(args: argparse.Namespace) -> None:
+    found = webdataset.write(args.folder, args.to)
+    for line in found.left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    _say(found.manifest)
 
 
 def _add_spoken_numbers(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

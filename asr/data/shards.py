@@ -22,6 +22,8 @@ from asr.data.table import read_rows, write_rows
 from asr.errors import UserError
 from features.packed import BLOCK, PackedError, member_of, read_member
 
+BEGINNINGS = {b"fLaC": ".flac", b"RIFF": ".wav", b"OggS": ".ogg"}
+
 
 def pack(manifest: str | Path, to: str | Path, megabytes: float = 1000.0) -> Path:
     """Writes TO/NAME-00000.tar, ... and, once they are whole, TO/NAME.tsv, whose path it returns.
@@ -84,8 +86,7 @@ class _Tars:
         if self._file.tell() and self._file.tell() + len(content) > self.most:
             self._close(whole=True)
             self._open()
-        member = utterance.audio if member_of(utterance.audio) is None else _original(utterance)
-        name = f"{number:09d}{member.suffix.lower()}"
+        name = f"{number:09d}{_suffix(utterance.audio, content)}"
         offset = self._add(name, content)
         about = {"id": utterance.id, "speaker": utterance.speaker}
         about |= {"seconds": utterance.seconds, "text": utterance.text}
@@ -118,6 +119,7 @@ class _Tars:
             self._part.unlink()
 
 
-def _original(utterance: Utterance) -> Path:
-    """The name that a packed file had before its place was added to it."""
-    return Path(str(utterance.audio).rpartition("@")[0])
+def _suffix(audio: Path, content: bytes) -> str:
+    """The file's own; a long name in another tar may have lost it."""
+    named = audio if member_of(audio) is None else Path(str(audio).rpartition("@")[0])
+    return named.suffix.lower() or BEGINNINGS.get(content[:4], ".mp3")
