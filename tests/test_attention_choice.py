@@ -12,6 +12,7 @@ from asr.errors import UserError
 from asr.nn.attention import Look
 from asr.nn.kernels.cpu import attention as cpu
 from asr.nn.kernels.cpu import build
+from asr.nn.memory import Memory
 
 pytestmark = pytest.mark.skipif(
     build.obstacle() is not None, reason=f"no kernels: {build.obstacle()}"
@@ -67,13 +68,23 @@ def test_what_the_kernels_do_not_cover_is_torchs(monkeypatch):
     monkeypatch.setattr("asr.nn.attention.cpu.look", lambda *given: called.append(given))
     sizes, (inputs, valid) = SIZES[0], drawn(SIZES[0], torch.float32)
     module = make("location", sizes, "auto", torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        module(*inputs[:2], valid, Look(*inputs[2:]))
     half = [x.bfloat16() for x in inputs]
     copy.deepcopy(module).bfloat16()(*half[:2], valid, Look(*half[2:]))
     monkeypatch.setenv("LAYERNORM_LSTM_BACKEND", "python")
     module(*inputs[:2], valid, Look(*inputs[2:]))
     assert not called
+
+
+def test_autocast_leaves_keys_energies_and_weights_in_single_precision():
+    sizes, (inputs, valid) = SIZES[0], drawn(SIZES[0], torch.float32)
+    module = make("location", sizes, "auto", torch.float32)
+    past, states = Look(*inputs[2:]), torch.randn(*inputs[1].shape[:2], module.to_key.in_features)
+    judge = module(*inputs[:2], valid, past).weights
+    with torch.autocast("cpu", torch.bfloat16):
+        keys, found = module.keys(Memory(states, valid)), module(*inputs[:2], valid, past).weights
+    assert keys.dtype == found.dtype == torch.float32
+    assert not torch.equal(found, judge)  # the query's product is in half precision
+    torch.testing.assert_close(found, judge, atol=2e-2, rtol=0)
 
 
 def test_a_backend_that_cannot_run_is_named(monkeypatch):

@@ -67,8 +67,8 @@ class Attention(nn.Module):
             self.to_energy = nn.Linear(size, 1, bias=False)
 
     def keys(self, memory: Memory) -> Tensor:
-        """(B, T, A), to be made once per utterance."""
-        return self.to_key(memory.states)
+        """(B, T, A), to be made once per utterance; of the memory's dtype under autocast too."""
+        return self.to_key(memory.states).to(memory.states.dtype)
 
     def forward(self, query: Tensor, keys: Tensor, valid: Tensor, past: Look) -> Look:
         """query (B, K, Q), keys (B, T, A), valid (B, T) -> this step's look.
@@ -76,8 +76,8 @@ class Attention(nn.Module):
         Each row of weights sums to 1 over the valid frames.
         """
         wanted = self.to_query(query)  # (B, K, A)
-        if self.kind != "dot" and self._in_cpp(wanted, keys, *past):
-            return Look(*cpu.look(self._given(wanted, keys, past), valid))
+        if self.kind != "dot" and self._in_cpp(keys, *past):
+            return Look(*cpu.look(self._given(wanted.to(keys.dtype), keys, past), valid))
         if self.kind == "dot":
             energy = wanted @ keys.transpose(1, 2) / math.sqrt(keys.size(-1))  # (B, K, T)
         else:
@@ -88,9 +88,7 @@ class Attention(nn.Module):
     def _in_cpp(self, *tensors: Tensor) -> bool:
         """Whether the C++ kernels compute this. Raises UserError where they must but cannot."""
         like = self.to_energy.weight
-        if like.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            return False
-        if like.dtype not in (torch.float32, torch.float64):
+        if like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64):
             return False
         if any(t.dtype != like.dtype or t.device != like.device for t in tensors):
             return False

@@ -6,7 +6,7 @@ The environment of the peer: see transformer.py. Both train the same shape on on
 utterances of 6 s (600 frames of 80), two strided convolutions (150 frames of memory), 2 BLSTM
 layers of 256 per direction, location attention of 256, an LSTM speller of 256, V = 500, 30 target
 tokens; cross-entropy and Adam. Ours has LayerNorm in every cell (--norm none: plain ones);
---precision bf16 takes the cells' matrix products, and nothing else, in bf16.
+--precision bf16 runs ours as a recipe's train.precision: bf16 does, under autocast.
 Two processes take turns, a few steps each. Printed: seconds of audio trained per CPU-second, and
 how far peak memory rises above what the process held before its first step.
 """
@@ -76,13 +76,16 @@ def ours(options: argparse.Namespace) -> tuple[list, Callable]:
     from asr.models.listener import Listener
     from asr.models.speller import Speller
 
-    cells = {name: getattr(options, name) for name in ("norm", "backend", "precision")}
+    cells = {"norm": options.norm, "backend": options.backend}
     listener = Listener(F, layers=2, hidden=256, pyramid=(), convolution=4, **cells)
     speller = Speller(V, listener.size, hidden=256, embedding=128, attention_size=256, **cells)
     model, lengths = LAS(listener, speller, V, ctc=False), torch.full((B,), T)
-    return list(model.parameters()), lambda features, tokens: model.decode(
-        model.encode(features, lengths), tokens
-    )
+
+    def forward(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
+            return model.decode(model.encode(features, lengths), tokens).float()
+
+    return list(model.parameters()), forward
 
 
 def speechbrain() -> tuple[list, Callable]:

@@ -76,7 +76,7 @@ def _compiled() -> Path:
 def _compile(target: Path) -> None:
     if missing := obstacle():
         raise RuntimeError(missing)
-    print(f"compiling the LSTM's CPU kernels, once, into {target.parent}", file=sys.stderr)
+    print(f"compiling the CPU kernels, once, into {target.parent}", file=sys.stderr)
     from torch.utils import cpp_extension  # slow to import and seldom needed
 
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
