@@ -51,9 +51,9 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def restarted() -> bool:
-    """Whether torchrun has started the ranks anew after one of them failed (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+def restarts() -> int:
+    """How often torchrun has started all ranks anew since one of them failed (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 @contextmanager
@@ -66,20 +66,31 @@ def joined(device: str) -> Iterator[None]:
         yield
         return
     backend = _take_device(device)
-    store, number, count = next(dist.rendezvous("env://"))
+    whole, number, count = next(dist.rendezvous("env://"))
+    # torchrun may keep its store over a restart: addresses of ranks that are dead stand in it.
+    store = dist.PrefixStore(f"start {restarts()}", whole)
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
     try:
         yield
     except Lost as error:
-        sys.exit(f"rank {number}: another rank was killed or has said why it ended ({error})")
+        print(f"rank {number}: ends, another was killed or says why ({error})", file=sys.stderr)
+        sys.exit(1)
     except Exception as error:
-        if store.add(SPOKEN, 1) > 1:
-            sys.exit(1)
+        if _has_spoken(store):
+            sys.exit(2 if isinstance(error, UserError) else 1)
         if isinstance(error, UserError):
             raise UserError(f"rank {number}: {error}") from None
         raise
     gather(None)  # torchrun ends all as soon as one ends with a code other than 0
     dist.destroy_process_group()
+
+
+def _has_spoken(store: dist.Store) -> bool:
+    """Whether another rank has said why all end; from now on this one has."""
+    try:
+        return store.add(SPOKEN, 1) > 1
+    except RuntimeError:  # the store went with the first rank, which says why it goes
+        return True
 
 
 def _take_device(device: str) -> str:
@@ -190,4 +201,4 @@ def _together(call: Callable[..., Any], *args: Any) -> None:
     try:
         call(*args)
     except RuntimeError as error:  # gloo has no error of its own
-        raise Lost(str(error).splitlines()[0]) from None
+        raise Lost(str(error).split(". ")[0]) from None

@@ -30,8 +30,8 @@ def keep_evidence(folder: Path, group: Sequence[Batch], objective: nn.Module) ->
     except OSError as error:
         return f"The evidence could not be kept: {error.strerror}."
     return (
-        f"To look at it: {folder}/report.txt names what is not finite; batch.pt beside it "
-        f"(torch.load, weights_only=True) and {WEIGHTS} are what the step was taken with."
+        f"To look at it: {folder}/report{mine}.txt names what is not finite; batch{mine}.pt beside "
+        f"it (torch.load, weights_only=True) and {WEIGHTS} are what the step was taken with."
     )
 
 

@@ -1,0 +1,264 @@
+"""Trainings by several ranks over gloo, for test_distributed.py.
+
+    python tests/rank_trainings.py FOLDER SCENARIO      prints what happened as JSON
+
+All are forked from this process (benchmarks/forks.py), which saves seconds of imports for each.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "benchmarks"), str(HERE.parent)]
+
+from forks import Process, fork  # noqa: E402
+from kills import differences, state  # noqa: E402
+from tiny_speech import make_corpus, make_recipe  # noqa: E402
+
+from asr import command, train  # noqa: E402
+from asr.training import loop  # noqa: E402
+from asr.training.distributed import restarts  # noqa: E402
+from asr.training.objective import SpeechObjective  # noqa: E402
+
+PATIENCE = 60.0  # seconds
+# Nothing is drawn but what depends on (seed, epoch, utterance): masks, speed, noise of the audio.
+STILL = ["model.listener.dropout=0", "model.listener.recurrent_dropout=0"]
+STILL += ["model.speller.dropout=0", "model.speller.sampling=0"]
+SMALL = "kind: transformer, d_model: 8, heads: 2, feed_forward: 11, decoder_layers: 1"
+FAST = ["model.listener.backend=auto", "model.speller.backend=auto"]
+# Where Adam takes large steps, rounding grows to another course of training within 50.
+SLOW = ["train.optimizer.lr=1e-3", "train.schedule={kind: constant, warmup: 2}"]
+FAMILIES = {
+    # With utterances of mean 0 what SpecAugment masks is a row of zeros, to which a LayerNorm makes
+    # rounding as large as anything: no judge.
+    "las": [*STILL, *FAST, "features.mvn=none"],
+    "transformer": [f"model={{{SMALL}, encoder_layers: 2, dropout: 0}}"],
+}
+EVENTFUL = ["train.epochs=2", "train.accumulate=1", "train.save_every=2"]
+COMMON = ["train.samples=0", "train.batch_seconds=0.6", "train.save_every=10"]
+Patch = Callable[[int], object]  # of a rank, before it trains
+
+
+def start(count: int, folder: Path, name: str, *more: str, patch: Patch = id) -> list[Process]:
+    """`count` ranks of the folder's tiny recipe -> their processes; output in FOLDER/NAME.RANK."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [str(folder / "tiny.yaml"), *COMMON, *more, "--run", str(folder / name)]
+
+    def main_of(rank: int) -> Callable[[], int]:
+        def main() -> int:
+            there = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
+            there |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {key: str(value) for key, value in there.items()}
+            patch(rank)
+            return train.main()
+
+        return main
+
+    modules = [SimpleNamespace(__name__="asr.train", main=main_of(rank)) for rank in range(count)]
+    places = [folder / f"{name}.{rank}" for rank in range(count)]
+    return [
+        fork(module, line, place.with_suffix(f"{place.suffix}.out"), place)
+        for module, place in zip(modules, places, strict=True)
+    ]
+
+
+def wait(ranks: list[Process]) -> list[int | None]:
+    """Their exit codes."""
+    return [process.wait(PATIENCE) for process in ranks]
+
+
+def run(count: int, folder: Path, name: str, *more: str, patch: Patch = id) -> list[int | None]:
+    """The same to the end -> exit codes."""
+    return wait(start(count, folder, name, *more, patch=patch))
+
+
+def equal(folder: Path, family: str) -> dict:
+    """50 steps of 6 batches by 1, 2 and 3 ranks; and 15 by 2, then 15 by 3."""
+    common = [*FAMILIES[family], "train.validate_every=25", "train.steps=50", *SLOW]
+    codes = {
+        f"{count}": run(count, folder, f"{count}", *common, f"train.accumulate={6 // count}")
+        for count in (1, 2, 3)
+    }
+    run(2, folder, "changed", *common, "train.accumulate=3", "train.steps=15")
+    more = ["train.accumulate=2", "train.steps=30", "--resume", "--force"]
+    return codes | {"changed": run(3, folder, "changed", *common, *more)}
+
+
+def faults(folder: Path) -> dict:
+    """A batch without numbers on rank 1; one that does not fit there; files that cannot be read."""
+    whole = [*STILL, "train.steps=6", "train.accumulate=1"]
+    forward = SpeechObjective.forward
+
+    def poison(step: int) -> Patch:
+        def patch(rank: int) -> None:
+            def poisoned(self: SpeechObjective, batch: object) -> object:
+                if rank == 1 and self.training and self.step >= step:
+                    batch.features[0, 1, 2] = math.nan
+                return forward(self, batch)
+
+            def set_step(self: SpeechObjective, number: int) -> None:
+                self.step = number
+
+            SpeechObjective.forward, SpeechObjective.set_step = poisoned, set_step
+
+        return patch
+
+    def narrow(rank: int) -> None:
+        def full(self: SpeechObjective, batch: object) -> object:
+            if rank == 1 and self.training and len(batch) > 1:
+                raise MemoryError
+            return forward(self, batch)
+
+        SpeechObjective.forward = full
+
+    return {
+        "skipped": run(2, folder, "skipped", *whole, "train.bad_steps=3", patch=poison(4)),
+        "stopped": run(2, folder, "stopped", *whole, "train.bad_steps=2", patch=poison(2)),
+        "narrow": run(2, folder, "narrow", *whole, patch=narrow),
+        "wide": run(2, folder, "wide", *whole),
+        "few": run(3, folder, "few", *whole, "train.batch_seconds=100"),
+        "unreadable": run(2, folder, "unreadable", *whole, f"data.train={broken(folder, 1)}"),
+        "too many": run(2, folder, "too many", *whole, f"data.train={broken(folder, 9)}"),
+    }
+
+
+def broken(folder: Path, count: int) -> Path:
+    """The training manifest with so many files more that are not there."""
+    lines = (folder / "train.tsv").read_text().splitlines()
+    lines += [f"bad{n}\ts0\tmissing{n}.flac\t0.400\tab" for n in range(count)]
+    path = folder / f"broken{count}.tsv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def at(step: int, what: Callable[[], object]) -> Patch:
+    """Rank 1 does that in its step of this number."""
+    take_step = loop.take_step
+
+    def patch(rank: int) -> None:
+        steps: list[int] = []
+
+        def other(*arguments: object) -> object:
+            steps.append(1)
+            if rank == 1 and len(steps) == step:
+                what()
+            return take_step(*arguments)
+
+        loop.take_step = other
+
+    return patch
+
+
+def end(number: signal.Signals) -> Callable[[], None]:
+    """This process gets a signal."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def ends(folder: Path) -> dict:
+    """A rank that fails, is killed, or gets a signal; everything that draws at random is on."""
+    common = EVENTFUL
+
+    def fail() -> None:
+        raise ValueError("a fault of our own")
+
+    seen: dict = {"straight": run(2, folder, "straight", *common)}
+    for name, what in {"failed": fail, "killed": end(signal.SIGKILL)}.items():
+        begin = time.monotonic()
+        seen[name] = run(2, folder, name, *common, patch=at(5, what))
+        seen[f"{name} in"] = time.monotonic() - begin
+    seen["signalled"] = run(2, folder, "signalled", *common, patch=at(5, end(signal.SIGTERM)))
+    for name in ("killed", "signalled"):
+        seen[f"{name} resumed"] = run(2, folder, name, *common, "--resume")
+        seen[f"{name} differs"] = differences(state(folder / name), state(folder / "straight"))
+    return seen
+
+
+def torchrun(folder: Path) -> dict:
+    """The same killed rank, started again by torchrun itself."""
+    common = [str(folder / "tiny.yaml"), *COMMON, *EVENTFUL]
+    seen: dict = {"straight": run(2, folder, "straight", *EVENTFUL)}
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    line += ["--standalone", "--monitor-interval=0.05", "--", __file__, "worker"]
+    line += [*common, "--run", str(folder / "again")]
+    ended = subprocess.run(line, capture_output=True, text=True)
+    seen |= {"code": ended.returncode, "out": ended.stdout, "err": ended.stderr}
+    return seen | {"differs": differences(state(folder / "again"), state(folder / "straight"))}
+
+
+def worker() -> None:
+    """A rank under torchrun; of those that it started first, one is killed in its fifth step."""
+    sys.argv = ["asr.train", *sys.argv[2:]]
+    if not restarts():
+        at(5, end(signal.SIGKILL))(int(os.environ["RANK"]))
+    command.run(train.main)
+
+
+def drops(folder: Path) -> dict:
+    """What LayerDrop keeps on each rank, and whether their dropout differs."""
+    kept: list[list[int]] = []
+
+    def patch(rank: int) -> None:
+        from asr.nn.dropout import Dropout
+        from asr.nn.transformer_layers import Stack
+
+        passing, drop = Stack.passing, Dropout.forward
+        first: list[float] = []
+
+        def seen(self: Stack) -> list[object]:
+            layers = list(passing(self))
+            if self.training:
+                kept.append([list(self.layers).index(layer) for layer in layers])
+            return layers
+
+        def dropped(self: Dropout, x: object) -> object:
+            y = drop(self, x)
+            if self.training:
+                first.append(float((y == 0).float().mean()))
+                (folder / f"seen.{rank}").write_text(json.dumps({"kept": kept, "drop": first}))
+            return y
+
+        Stack.passing, Dropout.forward = seen, dropped
+
+    model = f"model={{{SMALL}, encoder_layers: 5, dropout: 0.2, layer_drop: 0.5}}"
+    more = ["train.steps=5", "train.accumulate=2", "train.guide=null"]
+    code = run(2, folder, "drops", model, *more, patch=patch)
+    return {"code": code, "seen": [json.loads((folder / f"seen.{r}").read_text()) for r in (0, 1)]}
+
+
+def half(folder: Path) -> dict:
+    """bf16, by one process and by two."""
+    more = [*STILL, "train.precision=bf16", "train.steps=8"]
+    return {
+        f"{count}": run(count, folder, f"{count}", *more, f"train.accumulate={2 // count}")
+        for count in (1, 2)
+    }
+
+
+SCENARIOS = {
+    "las": lambda folder: equal(folder, "las"),
+    "transformer": lambda folder: equal(folder, "transformer"),
+    "faults": faults,
+    "ends": ends,
+    "drops": drops,
+    "half": half,
+    "torchrun": torchrun,
+}
+
+if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        worker()
+    place = Path(sys.argv[1])
+    make_corpus(place)
+    make_recipe(place)
+    print(json.dumps(SCENARIOS[sys.argv[2]](place)))
