@@ -1,0 +1,94 @@
+"""One of torchrun's workers killed at random moments, over and over: is one bit different?
+
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/rank_kills.py [--kills N] [--ranks N]
+
+A small corpus of tones is trained on by several ranks over gloo, dropout, scheduled sampling,
+SpecAugment and noise on, once undisturbed. Then again, by `torchrun --max-restarts`: as often as
+asked, SIGKILL ends a worker taken by chance, at a random moment of its training; torchrun ends the
+others and starts all again, which go on from the last checkpoint. In the end weights, Adam's
+moments, the place and the curves of both runs are compared, bit for bit.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from kills import differences, state
+from tiny_speech import make_corpus, make_recipe
+
+LINE = ["train.samples=0", "train.save_every=2", "train.accumulate=1", "train.epochs=60"]
+
+
+def torchrun(ranks: int, restarts: int, recipe: Path, run: Path) -> subprocess.Popen[str]:
+    """The training, its output in a file beside the run."""
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    line += [f"--max-restarts={restarts}", "--standalone", "--monitor-interval=0.05"]
+    line += ["-m", "--", "asr.train", str(recipe), *LINE, "--run", str(run)]
+    with run.with_suffix(".txt").open("w") as file:
+        return subprocess.Popen(line, stdout=file, stderr=file, text=True)
+
+
+def workers(agent: int) -> list[int]:
+    """The processes that torchrun has started and that still run."""
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def starts(run: Path) -> int:
+    """How often training began."""
+    text = run.with_suffix(".txt").read_text()
+    return text.count("\nresuming tiny: ") + text.count("training tiny: ")
+
+
+def kill_one(training: subprocess.Popen[str], run: Path, before: int, chance: random.Random) -> str:
+    """Wait for the next start, then a moment; -> who was killed, or nothing where it had ended."""
+    while starts(run) <= before:
+        if training.poll() is not None:
+            return ""
+        time.sleep(0.05)
+    time.sleep(chance.uniform(0.0, 2.5))
+    there = workers(training.pid) if training.poll() is None else []
+    if not there:
+        return ""
+    number = chance.randrange(len(there))
+    os.kill(there[number], signal.SIGKILL)
+    log = (run / "train.log").read_text().splitlines()
+    steps = [line.split()[3] for line in log if " step " in line and "/" in line.split()[3]]
+    return f"worker {number} at step {steps[-1] if steps else 0}"
+
+
+def main() -> int:
+    """Print what was killed when, and what came of it; 1 where anything differed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    chance = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_corpus(folder)
+        recipe = make_recipe(folder)
+        straight, killed = folder / "straight", folder / "killed"
+        assert torchrun(args.ranks, 0, recipe, straight).wait() == 0
+        training, done = torchrun(args.ranks, args.kills, recipe, killed), 0
+        while done < args.kills and (who := kill_one(training, killed, done, chance)):
+            done += 1
+            print(f"kill {done}: {who}", flush=True)
+        code = training.wait()
+        wrong = [f"exit code {code}"] if code else differences(state(killed), state(straight))
+        if wrong:
+            print(killed.with_suffix(".txt").read_text()[-3000:])
+    print(f"{done} of {args.kills} kills, {args.ranks} ranks: {len(wrong)} differences {wrong}")
+    return 1 if wrong or done < args.kills else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
