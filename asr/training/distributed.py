@@ -26,8 +26,8 @@ from asr.training.objective import Sum, add
 
 Value = TypeVar("Value")
 # A rank that dies is noticed by its connections and by torchrun, not by this; the first rank may
-# measure statistics of a large corpus for hours while the others wait.
-PATIENCE = timedelta(days=1)
+# make a corpus, or measure its statistics, while the others wait.
+PATIENCE = timedelta(hours=3)
 BUCKET = 8 << 20  # numbers that are summed at once: 32 MB of gradients
 SPOKEN = "spoken"  # key of the rank that has said why all end
 
@@ -72,6 +72,7 @@ def joined(device: str) -> Iterator[None]:
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
     try:
         yield
+        gather(None)  # torchrun ends all as soon as one ends with a code other than 0
     except Lost as error:
         print(f"rank {number}: ends, another was killed or says why ({error})", file=sys.stderr)
         sys.exit(1)
@@ -81,7 +82,6 @@ def joined(device: str) -> Iterator[None]:
         if isinstance(error, UserError):
             raise UserError(f"rank {number}: {error}") from None
         raise
-    gather(None)  # torchrun ends all as soon as one ends with a code other than 0
     dist.destroy_process_group()
 
 
