@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from asr import command, corpora
-from asr.data.corpus import Corpus
+from asr.data.corpus import Corpus, Utterance
 from asr.data.table import read_rows
 from asr.evaluation import UNREAD, Heard, attention_uri, health_columns, recognise
 from asr.recognizer import Recognizer, run_recipe
@@ -20,6 +20,7 @@ from asr.scoring.significance import verdict
 from asr.scoring.wer import Score, score, summarize
 from asr.settings import SpeechRecipe
 from asr.tune import tune
+from features.packed import member_of
 
 Labels = Mapping[str, Mapping[str, str]]  # column -> utterance id -> group
 
@@ -128,13 +129,13 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
     corpus, heard, result = evaluation.corpus, evaluation.heard, evaluation.score
     errors = [utterance.errors for utterance in result.utterances]
     worst = sorted(range(len(corpus)), key=lambda i: -errors[i])[:pictures]
-    uris = {corpus.ids[i]: attention_uri(recognizer, corpus, i, heard[i].tokens) for i in worst}
+    uris = {corpus[i].id: attention_uri(recognizer, corpus, i, heard[i].tokens) for i in worst}
     write_page(
         folder / "page.html",
         result,
         title=evaluation.title,
         about=dict(facts(evaluation)),
-        audio={u.id: u.audio for u in corpus if u.id not in evaluation.reasons},
+        audio={u.id: u.audio for u in corpus if playable(u, evaluation.reasons)},
         pictures={name: uri for name, uri in uris.items() if uri},
         groups=evaluation.groups,
     )
@@ -142,6 +143,11 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
     if "ctc_wer" in evaluation.about:
         columns["ctc"] = [h.ctc for h in heard]
     write_evaluation(folder, result, evaluation.about, columns)
+
+
+def playable(utterance: Utterance, reasons: Mapping[str, str]) -> bool:
+    """Whether a page can link to the audio: it could be read, and is a file of its own."""
+    return utterance.id not in reasons and member_of(utterance.audio) is None
 
 
 def facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:

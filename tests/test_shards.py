@@ -188,5 +188,7 @@ def test_the_commands_take_packed_manifests(commands, tmp_path):
     code, out, err = commands(train, *line)
     assert code == 0 and "left out" not in out, out + err
     assert commands(evaluate, tmp_path / "run", "--split", to / "test.tsv")[0] == 0
+    page = (tmp_path / "run" / "evaluate" / "test" / "page.html").read_text()
+    assert "test-2" in page and ".tar/" not in page  # a browser cannot play from a tar
     audio = read_manifest(to / "test.tsv")[0].audio
     assert commands(transcribe, tmp_path / "run", audio)[0] == 0

@@ -220,7 +220,7 @@ def check_room(
     """
     if not recipe.model.ctc_weight:
         return
-    corpus = corpus.sample(CHECKED_LENGTHS)
+    whole, corpus = corpus, corpus.sample(CHECKED_LENGTHS)
     fastest = max(recipe.features.speed)
     frames = torch.tensor([front_end.num_frames(u.seconds, fastest) for u in corpus])
     room = objective.model.memory_lengths(frames).tolist()
@@ -233,7 +233,9 @@ def check_room(
         return
     reduction = {"las": "model.listener.pyramid", "transformer": "model.reduction"}
     names = f"{' '.join(tight[:5])}{' ...' if len(tight) > 5 else ''}"
-    line = f"{len(tight)} of {len(corpus)} utterances have more CTC labels than frames: {names}"
+    looked = "" if corpus is whole else " looked at"
+    line = f"{len(tight)} of {len(corpus)} utterances{looked} have more CTC labels than frames"
+    line += f": {names}"
     if len(tight) > 0.01 * len(corpus):
         raise UserError(
             f"{line}. Reduce fewer frames ({reduction[recipe.model.kind]}) or use text.kind=bpe."
