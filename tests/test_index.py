@@ -121,6 +121,15 @@ def test_a_folder_that_cannot_be_written(large, cache, monkeypatch, tmp_path, ca
     assert ("can be written nowhere" in capsys.readouterr().out) != cache
 
 
+def test_a_user_without_a_home(large, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert list(read_manifest(large)) == one_by_one(large)
+
+
 def test_a_break_while_writing_leaves_nothing(large, monkeypatch):
     def break_off(*arguments):
         raise KeyboardInterrupt

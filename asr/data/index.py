@@ -72,7 +72,9 @@ def open_rows(path: Path, allow_outside: bool) -> Rows:
         return _in_memory(path, allow_outside)
     key = {"version": VERSION, "size": about.st_size, "modified": about.st_mtime_ns}
     source = tuple({**key, "outside": int(allow_outside)}.items())
-    places = [path.with_name(f"{path.name}.index"), _cached(path)]
+    places = [path.with_name(f"{path.name}.index")]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        places.append(_cached(path))
     for place in places:
         if rows := _mapped(place, source):
             return rows
