@@ -122,6 +122,7 @@ def _processor() -> str:
 
 
 def _reason(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "error" in line.lower()]
-    return (telling or lines or [type(error).__name__])[0].strip()
+    """The compiler's first complaint, else the first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "error:" in line]
+    return (telling or lines or [type(error).__name__])[0]

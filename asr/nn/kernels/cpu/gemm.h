@@ -69,6 +69,22 @@ inline void gather(Pair* to, const float* row, const float* next, int64_t count)
     to[n].bits = bf16_bits(row[n]) | (next ? bf16_bits(next[n]) << 16 : 0u);
 }
 
+// K values, one after the other, as elements; an odd last one is paired with zero.
+template <class T> inline void convert(T* to, const T* from, int64_t K) {
+  std::copy_n(from, K, to);
+}
+inline void convert(Pair* to, const float* from, int64_t K) {
+  uint16_t* half = (uint16_t*)to;
+  int64_t k = 0;
+#if defined(__AVX512BF16__)
+  for (; k + 16 <= K; k += 16)
+    _mm256_storeu_si256((__m256i*)(half + k),
+                        (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + k)));
+#endif
+  for (; k < K; k++) half[k] = uint16_t(bf16_bits(from[k]));
+  if (K % 2) half[K] = 0;
+}
+
 template <class T> inline Vec<T> multiply_add(Vec<T> acc, T a, Vec<T> b) { return acc + a * b; }
 #if defined(__AVX512BF16__)
 inline Vec<float> multiply_add(Vec<float> acc, Pair a, Vec<float> b) {
@@ -110,16 +126,30 @@ template <class E> struct Panels {
   // From the transpose: N rows of K values, one after the other.
   void from_columns(const Sum<E>* matrix, int64_t k_count, int64_t columns) {
     shape(k_count, columns);
-    fill([&](int64_t k, int64_t n, int64_t count, E* to) {
-      bool both = Element<E>::kPer == 2 && k + 1 < K;
-      for (int64_t c = 0; c < count; c++) {
-        const Sum<E>* at = matrix + (n + c) * K + k;
-        gather(to + c, at, both ? at + 1 : nullptr, 1);
-      }
-    });
+    E* to = data.data();
+    int64_t begin = 0;
+    for (int width : widths) {
+      const int64_t wide = width * Simd<Sum<E>>::N;
+      for (int64_t k = 0; k < depth; k += kSquare)
+        for (int64_t n = 0; n < wide; n += kSquare)
+          square(matrix, k, begin + n, to + k * wide + n, wide);
+      begin += wide, to += depth * wide;
+    }
   }
 
  private:
+  static constexpr int64_t kSquare = Simd<Sum<E>>::N;
+
+  // Elements k onwards of the rows n onwards, transposed; zeros beyond the matrix.
+  void square(const Sum<E>* matrix, int64_t k, int64_t n, E* to, int64_t wide) {
+    E line[kSquare][kSquare] = {};
+    const int64_t high = std::min(kSquare, depth - k), from = k * Element<E>::kPer;
+    for (int64_t c = 0; c < std::min(kSquare, N - n); c++)
+      convert(line[c], matrix + (n + c) * K + from, std::min(high * Element<E>::kPer, K - from));
+    for (int64_t d = 0; d < high; d++)
+      for (int64_t c = 0; c < kSquare; c++) to[d * wide + c] = line[c][d];
+  }
+
   template <class Get> void fill(Get get) {
     constexpr int lanes = Simd<Sum<E>>::N;
     E* to = data.data();
@@ -246,16 +276,9 @@ template <class E> struct Rows {
       int64_t depth = packed_depth<E>(K);
       at_least(data, M * depth);
       for (int64_t m = 0; m < M; m++) {
-        uint16_t* to = (uint16_t*)(data.data() + m * depth);
-        rows[m] = data.data() + m * depth;
-        int64_t k = 0;
-#if defined(__AVX512BF16__)
-        for (; k + 16 <= K; k += 16)
-          _mm256_storeu_si256((__m256i*)(to + k),
-                              (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(values[m] + k)));
-#endif
-        for (; k < K; k++) to[k] = uint16_t(bf16_bits(values[m][k]));
-        if (K % 2) to[K] = 0;
+        E* to = data.data() + m * depth;
+        rows[m] = to;
+        convert(to, values[m], K);
       }
     }
   }
