@@ -19,7 +19,7 @@ from asr.tasks.images import image_task
 from asr.tasks.language import language_task
 from asr.tasks.speech import speech_task
 from asr.training.checkpoint import choose, load_weights
-from asr.training.distributed import first_alone, is_first, joined, restarts
+from asr.training.distributed import first_alone, is_first, joined, restarted
 from asr.training.flat import bound_caches
 
 # The maker of each task: (recipe, run folder, whether the run is gone on with) -> Task.
@@ -62,7 +62,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     bound_caches()
     with joined(recipe.train.device), only_training(run) if is_first() else nullcontext():
         with first_alone():
-            training, start, notes = _open(recipe, run, resume or restarts() > 0, force)
+            training, start, notes = _open(recipe, run, resume or restarted(), force)
         return training.go(start, notes)
 
 

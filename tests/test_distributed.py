@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -17,6 +19,7 @@ from asr.data.sentence_plan import plan_sentences
 from asr.training import distributed
 from asr.training.checkpoint import list_checkpoints
 from asr.training.distributed import add_gradients, add_sums, gather, joined
+from asr.training.meeting import new_room
 from asr.training.objective import Sum
 
 SCRIPT = Path(__file__).parent / "rank_trainings.py"
@@ -235,6 +238,18 @@ def test_ranks_share_every_plan_without_loss_or_repeat(world):
                 if turn < len(share)
             ]
             assert dealt == whole
+
+
+def test_the_living_meet_where_the_dead_have_left_their_names():
+    store = dist.HashStore()
+    for number in (1, 2):
+        for key, value in {"hello": "old", "answer": "tomb old", "confirmed": "tomb"}.items():
+            store.set(f"{key} {number}", value)
+    with ThreadPoolExecutor(3) as ranks:
+        late = [ranks.submit(new_room, store, number, 3) for number in (0, 2, 1)]
+        rooms = {one.result(timeout=20) for one in late}
+        again = {one.result(20) for one in [ranks.submit(new_room, store, n, 3) for n in range(3)]}
+    assert len(rooms) == len(again) == 1 and len(rooms | again | {"tomb"}) == 3
 
 
 class TestAlone:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asr.errors import UserError
+from asr.training.meeting import has_spoken, new_room
 from asr.training.objective import Sum, add
 
 Value = TypeVar("Value")
@@ -29,7 +30,6 @@ Value = TypeVar("Value")
 # make a corpus, or measure its statistics, while the others wait.
 PATIENCE = timedelta(hours=3)
 BUCKET = 8 << 20  # numbers that are summed at once: 32 MB of gradients
-SPOKEN = "spoken"  # key of the rank that has said why all end
 
 
 class Lost(Exception):
@@ -51,9 +51,12 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def restarts() -> int:
-    """How often torchrun has started all ranks anew since one of them failed (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+def restarted() -> bool:
+    """Whether torchrun has started all anew since a rank failed (--max-restarts).
+
+    Only the machine of that rank counts it.
+    """
+    return any(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0))
 
 
 @contextmanager
@@ -67,8 +70,7 @@ def joined(device: str) -> Iterator[None]:
         return
     backend = _take_device(device)
     whole, number, count = next(dist.rendezvous("env://"))
-    # torchrun may keep its store over a restart: addresses of ranks that are dead stand in it.
-    store = dist.PrefixStore(f"start {restarts()}", whole)
+    store = dist.PrefixStore(new_room(whole, number, count), whole)
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
     try:
         yield
@@ -77,20 +79,12 @@ def joined(device: str) -> Iterator[None]:
         print(f"rank {number}: ends, another was killed or says why ({error})", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        if _has_spoken(store):
+        if has_spoken(store):
             sys.exit(2 if isinstance(error, UserError) else 1)
         if isinstance(error, UserError):
             raise UserError(f"rank {number}: {error}") from None
         raise
     dist.destroy_process_group()
-
-
-def _has_spoken(store: dist.Store) -> bool:
-    """Whether another rank has said why all end; from now on this one has."""
-    try:
-        return store.add(SPOKEN, 1) > 1
-    except RuntimeError:  # the store went with the first rank, which says why it goes
-        return True
 
 
 def _take_device(device: str) -> str:
