@@ -1,0 +1,46 @@
+"""What a training's time goes into, as one process or under torchrun.
+
+    python tests/benchmarks/ranks.py recipes/demo.yaml train.accumulate=2 ... --run DIR
+    torchrun --nproc-per-node 2 -- tests/benchmarks/ranks.py recipes/demo.yaml ... --run DIR
+
+Takes what asr.train takes. In the end every rank prints the seconds it spent in its steps, and in
+what the ranks do together: there the time that it waits for a slower one is counted, too.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from asr import command, train
+from asr.training import loop
+
+TOGETHER = ("gather", "add_sums", "add_gradients")
+spent: Counter[str] = Counter()
+
+
+def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
+    """The call, its time counted under the name."""
+
+    def counted(*args: object, **more: object) -> object:
+        begin = time.perf_counter()
+        try:
+            return call(*args, **more)
+        finally:
+            spent[name] += time.perf_counter() - begin
+
+    return counted
+
+
+def main() -> int:
+    """Train, then print."""
+    for name in ("take_step", *TOGETHER):
+        setattr(loop, name, timed(name, getattr(loop, name)))
+    code = train.main()
+    seconds = "  ".join(f"{name} {spent[name]:.2f} s" for name in ("take_step", *TOGETHER))
+    print(f"rank {os.environ.get('RANK', 0)}: {seconds}", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    command.run(main)
