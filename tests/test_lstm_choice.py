@@ -5,6 +5,7 @@ import multiprocessing
 import shutil
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +169,24 @@ def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
         process.join(100)
     assert [process.exitcode for process in several] == [0, 0]
     assert arguments[1].read_text() == "compiled "
+
+
+@CPU
+def test_a_compiler_without_openmp_or_march_gets_a_second_try(tmp_path, monkeypatch, capsys):
+    compiled, tried = build._compiled(), []
+
+    def compile_plainly(name, folder, flags):
+        tried.append(flags)
+        if flags:
+            raise RuntimeError("Error building\ncc1plus: error: bad value for '-march='")
+        return shutil.copy(compiled, tmp_path / name)
+
+    monkeypatch.setattr(build, "_build", lambda *given: Path(compile_plainly(*given)))
+    monkeypatch.setenv("LAYERNORM_LSTM_MARCH", "x86-64-v9")
+    build._compile(tmp_path / "kernels.so")
+    assert tried == [["-march=x86-64-v9", "-fopenmp"], []]
+    assert (tmp_path / "kernels.so").read_bytes() == compiled.read_bytes()
+    assert "again, for any processor: cc1plus: error: bad value" in capsys.readouterr().err
 
 
 def las_losses(backend, steps=50):

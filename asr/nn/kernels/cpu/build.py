@@ -3,6 +3,9 @@
 The library lies in $LAYERNORM_LSTM_CACHE, else in ~/.cache/layernorm_asr, under a name made of
 the sources, the flags, torch's version and the processor's features. Several processes may ask
 at once: one compiles under a file lock, which ends with its process, the others wait.
+
+$LAYERNORM_LSTM_MARCH names another processor than this one to compile for, as the compiler's
+-march does: x86-64-v3 is AVX2.
 """
 
 import ctypes
@@ -19,14 +22,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp",
-)
+FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 
 
 class BuildError(Exception):
@@ -77,24 +73,36 @@ def _compile(target: Path) -> None:
     if missing := obstacle():
         raise RuntimeError(missing)
     print(f"compiling the CPU kernels, once, into {target.parent}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        try:
+            built = _build(target.stem, folder, [_march(), "-fopenmp"])
+        except RuntimeError as error:  # some compilers know neither
+            print(f"compiling again, for any processor: {_reason(error)}", file=sys.stderr)
+            built = _build(f"{target.stem}_any", folder, [])
+        built.replace(target)  # a rename is atomic: nobody ever sees half a library
+
+
+def _build(name: str, folder: str, flags: list[str]) -> Path:
     from torch.utils import cpp_extension  # slow to import and seldom needed
 
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        cpp_extension.load(
-            name=target.stem,
-            sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
-            extra_cflags=list(FLAGS),
-            extra_ldflags=["-pthread", "-fopenmp"],
-            build_directory=folder,
-            is_python_module=False,
-        )
-        # A rename is atomic: nobody ever sees half a library.
-        (Path(folder) / f"{target.stem}.so").replace(target)
+    cpp_extension.load(
+        name=name,
+        sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
+        extra_cflags=[*FLAGS, *flags],
+        extra_ldflags=["-pthread", *(flag for flag in flags if flag == "-fopenmp")],
+        build_directory=folder,
+        is_python_module=False,
+    )
+    return Path(folder) / f"{name}.so"
+
+
+def _march() -> str:
+    return f"-march={os.environ.get('LAYERNORM_LSTM_MARCH') or 'native'}"
 
 
 @functools.lru_cache(maxsize=1)
 def _library_path() -> Path:
-    parts = [torch.__version__, platform.machine(), _processor(), *FLAGS]
+    parts = [torch.__version__, platform.machine(), _processor(), _march(), *FLAGS]
     parts += [path.read_text() for path in sorted(SOURCES.glob("*.[hc]*")) if path.suffix != ".py"]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return _cache_folder() / f"layernorm_lstm_{key}.so"
