@@ -31,6 +31,15 @@ def run(main: Callable[[], int | None]) -> None:
         if not is_out_of_memory(error):
             raise
         code = _say(f"out of memory: make the model or what it is given smaller ({_first(error)})")
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """Under torchrun at once: what connects the ranks may abort while Python takes it down."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -61,8 +61,9 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     """
     bound_caches()
     with joined(recipe.train.device), only_training(run) if is_first() else nullcontext():
+        again = restarted()
         with first_alone():
-            training, start, notes = _open(recipe, run, resume or restarted(), force)
+            training, start, notes = _open(recipe, run, resume or again, force)
         return training.go(start, notes)
 
 

@@ -25,6 +25,7 @@ from kills import differences, state  # noqa: E402
 from tiny_speech import make_corpus, make_recipe  # noqa: E402
 
 from asr import command, train  # noqa: E402
+from asr.runs import training_run  # noqa: E402
 from asr.training import loop  # noqa: E402
 from asr.training.objective import SpeechObjective  # noqa: E402
 
@@ -159,6 +160,21 @@ def at(step: int, what: Callable[[], object]) -> Patch:
     return patch
 
 
+def in_validation(what: Callable[[], object]) -> Patch:
+    """Rank 1 does that in its first validation."""
+    validate = training_run.validate
+
+    def patch(rank: int) -> None:
+        def other(*arguments: object) -> object:
+            if rank == 1:
+                what()
+            return validate(*arguments)
+
+        training_run.validate = other
+
+    return patch
+
+
 def end(number: signal.Signals) -> Callable[[], None]:
     """This process gets a signal."""
     return lambda: os.kill(os.getpid(), number)
@@ -177,7 +193,9 @@ def ends(folder: Path) -> dict:
         seen[name] = run(2, folder, name, *common, patch=at(5, what))
         seen[f"{name} in"] = time.monotonic() - begin
     seen["signalled"] = run(2, folder, "signalled", *common, patch=at(5, end(signal.SIGTERM)))
-    for name in ("killed", "signalled"):
+    ask = in_validation(end(signal.SIGTERM))
+    seen["validating"] = run(2, folder, "validating", *common, patch=ask)
+    for name in ("killed", "signalled", "validating"):
         seen[f"{name} resumed"] = run(2, folder, name, *common, "--resume")
         seen[f"{name} differs"] = differences(state(folder / name), state(folder / "straight"))
     return seen

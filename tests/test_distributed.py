@@ -196,6 +196,14 @@ class TestEnds:
         assert "SIGTERM: stopped after step 5 and saved" in (folder / "signalled.0.out").read_text()
         assert seen["signalled resumed"] == [0, 0] and seen["signalled differs"] == []
 
+    def test_a_signal_in_one_rank_s_validation_ends_that_of_all(self, ends):
+        seen, folder = ends
+        assert seen["validating"] == [3, 3]
+        assert (
+            "SIGTERM: stopped after step 4 and saved" in (folder / "validating.0.out").read_text()
+        )
+        assert seen["validating resumed"] == [0, 0] and seen["validating differs"] == []
+
 
 def test_torchrun_starts_again_what_was_killed(saw):
     """Without --resume: the second start goes on by itself."""
