@@ -14,17 +14,18 @@ from pathlib import Path
 from asr import command
 from asr.errors import UserError
 from asr.runs.folder import expand
-from asr.runs.reading import TRAIN, VALID, Run, cost, read_run, read_scores
+from asr.runs.reading import TRAIN, VALID, Run, cost, read_health, read_run, read_scores
 from asr.scoring.board import write_board
 from asr.scoring.comparison import Member, Setting, level_table, loss_table, wer_table
 from asr.scoring.curve_picture import Panel, draw_curves
 from asr.scoring.curves import Band, band, choose_levels, thinned
-from asr.scoring.differences import difference_table, differences
+from asr.scoring.differences import difference_table, loss_differences, wer_differences
 from asr.scoring.events import Curve
-from asr.scoring.groups import group
+from asr.scoring.groups import Group, group, letter
+from asr.scoring.health_table import health_tables
 from asr.scoring.report import Picture, Table, write_report
 
-_LONG = 70  # letters of a group's name in tables
+_SHORT, _LONG = 24, 70  # letters of a group's name: in any table; beside a letter, in one column
 # Recipe keys that change where or how fast a run is made, not what is trained.
 NO_DIFFERENCE = ("seed", "run", "data.workers", "train.threads", "train.device", "train.log_every")
 
@@ -57,40 +58,46 @@ def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Set
     known = [run for run in runs if run.settings is not None]
     groups = group([run.settings or {} for run in known], ignore=NO_DIFFERENCE)
     usual = Counter(run.world for run in known if not run.fault).most_common(1)[0][0]
-    labels = [found.label or "all runs" for found in groups]
-    if max(map(len, labels)) > _LONG:  # spelled out once, then by letter
-        notes += [f"{_letter(place)}: {label}." for place, label in enumerate(labels)]
-        labels = [_letter(place) for place in range(len(labels))]
     settings = []
-    for label, found in zip(labels, groups, strict=True):
+    for (label, short), found in zip(_names(groups, notes), groups, strict=True):
         inside = [known[place] for place in found.members]
         good = [run for run in inside if not run.fault]
         same = inside[0].world == usual
         if not same:
             notes.append(
-                f"{label}: other validation data or another vocabulary than most runs have, so its "
-                "losses are not comparable and are left out."
+                f"{short or label}: other validation data or another vocabulary than most runs "
+                "have, so its losses are not comparable and are left out."
             )
         members = tuple(member(run, curve, notes) for run in good)
-        settings.append(Setting(label, members, len(inside) - len(good), same))
+        settings.append(Setting(label, members, len(inside) - len(good), same, short))
         seeds = Counter(m.seed for m in members)
         twice = [seed for seed, count in seeds.items() if count > 1]
         if twice:
-            notes.append(f"{label}: more than one run of seed {twice[0]}; pairs take the last.")
+            notes.append(
+                f"{short or label}: more than one run of seed {twice[0]}; pairs take the last."
+            )
     return settings
 
 
-def _letter(place: int) -> str:
-    """A, B, ... Z, AA, AB, ..."""
-    before, last = divmod(place, 26)
-    return (_letter(before - 1) if before else "") + chr(ord("A") + last)
+def _names(groups: Sequence[Group], notes: list[str]) -> list[tuple[str, str]]:
+    """Each group's label and its letter; no letters where all labels are short."""
+    labels = [found.label or "all runs" for found in groups]
+    letters = [letter(place) for place in range(len(labels))]
+    longest = max(map(len, labels))
+    if len(labels) == 1 or longest <= _SHORT:
+        return [(label, "") for label in labels]
+    if longest <= _LONG:
+        return [(f"{one}. {label}", one) for one, label in zip(letters, labels, strict=True)]
+    notes += [f"{one}: {label}." for one, label in zip(letters, labels, strict=True)]
+    return [(one, one) for one in letters]  # spelled out once
 
 
 def member(run: Run, curve: str, notes: list[str]) -> Member:
     """A run as the tables take it."""
     seed = int((run.settings or {})["seed"])
     scores = read_scores(run.folder, notes)
-    return Member(run.folder.name, seed, run.curves[curve], cost(run).at, scores)
+    step, health = read_health(run.folder)
+    return Member(run.folder.name, seed, run.curves[curve], cost(run).at, scores, health, step)
 
 
 def write(
@@ -108,18 +115,24 @@ def write(
     splits = sorted({name for s in settings for m in s.members for name in m.scores})
     tables = [loss_table(settings, curve), level_table(settings, levels)]
     tables += [wer_table(settings, split) for split in splits]
-    found = differences(settings, splits, notes)
-    tables += [difference_table(found)] if found else []
+    found = {"best loss": loss_differences(settings, notes)}
+    found |= {f"WER of {split}": wer_differences(settings, split, notes) for split in splits}
+    tables += [difference_table(figure, pairs) for figure, pairs in found.items() if pairs]
     failed = [(run.folder.name, str(run.fault)) for run in runs if run.fault]
     if failed:
         tables.append(Table("Runs that are not counted", ("run", "why"), failed))
     out.mkdir(parents=True, exist_ok=True)
     picture = draw(out, settings, runs, curve, levels)
     counted = len(runs) - len(failed)
-    facts = [f"{counted} runs in {len(settings)} groups by what differs in their recipes.", *notes]
-    write_report(out, "compare", "Comparison of runs", facts, [tables[0], picture, *tables[1:]])
+    sizes = f"{_count(counted, 'run')} in {_count(len(settings), 'group')}"
+    facts = [f"{sizes} by what differs in their recipes, seeds apart.", *notes]
+    inside = health_tables(settings)
+    parts = [tables[0], picture, *tables[1:], *inside]
+    write_report(out, "compare", "Comparison of runs", facts, parts)
     print("\n".join([*facts, *(line for table in tables for line in _console(table))]))
-    print(f"files: {out}/compare.html compare.md curves.png curves.svg")
+    print(f"\nfiles: {out}/compare.html compare.md curves.png curves.svg")
+    if inside:
+        print("gates, norms, gradients and attention of each layer: see Health in the files")
     print(f"TensorBoard, page Custom Scalars: tensorboard --logdir {out / 'board'}")
 
 
@@ -149,8 +162,15 @@ def draw(
     (out / "curves.png").write_bytes(png)
     (out / "curves.svg").write_text(svg, encoding="utf-8")
     write_board(out / "board", bands, shown)
-    note = "Mean of the runs; the band reaches from the lowest to the highest. Dashed: the levels."
+    note = (
+        "Mean of the runs; the band reaches from the lowest to the highest. Dashed: the levels. "
+        "nats: cross-entropy of a target (character, word piece, image), without smoothing."
+    )
     return Picture("Loss curves", "curves.svg", svg, note)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
 
 
 def _console(table: Table) -> list[str]:

@@ -239,6 +239,12 @@ def test_folders_of_runs(tmp_path):
         (tmp_path / name).mkdir()
     for name in ("seed=10", "seed=2"):
         (tmp_path / name / "console.log").write_text("$ a\nerror: old\n\n$ b\nOSError: new\n")
-    assert [run.name for run in expand([tmp_path, tmp_path / "seed=2"])] == ["seed=2", "seed=10"]
+    (tmp_path / "other" / "notes.txt").touch()
+    (tmp_path / "lost").mkdir()
+    names = [run.name for run in expand([tmp_path, tmp_path / "seed=2"])]
+    assert names == ["seed=2", "seed=10", "lost"]
+    for second, name in enumerate(("seed=10", "seed=2")):  # begun in this order
+        (tmp_path / name / f"events.out.tfevents.{second}.x").touch()
+    assert [run.name for run in expand([tmp_path])] == ["seed=10", "seed=2", "lost"]
     assert last_error(tmp_path / "seed=2") == " (OSError: new)"
     assert os.fspath(tmp_path) and last_error(tmp_path) == ""

@@ -1,12 +1,13 @@
 """What a run folder says of itself: its recipe, and whether it came to its end."""
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from asr.errors import UserError
 from asr.recipe import read_recipe
-from asr.scoring.events import event_files
+from asr.scoring.events import begun, event_files
 from asr.settings import Recipe
 
 CONSOLE = "console.log"  # what asr.sweep keeps of a run's console
@@ -51,20 +52,32 @@ def is_run(folder: Path) -> bool:
 def expand(places: Iterable[Path]) -> list[Path]:
     """Run folders from run folders and sweep folders (folders of runs), each once.
 
+    The runs of a sweep come in the order in which they were begun, as its grid has them: what the
+    user named first (no norm, say) is what the others are compared with.
     Raises UserError for a place that is neither.
     """
     found: dict[Path, Path] = {}
     for place in places:
         if not place.is_dir():
             raise UserError(f"{place}: there is no such folder; name runs or a sweep's folder")
-        inside = [place] if is_run(place) else sorted(filter(is_run, place.iterdir()), key=_natural)
-        if not inside:
+        inside = [place]
+        if not is_run(place):
+            runs = sorted(filter(is_run, place.iterdir()), key=_begun)
+            inside = runs + [sub for sub in sorted(place.iterdir()) if _is_empty(sub)]
+        if not any(map(is_run, inside)):
             raise UserError(f"{place}: no run and no folder of runs; train one first")
         for run in inside:
             found.setdefault(run.resolve(), run)
     return list(found.values())
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sorts seed=2 before seed=10."""
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D+)(\d*)", f"/{path.name}")]
+def _is_empty(place: Path) -> bool:
+    """A folder without anything: a run that was lost; a report says so."""
+    return place.is_dir() and not any(place.iterdir())
+
+
+def _begun(run: Path) -> tuple[float, list[tuple[int, str]]]:
+    """The second of its first event file, then its name, seed=2 before seed=10."""
+    first = next((begun(path) for path in event_files(run)), math.inf)
+    parts = re.findall(r"(\D+)(\d*)", f"/{run.name}")
+    return first, [(int(number or 0), text) for text, number in parts]

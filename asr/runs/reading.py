@@ -1,6 +1,7 @@
 """A run as asr.compare reads it: curves, cost, evaluations, and what is wrong with it."""
 
 import hashlib
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,15 @@ def cost(run: Run) -> Cost:
     place = read_training(there[-1])["position"]
     ends = (place["step"], place["audio_seconds"] / 3600, place["train_seconds"])
     return Cost(*(np.array([0.0, end]) for end in ends))
+
+
+def read_health(run: Path) -> tuple[int | None, dict[str, float]]:
+    """Step and figures of the last look inside; None and nothing where nobody looked."""
+    try:
+        seen = json.loads((run / "health.json").read_text(encoding="utf-8"))
+        return int(seen["step"]), {name: float(value) for name, value in seen["figures"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None, {}
 
 
 def read_scores(run: Path, notes: list[str]) -> dict[str, Score]:

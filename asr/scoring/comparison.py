@@ -25,6 +25,8 @@ class Member:
     loss: Curve  # on validation
     cost: Callable[[float], tuple[float, float] | None]  # step -> audio-hours, seconds
     scores: dict[str, Score] = field(default_factory=dict)  # by split
+    health: dict[str, float] = field(default_factory=dict)  # as last seen, by asr.runs.health names
+    health_step: int | None = None
 
     @property
     def best(self) -> float:
@@ -45,6 +47,12 @@ class Setting:
     members: tuple[Member, ...]
     failed: int = 0
     comparable: bool = True  # its losses are of the same data and vocabulary as most others'
+    letter: str = ""  # in its place where two settings stand in a row
+
+    @property
+    def short(self) -> str:
+        """What stands for it where there is little room."""
+        return self.letter or self.label
 
 
 def loss_table(settings: Sequence[Setting], curve: str) -> Table:
@@ -74,8 +82,9 @@ def loss_table(settings: Sequence[Setting], curve: str) -> Table:
         cells = (_loss(best.mean), _loss(best.sd), span, _loss(final.mean), _loss(final.sd))
         rows.append((setting.label, runs, *cells, f"{np.mean(at):,.0f}"))
     note = (
-        f"{curve}: means over runs (seeds); intervals by Student's distribution, so two runs "
-        "give a wide one and one run none."
+        f"{curve} on the validation data: the lowest and the last of each run, means over the runs "
+        "(seeds) of a setting, sd their standard deviation; intervals of the mean of the best by "
+        "Student's distribution, so two runs give a wide one and one run none. Best at step: mean."
     )
     return Table("Validation loss", head, rows, note)
 
@@ -99,11 +108,14 @@ def level_table(settings: Sequence[Setting], levels: Sequence[float]) -> Table:
                 c or s is None for c, s in zip(costs, steps, strict=True)
             ):
                 spent = [_cost(median_reached([c and c[i] for c in costs])) for i in (0, 1)]
-            shown = "not reached" if middle is None else f"{middle:,.0f}"
+            shown = DASH if middle is None else f"{middle:,.0f}"
             rows.append((f"{level:g}", setting.label, reached, shown, *spent))
     note = (
-        "The first validation at or below the level; a run that never gets there comes after all "
-        "others in the median. Seconds are of training, without validation."
+        "Medians over the runs until the first validation at or below the level. A run that never "
+        "gets there comes after all others; where half of them or more do not, there is no median. "
+        "Levels, if not given: halfway down, what the typical run of every setting reaches, and "
+        "what only that of the best setting does. Seconds of training by the clock, validation "
+        "apart; other work on the machine lengthens them."
     )
     head = ("loss", "setting", "reached", "steps", "audio-hours", "seconds")
     return Table("Until the loss first passes a level", head, rows, note)
@@ -118,14 +130,19 @@ def wer_table(settings: Sequence[Setting], split: str) -> Table:
             continue
         rates = spread([score.wer for score in scores])
         span, mean = _pooled_interval(scores), percent(rates.mean)
-        seeds = DASH if rates.interval is None else between(rates.interval)
+        # A rate cannot be below 0; the distribution of Student does not know that.
+        seeds = (
+            DASH
+            if rates.interval is None
+            else between((max(0, rates.interval[0]), rates.interval[1]))
+        )
         sd = DASH if rates.sd is None else percent(rates.sd)
         each = ", ".join(f"{100 * score.wer:.2f}" for score in scores)
         rows.append((setting.label, str(len(scores)), mean, span, sd, seeds, each))
-    head = ("setting", "runs", "WER", "over utterances", "sd of runs", "over runs", "each run")
+    head = ("setting", "runs", "WER", "over utterances", "sd of runs", "over runs", "each run, %")
     note = (
         "95 % intervals: over utterances by bootstrap (Bisani & Ney 2004), for these trained "
-        "models; over runs by Student's distribution, for other seeds too."
+        "models; over runs by Student's distribution, cut at 0, for other seeds too."
     )
     return Table(f"Word error rate: {split}", head, rows, note)
 
@@ -164,7 +181,7 @@ def _loss(value: float | None) -> str:
 
 def _cost(value: float | None) -> str:
     """Nothing known (None), or no audio at all (0), is a dash."""
-    return f"{value:,.3g}" if value and value < 100 else f"{value:,.0f}" if value else DASH
+    return f"{value:#.3g}" if value and value < 99.95 else f"{value:,.0f}" if value else DASH
 
 
 def between(interval: tuple[float, float], form: str = "{:.2%}") -> str:

@@ -29,16 +29,25 @@ class Panel:
     levels: Sequence[float] = ()  # shown as thin lines
 
 
-def draw_curves(panels: Sequence[Panel], x: str = "step", y: str = "loss") -> tuple[bytes, str]:
-    """PNG and SVG of the panels, side by side. A name has the same stroke in all of them."""
+def draw_curves(panels: Sequence[Panel], x: str = "step") -> tuple[bytes, str]:
+    """PNG and SVG of the panels, side by side. A name has the same stroke in all of them.
+
+    The end of a panel's title (valid/nats) is its unit; panels of one unit share their axes.
+    """
     names = list(dict.fromkeys(name for panel in panels for name in panel.bands))
     lines = min(len(names), _MOST_NAMES)
     figure = Figure(figsize=(5.5 * len(panels), 4 + 0.22 * lines), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, panel in zip(grid, panels, strict=True):
+    units = [panel.title.rpartition("/")[2] for panel in panels]
+    alike = len(set(units)) == 1
+    grid = figure.subplots(1, len(panels), squeeze=False, sharex=alike, sharey=alike)[0]
+    log = _log([band for panel in panels for band in panel.bands.values()]) and alike
+    for axes, panel, unit in zip(grid, panels, units, strict=True):
         _draw(axes, panel, names)
-        axes.set(xlabel=x, ylabel=y)
+        if log or (not alike and _log(list(panel.bands.values()))):
+            _set_log(axes)
+        axes.set(xlabel=x, ylabel=unit)
+        axes.tick_params(labelleft=True)
         axes.set_title(panel.title, parse_math=False, loc="left", fontsize=11)
     shown = {line.get_label(): line for axes in grid for line in axes.get_lines()}
     chosen = [name for name in names if name in shown][:_MOST_NAMES]
@@ -64,13 +73,14 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         )
     for level in panel.levels:
         axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
-    low = min((band.low.min() for band in panel.bands.values()), default=0.0)
-    high = max((band.high.max() for band in panel.bands.values()), default=0.0)
-    if 0 < low * _LOG_FROM < high:  # or all that is late in training would be one line
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter("{x:g}")
+        axes.annotate(
+            f"{level:g}",
+            (0.01, level),
+            xycoords=("axes fraction", "data"),
+            va="bottom",
+            fontsize=8,
+            color="#5a6066",
+        )
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # there is no step 2.5
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
@@ -78,6 +88,20 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     axes.set_axisbelow(True)
     if not panel.bands:
         axes.text(0.5, 0.5, "no points", ha="center", transform=axes.transAxes, color="#5a6066")
+
+
+def _log(bands: Sequence[Band]) -> bool:
+    """Whether all that is late in training would else be one line."""
+    low = min((band.low.min() for band in bands), default=0.0)
+    high = max((band.high.max() for band in bands), default=0.0)
+    return bool(0 < low * _LOG_FROM < high)
+
+
+def _set_log(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _files(figure: Figure) -> tuple[bytes, str]:

@@ -1,122 +1,176 @@
-"""What tells groups of runs apart: paired tests over seeds and over utterances, Holm-corrected."""
+"""What tells groups of runs apart: paired tests over seeds and over utterances, Holm-corrected.
 
-from collections.abc import Sequence
+Only seeds speak for the setting: with another one the models would be others. Utterances speak for
+the models that were trained, however few there are.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from asr.errors import UserError
-from asr.scoring.comparison import Setting, between, pooled
+from asr.scoring.comparison import DASH, Member, Setting, between, pooled
 from asr.scoring.report import Table
 from asr.scoring.significance import paired_bootstrap
 from asr.scoring.spread import holm, paired_t
-from asr.scoring.wer import Score
 
 _MOST_IN_PAIRS = 10  # groups: 45 pairs
+_ALPHA = 0.05
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A paired test of a difference: its 95 % interval and two-sided p."""
+
+    interval: tuple[float, float]
+    p: float
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The second setting against the first in one figure."""
+    """The second setting against the first in one figure; over_seeds is None with one seed."""
 
     first: str
     second: str
-    figure: str
-    wer: bool
-    mean: float
-    interval: tuple[float, float]
-    p: float
-    over: str
+    seeds: int  # that both have
+    mean: float  # second minus first
+    over_seeds: Evidence | None
+    over_utterances: Evidence | None = None
 
 
-def differences(
-    settings: Sequence[Setting], splits: Sequence[str], notes: list[str]
-) -> list[Difference]:
-    """Every pair of settings in every figure that both have, runs of the same seed paired.
+Pair = tuple[Member, Member]  # of one seed
+
+
+def loss_differences(settings: Sequence[Setting], notes: list[str]) -> list[Difference]:
+    """Every pair of comparable settings in their best loss, runs of the same seed paired.
 
     What cannot be compared is said in `notes`.
     """
+    same = [setting for setting in settings if setting.comparable]
     found = []
-    for first, second in _pairs(settings, notes):
-        names = f"{first.label} and {second.label}"
-        ours, theirs = ({m.seed: m for m in s.members} for s in (first, second))
-        seeds = sorted(ours.keys() & theirs.keys())
-        pairs = [(ours[seed], theirs[seed]) for seed in seeds]
-        if len(pairs) < 2:
-            notes.append(
-                f"{names} have fewer than two seeds in common: their losses are not tested."
-            )
-        elif first.comparable and second.comparable:
-            found.append(_by_seed(first, second, "best loss", [(a.best, b.best) for a, b in pairs]))
-        for split in splits:
-            both = [(a, b) for a, b in pairs if split in a.scores and split in b.scores]
-            if not both:
-                continue
-            scores = [(a.scores[split], b.scores[split]) for a, b in both]
-            try:
-                found.append(_by_utterance(first, second, split, scores))
-            except UserError as error:
-                notes.append(f"{names}: WER of {split} is not comparable: {error}.")
-                continue
-            if len(both) > 1:
-                rates = [(a.wer, b.wer) for a, b in scores]
-                found.append(_by_seed(first, second, f"WER {split}", rates, wer=True))
+    for first, second, pairs in _pairs(same, notes):
+        found.append(_by_seed(first, second, pairs, lambda member: member.best))
     return found
 
 
-def difference_table(found: Sequence[Difference]) -> Table:
-    """The differences with p corrected for their number, one family for each figure and unit."""
-    corrected: dict[int, float] = {}
-    families: dict[tuple[str, bool], list[int]] = {}
-    for number, d in enumerate(found):
-        families.setdefault((d.figure, "utterances" in d.over), []).append(number)
-    for members in families.values():
-        adjusted = holm([found[number].p for number in members])
-        corrected |= zip(members, adjusted, strict=True)
-    rows = []
-    for number, d in enumerate(found):
-        signed = "{:+.2%}" if d.wer else "{:+.4f}"
-        mean, span = signed.format(d.mean).replace("%", " %"), between(d.interval, signed)
-        verdict = "yes" if corrected[number] < 0.05 else "not shown"
-        pair = (d.first, d.second, d.figure)
-        rows.append((*pair, mean, span, d.over, _p(d.p), _p(corrected[number]), verdict))
-    head = ("first", "second", "figure", "second minus first", "95 % interval", "paired over", "p")
-    note = (
-        "Over seeds: paired t test, for other seeds too. Over utterances: paired bootstrap of the "
-        "errors summed over the shared seeds, for these trained models. p (Holm) holds for all "
-        "pairs of one figure together; different: p (Holm) below 0.05."
+def wer_differences(settings: Sequence[Setting], split: str, notes: list[str]) -> list[Difference]:
+    """Every pair of settings in their WER of a split, over seeds and over utterances."""
+    found = []
+    scored = [s for s in settings if any(split in member.scores for member in s.members)]
+    for first, second, pairs in _pairs(scored, notes):
+        both = [pair for pair in pairs if all(split in member.scores for member in pair)]
+        if not both:
+            continue
+        sides = (
+            pooled([m.scores[split] for m in side], draws=1) for side in zip(*both, strict=True)
+        )
+        try:
+            test = paired_bootstrap(*sides)
+        except UserError as error:
+            names = f"{first.short} and {second.short}"
+            notes.append(f"{names}: WER of {split} is not comparable: {error}.")
+            continue
+        seeds = _by_seed(first, second, both, lambda member: member.scores[split].wer)
+        here = Evidence(test.interval, test.p)
+        names = (first.short, second.short)
+        found.append(Difference(*names, len(both), test.wer, seeds.over_seeds, here))
+    return found
+
+
+def difference_table(figure: str, found: Sequence[Difference]) -> Table:
+    """The differences in one figure, p corrected for their number in each kind of test."""
+    rates = any(d.over_utterances for d in found)
+    seeds, utterances = (
+        _corrected(d.over_seeds for d in found),
+        _corrected(d.over_utterances for d in found),
     )
-    return Table("Which difference is real", (*head, "p (Holm)", "different"), rows, note)
+    form, unit = ("{:+.2f}", 100) if rates else ("{:+.4f}", 1)
+    rows = []
+    for d, of_seeds, of_utterances in zip(found, seeds, utterances, strict=True):
+        cells = [d.first, d.second, form.format(unit * d.mean), str(d.seeds)]
+        cells += _cells(d.over_seeds, of_seeds, form, unit)
+        cells += _cells(d.over_utterances, of_utterances, form, unit) if rates else []
+        rows.append((*cells, _verdict(of_seeds, of_utterances)))
+    points = ", points" * rates
+    head = [
+        "first",
+        "second",
+        f"second minus first{points}",
+        "seeds",
+        "95 % over seeds",
+        "p",
+        "p (Holm)",
+    ]
+    head += ["95 % over utterances", "p", "p (Holm)"] if rates else []
+    note = (
+        "Runs of the same seed are paired. Over seeds: t test, for other seeds too. p (Holm) holds "
+        "for all pairs of the table together; real: p (Holm) over seeds is below 0.05. With one "
+        "seed in common nothing is known of other seeds."
+    )
+    more = (
+        " Over utterances: bootstrap of the errors summed over the seeds, which speaks for these "
+        "trained models only: another seed can turn such a difference round."
+    )
+    return Table(f"Is the difference real? {figure}", (*head, "real"), rows, note + more * rates)
 
 
-def _pairs(settings: Sequence[Setting], notes: list[str]) -> list[tuple[Setting, Setting]]:
+def _pairs(
+    settings: Sequence[Setting], notes: list[str]
+) -> Iterable[tuple[Setting, Setting, list[Pair]]]:
     there = [setting for setting in settings if setting.members]
-    if len(there) <= _MOST_IN_PAIRS:
-        return list(combinations(there, 2))
-    notes.append(f"{len(there)} groups: each is tested against the first, {there[0].label}, only.")
-    return [(there[0], other) for other in there[1:]]
+    chosen = list(combinations(there, 2))
+    if len(there) > _MOST_IN_PAIRS:
+        _say(
+            notes, f"{len(there)} groups: each is tested against the first, {there[0].short}, only."
+        )
+        chosen = [(there[0], other) for other in there[1:]]
+    for first, second in chosen:
+        ours, theirs = ({m.seed: m for m in s.members} for s in (first, second))
+        pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+        if pairs:
+            yield first, second, pairs
+        else:
+            names = f"{first.short} and {second.short}"
+            _say(notes, f"{names} have no seed in common: their difference is not tested.")
+
+
+def _say(notes: list[str], note: str) -> None:
+    """Once, though losses and every split would say it."""
+    if note not in notes:
+        notes.append(note)
 
 
 def _by_seed(
-    first: Setting,
-    second: Setting,
-    figure: str,
-    pairs: list[tuple[float, float]],
-    wer: bool = False,
+    first: Setting, second: Setting, pairs: Sequence[Pair], figure: Callable[[Member], float]
 ) -> Difference:
-    test = paired_t(*map(list, zip(*pairs, strict=True)))
-    assert test, pairs
-    over = f"{test.pairs} seeds"
-    labels = (first.label, second.label)
-    return Difference(*labels, figure, wer, test.mean, test.interval, test.p, over)
+    values = [[figure(member) for member in side] for side in zip(*pairs, strict=True)]
+    test = paired_t(*values)
+    mean = sum(b - a for a, b in zip(*values, strict=True)) / len(pairs)
+    evidence = Evidence(test.interval, test.p) if test else None
+    return Difference(first.short, second.short, len(pairs), mean, evidence)
 
 
-def _by_utterance(
-    first: Setting, second: Setting, split: str, scores: list[tuple[Score, Score]]
-) -> Difference:
-    test = paired_bootstrap(*(pooled(side, draws=1) for side in zip(*scores, strict=True)))
-    over = f"{test.units} utterances"
-    labels = (first.label, second.label)
-    return Difference(*labels, f"WER {split}", True, test.wer, test.interval, test.p, over)
+def _corrected(tests: Iterable[Evidence | None]) -> list[float | None]:
+    """p by Holm, in the places of the tests that there are."""
+    tests = list(tests)
+    adjusted = iter(holm([test.p for test in tests if test]))
+    return [next(adjusted) if test else None for test in tests]
+
+
+def _cells(test: Evidence | None, corrected: float | None, form: str, unit: float) -> list[str]:
+    if test is None or corrected is None:
+        return [DASH] * 3
+    low, high = (unit * side for side in test.interval)
+    return [between((low, high), form), _p(test.p), _p(corrected)]
+
+
+def _verdict(over_seeds: float | None, over_utterances: float | None) -> str:
+    if over_seeds is None:
+        return "unknown: one seed"
+    if over_seeds < _ALPHA:
+        return "yes"
+    surely = over_utterances is not None and over_utterances < _ALPHA
+    return "of these models only" if surely else "not shown"
 
 
 def _p(p: float) -> str:

@@ -59,8 +59,15 @@ def read_scalars(folder: Path, names: Collection[str]) -> dict[str, Curve]:
 
 def event_files(folder: Path) -> list[Path]:
     """A folder's event files, the oldest first (by the second in their names)."""
-    found = [(_STAMP.search(path.name), path) for path in folder.glob("*.tfevents.*")]
-    return [path for _, path in sorted((int(m[1]), path) for m, path in found if m)]
+    found = [path for path in folder.glob("*.tfevents.*") if _STAMP.search(path.name)]
+    return sorted(found, key=lambda path: (begun(path), path))
+
+
+def begun(path: Path) -> int:
+    """When an event file was begun, by its name: seconds since 1970."""
+    stamp = _STAMP.search(path.name)
+    assert stamp, path
+    return int(stamp[1])
 
 
 def write_events(path: Path, events: Iterable[Event]) -> None:

@@ -47,6 +47,12 @@ def group(runs: Sequence[Settings], ignore: Iterable[str] = ()) -> list[Group]:
     return [Group(_named(names.values(), row), tuple(members)) for row, members in groups.items()]
 
 
+def letter(place: int) -> str:
+    """A, B, ... Z, AA, AB, ..."""
+    before, last = divmod(place, 26)
+    return (letter(before - 1) if before else "") + chr(ord("A") + last)
+
+
 def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
     """Each key's shortest ending that no other key has: model.listener.norm -> listener.norm."""
     others = [f".{key}" for key in among]

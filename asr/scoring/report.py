@@ -28,8 +28,7 @@ th, td { padding: 0.3rem 1.5rem 0.3rem 0; border-bottom: 1px solid #dcdfe2; text
   vertical-align: top; white-space: nowrap; }
 th { color: #5a6066; font-size: 0.8125rem; font-weight: 400; }
 .text { text-align: left; }
-td.text { white-space: normal; }
-td.text:first-child { min-width: 12rem; }
+td.text { white-space: normal; overflow-wrap: break-word; min-width: 5rem; }
 img { display: block; max-width: 100%; margin-top: 1rem; }
 """
 _NUMBER = re.compile(r"[-+<>−–±≤%\d.,()\[\]/e ]*(to [-+−\d.,() %]*)?")
