@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -15,8 +16,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from asr import sweep
 from asr.errors import UserError
 from asr.recipe import read_recipe, write_recipe
+from asr.runs import cost
 from asr.runs.cost import duration, pace
 from asr.runs.folder import expand, finished, last_error
+from asr.runs.grid import read_grid
+from asr.runs.reading import HOURS, SECONDS, VALID
+from asr.scoring.events import scalar_event, write_events
 from asr.training.checkpoint import list_checkpoints
 
 
@@ -201,37 +206,80 @@ def test_jobs_share_the_cores(tmp_path, monkeypatch):
     assert (job.folder / "console.log").read_text().endswith("\n7\n")
 
 
-LOG = """2026-01-02 03:04:00,000 training x: 1 M parameters
-2026-01-02 03:04:10,000 step 10/100  epoch 1  objective 3.0  nats 2.0  12x real time
-2026-01-02 03:04:15,000 step 20/100  epoch 1  objective 3.0  nats 2.0  12x real time
-2026-01-02 03:04:55,000 step 20  validation: nats 2.0
-2026-01-02 03:05:00,000 step 30/100  epoch 1  objective 3.0  nats 2.0  12x real time
-"""
+def make_curves(run, tiny, step, *, done=False, seed=1):
+    """A run at `step` of 100: 0.5 s and 6 s of audio a step, a validation of 40 s every 25.
+
+    Killed after step 10, and begun again an hour later.
+    """
+    run.mkdir()
+    overrides = [f"seed={seed}", "train.validate_every=25", "train.steps=100"]
+    write_recipe(read_recipe(tiny, overrides), run / "recipe.yaml")
+    end = f"2026-01-02 03:06:00,000 finished at step {step}; x\n" if done else ""
+    (run / "train.log").write_text(f"now step 10/100  epoch 1  nats 2.0\n{end}")
+    points, clock = [], 1e9
+    for now in range(1, step + 1):
+        clock += 0.5 + 3600 * (now == 11)
+        if now % 10 == 0:
+            points.append(scalar_event(HOURS, now, now * 6 / 3600, clock))
+            points.append(scalar_event(SECONDS, now, now * 0.5, clock))
+        if now % 25 == 0:
+            clock += 40
+            points.append(scalar_event(VALID, now, 2.0, clock))
+    write_events(run / "events.out.tfevents.0000000001.x", points)
 
 
-def test_a_run_that_exists_tells_the_pace(tmp_path):
-    (tmp_path / "train.log").write_text(LOG)
-    found = pace(tmp_path)
-    assert (found.total, found.step, found.seconds, found.audio) == (100, 30, 0.5, 6.0)
+def test_a_run_that_exists_tells_the_pace(tmp_path, tiny):
+    make_curves(tmp_path / "run", tiny, 60)
+    found = pace(tmp_path / "run")
+    assert (found.total, found.step, found.validations) == (100, 60, 4)
+    assert (found.seconds, found.audio) == pytest.approx((0.5, 6.0))
+    assert found.validation == pytest.approx(40)
+    assert found.left(60) == pytest.approx((40 * 0.5 + 1.6 * 40, 40 * 6 / 3600))
     assert pace(tmp_path / "none") is None
+    (tmp_path / "run" / "recipe.yaml").write_text("run: x\ntr")
+    assert pace(tmp_path / "run") is None
     assert [duration(s) for s in (45, 600, 7500)] == ["45 s", "10 min", "2 h 05 min"]
 
 
 def test_a_dry_run_prints_the_grid_and_what_is_left(tiny, commands, tmp_path):
-    for seed, text in ((1, LOG), (2, LOG + "2026-01-02 03:06:00,000 finished at step 100; x\n")):
-        run = tmp_path / f"seed={seed}"
-        run.mkdir()
-        (run / "train.log").write_text(text)
-    code, out, _ = commands(
-        sweep, tiny, "seed=1,2,3", "--dry-run", "--out", tmp_path, "--jobs", "2"
-    )
+    grid = [tiny, "seed=1,2,3", "train.validate_every=25", "train.steps=100"]
+    make_curves(tmp_path / "seed=1", tiny, 60)
+    make_curves(tmp_path / "seed=2", tiny, 100, done=True, seed=2)
+    code, out, _ = commands(sweep, *grid, "--dry-run", "--out", tmp_path, "--jobs", "2")
     lines = {line.split()[0]: " ".join(line.split()) for line in out.splitlines()}
-    assert code == 0 and lines["seed=1"] == "seed=1 100 0.17 50 s stopped at step 30"
-    assert lines["seed=2"].endswith("50 s done")
-    assert lines["seed=3"] == "seed=3 100 0.17 50 s to do"
-    # 70 and 100 steps of 0.5 s and 6 s of audio, two at a time
-    assert out.splitlines()[-1].startswith("3 runs; left: 0.28 audio-hours, about 42 s with 2")
+    assert code == 0 and lines["seed=1"] == "seed=1 100 0.17 4 min stopped at step 60"
+    assert lines["seed=2"].endswith("4 min done")
+    assert lines["seed=3"] == "seed=3 100 0.17 4 min to do"
+    # 40 and 100 steps of 0.5 s, 5.6 validations of 40 s, two at a time; 6 s of audio a step
+    assert "3 runs; left: 0.23 audio-hours, about 2 min with 2 at a time" in out
+    assert out.splitlines()[-1].startswith("measured on: the curves of 2 of these runs")
     assert not (tmp_path / "seed=3").exists()
+
+
+def test_settings_without_a_run_are_probed_once(tiny, commands, tmp_path, monkeypatch):
+    """Each setting, not each seed; one whose probe fails is not tried again."""
+    tried = []
+
+    def stand_in(recipe, trial):
+        tried.append(trial.name)
+        return None if "ba" in trial.name else cost.Pace(100, 12, 0.5, 6.0, 40.0, 4)
+
+    monkeypatch.setattr(cost, "probe", stand_in)
+    grid = [tiny, "model.speller.norm=none,ba", "seed=1,2"]
+    code, out, _ = commands(sweep, *grid, "--dry-run", "--out", tmp_path)
+    assert code == 0 and tried == ["speller.norm=none,seed=1", "speller.norm=ba,seed=1"]
+    assert out.count("; the probe failed") == 2 and "about 7 min with 1 at a time" in out
+    assert out.splitlines()[-1].startswith("measured on: 12 steps and one validation of 1 settings")
+
+
+def test_a_probe_measures_and_leaves_nothing(tiny, tmp_path, monkeypatch):
+    """A training of its own, in a process of its own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (trial,) = read_grid(tiny, ["train.steps=1000", "train.validate_every=100"])
+    found = cost.probe(tiny, trial)
+    assert (found.total, found.validations) == (1000, 10) and found.step >= 12
+    assert 0 < found.seconds < 60 and found.audio > 0 and found.validation > 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_folders_of_runs(tmp_path):
