@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from asr import command
 from asr.errors import UserError
@@ -55,10 +56,21 @@ def main() -> int:
         return 0
     jobs = [Job(args.recipe, trial, out / trial.name, args.evaluate) for trial in trials]
     before = signal.signal(signal.SIGTERM, _interrupt)
+    out.mkdir(parents=True, exist_ok=True)
     try:
-        return sweep(jobs, int(args.jobs), out)
+        with (out / LOCK).open("w") as lock:  # this process's own: gone when it is killed
+            take(lock, f"{out}: another sweep is at work in it; wait for its end, or end it")
+            return sweep(jobs, int(args.jobs), out)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def take(lock: IO[str], refusal: str) -> None:
+    """Hold the open file alone. UserError with the text where another process does."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(refusal) from None
 
 
 def check_folder(trial: Trial, run: Path) -> None:
@@ -103,10 +115,7 @@ class Job:
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         # The process inherits the lock: it holds as long as that lives, even if this one is killed.
         with (self.folder / LOCK).open("w") as lock, (self.folder / CONSOLE).open("ab") as console:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError("another process is training in its folder") from None
+            take(lock, "another process is training in its folder")
             console.write(f"$ {' '.join(arguments)}\n".encode())
             console.flush()
             self.process = subprocess.Popen(

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -127,7 +128,8 @@ def test_a_sweep_skips_what_is_done_and_names_what_failed(tiny, commands, tmp_pa
     grid = [f"data.train={there},{missing}", "train.steps=2"]
     begin = (sweep, tiny, *grid, "--out", out, "--jobs", "2", "--evaluate", "test")
     code, said, _ = commands(*begin)
-    good, bad = sorted(out.iterdir(), key=lambda run: "gone" in run.name)
+    runs = filter(Path.is_dir, out.iterdir())
+    good, bad = sorted(runs, key=lambda run: "gone" in run.name)
     assert code == 1 and "1 of 2 runs are done" in said
     assert f"failed: {bad.name}: data.train: {missing} is not there" in said
     assert finished(good) == 2 and (good / "evaluate" / "test" / "score.json").exists()
@@ -192,6 +194,24 @@ def test_a_folder_in_use_is_left_alone(tmp_path, monkeypatch):
     assert second.start(1)  # the lock ended with its process
     second.process.kill()
     second.process.wait()
+
+
+def test_two_sweeps_in_one_folder_are_refused(tiny, commands, tmp_path, stand_in):
+    """Whatever the grid of the second; and the folder is free again once the first has ended."""
+    train = tiny.parent / "train.tsv"
+    first = (sweep, tiny, f"data.train={train}", "train.steps=300", "--out", tmp_path)
+    refused = []
+
+    def second():
+        command = [sys.executable, "-m", "asr.sweep", str(tiny), "seed=8", "--out", str(tmp_path)]
+        refused.append(subprocess.run(command, capture_output=True, text=True, check=False))
+
+    with once((tmp_path / "run" / "steps").exists, second):
+        assert commands(*first)[0] == 0
+    assert refused[0].returncode == 2 and not refused[0].stdout
+    assert f"error: {tmp_path}: another sweep is at work in it" in refused[0].stderr
+    assert not (tmp_path / "seed=8").exists()
+    assert commands(*first)[0] == 0
 
 
 def test_jobs_share_the_cores(tmp_path, monkeypatch):
