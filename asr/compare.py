@@ -14,7 +14,7 @@ from pathlib import Path
 from asr import command
 from asr.errors import UserError
 from asr.runs.folder import expand
-from asr.runs.reading import TRAIN, VALID, Run, cost, read_health, read_run, read_scores
+from asr.runs.reading import TRAIN, VALID, Run, cost, read_health, read_runs, read_scores
 from asr.scoring.board import write_board
 from asr.scoring.comparison import Member, Setting, level_table, loss_table, wer_table
 from asr.scoring.curve_picture import Panel, draw_curves
@@ -44,7 +44,7 @@ def main() -> int:
     folders = expand(args.runs)
     alone = len(args.runs) == 1 and folders[0] != args.runs[0]
     out = args.out or (args.runs[0] / "compare" if alone else Path("compare"))
-    runs = [read_run(folder, args.curve) for folder in folders]
+    runs = read_runs(folders, args.curve)
     if all(run.fault for run in runs):
         raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")
     notes: list[str] = []
@@ -97,7 +97,7 @@ def member(run: Run, curve: str, notes: list[str]) -> Member:
     seed = int((run.settings or {})["seed"])
     scores = read_scores(run.folder, notes)
     step, health = read_health(run.folder)
-    return Member(run.folder.name, seed, run.curves[curve], cost(run).at, scores, health, step)
+    return Member(run.name, seed, run.curves[curve], cost(run).at, scores, health, step)
 
 
 def write(
@@ -118,7 +118,7 @@ def write(
     found = {"best loss": loss_differences(settings, notes)}
     found |= {f"WER of {split}": wer_differences(settings, split, notes) for split in splits}
     tables += [difference_table(figure, pairs) for figure, pairs in found.items() if pairs]
-    failed = [(run.folder.name, str(run.fault)) for run in runs if run.fault]
+    failed = [(run.name, str(run.fault)) for run in runs if run.fault]
     if failed:
         tables.append(Table("Runs that are not counted", ("run", "why"), failed))
     out.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def draw(
     levels: Sequence[float],
 ) -> Picture:
     """The curves overlaid, as PNG, SVG and a board for TensorBoard."""
-    by_name = {run.folder.name: run.curves for run in runs}
+    by_name = {run.name: run.curves for run in runs}
     bands: dict[str, dict[str, Band]] = {}
     shown: dict[str, dict[str, Curve]] = {}
     for setting in (s for s in settings if s.comparable):

@@ -160,6 +160,41 @@ def test_another_vocabulary_is_flagged_and_left_out(two_groups, commands):
     assert "kind=bpe" not in text.split("## Until")[1].split("##")[0]
 
 
+def test_runs_of_one_name_in_two_sweeps_are_two(tmp_path, commands):
+    """Each sweep calls its runs seed=1, seed=2; no curve is taken for the other's."""
+    for norm, floor in (("none", 0.5), ("ba", 0.1)):
+        for seed in (1, 2):
+            run = tmp_path / norm / f"seed={seed}"
+            make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(floor))
+    (tmp_path / "none" / "seed=3").mkdir()
+    report(commands, tmp_path / "none", tmp_path / "ba", "--out", tmp_path / "c")
+    board = tmp_path / "c" / "board"
+    assert len(list((board / "runs").iterdir())) == 4
+    for norm, floor in (("none", 0.5), ("ba", 0.1)):
+        events = EventAccumulator(str(board / "groups" / f"listener.norm={norm}")).Reload()
+        for part in ("lowest", "mean", "highest"):
+            assert events.Scalars(f"{VALID}/{part}")[-1].value == pytest.approx(floor)
+    text = (tmp_path / "c" / "compare.md").read_text()
+    assert [row[0] for row in rows(text, "Runs that are not counted")] == ["seed=3"]
+
+
+def test_settings_of_long_names_have_letters_where_two_stand_in_a_row(tmp_path, commands):
+    """In the picture, whose levels are written beside their lines, the whole name stands."""
+    for norm in ("none", "ba"):
+        for dropout in (0.1, 0.2):
+            changes = [f"model.listener.norm={norm}", f"model.listener.dropout={dropout}"]
+            make_run(tmp_path / "s" / f"{norm}{dropout}", changes, falling(0.1))
+    report(commands, tmp_path / "s", "--levels", "0.77")
+    folder = tmp_path / "s" / "compare"
+    text, picture = ((folder / f).read_text() for f in ("compare.md", "curves.svg"))
+    settings = [row[0] for row in rows(text, "Validation loss")]
+    assert settings[0].startswith("A. ") and "listener.dropout=0.1" in settings[0]
+    pairs = [row[:2] for row in rows(text, "Is the difference real? best loss")]
+    assert pairs == [list(pair) for pair in ("AB", "AC", "AD", "BC", "BD", "CD")]
+    letters = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    assert {*settings, "0.77", "nats", "step", "valid/nats"} <= set(letters)
+
+
 def test_one_run_alone(tmp_path, commands, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "only", [], falling(0.1))

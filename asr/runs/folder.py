@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from asr.errors import UserError
@@ -69,6 +69,18 @@ def expand(places: Iterable[Path]) -> list[Path]:
         for run in inside:
             found.setdefault(run.resolve(), run)
     return list(found.values())
+
+
+def names_of(runs: Sequence[Path]) -> list[str]:
+    """A name for each: its folder's, with that above it where two sweeps have runs of one name."""
+    tails = [run.resolve().parts[1:] for run in runs]
+    names = []
+    for tail in tails:
+        same = [other for other in tails if other[-1] == tail[-1]]
+        sizes = range(1, len(tail) + 1)
+        size = next((n for n in sizes if len({other[-n:] for other in same}) == len(same)), 1)
+        names.append("/".join(tail[-size:]))
+    return names
 
 
 def _is_empty(place: Path) -> bool:

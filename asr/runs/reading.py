@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from asr.errors import UserError
 from asr.recipe import flat
-from asr.runs.folder import finished, last_error, recipe_of
+from asr.runs.folder import finished, last_error, names_of, recipe_of
 from asr.scoring.events import Curve, event_files, read_scalars
 from asr.scoring.files import read_evaluation
 from asr.scoring.wer import Score
@@ -30,6 +31,7 @@ class Run:
     settings: dict[str, Any] | None  # None where its recipe cannot be read
     curves: dict[str, Curve]
     fault: str | None
+    name: str  # its folder's, or more of its path where that is not its alone
 
     @property
     def world(self) -> str:
@@ -55,17 +57,20 @@ class Cost:
         return float(hours), float(np.interp(place, self.steps, self.seconds) * scale)
 
 
-def read_run(folder: Path, curve: str) -> Run:
-    """A run's recipe and curves, and what is wrong with it, if anything is."""
+def read_runs(folders: Sequence[Path], curve: str) -> list[Run]:
+    """Each run's recipe and curves, and what is wrong with it, if anything is."""
+    return [_read_run(*pair, curve) for pair in zip(folders, names_of(folders), strict=True)]
+
+
+def _read_run(folder: Path, name: str, curve: str) -> Run:
     try:
         recipe = recipe_of(folder)
     except UserError as error:
-        return Run(folder, None, {}, str(error))
+        return Run(folder, None, {}, str(error), name)
     curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
     settings = flat(recipe)
-    return Run(
-        folder, settings | {WORLD: world(folder, settings)}, curves, fault(folder, curves, curve)
-    )
+    wrong = fault(folder, curves, curve)
+    return Run(folder, settings | {WORLD: world(folder, settings)}, curves, wrong, name)
 
 
 def fault(folder: Path, curves: dict[str, Curve], curve: str) -> str | None:
