@@ -11,6 +11,7 @@ be any object; all ranks must call the functions below in the same order.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -195,4 +196,5 @@ def _together(call: Callable[..., Any], *args: Any) -> None:
     try:
         call(*args)
     except RuntimeError as error:  # gloo has no error of its own
-        raise Lost(str(error).split(". ")[0]) from None
+        said = re.sub(r"\[\S+:\d+\] ", "", str(error))  # where in gloo's sources
+        raise Lost(said.split(". ")[0]) from None
