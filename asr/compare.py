@@ -14,13 +14,28 @@ from pathlib import Path
 from asr import command
 from asr.errors import UserError
 from asr.runs.folder import expand
-from asr.runs.reading import TRAIN, VALID, Run, cost, read_health, read_runs, read_scores
+from asr.runs.reading import (
+    TRAIN,
+    VALID,
+    Run,
+    cost,
+    read_figures,
+    read_health,
+    read_runs,
+    read_scores,
+)
 from asr.scoring.board import write_board
 from asr.scoring.comparison import Member, Setting, level_table, loss_table, wer_table
 from asr.scoring.curve_picture import Panel, draw_curves
 from asr.scoring.curves import Band, band, choose_levels, thinned
-from asr.scoring.differences import difference_table, loss_differences, wer_differences
+from asr.scoring.differences import (
+    difference_table,
+    figure_differences,
+    loss_differences,
+    wer_differences,
+)
 from asr.scoring.events import Curve
+from asr.scoring.figure_table import PERCENT, figure_names, figure_table
 from asr.scoring.groups import Group, group, letter
 from asr.scoring.health_table import health_tables
 from asr.scoring.report import Picture, Table, write_report
@@ -97,7 +112,8 @@ def member(run: Run, curve: str, notes: list[str]) -> Member:
     seed = int((run.settings or {})["seed"])
     scores = read_scores(run.folder, notes)
     step, health = read_health(run.folder)
-    return Member(run.name, seed, run.curves[curve], cost(run).at, scores, health, step)
+    loss, figures = run.curves[curve], read_figures(run.folder)
+    return Member(run.name, seed, loss, cost(run).at, scores, health, step, figures)
 
 
 def write(
@@ -112,12 +128,8 @@ def write(
     same = [s for s in settings if s.comparable and s.members]
     if levels is None:
         levels = choose_levels([[m.loss for m in s.members] for s in same])
-    splits = sorted({name for s in settings for m in s.members for name in m.scores})
     tables = [loss_table(settings, curve), level_table(settings, levels)]
-    tables += [wer_table(settings, split) for split in splits]
-    found = {"best loss": loss_differences(settings, notes)}
-    found |= {f"WER of {split}": wer_differences(settings, split, notes) for split in splits}
-    tables += [difference_table(figure, pairs) for figure, pairs in found.items() if pairs]
+    tables += judged(settings, notes)
     failed = [(run.name, str(run.fault)) for run in runs if run.fault]
     if failed:
         tables.append(Table("Runs that are not counted", ("run", "why"), failed))
@@ -134,6 +146,22 @@ def write(
     if inside:
         print("gates, norms, gradients and attention of each layer: see Health in the files")
     print(f"TensorBoard, page Custom Scalars: tensorboard --logdir {out / 'board'}")
+
+
+def judged(settings: Sequence[Setting], notes: list[str]) -> list[Table]:
+    """What the evaluations gave, and which difference is real."""
+    splits = sorted({name for s in settings for m in s.members for name in m.scores})
+    figures = figure_names(settings)
+    tables = [wer_table(settings, split) for split in splits]
+    tables += [figure_table(settings, name) for name in figures]
+    found = {"best loss": loss_differences(settings, notes)}
+    found |= {f"WER of {split}": wer_differences(settings, split, notes) for split in splits}
+    found |= {name: figure_differences(settings, name, notes) for name in figures}
+    return tables + [
+        difference_table(figure, pairs, points=figure.startswith(PERCENT))
+        for figure, pairs in found.items()
+        if pairs
+    ]
 
 
 def draw(

@@ -195,6 +195,32 @@ def test_settings_of_long_names_have_letters_where_two_stand_in_a_row(tmp_path, 
     assert {*settings, "0.77", "nats", "step", "valid/nats"} <= set(letters)
 
 
+def test_accuracies_of_images_are_compared_too(tmp_path, commands):
+    """Their score.json has no words; one of them is half written."""
+    right = {"ba": (0.98, 0.99, 0.985), "none": (0.95, 0.97, 0.96)}
+    for norm, accuracies in right.items():
+        for seed, accuracy in enumerate(accuracies):
+            run = tmp_path / "s" / f"{norm}{seed}"
+            make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(0.1))
+            (run / "evaluate" / "test").mkdir(parents=True)
+            whole = {"accuracy": accuracy, "nats": 0.5, "images": 7, "accuracy_interval": [0, 1]}
+            (run / "evaluate" / "test" / "score.json").write_text(json.dumps(whole))
+    broken = make_run(tmp_path / "s" / "x", ["model.listener.norm=ba", "seed=7"], falling(0.1))
+    (broken / "evaluate" / "test").mkdir(parents=True)
+    (broken / "evaluate" / "test" / "score.json").write_text('{"accu')
+    out = report(commands, tmp_path / "s")
+    assert out.count("left out: ") == 1 and "x/evaluate/test: damaged" in out
+    text = (tmp_path / "s" / "compare" / "compare.md").read_text()
+    ba, none = rows(text, "Accuracy of test, %")
+    low, high = stats.t.interval(0.95, 2, 98.5, stats.sem([98, 99, 98.5]))
+    assert ba[1:] == ["3", "98.50", "0.50", f"{low:.2f} to {high:.2f}", "98.00, 99.00, 98.50"]
+    assert none[2] == "96.00"
+    (pair,) = rows(text, "Is the difference real? accuracy of test")
+    judge = stats.ttest_rel(right["none"], right["ba"])
+    assert pair[2] == "-2.50" and pair[5] == f"{judge.pvalue:.3f}" and pair[-1] == "yes"
+    assert rows(text, "Nats of test")[0][2] == "0.5000"
+
+
 def test_one_run_alone(tmp_path, commands, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "only", [], falling(0.1))

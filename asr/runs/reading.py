@@ -20,6 +20,7 @@ from asr.training.checkpoint import list_checkpoints, read_training
 
 TRAIN, VALID = "train/nats", "valid/nats"
 HOURS, SECONDS = "run/audio_hours", "run/train_seconds"  # what a run has cost so far
+FIGURES = ("accuracy", "nats")  # of score.json, where it is not of words
 WORLD = "data and vocabulary"  # a setting beside those of the recipe
 
 
@@ -126,10 +127,31 @@ def read_health(run: Path) -> tuple[int | None, dict[str, float]]:
         return None, {}
 
 
+def read_figures(run: Path) -> dict[str, float]:
+    """What a run that recognises no speech gave on its test set, e.g. "accuracy of test"."""
+    found = {}
+    for file in sorted(run.glob("evaluate/*/score.json")):
+        rates = _no_words(file)
+        there = {name: rates[name] for name in FIGURES if isinstance(rates.get(name), float)}
+        found |= {f"{name} of {file.parent.name}": value for name, value in there.items()}
+    return found
+
+
+def _no_words(file: Path) -> dict[str, Any]:
+    """What score.json holds, or nothing where it is of words, or damaged."""
+    try:
+        rates = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return rates if isinstance(rates, dict) and "wer" not in rates else {}
+
+
 def read_scores(run: Path, notes: list[str]) -> dict[str, Score]:
     """The run's evaluations by split."""
     found = {}
     for file in sorted(run.glob("evaluate/*/score.json")):
+        if _no_words(file):
+            continue
         try:
             found[file.parent.name] = read_evaluation(file.parent).score
         except UserError as error:

@@ -27,6 +27,7 @@ class Member:
     scores: dict[str, Score] = field(default_factory=dict)  # by split
     health: dict[str, float] = field(default_factory=dict)  # as last seen, by asr.runs.health names
     health_step: int | None = None
+    figures: dict[str, float] = field(default_factory=dict)  # that are not of words, by name
 
     @property
     def best(self) -> float:

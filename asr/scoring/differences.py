@@ -5,7 +5,7 @@ the models that were trained, however few there are.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from asr.errors import UserError
@@ -53,6 +53,21 @@ def loss_differences(settings: Sequence[Setting], notes: list[str]) -> list[Diff
     return found
 
 
+def figure_differences(
+    settings: Sequence[Setting], name: str, notes: list[str]
+) -> list[Difference]:
+    """Every pair of comparable settings in one of their figures, runs of the same seed paired."""
+    same = [
+        replace(s, members=tuple(m for m in s.members if name in m.figures))
+        for s in settings
+        if s.comparable
+    ]
+    return [
+        _by_seed(first, second, pairs, lambda member: member.figures[name])
+        for first, second, pairs in _pairs(same, notes)
+    ]
+
+
 def wer_differences(settings: Sequence[Setting], split: str, notes: list[str]) -> list[Difference]:
     """Every pair of settings in their WER of a split, over seeds and over utterances."""
     found = []
@@ -77,25 +92,28 @@ def wer_differences(settings: Sequence[Setting], split: str, notes: list[str]) -
     return found
 
 
-def difference_table(figure: str, found: Sequence[Difference]) -> Table:
-    """The differences in one figure, p corrected for their number in each kind of test."""
+def difference_table(figure: str, found: Sequence[Difference], points: bool = False) -> Table:
+    """The differences in one figure, p corrected for their number in each kind of test.
+
+    points: the figure is a fraction, shown in percent points, as word error rates always are.
+    """
     rates = any(d.over_utterances for d in found)
     seeds, utterances = (
         _corrected(d.over_seeds for d in found),
         _corrected(d.over_utterances for d in found),
     )
-    form, unit = ("{:+.2f}", 100) if rates else ("{:+.4f}", 1)
+    form, unit = ("{:+.2f}", 100) if rates or points else ("{:+.4f}", 1)
     rows = []
     for d, of_seeds, of_utterances in zip(found, seeds, utterances, strict=True):
         cells = [d.first, d.second, form.format(unit * d.mean), str(d.seeds)]
         cells += _cells(d.over_seeds, of_seeds, form, unit)
         cells += _cells(d.over_utterances, of_utterances, form, unit) if rates else []
         rows.append((*cells, _verdict(of_seeds, of_utterances)))
-    points = ", points" * rates
+    shown = ", points" * (unit == 100)
     head = [
         "first",
         "second",
-        f"second minus first{points}",
+        f"second minus first{shown}",
         "seeds",
         "95 % over seeds",
         "p",
