@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -106,14 +107,14 @@ def test_damage_inside_an_index_is_named(large):
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_a_folder_that_cannot_be_written(large, cache, monkeypatch, tmp_path, capsys):
-    made = index.tempfile.mkstemp
+    made = tempfile.mkstemp
 
     def refuse(dir, prefix):
         if dir == large.parent or not cache:
             raise PermissionError(13, "Permission denied", str(dir))
         return made(dir=dir, prefix=prefix)
 
-    monkeypatch.setattr(index.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
     for _ in range(2):
         assert list(read_manifest(large)) == one_by_one(large)
     assert [p.name for p in large.parent.iterdir()] == ["train.tsv"]

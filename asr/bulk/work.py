@@ -9,7 +9,7 @@ from typing import Any
 
 from asr.bulk.claims import Claims
 from asr.bulk.job import Job
-from asr.data.table import write_rows
+from asr.data.table import whole, write_rows
 from asr.recognizer import Recognizer
 from asr.scoring.files import replace_files
 from asr.training.memory import is_out_of_memory
@@ -173,7 +173,5 @@ def _write_all(job: Job, rows: Iterator[dict[str, Any]]) -> None:
         table = ((row["audio"], f"{row['seconds']:.3f}", row["text"]) for row in rows)
         write_rows(job.out / "transcripts.tsv", ("audio", "seconds", "text"), table)
         return
-    part = job.out / ".transcripts.jsonl"
-    with part.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    part.replace(job.out / "transcripts.jsonl")
+    with whole(job.out / "transcripts.jsonl") as file:
+        file.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)

@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import IO, Any
 import numpy as np
 
 from asr.data.manifest import COLUMNS, read_blocks
+from asr.data.table import whole
 from asr.errors import UserError
 
 SMALL = 16 << 20  # bytes of a manifest
@@ -115,26 +115,15 @@ def _gather(
 
 def _write(path: Path, place: Path, source: tuple, allow_outside: bool) -> None:
     """The index at `place`, whole or not at all. OSError where it cannot be written there."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
-    part = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            print(f"checking {path} and writing {place} (once)", flush=True)
-            ends, seconds = _gather(path, allow_outside, file.write)
-            size = file.tell()
-            file.write(bytes(-size % 8))
-            ends.tofile(file)
-            seconds.tofile(file)
-            about = json.dumps({"source": source, "bytes": size, "rows": len(ends)}).encode()
-            file.write(about + len(about).to_bytes(8, "little") + MAGIC)
-            file.flush()
-            os.fsync(file.fileno())
-        part.chmod(0o644)  # mkstemp makes it private; a corpus is often shared
-        part.replace(place)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
+    with whole(place) as file:
+        print(f"checking {path} and writing {place} (once)", flush=True)
+        ends, seconds = _gather(path, allow_outside, file.write)
+        size = file.tell()
+        file.write(bytes(-size % 8))
+        ends.tofile(file)
+        seconds.tofile(file)
+        about = json.dumps({"source": source, "bytes": size, "rows": len(ends)}).encode()
+        file.write(about + len(about).to_bytes(8, "little") + MAGIC)
 
 
 def _mapped(place: Path, source: tuple) -> Rows | None:

@@ -74,14 +74,24 @@ def reading(path: Path) -> Iterator[IO[str]]:
 
 
 def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Writes a table beside its place and renames it, so that no half of it is ever seen."""
+    """Writes a table of which no half is ever seen."""
+    with whole(path) as file:
+        for row in chain([header], rows):
+            file.write(_line(row, path).encode())
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write into beside `path`, where it is put at the end, on the disk by then.
+
+    Of what fails in between nothing is left.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     part = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            for row in chain([header], rows):
-                file.write(_line(row, path))
+        with os.fdopen(handle, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         part.chmod(0o644)  # mkstemp makes it private; a corpus is often shared
