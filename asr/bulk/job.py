@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asr.data.content import sha256_of_files
 from asr.data.corpus import read_manifest
 from asr.errors import UserError
 from asr.recognizer import run_recipe
@@ -83,7 +84,7 @@ def identity(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """What transcripts depend on: the weights and how they are decoded."""
     recipe = run_recipe(run, overrides)
     chosen = choose(run, recipe.decode.checkpoint, recipe.decode.average)
-    weights = [hashlib.sha256((c.folder / WEIGHTS).read_bytes()).hexdigest() for c in chosen]
+    weights = [sha256_of_files([checkpoint.folder / WEIGHTS]) for checkpoint in chosen]
     decode = recipe.decode.model_dump(mode="json", exclude={"batch_seconds"})
     longest = {"data.max_seconds": recipe.data.max_seconds}
     return {"weights": weights, **{f"decode.{key}": decode[key] for key in decode}, **longest}

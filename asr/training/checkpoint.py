@@ -9,7 +9,6 @@ is put right in recovery.py. Nothing that is read can run code: safetensors for 
 weights_only for the rest.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from asr.data.content import sha256_of_files
 from asr.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -61,7 +61,7 @@ def save_checkpoint(
         meta = {**about, "step": str(step), "loss": repr(loss)}
         save_file(named_tensors(module), part / WEIGHTS, metadata=meta)
         torch.save(training, part / TRAINING)
-        sums = {name: _digest(part / name) for name in (WEIGHTS, TRAINING)}
+        sums = {name: sha256_of_files([part / name]) for name in (WEIGHTS, TRAINING)}
         (part / SUMS).write_text(json.dumps(sums))
         for path in (*part.iterdir(), part):
             _sync(path)
@@ -116,7 +116,7 @@ def is_sound(checkpoint: Checkpoint, names: Sequence[str] = (WEIGHTS, TRAINING))
     """Whether its files are what was written (by their checksums)."""
     try:
         sums = json.loads((checkpoint.folder / SUMS).read_text())
-        return all(_digest(checkpoint.folder / name) == sums[name] for name in names)
+        return all(sha256_of_files([checkpoint.folder / name]) == sums[name] for name in names)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -208,14 +208,6 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             once[name] = tensor.detach().cpu().contiguous()
     return once
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
