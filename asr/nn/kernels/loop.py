@@ -25,7 +25,7 @@ class LoopWeight:
         """x (..., K) -> x weight^T (..., N), multiplied in `dtype`."""
         if torch.is_grad_enabled():
             return _Linear.apply(x, self.weight, self, dtype)
-        return _product(x, self.matrix(dtype).mT)
+        return product(x, self.matrix(dtype).mT)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight without its history, converted once."""
@@ -43,11 +43,11 @@ def linear(x: Tensor, weight: Tensor | LoopWeight, dtype: torch.dtype | None = N
         dtype = torch.get_autocast_dtype(x.device.type)
     if isinstance(weight, LoopWeight):
         return weight.linear(x, dtype or x.dtype)
-    return functional.linear(x, weight) if dtype is None else _product(x, weight.to(dtype).mT)
+    return functional.linear(x, weight) if dtype is None else product(x, weight.to(dtype).mT)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in b's precision, in a's."""
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, multiplied in b's dtype, the result in a's."""
     return (a.to(b.dtype) @ b).to(a.dtype)
 
 
@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
         ctx.of, ctx.dtype = of, dtype
         # The weight is saved for its version: changing it in place before backward is an error.
         ctx.save_for_backward(x.to(matrix.dtype), weight)
-        return _product(x, matrix.mT)
+        return product(x, matrix.mT)
 
     @staticmethod
     @once_differentiable
@@ -83,4 +83,4 @@ class _Linear(torch.autograd.Function):
         x, _ = ctx.saved_tensors
         matrix = ctx.of.matrix(ctx.dtype)
         ctx.of.rows.append((x, dy.to(matrix.dtype)))
-        return _product(dy, matrix), None, None, None
+        return product(dy, matrix), None, None, None

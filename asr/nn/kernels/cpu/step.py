@@ -61,7 +61,7 @@ class _Step(torch.autograd.Function):
             dc0=dc0,
             dvectors=sums,
         )
-        library.run("lstm_step_backward", call, library.KINDS[_dtype(c)])
+        library.run("lstm_step_backward", call, library.kind_of(c))
         found = sums.split([4 * H, 4 * H, 4 * H, H, H])
         vectors = [None if v is None else g for v, g in zip(vectors, found, strict=True)]
         return None, dax, dah, dc0, None, *vectors
@@ -74,7 +74,7 @@ def _forward(
     call, _keep = _describe(setting, ax, ah, c, mask, vectors)
     h, after, raw, stats = *(torch.empty_like(c) for _ in range(3)), c.new_empty(len(c), 12)
     library.point(call.direction[0], h=h, c=after, raw=raw, stats=stats)
-    library.run("lstm_step_forward", call, library.KINDS[_dtype(c)])
+    library.run("lstm_step_forward", call, library.kind_of(c))
     return h, after, raw, stats
 
 
@@ -101,7 +101,3 @@ def _describe(
         bias_c=bias_c,
     )
     return call, [ones, bias, *gains]
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from asr.nn.kernels.cuda import kernels
 from asr.nn.kernels.cuda.graph import replay
+from asr.nn.kernels.loop import product
 from asr.nn.kernels.python import norm
 
 MODES = {"none": 0, "cell": 0, "ba": 1, "raw": 1, "per_gate": 2}
@@ -80,7 +81,7 @@ class _Forward:
         across = _ready(weight.transpose(1, 2), self.plan.half)
         options = self.plan.options(H, mask)
         for s in range(S):
-            ah[s] = _times(hs[s], across)
+            ah[s] = product(hs[s], across)
             kernels.forward_step[(D * B,)](
                 gates[s], ah[s], hs[s], cs[s], hs if mask is None else mask, lengths, *vectors,
                 hs[s + 1], cs[s + 1], raw[s], s, B, H, **options,
@@ -109,7 +110,7 @@ class _Backward:
                 bias, gain_c, bias_c, dh, dhs[s], dc, dz[s], dah[s], dshown[s], passing,
                 s, B, H, **options,
             )  # fmt: skip
-            dh = _times(dah[s], weight).add_(passing)
+            dh = product(dah[s], weight).add_(passing)
         return dz, dah, dshown, dh, dc
 
 
@@ -131,11 +132,6 @@ def _vector_gradients(
 
 def _ready(weight: Tensor, half: bool) -> Tensor:
     return (weight.bfloat16() if half else weight).contiguous()
-
-
-def _times(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in b's dtype, the result in a's."""
-    return torch.bmm(a.to(b.dtype), b).to(a.dtype)
 
 
 def _product(a: Tensor, b: Tensor, half: bool) -> Tensor:
