@@ -89,7 +89,7 @@ def grid_of(recognizer: Recognizer, recipe: SpeechRecipe) -> list[dict[str, floa
     if recognizer.lm is not None:
         axes["lm_weight"] = (0.0, LM_WEIGHT)
     plain = dict.fromkeys(PENALTIES, 0.0)
-    return [dict(zip(axes, values, strict=True)) | plain for values in product(*axes.values())]
+    return [one | plain for one in _combinations(axes)]
 
 
 def search(
@@ -119,8 +119,13 @@ def variants(setting: Setting) -> Iterator[Setting]:
         yield setting
         return
     axes = PENALTIES | ({"lm_weight": LM_WEIGHTS} if setting.get("lm_weight") else {})
+    for one in _combinations(axes):
+        yield {**setting, **one}
+
+
+def _combinations(axes: Mapping[str, Sequence[float]]) -> Iterator[dict[str, float]]:
     for values in product(*axes.values()):
-        yield {**setting, **dict(zip(axes, values, strict=True))}
+        yield dict(zip(axes, values, strict=True))
 
 
 def nbests(
