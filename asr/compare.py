@@ -19,10 +19,9 @@ from asr.runs.reading import (
     VALID,
     Run,
     cost,
-    read_figures,
+    read_evaluations,
     read_health,
     read_runs,
-    read_scores,
 )
 from asr.scoring.board import write_board
 from asr.scoring.comparison import Member, Setting, level_table, loss_table, wer_table
@@ -110,9 +109,9 @@ def _names(groups: Sequence[Group], notes: list[str]) -> list[tuple[str, str]]:
 def member(run: Run, curve: str, notes: list[str]) -> Member:
     """A run as the tables take it."""
     seed = int((run.settings or {})["seed"])
-    scores = read_scores(run.folder, notes)
+    scores, figures = read_evaluations(run.folder, notes)
     step, health = read_health(run.folder)
-    loss, figures = run.curves[curve], read_figures(run.folder)
+    loss = run.curves[curve]
     return Member(run.name, seed, loss, cost(run).at, scores, health, step, figures)
 
 

@@ -127,14 +127,20 @@ def read_health(run: Path) -> tuple[int | None, dict[str, float]]:
         return None, {}
 
 
-def read_figures(run: Path) -> dict[str, float]:
-    """What a run that recognises no speech gave on its test set, e.g. "accuracy of test"."""
-    found = {}
+def read_evaluations(run: Path, notes: list[str]) -> tuple[dict[str, Score], dict[str, float]]:
+    """Scores by split; of a run that recognises no speech its figures, e.g. "accuracy of test"."""
+    scores, figures = {}, {}
     for file in sorted(run.glob("evaluate/*/score.json")):
-        rates = _no_words(file)
-        there = {name: rates[name] for name in FIGURES if isinstance(rates.get(name), float)}
-        found |= {f"{name} of {file.parent.name}": value for name, value in there.items()}
-    return found
+        split = file.parent.name
+        if rates := _no_words(file):
+            there = {name: rates[name] for name in FIGURES if isinstance(rates.get(name), float)}
+            figures |= {f"{name} of {split}": value for name, value in there.items()}
+            continue
+        try:
+            scores[split] = read_evaluation(file.parent).score
+        except UserError as error:
+            notes.append(f"left out: {error}.")
+    return scores, figures
 
 
 def _no_words(file: Path) -> dict[str, Any]:
@@ -144,16 +150,3 @@ def _no_words(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return rates if isinstance(rates, dict) and "wer" not in rates else {}
-
-
-def read_scores(run: Path, notes: list[str]) -> dict[str, Score]:
-    """The run's evaluations by split."""
-    found = {}
-    for file in sorted(run.glob("evaluate/*/score.json")):
-        if _no_words(file):
-            continue
-        try:
-            found[file.parent.name] = read_evaluation(file.parent).score
-        except UserError as error:
-            notes.append(f"left out: {error}.")
-    return found
