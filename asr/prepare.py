@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from asr import command
@@ -9,6 +10,8 @@ from asr.data.corpora import librispeech, mnist, spoken_numbers, tsv, webdataset
 from asr.data.corpus import read_manifest
 from asr.data.shards import pack
 from asr.errors import UserError
+
+Kinds = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main() -> None:
@@ -30,14 +33,25 @@ def main() -> None:
     args.prepare(args)
 
 
-def _add_librispeech(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = kinds.add_parser(
+def _add(
+    kinds: Kinds, prepare: Callable[[argparse.Namespace], None], name: str, **told: str
+) -> argparse.ArgumentParser:
+    """A kind of corpus, which `prepare` makes in the folder --to; told: help and description."""
+    parser = kinds.add_parser(name, **told)
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
+    parser.set_defaults(prepare=prepare)
+    return parser
+
+
+def _add_librispeech(kinds: Kinds) -> None:
+    parser = _add(
+        kinds,
+        _librispeech,
         "librispeech",
         help="LibriSpeech or Mini LibriSpeech, from openslr.org or an unpacked folder",
         description="Downloads, verifies and unpacks subsets of LibriSpeech, and writes "
         "DIR/SUBSET.tsv for each. Running it again goes on where it broke off.",
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--subsets",
         nargs="+",
@@ -58,7 +72,6 @@ def _add_librispeech(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--keep-archives", action="store_true", help="keep DIR/SUBSET.tar.gz once unpacked"
     )
-    parser.set_defaults(prepare=_librispeech)
 
 
 def _librispeech(args: argparse.Namespace) -> None:
@@ -73,8 +86,10 @@ def _librispeech(args: argparse.Namespace) -> None:
         _say(librispeech.write(subset, folder, args.to))
 
 
-def _add_tsv(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = kinds.add_parser(
+def _add_tsv(kinds: Kinds) -> None:
+    parser = _add(
+        kinds,
+        _tsv,
         "tsv",
         help="your own recordings, listed in a table",
         description="Checks every row of a table with the columns id, audio, text, and perhaps "
@@ -82,7 +97,6 @@ def _add_tsv(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         "and writes DIR/NAME.tsv. Faults are listed all at once, and then nothing is written.",
     )
     parser.add_argument("table", type=Path, metavar="MANIFEST.tsv")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--audio",
         type=Path,
@@ -105,7 +119,12 @@ def _add_tsv(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         help="believe the audio files' headers; faster, but a file that breaks off passes",
     )
     parser.add_argument("--max-seconds", type=float, help="longer recordings are a fault")
-    parser.set_defaults(prepare=_tsv)
+    parser.add_argument(
+        "--hours",
+        type=float,
+        help="a random part of the table this long; the same one every time, and a shorter part "
+        "lies within a longer one",
+    )
 
 
 def _tsv(args: argparse.Namespace) -> None:
@@ -118,11 +137,15 @@ def _tsv(args: argparse.Namespace) -> None:
             f"{args.table}: {len(checked.faults)} of {whole} rows are faulty, nothing is written; "
             "mend them, or leave them out with --skip-bad"
         )
+    if args.hours is not None:
+        checked.keep_part(args.hours)
     _say(tsv.write(checked, args.to, args.text))
 
 
-def _add_shards(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = kinds.add_parser(
+def _add_shards(kinds: Kinds) -> None:
+    parser = _add(
+        kinds,
+        lambda args: _say(pack(args.manifest, args.to, args.megabytes)),
         "shards",
         help="a manifest's audio as some large tars, for storage that hates small files",
         description="Packs the audio of a manifest into DIR/NAME-00000.tar, ... and writes "
@@ -130,23 +153,21 @@ def _add_shards(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "lies. Every tar can be read by the webdataset library, too.",
     )
     parser.add_argument("manifest", type=Path, metavar="MANIFEST.tsv")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--megabytes", type=float, default=1000.0, help="of one tar (default: %(default)g)"
     )
-    parser.set_defaults(prepare=lambda args: _say(pack(args.manifest, args.to, args.megabytes)))
 
 
-def _add_webdataset(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = kinds.add_parser(
+def _add_webdataset(kinds: Kinds) -> None:
+    parser = _add(
+        kinds,
+        _webdataset,
         "webdataset",
         help="tars in the webdataset library's layout, as they are",
         description="Writes DIR/NAME.tsv of the tars in a folder, whose samples have audio and a "
         ".txt, or a .json with text; DIR/NAME.audio becomes a link to the folder.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
-    parser.set_defaults(prepare=_webdataset)
 
 
 def _webdataset(args: argparse.Namespace) -> None:
@@ -156,16 +177,16 @@ def _webdataset(args: argparse.Namespace) -> None:
     _say(found.manifest)
 
 
-def _add_spoken_numbers(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = kinds.add_parser(
+def _add_spoken_numbers(kinds: Kinds) -> None:
+    parser = _add(
+        kinds,
+        _spoken_numbers,
         "spoken-numbers",
         help="the built-in corpus of synthetic speech, made on this machine in a minute",
         description="Synthesises number phrases in many voices: DIR/train.tsv (about 1 hour), "
         "DIR/valid.tsv, DIR/test.tsv, with other voices and phrases in each.",
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=1)
-    parser.set_defaults(prepare=_spoken_numbers)
 
 
 def _spoken_numbers(args: argparse.Namespace) -> None:
@@ -174,13 +195,14 @@ def _spoken_numbers(args: argparse.Namespace) -> None:
         _say(args.to / f"{split}.tsv")
 
 
-def _add_mnist(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = kinds.add_parser(
+def _add_mnist(kinds: Kinds) -> None:
+    parser = _add(
+        kinds,
+        _mnist,
         "mnist",
         help="handwritten digits, to inspect an LSTM cell with",
         description="Brings MNIST's four IDX files to DIR, and checks them.",
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--from",
         dest="source",
@@ -189,7 +211,6 @@ def _add_mnist(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         help="copy the files of this folder, packed or not; nothing is downloaded",
     )
     parser.add_argument("--url", default=mnist.URL, help="a mirror of %(default)s")
-    parser.set_defaults(prepare=_mnist)
 
 
 def _mnist(args: argparse.Namespace) -> None:
@@ -200,16 +221,16 @@ def _mnist(args: argparse.Namespace) -> None:
         print(f"{args.to}: {images.name}: {shape}{other}")
 
 
-def _add_librispeech_lm(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = kinds.add_parser(
+def _add_librispeech_lm(kinds: Kinds) -> None:
+    parser = _add(
+        kinds,
+        _librispeech_lm,
         "librispeech-lm",
         help="LibriSpeech's text for language models, from openslr.org",
         description=f"Downloads and verifies DIR/{librispeech.LM_TEXT} (1.5 GB). Running it "
         "again goes on where it broke off.",
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
     parser.add_argument("--url", default=librispeech.URL, help="a mirror of %(default)s")
-    parser.set_defaults(prepare=_librispeech_lm)
 
 
 def _librispeech_lm(args: argparse.Namespace) -> None:

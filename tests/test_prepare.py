@@ -172,6 +172,39 @@ def test_long_recordings_are_a_fault_where_a_limit_is_set(own, tmp_path, asr_pre
         assert code == 2 and f"{own}:4: " in err[0] and "limit of 1.2" in err[0]
 
 
+def test_a_part_is_random_yet_the_same_whatever_the_order(tmp_path, asr_prepare):
+    lengths = {f"u{n}": 0.3 + 0.01 * n for n in range(23)}
+    for name, seconds in lengths.items():
+        record(tmp_path / "own" / f"{name}.wav", seconds)
+    table = tmp_path / "own" / "all.tsv"
+    parts = []
+    for order, seconds in ((1, 3.7), (-1, 3.7), (1, 1.9)):
+        rows = (f"{name}\t{name}.wav\tText\n" for name in list(lengths)[::order])
+        table.write_text("id\taudio\ttext\n" + "".join(rows))
+        code, _, _ = asr_prepare("tsv", table, "--to", tmp_path, "--hours", seconds / 3600)
+        kept = read_manifest(tmp_path / "all.tsv").ids
+        assert code == 0 and kept == [name for name in list(lengths)[::order] if name in kept]
+        total = sum(lengths[name] for name in kept)
+        assert seconds - max(lengths.values()) < total <= seconds
+        parts.append(set(kept))
+    assert parts[0] == parts[1] > parts[2]
+    assert parts[0] != set(list(lengths)[: len(parts[0])])
+
+
+@pytest.mark.parametrize(
+    ("hours", "words"),
+    [
+        (0, "must be above 0"),
+        (float("nan"), "must be above 0"),
+        (1, "the good rows have 0.00"),
+        (0.3 / 3600, "too short for one row"),
+    ],
+)
+def test_a_part_that_cannot_be(own, tmp_path, asr_prepare, hours, words):
+    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to", "--hours", hours)
+    assert code == 2 and len(err) == 1 and words in err[0] and not (tmp_path / "to").exists()
+
+
 def test_audio_elsewhere_is_taken_where_its_folder_is_named(own, tmp_path, asr_prepare):
     other = record(tmp_path / "elsewhere" / "d.wav")
     own.write_text(f"id\taudio\ttext\nd\t{other}\tText\n")
