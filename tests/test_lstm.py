@@ -83,6 +83,22 @@ def test_start_values(norm):
     assert len(gains) == {"none": 0, "ba": 3, "per_gate": 2}.get(norm, 1)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_quiet_start_of_the_recurrence(norm):
+    torch.manual_seed(6)
+    x, h, c = torch.randn(5, 3), torch.randn(5, 7), torch.randn(5, 7)
+    quiet = LayerNormLSTMCell(3, 7, norm=norm, recurrent_gain=0.1)
+    now, deaf = quiet(x, (h, c)), quiet(x, (torch.zeros_like(h), c))
+    loud = LayerNormLSTMCell(3, 7, norm=norm)
+    loud.load_state_dict(quiet.state_dict())
+    if norm == "ba":
+        nn.init.ones_(loud.gain_hh)
+        far = (loud(x, (h, c))[1] - deaf[1]).abs().mean()
+        assert 0 < (now[1] - deaf[1]).abs().mean() < 0.2 * far
+    else:
+        assert torch.equal(loud(x, (h, c))[0], now[0])
+
+
 def test_dropout_acts_between_layers_in_training_alone():
     torch.manual_seed(4)
     lstm = LayerNormLSTM(3, 7, 2, dropout=0.5)

@@ -26,7 +26,7 @@ class Listener(nn.Module):
 
     `pyramid` names the layers, counted from 1, that read pairs. `norm` holds in all layers, in
     those of the pyramid, or in the first only (`norm_layers`); the others are plain. What is left
-    (`recurrent_dropout`, `eps`, `zero_rows`, `backend`) goes to every LayerNormLSTM.
+    (recurrent_dropout and the keys of asr/settings/lstm.py) goes to every LayerNormLSTM.
     """
 
     def __init__(

@@ -38,6 +38,7 @@ class LayerNormLSTM(nn.Module):
     dropout acts between layers, recurrent_dropout on the candidate g with one mask per sequence
     (Semeniuta et al. 2016). eps None takes the norm's own. zero_rows "guard" normalises a row
     without variance to zero and passes no gradient there; "raw" keeps the textbook formula.
+    recurrent_gain is where norm "ba" starts the gain of the recurrent product.
     precision "bf16" takes the matrix products in bf16; under autocast they are anyway.
     Raises ValueError for a setting that does not exist.
     """
@@ -53,6 +54,7 @@ class LayerNormLSTM(nn.Module):
         norm: str = "ba",
         eps: float | None = None,
         zero_rows: str = "guard",
+        recurrent_gain: float = 1.0,
         backend: str = "auto",
         precision: str = "fp32",
     ) -> None:
@@ -66,7 +68,7 @@ class LayerNormLSTM(nn.Module):
         for layer in range(num_layers):
             size = input_size if layer == 0 else hidden_size * self.directions
             for suffix in self._suffixes(layer):
-                add_weights(self, norm, size, hidden_size, suffix)
+                add_weights(self, norm, size, hidden_size, recurrent_gain, suffix)
 
     def forward(
         self, x: Tensor, lengths: Tensor | Sequence[int] | None = None, state: State | None = None

@@ -18,6 +18,7 @@ class LayerNormLSTMCell(nn.Module):
 
     eps None takes the norm's own (problem.DEFAULT_EPS). zero_rows "guard" normalises a row
     without variance to zero and passes no gradient there, "raw" keeps the textbook formula.
+    recurrent_gain is where norm "ba" starts the gain of W_h h.
     Raises ValueError for a norm, zero_rows, precision or backend that does not exist.
     """
 
@@ -30,6 +31,7 @@ class LayerNormLSTMCell(nn.Module):
         recurrent_dropout: float = 0.0,
         eps: float | None = None,
         zero_rows: str = "guard",
+        recurrent_gain: float = 1.0,
         precision: str = "fp32",
         backend: str = "auto",
     ) -> None:
@@ -38,7 +40,7 @@ class LayerNormLSTMCell(nn.Module):
         self.input_size, self.hidden_size = input_size, hidden_size
         self.recurrent_dropout = check_dropout("recurrent_dropout", recurrent_dropout)
         self.backend = choice.check_name(backend)
-        add_weights(self, norm, input_size, hidden_size)
+        add_weights(self, norm, input_size, hidden_size, recurrent_gain)
 
     def forward(
         self,
@@ -110,12 +112,17 @@ def draw_mask(like: Tensor, shape: tuple[int, ...], dropout: float) -> Tensor:
 
 
 def add_weights(
-    module: nn.Module, norm: str, input_size: int, hidden_size: int, suffix: str = ""
+    module: nn.Module,
+    norm: str,
+    input_size: int,
+    hidden_size: int,
+    recurrent_gain: float,
+    suffix: str = "",
 ) -> None:
     """Registers and initialises one direction's weights, called as in nn.LSTM."""
     for name, shape in weight_shapes(norm, input_size, hidden_size).items():
         module.register_parameter(name + suffix, nn.Parameter(torch.empty(shape)))
-    reset_weights(get_weights(module, norm, suffix))
+    reset_weights(get_weights(module, norm, suffix), recurrent_gain)
 
 
 def get_weights(module: nn.Module, norm: str, suffix: str = "") -> Weights:
@@ -125,11 +132,13 @@ def get_weights(module: nn.Module, norm: str, suffix: str = "") -> Weights:
 
 
 @torch.no_grad()
-def reset_weights(weights: Weights) -> None:
+def reset_weights(weights: Weights, recurrent_gain: float) -> None:
     """Xavier W_x, orthogonal W_h (each per gate), gains 1, biases 0 but for the forget gate's 1.
 
     A forget bias of 1 lets memory survive long utterances. Two biases are added, as in
-    nn.LSTM; only one of them gets the 1.
+    nn.LSTM; only one of them gets the 1. A norm gives W_h h the strength of the input from the
+    first step on; a recurrent_gain below 1 lets the recurrence begin quietly (Cooijmans et al.
+    2017, arXiv:1603.09025, for batch normalisation).
     """
     for block in weights.weight_ih.chunk(4):
         nn.init.xavier_uniform_(block)
@@ -139,3 +148,5 @@ def reset_weights(weights: Weights) -> None:
         if weight is not None and name.startswith(("bias", "gain")):
             weight.fill_(1.0 if name.startswith("gain") else 0.0)
     weights.bias_ih.chunk(4)[1].fill_(1.0)
+    if weights.gain_hh is not None:
+        weights.gain_hh.fill_(recurrent_gain)

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asr.settings.base import Count, Positive, Rate, Settings
-from asr.settings.las import Backend, Layer, LstmNorm
+from asr.settings.base import Count, Rate, Settings
+from asr.settings.lstm import Layer, Lstm
 
 Window = Annotated[int, Field(ge=2, le=64)]  # a grid of one point has no distance between points
 
@@ -22,14 +22,10 @@ class ImageData(Settings):
     shift: Annotated[int, Field(ge=0, le=16)] = 0  # pixels that a training image may be moved by
 
 
-class Cell(Settings):
+class Cell(Lstm):
     """One LayerNorm-LSTM."""
 
-    norm: LstmNorm = "ba"
     hidden: Count = 128
-    eps: Positive | None = None  # of the norms; None takes each norm's own default
-    zero_rows: Literal["guard", "raw"] = "guard"
-    backend: Backend = "auto"
 
 
 class Rows(Cell):

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from asr.settings.base import Count, Positive, Rate, Settings
 from asr.settings.data import Text
-from asr.settings.las import Backend, Layer, LstmNorm
+from asr.settings.lstm import Layer, Lstm
 from asr.settings.transformer import Depth, VShape
 
 Texts = Annotated[tuple[Path, ...], Field(min_length=1)]
@@ -32,20 +32,16 @@ class LanguageText(Text):
     run: Path | None = None  # a speech run's folder; its decode.lm can then name this run
 
 
-class LstmLm(Settings):
+class LstmLm(Lstm):
     """LayerNorm-LSTM."""
 
     kind: Literal["lstm"]
-    norm: LstmNorm = "ba"
     layers: Layer = 2
     hidden: Count = 512
     embedding: Count = 256
     tied: bool = False  # output layer shares the embedding's weights
     dropout: Rate = 0.0  # on the embedding, between layers and before the output
     recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per sentence
-    eps: Positive | None = None  # of the norms; None takes each norm's own default
-    zero_rows: Literal["guard", "raw"] = "guard"
-    backend: Backend = "auto"
 
 
 class TransformerLm(Settings):

@@ -1,20 +1,16 @@
 """Recipe keys under `model:` for `kind: las` (Listen, Attend and Spell)."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from asr.settings.base import Count, Positive, Rate, Settings, Weight
-
-LstmNorm = Literal["none", "ba", "raw", "thesis", "per_gate", "cell"]
-Backend = Literal["auto", "reference", "python", "cpu", "cuda"]
-Layer = Annotated[int, Field(ge=1, le=64)]
+from asr.settings.base import Count, Rate, Settings, Weight
+from asr.settings.lstm import Layer, Lstm
 
 
-class Listener(Settings):
+class Listener(Lstm):
     """Bidirectional LayerNorm-LSTM; the layers named in `pyramid` read pairs of frames."""
 
-    norm: LstmNorm = "ba"
     norm_layers: Literal["all", "pyramid", "first"] = "all"  # where `norm` holds; plain elsewhere
     layers: Layer = 4
     hidden: Count = 256  # per direction
@@ -22,9 +18,6 @@ class Listener(Settings):
     convolution: Literal[1, 2, 4] = 1  # frame-rate reduction by strided convolutions in front
     dropout: Rate = 0.0  # after each layer
     recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per utterance
-    eps: Positive | None = None  # of the norms; None takes each norm's own default
-    zero_rows: Literal["guard", "raw"] = "guard"
-    backend: Backend = "auto"
 
     @model_validator(mode="after")
     def _pyramid_layers_exist(self) -> "Listener":
@@ -42,10 +35,9 @@ class Listener(Settings):
         return self.convolution * 2 ** len(self.pyramid)
 
 
-class Speller(Settings):
+class Speller(Lstm):
     """LayerNorm-LSTM decoder with input feeding."""
 
-    norm: LstmNorm = "ba"
     layers: Layer = 1
     hidden: Count = 256
     embedding: Count = 128
@@ -53,9 +45,6 @@ class Speller(Settings):
     recurrent_dropout: Rate = 0.0
     sampling: Rate = 0.0  # probability of reading its own last token instead of the true one
     tied: bool = False  # output layer shares the embedding's weights
-    eps: Positive | None = None
-    zero_rows: Literal["guard", "raw"] = "guard"
-    backend: Backend = "auto"
 
 
 class Las(Settings):
