@@ -114,7 +114,7 @@ def evaluate(
         "not_decoded": len(reasons),
         "wer_interval_over_speakers": speakers.wer_interval,
         "groups": {
-            column: {name: {"wer": part.wer, "words": part.words} for name, part in parts.items()}
+            column: {name: group(part) for name, part in parts.items()}
             for column, parts in groups.items()
         },
     }
@@ -122,6 +122,17 @@ def evaluate(
         ctc = [h.ctc for h in heard]
         about["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
     return Evaluation(title, corpus, heard, reasons, result, groups, about)
+
+
+def group(part: Score) -> dict[str, Any]:
+    """What score.json says of a part of the split."""
+    speakers = summarize(part.utterances, interval_over="speakers")
+    return {
+        "wer": part.wer,
+        "words": part.words,
+        "wer_interval": part.wer_interval,
+        "wer_interval_over_speakers": speakers.wer_interval,
+    }
 
 
 def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures: int) -> None:

@@ -43,15 +43,15 @@ class Checkpoint:
 def save_checkpoint(
     run: Path,
     module: nn.Module,
-    training: dict[str, Any],
+    training: dict[str, Any] | None,
     step: int,
     loss: float,
     about: dict[str, str],
 ) -> Checkpoint:
     """Write RUN/checkpoints/STEP whole, or leave what was there.
 
-    `about` goes into the metadata of the weights (vocabulary fingerprint). Raises UserError where
-    the disk is full or cannot be written.
+    `about` goes into the metadata of the weights (vocabulary fingerprint). Without `training` there
+    are weights alone. Raises UserError where the disk is full or cannot be written.
     """
     folder = run / "checkpoints" / f"{step:08d}"
     part = folder.with_name(f".{folder.name}.part")
@@ -60,8 +60,9 @@ def save_checkpoint(
         part.mkdir(parents=True)
         meta = {**about, "step": str(step), "loss": repr(loss)}
         save_file(named_tensors(module), part / WEIGHTS, metadata=meta)
-        torch.save(training, part / TRAINING)
-        sums = {name: sha256_of_files([part / name]) for name in (WEIGHTS, TRAINING)}
+        if training is not None:
+            torch.save(training, part / TRAINING)
+        sums = {path.name: sha256_of_files([path]) for path in sorted(part.iterdir())}
         (part / SUMS).write_text(json.dumps(sums))
         for path in (*part.iterdir(), part):
             _sync(path)

@@ -1,0 +1,122 @@
+"""A run to pass on: python -m asr.export RUN --to FOLDER [--about TEXT.md]"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from asr import command
+from asr.data.text import about
+from asr.errors import UserError
+from asr.recipe import validate, write_recipe
+from asr.recognizer import Recognizer, run_recipe
+from asr.runs.reading import HOURS, SECONDS
+from asr.scoring.events import read_scalars
+from asr.scoring.files import percent
+from asr.settings import Recipe, SpeechRecipe
+from asr.training.checkpoint import choose, save_checkpoint
+
+
+def main() -> None:
+    """Average, halve, describe, write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m asr.export",
+        description="A run folder to pass on: the weights that decoding would use, averaged, in "
+        "fp16, without the optimiser and without this machine's paths; and README.md, its card.",
+        epilog="Keys of the run's recipe can be overridden: decode.average=5 decode.beam=8 ...",
+    )
+    parser.add_argument("run", type=Path, help="a speech run's folder")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--to", type=Path, required=True, help="folder of the exported run")
+    parser.add_argument(
+        "--about", type=Path, metavar="TEXT.md", help="put into the card: data, licences, limits"
+    )
+    args = parser.parse_intermixed_args()
+    export(args.run, args.overrides, args.to, args.about)
+
+
+def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = None) -> None:
+    """From run folder to run folder. UserError, before anything is written, where it cannot be."""
+    recipe = run_recipe(run, overrides)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"--to {to}: is there already; name a new folder")
+    text = _text(told)
+    recognizer = Recognizer.load(run, [*overrides, "decode.lm=null", "train.device=cpu"])
+    checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
+    model = recognizer.model.half()
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
+    best, size = checkpoints[0], sum(weight.numel() for weight in model.parameters())
+    lines = [f"# {to.resolve().name}", "", *text, *card(run, recipe, best.step, size)]
+    to.mkdir(parents=True, exist_ok=True)
+    recognizer.save(to)
+    write_recipe(exported_recipe(recipe, to), to / "recipe.yaml")
+    save_checkpoint(to, model, None, best.step, best.loss, about(recognizer.tokenizer))
+    (to / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if recipe.decode.lm:
+        print(f"without the language model {recipe.decode.lm}: pass it on as a run of its own")
+    print(f"the run is in {to}")
+
+
+def _text(told: Path | None) -> list[str]:
+    try:
+        return [told.read_text(encoding="utf-8").strip(), ""] if told else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--about {told}: cannot be read ({error})") from None
+
+
+def exported_recipe(recipe: SpeechRecipe, to: Path) -> Recipe:
+    """The run's recipe without what lies on this machine alone; the average is taken already."""
+    tree = recipe.model_dump(mode="json")
+    tree["run"] = to.resolve().name
+    tree["data"] |= {"corpus": None, "train": None, "valid": None, "test": {}}
+    tree["train"]["init"] = None
+    tree["decode"] |= {"lm": None, "average": 1}
+    return validate(tree, f"--to {to}")
+
+
+def card(run: Path, recipe: SpeechRecipe, step: int, size: int) -> Iterator[str]:
+    """What the run folder itself knows: model, cost, and every evaluation that lies in it."""
+    curves = read_scalars(run, {HOURS, SECONDS})
+    hours, seconds = (curves[n].values[-1] if len(curves[n]) else None for n in (HOURS, SECONDS))
+    yield f"A {recipe.model.kind} model of {size / 1e6:.2f} M parameters in fp16, step {step:,}."
+    if hours is not None and seconds is not None:
+        yield (
+            f"Training took {seconds / 3600:.1f} hours for {hours:.0f} hours of audio, repetitions "
+            f"counted ({3600 * hours / seconds:.0f} times real time)."
+        )
+    yield from ("", "    python -m asr.transcribe THIS_FOLDER file.wav", "")
+    files = sorted(run.glob("evaluate/*/score.json"))
+    if files:
+        yield "| split | part | words | WER | 95 % over utterances | over speakers |"
+        yield "|---|---|---:|---:|---|---|"
+    for file in files:
+        yield from _rows(file)
+    yield from ("", "`recipe.yaml` holds every setting; the manifests' paths are left out.")
+
+
+def _rows(file: Path) -> Iterator[str]:
+    """A line for the split and one for each of its groups (asr.evaluate --by)."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        wide = found["about"]
+        settings = [f"{key} {wide['decode'][key]}" for key in ("beam", "ctc_weight", "lm_weight")]
+        parts = {", ".join(["all", *settings]): found | wide}
+        for groups in wide["groups"].values():
+            parts |= groups
+        for name, part in parts.items():
+            cells = (file.parent.name, name, f"{part['words']:,}", percent(part["wer"]))
+            spans = (part.get("wer_interval"), part.get("wer_interval_over_speakers"))
+            yield f"| {' | '.join((*cells, *map(_span, spans)))} |"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: damaged evaluation ({error}); evaluate again") from None
+
+
+def _span(interval: Any) -> str:
+    return " to ".join(map(percent, interval)) if interval else "-"
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,110 @@
+"""A run to pass on: the same words from half the bytes, and nothing of the machine it came from."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asr import evaluate, export, train, transcribe
+from asr.recognizer import Recognizer
+from asr.training.checkpoint import SUMS, WEIGHTS, list_checkpoints
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path):
+    """A copy that a test may write into."""
+    return shutil.copytree(tiny_run, tmp_path / "run")
+
+
+def weights(run, *overrides):
+    return Recognizer.load(run, overrides).model.state_dict()
+
+
+def test_the_weights_are_those_decoded_with_in_fp16(tiny_run, commands, tmp_path):
+    to = tmp_path / "small"
+    assert commands(export, tiny_run, "--to", to, "decode.average=2")[0] == 0
+    before, after = weights(tiny_run, "decode.average=2"), weights(to)
+    assert all(torch.equal(after[name], before[name].half().float()) for name in before)
+    assert any(not torch.equal(after[name], weights(tiny_run)[name]) for name in before)
+    stored = load_file(list_checkpoints(to)[0].folder / WEIGHTS)
+    assert {weight.dtype for weight in stored.values()} == {torch.float16}
+    bytes_of = lambda run: sum(f.stat().st_size for f in run.rglob("*") if f.is_file())  # noqa: E731
+    assert bytes_of(to / "checkpoints") < bytes_of(list_checkpoints(tiny_run)[0].folder) / 4
+
+
+def test_it_is_a_run_without_the_machine(tiny, tiny_run, commands, tmp_path):
+    to = tmp_path / "small"
+    assert commands(export, tiny_run, "--to", to)[0] == 0
+    for path in to.rglob("*"):
+        assert path.is_dir() or str(tiny.parent).encode() not in path.read_bytes(), path
+    heard = commands(transcribe, to, tiny.parent / "test-0.flac")
+    assert heard[0] == 0 and heard[1]
+    assert commands(evaluate, to, "--split", tiny.parent / "test.tsv")[0] == 0
+    code, _, err = commands(evaluate, to, "--split", "valid")
+    assert code == 2 and len(err.splitlines()) == 1
+    code, _, err = commands(train, to / "recipe.yaml", "--run", to, "--resume")
+    assert code == 2 and len(err.splitlines()) == 1
+    overrides = (f"train.init={to}", "train.steps=1")
+    assert commands(train, tiny, *overrides, "--run", tmp_path / "more")[0] == 0
+
+
+def test_the_card_says_what_the_run_knows(tiny, run, commands, tmp_path):
+    (tmp_path / "told.md").write_text("Trained on tones, which nobody owns.\n")
+    assert commands(evaluate, run, "--split", "test", "--by", "speaker")[0] == 0
+    assert commands(export, run, "--to", tmp_path / "to", "--about", tmp_path / "told.md")[0] == 0
+    card = (tmp_path / "to" / "README.md").read_text()
+    assert card.startswith("# to\n\nTrained on tones, which nobody owns.\n\nA las model of ")
+    found = json.loads((run / "evaluate/test/score.json").read_text())
+    rows = [line.split(" | ") for line in card.splitlines() if line.startswith("| test |")]
+    speakers = found["about"]["groups"]["speaker"]
+    assert [row[1] for row in rows[1:]] == sorted(speakers) and len(speakers) > 1
+    assert [row[3] for row in rows] == [
+        f"{100 * part['wer']:.2f} %" for part in (found, *speakers.values())
+    ]
+    low, high = found["wer_interval"]
+    assert rows[0][4] == f"{100 * low:.2f} % to {100 * high:.2f} %"
+
+
+def overflow(run):
+    folder = list_checkpoints(run)[-1].folder
+    there = load_file(folder / WEIGHTS)
+    name = next(iter(there))
+    meta = {"step": "1", "loss": "0.0", **_metadata(folder)}
+    save_file(there | {name: there[name] + 1e6}, folder / WEIGHTS, metadata=meta)
+    (folder / SUMS).unlink()
+
+
+def _metadata(folder):
+    from safetensors import safe_open
+
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        return file.metadata()
+
+
+def damage(run):
+    (run / "evaluate/test").mkdir(parents=True)
+    (run / "evaluate/test/score.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "more", "words"),
+    [
+        (overflow, ["decode.checkpoint=last"], "has values that fp16 cannot hold"),
+        (damage, [], "score.json: damaged evaluation"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), [], "no checkpoint in it"),
+        (lambda run: None, ["--about", "none.md"], "none.md: cannot be read"),
+    ],
+    ids=["too large for fp16", "damaged score", "no checkpoint", "no text"],
+)
+def test_what_cannot_be_exported(run, commands, tmp_path, spoil, more, words):
+    spoil(run)
+    code, _, err = commands(export, run, "--to", tmp_path / "to", *more)
+    assert code == 2 and words in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "to").exists()
+
+
+def test_nothing_is_written_over(tiny_run, commands):
+    code, _, err = commands(export, tiny_run, "--to", tiny_run)
+    assert code == 2 and "is there already" in err
