@@ -99,6 +99,19 @@ def test_a_quiet_start_of_the_recurrence(norm):
         assert torch.equal(loud(x, (h, c))[0], now[0])
 
 
+@torch.no_grad()
+def test_a_disturbed_frame_echoes_for_ever_where_the_recurrence_starts_loud():
+    left = {}
+    for gain in (1.0, 0.1):
+        torch.manual_seed(7)
+        lstm = LayerNormLSTM(11, 67, recurrent_gain=gain).double()
+        x = torch.randn(1, 101, 11, dtype=torch.double)
+        other = torch.cat([x[:, :1] + 1e-6, x[:, 1:]], dim=1)
+        apart = (lstm(x)[0] - lstm(other)[0]).norm(dim=-1)[0]
+        left[gain] = apart[-1] / apart[0]
+    assert left[1.0] > 0.5 and left[0.1] < 1e-6
+
+
 def test_dropout_acts_between_layers_in_training_alone():
     torch.manual_seed(4)
     lstm = LayerNormLSTM(3, 7, 2, dropout=0.5)

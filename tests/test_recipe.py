@@ -135,7 +135,7 @@ def test_a_wrong_key_type_or_range_is_named(read, more, message):
         ("{kind: las, speller: {norm: batch}}", "model.speller.norm = 'batch': should be 'none',"),
         ("{kind: las, listener: {layers: 2, pyramid: [3]}}", "must name different layers of 1 to"),
         ("{kind: las, listener: {pyramid: [2, 2]}}", "must name different layers"),
-        ("{kind: las, speller: {norm: raw, recurrent_gain: 0.1}}", "only norm ba has this gain"),
+        ("{kind: las, speller: {recurrent_gain: 0}}", "should be greater than 0"),
         ("{kind: las, ctc_weight: 1.5}", "model.ctc_weight = 1.5"),
         ("{kind: los}", "model"),
         ("{listener: {norm: ba}}", "model"),

@@ -1,0 +1,86 @@
+"""Experiment: how a disturbance of one frame lives on in an LSTM that is not trained yet.
+
+    .venv/bin/python tests/benchmarks/echo.py [--out FOLDER]
+
+One direction of one layer reads 200 frames of standard normal numbers, as many as there are mel
+bins and mean-variance normalised like them. Then it reads them again with one frame changed by a
+millionth, and the difference of the two outputs is followed from that frame on. Where the
+difference shrinks, the layer hears the near past; where it grows, its state is chaos that the
+first updates have to work against.
+
+Prints the difference some frames later, as a share of the first one (geometric mean over
+utterances and seeds), and draws FOLDER/echo.png. Takes half a minute.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import matplotlib
+import torch
+from torch import Tensor
+
+from asr.nn.lstm import LayerNormLSTM
+
+FRAMES, DISTURBED, UTTERANCES, INPUT, HIDDEN = 210, 50, 8, 40, 128
+LATER = (1, 5, 10, 20, 50, 100, 150)
+SETTINGS = {
+    "none": {"norm": "none"},
+    "cell": {"norm": "cell"},
+    "per_gate": {"norm": "per_gate"},
+    "ba": {"norm": "ba"},
+    "ba, recurrent_gain 0.3": {"norm": "ba", "recurrent_gain": 0.3},
+    "ba, recurrent_gain 0.1": {"norm": "ba", "recurrent_gain": 0.1},
+    "raw": {"norm": "raw"},
+    "thesis": {"norm": "thesis"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="default: a new temporary folder")
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'':24}" + "".join(f"{later:>10}" for later in LATER) + "  frames later")
+    curves = {}
+    for name, setting in SETTINGS.items():
+        found = torch.stack([echo(setting, seed) for seed in range(options.seeds)])
+        curves[name] = found.log().mean(0).exp()
+        shares = "".join(f"{curves[name][later].item():10.2g}" for later in LATER)
+        print(f"{name:24}{shares}", flush=True)
+    folder = options.out or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    draw(curves, folder / "echo.png")
+
+
+@torch.no_grad()
+def echo(setting: dict, seed: int) -> Tensor:
+    """(FRAMES - DISTURBED,) difference of the outputs from the disturbed frame on, 1 at first."""
+    torch.manual_seed(seed)
+    lstm = LayerNormLSTM(INPUT, HIDDEN, backend="reference", **setting).double()
+    x = torch.randn(UTTERANCES, FRAMES, INPUT, dtype=torch.double)
+    other = x.clone()
+    other[:, DISTURBED] += 1e-6 * torch.randn(UTTERANCES, INPUT)
+    apart = (lstm(other)[0] - lstm(x)[0]).norm(dim=-1)[:, DISTURBED:]
+    return (apart / apart[:, :1]).log().mean(0).exp()
+
+
+def draw(curves: dict[str, Tensor], path: Path) -> None:
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, curve in curves.items():
+        dashed = "--" if name in ("raw", "thesis") else "-"
+        axes.semilogy(curve, dashed, label=name)
+    axes.axhline(1, color="grey", linewidth=0.5)
+    axes.set(ylim=(1e-6, 1e4), xlabel="frames after the disturbed one", ylabel="difference")
+    axes.set_title("echo of a disturbed frame before any training, share of the first difference")
+    axes.legend(loc="upper left", ncols=3, fontsize="small")
+    figure.savefig(path, dpi=110)
+    print(f"picture: {path}")
+
+
+if __name__ == "__main__":
+    main()
