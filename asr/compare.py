@@ -73,7 +73,7 @@ def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Set
     groups = group([run.settings or {} for run in known], ignore=NO_DIFFERENCE)
     usual = Counter(run.world for run in known if not run.fault).most_common(1)[0][0]
     settings = []
-    for (label, short), found in zip(_names(groups, notes), groups, strict=True):
+    for (label, short, whole), found in zip(_names(groups, notes), groups, strict=True):
         inside = [known[place] for place in found.members]
         good = [run for run in inside if not run.fault]
         same = inside[0].world == usual
@@ -83,7 +83,7 @@ def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Set
                 "have, so its losses are not comparable and are left out."
             )
         members = tuple(member(run, curve, notes) for run in good)
-        settings.append(Setting(label, members, len(inside) - len(good), same, short))
+        settings.append(Setting(label, members, len(inside) - len(good), same, short, whole))
         seeds = Counter(m.seed for m in members)
         twice = [seed for seed, count in seeds.items() if count > 1]
         if twice:
@@ -93,17 +93,21 @@ def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Set
     return settings
 
 
-def _names(groups: Sequence[Group], notes: list[str]) -> list[tuple[str, str]]:
-    """Each group's label and its letter; no letters where all labels are short."""
+def _names(groups: Sequence[Group], notes: list[str]) -> list[tuple[str, str, str]]:
+    """Each group's label in tables, its letter and its whole label for a picture's legend.
+
+    There are no letters where all labels are short.
+    """
     labels = [found.label or "all runs" for found in groups]
     letters = [letter(place) for place in range(len(labels))]
     longest = max(map(len, labels))
     if len(labels) == 1 or longest <= _SHORT:
-        return [(label, "") for label in labels]
+        return [(label, "", label) for label in labels]
+    wholes = [f"{one}. {label}" for one, label in zip(letters, labels, strict=True)]
     if longest <= _LONG:
-        return [(f"{one}. {label}", one) for one, label in zip(letters, labels, strict=True)]
+        return list(zip(wholes, letters, wholes, strict=True))
     notes += [f"{one}: {label}." for one, label in zip(letters, labels, strict=True)]
-    return [(one, one) for one in letters]  # spelled out once
+    return list(zip(letters, letters, wholes, strict=True))  # spelled out once in the tables
 
 
 def member(run: Run, curve: str, notes: list[str]) -> Member:
@@ -181,8 +185,9 @@ def draw(
                 bands.setdefault(setting.label, {})[name] = mean
             for m, one in zip(setting.members, curves, strict=True):
                 shown.setdefault(m.name, {})[name] = thinned(one)
+    wholes = {setting.label: setting.whole for setting in settings}
     panels = [
-        Panel(name, {k: b[name] for k, b in bands.items() if name in b}, marks)
+        Panel(name, {wholes[k]: b[name] for k, b in bands.items() if name in b}, marks)
         for name, marks in ((curve, levels), (TRAIN, ()))
     ]
     png, svg = draw_curves(panels)

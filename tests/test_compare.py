@@ -238,6 +238,8 @@ def test_long_names_are_spelled_out_once(tmp_path, commands):
     assert "\nB: " in out and out.count("mel_bins=40") == 1
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
     assert [row[0] for row in rows(text, "Validation loss")] == ["A", "B"]
+    picture = (tmp_path / "s" / "compare" / "curves.svg").read_text()
+    assert ">B. train.batch_seconds=30.0 " in picture  # a picture is often shown without its tables
 
 
 def test_one_seed_in_common_says_nothing_of_other_seeds(tmp_path, commands):

@@ -49,6 +49,7 @@ class Setting:
     failed: int = 0
     comparable: bool = True  # its losses are of the same data and vocabulary as most others'
     letter: str = ""  # in its place where two settings stand in a row
+    whole: str = ""  # with all that it may be short of
 
     @property
     def short(self) -> str:

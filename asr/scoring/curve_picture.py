@@ -52,7 +52,7 @@ def draw_curves(panels: Sequence[Panel], x: str = "step") -> tuple[bytes, str]:
     shown = {line.get_label(): line for axes in grid for line in axes.get_lines()}
     chosen = [name for name in names if name in shown][:_MOST_NAMES]
     if chosen:
-        labels = [n if len(n) <= 90 else f"{n[:89]}…" for n in chosen]
+        labels = [n if len(n) <= 150 else f"{n[:149]}…" for n in chosen]
         legend = figure.legend(
             [shown[n] for n in chosen], labels, loc="outside lower left", frameon=False, fontsize=9
         )
