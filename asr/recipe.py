@@ -1,7 +1,7 @@
 """YAML file + `key.path=value` overrides -> a validated Recipe.
 
-A recipe may name another as its `base:` and then holds only what differs. A mapping whose
-`kind` differs from the base's replaces it whole, since its keys belong to another thing.
+A recipe may name another as its `base:` and then holds only what differs. A model whose `kind`
+differs from the base's replaces it whole, since its keys belong to another thing.
 Only plain YAML is read: no tags, no anchors, no environment variables, no code.
 """
 
@@ -177,9 +177,15 @@ def _merge(base: Mapping[str, Any], change: Mapping[str, Any], depth: int = 0) -
     for key, value in change.items():
         old = merged.get(key)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        same_kind = both and value.get("kind", old.get("kind")) == old.get("kind")
-        merged[key] = _merge(old, value, depth + 1) if same_kind else value
+        merge = both and not _another_model(old, value)
+        merged[key] = _merge(old, value, depth + 1) if merge else value
     return merged
+
+
+def _another_model(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether the new group says kind: transformer, and the old one's keys are those of las."""
+    kinds = old.get("kind"), new.get("kind", old.get("kind"))
+    return kinds[0] != kinds[1] and all(str(kind) in KINDS for kind in kinds)
 
 
 def _plain_location(location: Iterable[Any]) -> list[Any]:

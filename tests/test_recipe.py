@@ -79,12 +79,19 @@ def test_base_holds_what_differs_not(tmp_path, read):
     assert (recipe.model.listener.norm, recipe.model.listener.hidden) == ("raw", 32)
 
 
-def test_another_kind_replaces_the_whole_mapping(tmp_path, read):
-    (tmp_path / "base.yaml").write_text(PLAIN + "text: {kind: bpe, size: 77}\n")
-    recipe = read("base: base.yaml\ntext: {kind: unigram}\n")
-    assert recipe.text.size == 500  # 77 belonged to the other kind
+def test_another_kind_of_model_replaces_it_whole(tmp_path, read):
+    (tmp_path / "base.yaml").write_text(PLAIN.replace("las", "las, attention: dot, ctc_weight: 0"))
     model = read("base: base.yaml\nmodel: {kind: transformer}\n").model
-    assert model.kind == "transformer"
+    assert model.kind == "transformer" and model.ctc_weight == 0.3  # 0 belonged to the other
+
+
+def test_other_groups_keep_their_keys_whatever_their_kind(tmp_path, read):
+    rest = "features: {mvn: none, mel_bins: 23}\ntrain: {optimizer: {lr: 0.5}}\n"
+    recipe = read(PLAIN + rest, "features.kind=mfcc", "train.optimizer.kind=adamw")
+    assert (recipe.features.kind, recipe.features.mvn) == ("mfcc", "none")
+    assert recipe.features.mel_bins == 23 and recipe.train.optimizer.lr == 0.5
+    (tmp_path / "base.yaml").write_text(PLAIN + "text: {kind: bpe, size: 77}\n")
+    assert read("base: base.yaml\ntext: {kind: unigram}\n").text.size == 77
 
 
 def test_what_is_written_reads_back_the_same(tmp_path, read):
