@@ -1,6 +1,6 @@
 """Experiment: how a disturbance of one frame lives on in an LSTM that is not trained yet.
 
-    .venv/bin/python tests/benchmarks/echo.py [--out FOLDER]
+    .venv/bin/python tests/benchmarks/echo.py [--out FOLDER] [--runs RUN...]
 
 One direction of one layer reads 200 frames of standard normal numbers, as many as there are mel
 bins and mean-variance normalised like them. Then it reads them again with one frame changed by a
@@ -9,7 +9,8 @@ difference shrinks, the layer hears the near past; where it grows, its state is 
 first updates have to work against.
 
 Prints the difference some frames later, as a share of the first one (geometric mean over
-utterances and seeds), and draws FOLDER/echo.png. Takes half a minute.
+utterances and seeds), and draws FOLDER/echo.png; of trained LAS runs the same for the first layer
+of the listener, forwards, and the mean gain of its recurrent product. Takes half a minute.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from asr.nn.lstm import LayerNormLSTM
+from asr.recognizer import Recognizer
 
 FRAMES, DISTURBED, UTTERANCES, INPUT, HIDDEN = 210, 50, 8, 40, 128
 LATER = (1, 5, 10, 20, 50, 100, 150)
@@ -40,30 +42,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="default: a new temporary folder")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--runs", nargs="+", type=Path, default=[], help="trained LAS runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'':24}" + "".join(f"{later:>10}" for later in LATER) + "  frames later")
     curves = {}
     for name, setting in SETTINGS.items():
-        found = torch.stack([echo(setting, seed) for seed in range(options.seeds)])
+        found = torch.stack([fresh(setting, seed) for seed in range(options.seeds)])
         curves[name] = found.log().mean(0).exp()
-        shares = "".join(f"{curves[name][later].item():10.2g}" for later in LATER)
-        print(f"{name:24}{shares}", flush=True)
+        print(f"{name:24}{shares(curves[name])}", flush=True)
+    for run in options.runs:
+        lstm = Recognizer.load(run).model.listener.layers[0]
+        gain = f", recurrent gain {lstm.gain_hh_l0.mean():.3f}" if lstm.setting.norm == "ba" else ""
+        print(f"{shares(echo(lstm)):>94}  {run}{gain}", flush=True)
     folder = options.out or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     draw(curves, folder / "echo.png")
 
 
-@torch.no_grad()
-def echo(setting: dict, seed: int) -> Tensor:
-    """(FRAMES - DISTURBED,) difference of the outputs from the disturbed frame on, 1 at first."""
+def fresh(setting: dict, seed: int) -> Tensor:
+    """The echo in a layer that is not trained."""
     torch.manual_seed(seed)
-    lstm = LayerNormLSTM(INPUT, HIDDEN, backend="reference", **setting).double()
-    x = torch.randn(UTTERANCES, FRAMES, INPUT, dtype=torch.double)
+    return echo(LayerNormLSTM(INPUT, HIDDEN, **setting))
+
+
+@torch.no_grad()
+def echo(lstm: LayerNormLSTM) -> Tensor:
+    """(FRAMES - DISTURBED,) difference of the outputs from the disturbed frame on, 1 at first."""
+    lstm.double().backend = "reference"
+    x = torch.randn(UTTERANCES, FRAMES, lstm.input_size, dtype=torch.double)
     other = x.clone()
-    other[:, DISTURBED] += 1e-6 * torch.randn(UTTERANCES, INPUT)
-    apart = (lstm(other)[0] - lstm(x)[0]).norm(dim=-1)[:, DISTURBED:]
+    other[:, DISTURBED] += 1e-6 * torch.randn(UTTERANCES, lstm.input_size)
+    apart = (lstm(other)[0] - lstm(x)[0])[..., : lstm.hidden_size].norm(dim=-1)[:, DISTURBED:]
     return (apart / apart[:, :1]).log().mean(0).exp()
+
+
+def shares(curve: Tensor) -> str:
+    return "".join(f"{curve[later].item():10.2g}" for later in LATER)
 
 
 def draw(curves: dict[str, Tensor], path: Path) -> None:
