@@ -102,7 +102,9 @@ def _rows(file: Path) -> Iterator[str]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         wide = found["about"]
-        settings = [f"{key} {wide['decode'][key]}" for key in ("beam", "ctc_weight", "lm_weight")]
+        decode = wide["decode"]
+        keys = ("beam", "ctc_weight", *(["lm_weight"] if decode["lm"] else []))
+        settings = [f"{key} {decode[key]}" for key in keys]
         parts = {", ".join(["all", *settings]): found | wide}
         for groups in wide["groups"].values():
             parts |= groups

@@ -45,7 +45,7 @@ def test_it_is_a_run_without_the_machine(tiny, tiny_run, commands, tmp_path):
     code, _, err = commands(evaluate, to, "--split", "valid")
     assert code == 2 and len(err.splitlines()) == 1
     code, _, err = commands(train, to / "recipe.yaml", "--run", to, "--resume")
-    assert code == 2 and len(err.splitlines()) == 1
+    assert code == 2 and len(err.splitlines()) == 1 and f"train.init={to}" in err
     overrides = (f"train.init={to}", "train.steps=1")
     assert commands(train, tiny, *overrides, "--run", tmp_path / "more")[0] == 0
 

@@ -9,7 +9,7 @@ from asr.data import content
 from asr.errors import UserError
 from asr.recipe import PlainLoader, as_yaml, flat, read_recipe, validate
 from asr.settings import Recipe
-from asr.training.checkpoint import Checkpoint, read_training
+from asr.training.checkpoint import TRAINING, Checkpoint, list_checkpoints, read_training
 from asr.training.recovery import newest_sound, set_aside
 
 # What may change in the middle of a run: it changes no weight, or it says how far to go and where.
@@ -117,6 +117,12 @@ def find_start(run: Path, resume: bool) -> Start | None:
     found = newest_sound(run)
     if found.checkpoint:
         return Start(run, found.checkpoint, found.damaged)
+    there = list_checkpoints(run)
+    if there and not any((checkpoint.folder / TRAINING).exists() for checkpoint in there):
+        raise UserError(
+            f"{run}: exported, without the state of a training; start another run from its weights "
+            f"with train.init={run}"
+        )
     if found.damaged:
         raise UserError(
             f"{run / 'checkpoints'}: all of its checkpoints are damaged, their checksums differ; "
