@@ -13,7 +13,7 @@ from asr.data.corpus import Corpus, Utterance
 from asr.data.table import read_rows
 from asr.evaluation import UNREAD, Heard, attention_uri, health_columns, recognise
 from asr.recognizer import Recognizer, run_recipe
-from asr.scoring.files import percent, read_evaluation, write_evaluation
+from asr.scoring.files import between, percent, read_evaluation, write_evaluation
 from asr.scoring.page import write_page
 from asr.scoring.parts import by_group, group_lines
 from asr.scoring.significance import verdict
@@ -195,9 +195,7 @@ def lines(evaluation: Evaluation) -> Iterator[str]:
         "speakers": evaluation.about["wer_interval_over_speakers"],
     }
     spread = ", ".join(
-        f"{percent(between[0])} to {percent(between[1])} over {units}"
-        for units, between in intervals.items()
-        if between
+        f"{between(interval)} over {units}" for units, interval in intervals.items() if interval
     )
     yield f"{evaluation.title}: WER {percent(result.wer)}, CER {percent(result.cer)}"
     if spread:

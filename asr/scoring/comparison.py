@@ -8,7 +8,7 @@ import numpy as np
 from asr.errors import UserError
 from asr.scoring.curves import finite, first_below, median_reached
 from asr.scoring.events import Curve
-from asr.scoring.files import percent
+from asr.scoring.files import between, percent
 from asr.scoring.report import Table
 from asr.scoring.spread import spread
 from asr.scoring.wer import COUNTS, Score, summarize
@@ -184,9 +184,3 @@ def _loss(value: float | None) -> str:
 def _cost(value: float | None) -> str:
     """Nothing known (None), or no audio at all (0), is a dash."""
     return f"{value:#.3g}" if value and value < 99.95 else f"{value:,.0f}" if value else DASH
-
-
-def between(interval: tuple[float, float], form: str = "{:.2%}") -> str:
-    """An interval as people read it."""
-    low, high = map(form.format, interval)
-    return f"{low} to {high}".replace("%", " %")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from asr.errors import UserError
-from asr.scoring.comparison import DASH, Member, Setting, between, pooled
+from asr.scoring.comparison import DASH, Member, Setting, pooled
+from asr.scoring.files import between
 from asr.scoring.report import Table
 from asr.scoring.significance import paired_bootstrap
 from asr.scoring.spread import holm, paired_t

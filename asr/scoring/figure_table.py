@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from asr.scoring.comparison import DASH, Setting, between
+from asr.scoring.comparison import DASH, Setting
+from asr.scoring.files import between
 from asr.scoring.report import Table
 from asr.scoring.spread import spread
 

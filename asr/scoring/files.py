@@ -93,6 +93,12 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.2f} %"
 
 
+def between(interval: tuple[float, float], form: str = "{:.2%}") -> str:
+    """An interval as people read it: 1.20 % to 3.45 %."""
+    low, high = map(form.format, interval)
+    return f"{low} to {high}".replace("%", " %")
+
+
 def _rates(score: Score, confused: Confusions, about: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_counted(score),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from asr.scoring.files import percent
+from asr.scoring.files import between, percent
 from asr.scoring.wer import Score, UtteranceScore, summarize
 
 
@@ -35,5 +35,5 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _cells(found: Score) -> tuple[str, ...]:
     counts = (found.sentences, found.words, found.substitutions, found.deletions, found.insertions)
-    spread = " to ".join(map(percent, found.wer_interval)) if found.wer_interval else "-"
+    spread = between(found.wer_interval) if found.wer_interval else "-"
     return (*map(str, counts), percent(found.wer), spread)
