@@ -1,34 +1,30 @@
 """A run to pass on: python -m asr.export RUN --to FOLDER [--about TEXT.md]"""
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from asr import command
-from asr.data.text import about
+from asr import command, derived
 from asr.errors import UserError
-from asr.recipe import validate, write_recipe
+from asr.recipe import validate
 from asr.recognizer import Recognizer, run_recipe
 from asr.runs.reading import HOURS, SECONDS
 from asr.scoring.events import read_scalars
-from asr.scoring.files import percent
+from asr.scoring.files import between, percent
 from asr.settings import Recipe, SpeechRecipe
-from asr.training.checkpoint import choose, save_checkpoint
+from asr.training.checkpoint import choose
 
 
 def main() -> None:
     """Average, halve, describe, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m asr.export",
-        description="A run folder to pass on: the weights that decoding would use, averaged, in "
-        "fp16, without the optimiser and without this machine's paths; and README.md, its card.",
-        epilog="Keys of the run's recipe can be overridden: decode.average=5 decode.beam=8 ...",
+    parser = derived.arguments(
+        "asr.export",
+        "A run folder to pass on: the weights that decoding would use, averaged, in fp16, without "
+        "the optimiser and without this machine's paths; and README.md, its card.",
+        source="a speech run's folder",
+        target="folder of the exported run",
+        examples="decode.average=5 decode.beam=8",
     )
-    parser.add_argument("run", type=Path, help="a speech run's folder")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
-    parser.add_argument("--to", type=Path, required=True, help="folder of the exported run")
     parser.add_argument(
         "--about", type=Path, metavar="TEXT.md", help="put into the card: data, licences, limits"
     )
@@ -39,8 +35,7 @@ def main() -> None:
 def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = None) -> None:
     """From run folder to run folder. UserError, before anything is written, where it cannot be."""
     recipe = run_recipe(run, overrides)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"--to {to}: is there already; name a new folder")
+    derived.check_new(to)
     text = _text(told)
     recognizer = Recognizer.load(run, [*overrides, "decode.lm=null", "train.device=cpu"])
     checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
@@ -50,10 +45,7 @@ def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = No
             raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
     best, size = checkpoints[0], sum(weight.numel() for weight in model.parameters())
     lines = [f"# {to.resolve().name}", "", *text, *card(run, recipe, best.step, size)]
-    to.mkdir(parents=True, exist_ok=True)
-    recognizer.save(to)
-    write_recipe(exported_recipe(recipe, to), to / "recipe.yaml")
-    save_checkpoint(to, model, None, best.step, best.loss, about(recognizer.tokenizer))
+    derived.write_run(to, exported_recipe(recipe, to), recognizer, None, best.step, best.loss)
     (to / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if recipe.decode.lm:
         print(f"without the language model {recipe.decode.lm}: pass it on as a run of its own")
@@ -111,13 +103,9 @@ def _rows(file: Path) -> Iterator[str]:
         for name, part in parts.items():
             cells = (file.parent.name, name, f"{part['words']:,}", percent(part["wer"]))
             spans = (part.get("wer_interval"), part.get("wer_interval_over_speakers"))
-            yield f"| {' | '.join((*cells, *map(_span, spans)))} |"
+            yield f"| {' | '.join((*cells, *(between(s) if s else '-' for s in spans)))} |"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: damaged evaluation ({error}); evaluate again") from None
-
-
-def _span(interval: Any) -> str:
-    return " to ".join(map(percent, interval)) if interval else "-"
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
 """Fewer layers: python -m asr.prune RUN --to RUN2 [--encoder N] [--decoder M] [--how HOW]"""
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from asr import build, command, corpora
+from asr import build, command, corpora, derived
 from asr.data.batch import Utterances, load
 from asr.data.plan import plan_evaluation
-from asr.data.text import about
 from asr.errors import UserError
 from asr.models.pruning import Kept, check_count, every_other, prune, residual_alphas, search
 from asr.models.transformer import Transformer
-from asr.recipe import as_yaml, write_recipe
+from asr.recipe import as_yaml
 from asr.recipe import validate as checked
 from asr.recognizer import Recognizer, run_recipe
 from asr.settings import Recipe, SpeechRecipe
-from asr.training.checkpoint import choose, read_training, save_checkpoint
+from asr.training.checkpoint import choose, read_training
 from asr.training.loop import validate
 from asr.training.objective import SpeechObjective, means
 
@@ -25,15 +23,14 @@ Score = Callable[[Transformer], float]
 
 def main() -> None:
     """Choose the layers, leave out the others, write the run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m asr.prune",
-        description="A Transformer run with fewer layers, as a run of its own. Train the whole one "
+    parser = derived.arguments(
+        "asr.prune",
+        "A Transformer run with fewer layers, as a run of its own. Train the whole one "
         "with model.layer_drop, so that it can do without some.",
-        epilog="Keys of the run's recipe can be overridden: data.valid=my.tsv decode.average=5 ...",
+        source="the run folder of a Transformer",
+        target="folder of the pruned run",
+        examples="data.valid=my.tsv decode.average=5",
     )
-    parser.add_argument("run", type=Path, help="the run folder of a Transformer")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
-    parser.add_argument("--to", type=Path, required=True, help="folder of the pruned run")
     parser.add_argument("--encoder", type=int, help="encoder layers to keep (default: all)")
     parser.add_argument("--decoder", type=int, help="decoder layers to keep (default: all)")
     parser.add_argument(
@@ -58,8 +55,7 @@ def prune_run(
     recipe = run_recipe(run, overrides)
     if recipe.model.kind != "transformer":
         raise UserError(f"{run}: a {recipe.model.kind} model; only a transformer can be pruned")
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"--to {to}: is there already; name a new folder")
+    derived.check_new(to)
     recognizer = Recognizer.load(run, overrides)
     model = recognizer.model
     whole = (len(model.encoder.layers), len(model.decoder.layers))
@@ -122,11 +118,7 @@ def save(run: Path, to: Path, recipe: SpeechRecipe, recognizer: Recognizer, loss
         "recipe": as_yaml(recipe),
         "optimizer": build.optimizer(recipe.train, objective).state_dict(),  # without moments
     }
-    to.mkdir(parents=True, exist_ok=True)
-    write_recipe(recipe, to / "recipe.yaml")
-    recognizer.save(to)
-    known = about(recognizer.tokenizer)
-    save_checkpoint(to, recognizer.model, training, source.step, loss, known)
+    derived.write_run(to, recipe, recognizer, training, source.step, loss)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""A run folder made from another one: what asr.prune and asr.export share."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from asr.data.text import about
+from asr.errors import UserError
+from asr.recipe import write_recipe
+from asr.recognizer import Recognizer
+from asr.settings import Recipe
+from asr.training.checkpoint import save_checkpoint
+
+
+def arguments(
+    prog: str, description: str, source: str, target: str, examples: str
+) -> argparse.ArgumentParser:
+    """RUN key.path=value ... --to FOLDER; source and target are the help of the two folders."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {prog}",
+        description=description,
+        epilog=f"Keys of the run's recipe can be overridden: {examples} ...",
+    )
+    parser.add_argument("run", type=Path, help=source)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--to", type=Path, required=True, help=target)
+    return parser
+
+
+def check_new(to: Path) -> None:
+    """UserError where something lies in the folder already."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"--to {to}: is there already; name a new folder")
+
+
+def write_run(
+    to: Path,
+    recipe: Recipe,
+    recognizer: Recognizer,
+    training: dict[str, Any] | None,
+    step: int,
+    loss: float,
+) -> None:
+    """An ordinary run folder, with one checkpoint; without `training` it cannot be resumed."""
+    to.mkdir(parents=True, exist_ok=True)
+    write_recipe(recipe, to / "recipe.yaml")
+    recognizer.save(to)
+    save_checkpoint(to, recognizer.model, training, step, loss, about(recognizer.tokenizer))
