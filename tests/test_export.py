@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from asr import evaluate, export, train, transcribe
@@ -22,6 +23,10 @@ def weights(run, *overrides):
     return Recognizer.load(run, overrides).model.state_dict()
 
 
+def bytes_of(folder):
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def test_the_weights_are_those_decoded_with_in_fp16(tiny_run, commands, tmp_path):
     to = tmp_path / "small"
     assert commands(export, tiny_run, "--to", to, "decode.average=2")[0] == 0
@@ -30,7 +35,6 @@ def test_the_weights_are_those_decoded_with_in_fp16(tiny_run, commands, tmp_path
     assert any(not torch.equal(after[name], weights(tiny_run)[name]) for name in before)
     stored = load_file(list_checkpoints(to)[0].folder / WEIGHTS)
     assert {weight.dtype for weight in stored.values()} == {torch.float16}
-    bytes_of = lambda run: sum(f.stat().st_size for f in run.rglob("*") if f.is_file())  # noqa: E731
     assert bytes_of(to / "checkpoints") < bytes_of(list_checkpoints(tiny_run)[0].folder) / 4
 
 
@@ -71,16 +75,10 @@ def overflow(run):
     folder = list_checkpoints(run)[-1].folder
     there = load_file(folder / WEIGHTS)
     name = next(iter(there))
-    meta = {"step": "1", "loss": "0.0", **_metadata(folder)}
-    save_file(there | {name: there[name] + 1e6}, folder / WEIGHTS, metadata=meta)
-    (folder / SUMS).unlink()
-
-
-def _metadata(folder):
-    from safetensors import safe_open
-
     with safe_open(folder / WEIGHTS, "pt") as file:
-        return file.metadata()
+        about = file.metadata()
+    save_file(there | {name: there[name] + 1e6}, folder / WEIGHTS, metadata=about)
+    (folder / SUMS).unlink()
 
 
 def damage(run):

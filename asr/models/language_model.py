@@ -42,8 +42,8 @@ class LstmState(NamedTuple):
 
 class LstmLanguageModel(nn.Module):
     """`tied`: the output layer shares the embedding's weights, behind a projection where the sizes
-    differ. dropout acts on the embedding, between layers and before the output. `lstm` (norm,
-    recurrent_dropout, eps, zero_rows, backend) goes to LayerNormLSTM.
+    differ. dropout acts on the embedding, between layers and before the output. `lstm`
+    (recurrent_dropout and the keys of asr/settings/lstm.py) goes to LayerNormLSTM.
     """
 
     def __init__(

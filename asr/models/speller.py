@@ -49,8 +49,8 @@ class SpellerState(NamedTuple):
 class Speller(nn.Module):
     """Attention decoder with input feeding.
 
-    `tied` shares the embedding's weights with the output layer. `lstm` (norm, eps, zero_rows,
-    recurrent_dropout, backend) goes to every LayerNormLSTMCell, its backend to the attention too.
+    `tied` shares the embedding's weights with the output layer. `lstm` (recurrent_dropout and the
+    keys of asr/settings/lstm.py) goes to every LayerNormLSTMCell, its backend to the attention too.
     """
 
     def __init__(

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from asr import build
-from asr.data.corpus import read_manifest
+from asr.data.corpus import Corpus, read_manifest
 from asr.nn.kernels.reference import normalise
 from asr.settings import Features
+from features.front_end import FrontEnd
 
 GATES, EVERY, EPS = 4 * 128, 40, 1e-5
 
@@ -33,16 +34,20 @@ def main() -> None:
     for kind, ceps in (("logmel", {}), ("mfcc", {"ceps": 13, "deltas": 2})):
         for mvn in ("none", "utterance"):
             front_end = build.front_end(Features(kind=kind, mel_bins=40, mvn=mvn, **ceps))
-            torch.manual_seed(0)
-            found = []
-            for utterance in corpus[::EVERY]:
-                x = front_end.features(front_end.load(utterance.audio))  # (T, F)
-                weight = torch.nn.init.xavier_uniform_(torch.empty(GATES, x.shape[1]))
-                product = x @ weight.T
-                normed = normalise(product, EPS, guard=True)
-                found.append([x.mean(), product.std(0).mean(), normed.std(0).mean()])
-            mean, before, after = torch.tensor(found).mean(0).tolist()
+            mean, before, after = spreads(front_end, corpus[::EVERY])
             print(f"{kind + ', mvn ' + mvn:22}{mean:9.2f}   {before:15.2f}   {after:19.2f}")
+
+
+def spreads(front_end: FrontEnd, corpus: Corpus) -> list[float]:
+    """Mean of the features, and a unit's deviation over time before and after LN."""
+    torch.manual_seed(0)
+    found = []
+    for utterance in corpus:
+        x = front_end.features(front_end.load(utterance.audio))  # (T, F)
+        product = x @ torch.nn.init.xavier_uniform_(torch.empty(GATES, x.shape[1])).T
+        normed = normalise(product, EPS, guard=True)
+        found.append([x.mean(), product.std(0).mean(), normed.std(0).mean()])
+    return torch.tensor(found).mean(0).tolist()
 
 
 if __name__ == "__main__":
