@@ -99,6 +99,32 @@ def test_bf16_is_near_and_its_gradients_point_the_same_way(backend):
         assert torch.cosine_similarity(ours.flatten(), judge.flatten(), dim=0) >= 0.99
 
 
+@CPU
+@pytest.mark.parametrize(
+    "rows, inputs, hidden", [(1, 3, 2), (15, 31, 7), (16, 32, 16), (17, 37, 23), (47, 67, 41)]
+)
+def test_bf16_rounds_the_factors_alone_at_every_edge_of_a_tile(rows, inputs, hidden):
+    """Processors multiply bf16 in tiles of 16 rows, 32 deep, 16 wide."""
+    torch.manual_seed(rows)
+    ours = LayerNormLSTM(inputs, hidden, norm="none", backend="cpu", precision="bf16")
+    judge = torch.nn.LSTM(inputs, hidden, batch_first=True)  # of factors rounded beforehand
+    with torch.no_grad():
+        for own, true in zip(ours.parameters(), judge.parameters(), strict=True):
+            true.copy_(own.copy_(own.bfloat16()))
+    x, *state = (
+        torch.randn(*shape).bfloat16().float().requires_grad_()
+        for shape in [(rows, 1, inputs), (1, rows, hidden), (1, rows, hidden)]
+    )
+    outputs = ours(x, state=tuple(state))[0], judge(x, tuple(state))[0]
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
+    found = [
+        gradients([y], (x, *state, *model.parameters()))
+        for y, model in zip(outputs, (ours, judge), strict=True)
+    ]
+    for own, true in zip(*found, strict=True):  # those of the gates are rounded too
+        assert (own - true).norm() <= 0.01 * true.norm()
+
+
 @pytest.mark.parametrize("backend", HERE)
 def test_threads_change_nothing(backend):
     lstm, x, before = make("ba", backend, layers=2), torch.randn(9, 11, 3), torch.get_num_threads()

@@ -107,7 +107,7 @@ template <class E> class Backward : Worker<E> {
     if (fresh) memory.blocks.from_rows(dgates.data(), dgates.size(), G);
     memory.panels.from_rows(values.data(), values.size(), width);
     auto target = row_pointers(to, G, width);
-    multiply<E, kRows>(memory.blocks.columns.data(), G, memory.panels, target.data(), true);
+    multiply<E, Blocks<E>::kStride>(memory.blocks.columns.data(), G, memory.panels, target.data(), true);
   }
 
   void input_gradient(const typename Base::Chunk& chunk, const std::vector<const T*>& dax) {

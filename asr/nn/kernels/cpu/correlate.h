@@ -12,8 +12,6 @@ constexpr int kOutputs = 5, kVectors = 2;  // 10 sums in 16 or 32 registers
 
 template <class T> constexpr int64_t kGroup = kVectors * Simd<T>::N;
 
-constexpr int64_t whole(int64_t count, int64_t parts) { return (count + parts - 1) / parts * parts; }
-
 template <class T> constexpr int64_t line_size(int64_t frames, int64_t W) {
   return whole(frames, kGroup<T>) + whole(W, kGroup<T>);
 }

@@ -12,6 +12,8 @@
 #define SIMD_BYTES 16
 #endif
 
+constexpr int64_t whole(int64_t count, int64_t parts) { return (count + parts - 1) / parts * parts; }
+
 template <class T> struct Simd;
 
 template <> struct Simd<float> {
