@@ -170,7 +170,7 @@ MISTAKES = {
     "precision 'fp8' is not known": lambda: LayerNormLSTMCell(3, 7, precision="fp8"),
     "backend 'gpu' is not known; choose one of auto": lambda: LayerNormLSTM(3, 7, backend="gpu"),
     "eps is -1": lambda: LayerNormLSTM(3, 7, eps=-1),
-    "dropout is 1": lambda: LayerNormLSTM(3, 7, dropout=1.0),
+    "dropout 1.0 is not a rate": lambda: LayerNormLSTM(3, 7, dropout=1.0),
     r"x has shape \(2, 5, 4\); expected \(B, T, 3\)": lambda: call(x=torch.randn(2, 5, 4)),
     r"x has shape \(2, 0, 3\)": lambda: call(x=torch.randn(2, 0, 3)),
     "x is torch.float64, the LSTM's weights are torch.float32": lambda: call(

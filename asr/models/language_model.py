@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from asr.nn.drop import DropHead
 from asr.nn.dropout import Dropout
@@ -57,7 +56,7 @@ class LstmLanguageModel(nn.Module):
         **lstm: Any,
     ) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout = Dropout(dropout)
         self.embedding = nn.Embedding(vocabulary, embedding)
         nn.init.normal_(self.embedding.weight, std=embedding**-0.5 if tied else 1.0)
         self.lstm = LayerNormLSTM(embedding, hidden, layers, dropout=dropout, **lstm)
@@ -72,7 +71,7 @@ class LstmLanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, U) from <sos> on -> logits (B, U, V) of the token after each."""
-        outputs, _ = self.lstm(self._drop(self.embedding(tokens)))
+        outputs, _ = self.lstm(self.dropout(self.embedding(tokens)))
         return self._logits(outputs)
 
     @torch.no_grad()
@@ -96,10 +95,7 @@ class LstmLanguageModel(nn.Module):
         return LstmState(state.h[:, flat], state.c[:, flat], rows.shape[1])
 
     def _logits(self, outputs: Tensor) -> Tensor:
-        return self.out(self.project(self._drop(outputs)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, self.dropout, self.training)
+        return self.out(self.project(self.dropout(outputs)))
 
 
 class TransformerState(NamedTuple):

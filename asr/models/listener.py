@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from asr.nn.dropout import Dropout
 from asr.nn.lstm import LayerNormLSTM
 from asr.nn.masks import valid_places
 from asr.nn.memory import Memory
@@ -43,7 +43,7 @@ class Listener(nn.Module):
     ) -> None:
         super().__init__()
         self.pyramid = frozenset(pyramid)
-        self.dropout = dropout
+        self.dropout = Dropout(dropout)
         self.front = ConvSubsampling(features, 2 * hidden, convolution) if convolution > 1 else None
         size = features if self.front is None else 2 * hidden
         self.layers = nn.ModuleList()
@@ -68,7 +68,7 @@ class Listener(nn.Module):
             if number in self.pyramid:
                 x, lengths = join_pairs(x, lengths)
             x, _ = layer(x, lengths)  # (B, T', E), zero in the padding
-            x = functional.dropout(x, self.dropout, self.training)
+            x = self.dropout(x)
         return Memory(x, valid_places(lengths, x.size(1)))
 
     def output_lengths(self, lengths: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ B images of R rows and C columns, H hidden size.
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 
+from asr.nn.dropout import Dropout
 from asr.nn.lstm import LayerNormLSTM
 
 
@@ -24,7 +24,7 @@ class RowClassifier(nn.Module):
         **lstm: Any,
     ) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout = Dropout(dropout)
         self.lstm = LayerNormLSTM(columns, hidden, layers, dropout=dropout, **lstm)
         self.out = nn.Linear(hidden, classes)
 
@@ -34,4 +34,4 @@ class RowClassifier(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """images (B, R, C) -> logits (B, classes)."""
         outputs, _ = self.lstm(images)  # (B, R, H)
-        return self.out(functional.dropout(outputs[:, -1], self.dropout, self.training))
+        return self.out(self.dropout(outputs[:, -1]))

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from asr.nn.attention import Attention, Look, first_look
+from asr.nn.dropout import Dropout
 from asr.nn.kernels.loop import LoopWeight, linear
 from asr.nn.kernels.problem import Weights
 from asr.nn.lstm import LayerNormLSTMCell
@@ -67,7 +67,7 @@ class Speller(nn.Module):
         **lstm: Any,
     ) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout = Dropout(dropout)
         self.embedding = nn.Embedding(vocabulary, embedding)
         sizes = [embedding + memory_size] + [hidden] * (layers - 1)
         self.cells = nn.ModuleList(LayerNormLSTMCell(size, hidden, **lstm) for size in sizes)
@@ -93,13 +93,13 @@ class Speller(nn.Module):
         """Read tokens (B, K) -> what the output layer reads, (B, K, H + E), and the next state."""
         context, look = state.context, state.look
         B, K = tokens.shape
-        embedded = functional.dropout(self.embedding(tokens), self.dropout, self.training)
+        embedded = self.dropout(self.embedding(tokens))
         x = torch.cat([embedded, state.read], dim=-1).view(B * K, -1)
         cells = []
         layers = zip(self.cells, state.cells, context.masks, context.weights, strict=True)
         for cell, before, mask, weights in layers:
             cells.append(cell(x, before, mask, weights))
-            x = functional.dropout(cells[-1][0], self.dropout, self.training)
+            x = self.dropout(cells[-1][0])
         query = x.view(B, K, -1)
         look = self.attend(query, context.keys, context.memory.valid, look)
         read = linear(look.weights, context.states)  # (B, K, E)
@@ -108,7 +108,7 @@ class Speller(nn.Module):
     def logits(self, outputs: Tensor) -> Tensor:
         """(..., H + E) -> (..., V)."""
         merged = self.merge(outputs).tanh()
-        return self.out(functional.dropout(merged, self.dropout, self.training))
+        return self.out(self.dropout(merged))
 
     def select(self, state: SpellerState, rows: Tensor) -> SpellerState:
         """Keep the hypotheses in rows (B', K'), numbered b * K + k; a line is one utterance."""

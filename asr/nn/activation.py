@@ -1,11 +1,9 @@
 """The activations a recipe may name."""
 
-from functools import partial
-
 from torch import nn
 
 _BY_NAME = {
-    "relu": partial(nn.ReLU, inplace=True),  # its result is all that its backward pass reads
+    "relu": nn.ReLU,
     "gelu": nn.GELU,
     "swish": nn.SiLU,
 }

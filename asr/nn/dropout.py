@@ -34,7 +34,7 @@ class Dropout(nn.Module):
         """Any shape to the same shape."""
         if not self.training or self.rate == 0.0:
             return x
-        if x.device.type == "cpu" and x.dtype == torch.float32:
+        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
             return _CpuDropout.apply(x, self.rate)
         return functional.dropout(x, self.rate)
 
@@ -48,12 +48,12 @@ class _CpuDropout(torch.autograd.Function):
         ctx.dropped = min(round(rate * _LEVELS), _LEVELS - 1)  # of all levels
         draws = _draws(x.shape)
         ctx.save_for_backward(draws)
-        return x * _keep(draws, ctx.dropped)
+        return _drop(x, draws, ctx.dropped)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * _keep(*ctx.saved_tensors, ctx.dropped), None
+        return _drop(grad, *ctx.saved_tensors, ctx.dropped), None
 
 
 def _draws(shape: torch.Size) -> Tensor:
@@ -63,9 +63,10 @@ def _draws(shape: torch.Size) -> Tensor:
     return words.view(torch.int16)[:count].view(shape)
 
 
-def _keep(draws: Tensor, dropped: int) -> Tensor:
-    """0 where dropped, else 1 / (1 - rate)."""
-    keep = torch.empty(draws.shape)
+def _drop(x: Tensor, draws: Tensor, dropped: int) -> Tensor:
+    """0 where dropped, else x / (1 - rate)."""
+    keep = torch.empty(draws.shape, dtype=x.dtype)
     # Written straight into floats: a boolean mask costs three times as much to make and to apply.
     torch.ge(draws, dropped - _LEVELS // 2, out=keep)
-    return keep.mul_(_LEVELS / (_LEVELS - dropped))
+    # The factor comes last, as a number of full precision: within `keep` bf16 would round it.
+    return keep.mul_(x).mul_(_LEVELS / (_LEVELS - dropped))

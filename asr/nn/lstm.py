@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from asr.nn.dropout import Dropout, check_rate
 from asr.nn.kernels import choice
 from asr.nn.kernels.choice import backends
 from asr.nn.kernels.problem import Batch
@@ -23,7 +23,6 @@ from asr.nn.lstm_cell import (
     LayerNormLSTMCell,
     State,
     add_weights,
-    check_dropout,
     draw_mask,
     get_weights,
     make_setting,
@@ -62,8 +61,8 @@ class LayerNormLSTM(nn.Module):
         self.setting = make_setting(norm, eps, zero_rows, precision)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.directions = 2 if bidirectional else 1
-        self.dropout = check_dropout("dropout", dropout)
-        self.recurrent_dropout = check_dropout("recurrent_dropout", recurrent_dropout)
+        self.dropout = Dropout(dropout)
+        self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
         self.backend = choice.check_name(backend)
         for layer in range(num_layers):
             size = input_size if layer == 0 else hidden_size * self.directions
@@ -86,7 +85,7 @@ class LayerNormLSTM(nn.Module):
         ends = []
         for layer in range(self.num_layers):
             if layer > 0:
-                x = functional.dropout(x, self.dropout, self.training)
+                x = self.dropout(x)
             now = slice(layer * self.directions, (layer + 1) * self.directions)
             mask = self._dropout_mask(x.shape[0])
             weights = [get_weights(self, self.setting.norm, s) for s in self._suffixes(layer)]

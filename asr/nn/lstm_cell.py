@@ -6,6 +6,7 @@ What the norms mean and where they come from: asr/nn/kernels/reference.py.
 import torch
 from torch import Tensor, nn
 
+from asr.nn.dropout import check_rate
 from asr.nn.kernels import choice
 from asr.nn.kernels.loop import LoopWeight
 from asr.nn.kernels.problem import DEFAULT_EPS, NORMS, Setting, Weights, weight_shapes
@@ -38,7 +39,7 @@ class LayerNormLSTMCell(nn.Module):
         super().__init__()
         self.setting = make_setting(norm, eps, zero_rows, precision)
         self.input_size, self.hidden_size = input_size, hidden_size
-        self.recurrent_dropout = check_dropout("recurrent_dropout", recurrent_dropout)
+        self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
         self.backend = choice.check_name(backend)
         add_weights(self, norm, input_size, hidden_size, recurrent_gain)
 
@@ -96,13 +97,6 @@ def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raises ValueError unless value is allowed."""
     if value not in allowed:
         raise ValueError(f"{name} {value!r} is not known; choose one of {', '.join(allowed)}")
-
-
-def check_dropout(name: str, value: float) -> float:
-    """The probability itself. Raises ValueError outside [0, 1)."""
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} is {value}; it must be at least 0 and below 1")
-    return value
 
 
 def draw_mask(like: Tensor, shape: tuple[int, ...], dropout: float) -> Tensor:

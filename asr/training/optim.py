@@ -54,4 +54,4 @@ def make_optimizer(
         {"params": vectors, "weight_decay": 0.0},
     ]
     make = {"adam": optim.Adam, "adamw": optim.AdamW}[kind]
-    return make(groups, lr=lr, betas=betas, eps=eps)
+    return make(groups, lr=lr, betas=betas, eps=eps, fused=True)
