@@ -8,12 +8,24 @@ constexpr int kRows = 8;  // 8 x 3 accumulators of 32 registers
 #else
 constexpr int kRows = 4;  // 4 x 3 of 16
 #endif
-constexpr int kPanel = 3;  // vectors in a panel
+template <class E> constexpr int kPanel = kTiled<E> ? 2 : 3;  // vectors in a panel
 
 // Grows only: shrinking and growing again would zero what is overwritten anyway.
 template <class T> T* at_least(std::vector<T>& memory, int64_t count) {
   if (int64_t(memory.size()) < count) memory.resize(count);
   return memory.data();
+}
+
+// `count` elements at depth d, of columns n onwards of K rows; zeros where no row is that deep.
+template <class E>
+void gather_at(E* to, const Sum<E>* const* rows, int64_t K, int64_t d, int64_t n, int64_t count) {
+  const int64_t k = d * Element<E>::kPer;
+  if (k >= K) {
+    std::fill_n(to, count, E{});
+    return;
+  }
+  const bool both = Element<E>::kPer == 2 && k + 1 < K;
+  gather(to, rows[k] + n, both ? rows[k + 1] + n : nullptr, count);
 }
 
 template <class E> struct Panels {
@@ -27,18 +39,23 @@ template <class E> struct Panels {
     int64_t vectors = (N + lanes - 1) / lanes;
     widths.clear();
     for (int64_t left = vectors; left > 0; left -= widths.back())
-      widths.push_back(left == 4 || kTiled<E> ? int(std::min<int64_t>(left, 2))
-                                              : int(std::min<int64_t>(left, kPanel)));
+      widths.push_back(left == 4 ? 2 : int(std::min<int64_t>(left, kPanel<E>)));
     at_least(data, depth * vectors * lanes);
   }
 
   // From K rows of N values.
   void from_rows(const Sum<E>* const* rows, int64_t k_count, int64_t columns) {
     shape(k_count, columns);
-    fill([&](int64_t k, int64_t n, int64_t count, E* to) {
-      bool both = Element<E>::kPer == 2 && k + 1 < K;
-      gather(to, rows[k] + n, both ? rows[k + 1] + n : nullptr, count);
-    });
+    E* to = data.data();
+    int64_t begin = 0;
+    for (int width : widths) {
+      const int64_t wide = width * Simd<Sum<E>>::N, real = std::min(wide, N - begin);
+      for (int64_t d = 0; d < depth; d++, to += wide) {
+        gather_at(to, rows, K, d, begin, real);
+        std::fill(to + real, to + wide, E{});
+      }
+      begin += wide;
+    }
   }
 
   // From the transpose: N rows of K values, one after the other.
@@ -67,21 +84,6 @@ template <class E> struct Panels {
       convert(line[c], matrix + (n + c) * K + from, count);
     for (int64_t d = 0; d < high; d++)
       for (int64_t c = 0; c < kSquare; c++) to[d * wide + c] = line[c][d];
-  }
-
-  template <class Get> void fill(Get get) {
-    constexpr int lanes = Simd<Sum<E>>::N;
-    E* to = data.data();
-    int64_t begin = 0;
-    for (int width : widths) {
-      int64_t wide = width * lanes, real = std::min(wide, N - begin);
-      for (int64_t k = 0; k < depth; k++, to += wide) {
-        const int64_t written = k * Element<E>::kPer < K ? real : 0;
-        if (written) get(k * Element<E>::kPer, begin, real, to);
-        std::fill(to + written, to + wide, E{});
-      }
-      begin += wide;
-    }
   }
 };
 
@@ -113,10 +115,7 @@ template <class E> struct Blocks {
   void pack(const Sum<E>* const* rows, int64_t K, int64_t M, int64_t low, int64_t high, int64_t m) {
     const int64_t depth = packed_depth<E>(K), count = std::min(kColumns, M - m);
     E line[kAtOnce][kColumns] = {};
-    for (int64_t d = low, k = low * Element<E>::kPer; d < high && k < K;
-         d++, k += Element<E>::kPer)
-      gather(line[d - low], rows[k] + m,
-             Element<E>::kPer == 2 && k + 1 < K ? rows[k + 1] + m : nullptr, count);
+    for (int64_t d = low; d < high; d++) gather_at(line[d - low], rows, K, d, m, count);
     E* to = data.data() + m * depth;
     if constexpr (kTiled<E>) {
       for (int64_t c = 0; c < kColumns; c++)
