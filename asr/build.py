@@ -174,6 +174,7 @@ def epochs(recipe: SpeechRecipe, utterances: Utterances) -> Epochs:
         recipe.features.speed,
         train.short_first,
         recipe.data.workers,
+        train.round_seconds,
     )
 
 

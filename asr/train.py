@@ -59,7 +59,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     Raises UserError where the folder already holds a run and resume is not asked, where that run
     had another recipe, unless forced, and where another process trains in it.
     """
-    bound_caches()
+    bound_caches(rounded=recipe.train.round_seconds > 0.0)
     with joined(recipe.train.device), only_training(run) if is_first() else nullcontext():
         again = restarted()
         with first_alone():

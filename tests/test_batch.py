@@ -1,5 +1,6 @@
 """Planned epochs in numpy, and what the loader makes of them."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -31,23 +32,34 @@ SPEEDS = (0.9, 1.0, 1.1)
 SECONDS = np.random.default_rng(0).uniform(0.3, 17.0, 211).astype(np.float32)
 
 
-def padded(batch, seconds):
-    return len(batch) * max(float(seconds[item.index]) / item.speed for item in batch)
+def padded(batch, seconds, grid=0.0):
+    longest = max(float(seconds[item.index]) / item.speed for item in batch)
+    return len(batch) * (math.ceil(longest / grid) * grid if grid else longest)
 
 
 lengths = st.lists(st.floats(0.1, 40.0), min_size=1, max_size=60)
 
 
-@given(lengths, st.floats(1.0, 60.0), st.integers(0, 2**31 - 1), st.integers(1, 50), st.booleans())
+grids = st.sampled_from([0.0, 0.5, 1.3])
+
+
+@given(
+    lengths,
+    st.floats(1.0, 60.0),
+    st.integers(0, 2**31 - 1),
+    st.integers(1, 50),
+    st.booleans(),
+    grids,
+)
 @settings(max_examples=60, deadline=None)
-def test_every_utterance_once_under_the_cap(seconds, cap, seed, epoch, short_first):
+def test_every_utterance_once_under_the_cap(seconds, cap, seed, epoch, short_first, grid):
     seconds = np.array(seconds, dtype=np.float32)
-    plan = plan_epoch(seconds, cap, seed, epoch, SPEEDS, short_first)
+    plan = plan_epoch(seconds, cap, seed, epoch, SPEEDS, short_first, grid)
     assert sorted(item.index for batch in plan.batches for item in batch) == [*range(len(seconds))]
     for batch in plan.batches:
-        assert len(batch) == 1 or padded(batch, seconds) <= cap * (1 + 1e-6)
+        assert len(batch) == 1 or padded(batch, seconds, grid) <= cap * (1 + 1e-6)
         assert all(item.epoch == epoch and item.speed in SPEEDS for item in batch)
-    whole = sum(padded(batch, seconds) for batch in plan.batches)
+    whole = sum(padded(batch, seconds, grid) for batch in plan.batches)
     real = sum(float(seconds[i.index]) / i.speed for batch in plan.batches for i in batch)
     assert plan.padding == pytest.approx(1 - real / whole, abs=1e-6)
 
@@ -131,9 +143,26 @@ def test_collate_pads_and_sets_the_broken_aside():
     assert moved.ids == batch.ids and torch.equal(moved.tokens, batch.tokens)
 
 
+@pytest.mark.parametrize(
+    ("frames", "tokens", "shape"), [(99, 7, (100, 8)), (100, 8, (100, 8)), (101, 9, (150, 16))]
+)
+def test_a_grid_only_adds_padding(frames, tokens, shape):
+    some = [example("a", 31, [4] * 5), example("b", frames, [5] * tokens)]
+    plain, rounded = collate(some), collate(some, grid=0.5)
+    assert (rounded.features.size(1), rounded.tokens.size(1)) == shape
+    assert torch.equal(rounded.features[:, :frames], plain.features)
+    assert torch.equal(rounded.tokens[:, :tokens], plain.tokens)
+    assert not rounded.features[:, frames:].any() and (rounded.tokens[:, tokens:] == BLANK).all()
+    for name in ("ids", "seconds", "broken"):
+        assert getattr(rounded, name) == getattr(plain, name)
+    for name in ("lengths", "token_lengths"):
+        assert torch.equal(getattr(rounded, name), getattr(plain, name))
+
+
 def test_a_batch_of_broken_ones_is_empty():
-    batch = collate([Broken("b", "x"), Broken("c", "y")])
-    assert len(batch) == 0 and len(batch.broken) == 2 and batch.seconds == 0
+    for grid in (0.0, 0.5):
+        batch = collate([Broken("b", "x"), Broken("c", "y")], grid=grid)
+        assert len(batch) == 0 and len(batch.broken) == 2 and batch.seconds == 0
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +224,22 @@ def test_only_the_first_epoch_goes_up(utterances):
         return all(a <= 1.3 * b for a, b in pairwise(longest))
 
     assert order(1) and not all(order(n) for n in range(2, 9))
+
+
+def test_an_epoch_on_a_grid_reads_the_same_utterances(utterances):
+    def of(grid):
+        read_now = Epochs(utterances, 3.0, SPEEDS, grid=grid).batches(2)
+        batches = [batch for batch in read_now if len(batch)]
+        frames = {
+            name: (count, row[:count].sum().item())
+            for b in batches
+            for name, count, row in zip(b.ids, b.lengths.tolist(), b.features, strict=True)
+        }
+        return frames, {batch.features.size(1) for batch in batches}
+
+    (plain, widths), (rounded, on_grid) = of(0.0), of(0.4)
+    assert plain == rounded
+    assert all(width % 40 == 0 for width in on_grid) and len(on_grid) < len(widths)
 
 
 def test_broken_and_too_short_are_named(utterances):

@@ -56,7 +56,7 @@ def test_it_is_the_slow_pyramid(pyramid):
             torch.testing.assert_close(memory.states[row, : len(expected)], expected)
 
 
-@pytest.mark.parametrize("convolution", [1, 2, 4])
+@pytest.mark.parametrize("convolution", [1, 2, 4, 6])
 @pytest.mark.parametrize("norm", ["none", "ba", "per_gate"])
 def test_padding_and_batch_mates_change_nothing(norm, convolution):
     ours = listener(layers=2, pyramid=(2,), norm=norm, convolution=convolution)
@@ -83,7 +83,7 @@ def test_poisoned_padding_reaches_no_gradient():
         assert (features.grad[row, :length] != 0).any(dim=1).all()
 
 
-@pytest.mark.parametrize("convolution", [1, 2, 4])
+@pytest.mark.parametrize("convolution", [1, 2, 4, 6])
 @pytest.mark.parametrize("pyramid", [(), (2,), (1, 2)])
 def test_output_lengths_are_exact(convolution, pyramid):
     ours = listener(layers=2, pyramid=pyramid, convolution=convolution)

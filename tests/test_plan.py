@@ -1,5 +1,6 @@
 """Planned epochs against lists built one utterance at a time, and what a loader is sent of them."""
 
+import math
 import pickle
 
 import numpy as np
@@ -12,13 +13,16 @@ SPEEDS = (0.9, 1.0, 1.1)
 SECONDS = np.random.default_rng(2).lognormal(1.5, 0.7, 509).astype(np.float32)
 
 
-def in_lists(seconds, cap, seed, epoch, speeds):
+def in_lists(seconds, cap, seed, epoch, speeds, grid=0.0):
     """The same epoch, said plainly: draw, sort, fill batches, shuffle them."""
     random = np.random.default_rng([seed, epoch])
     speed = random.choice(np.array(speeds), size=len(seconds))
     length = seconds / speed
+    order = np.argsort(length * random.uniform(0.95, 1.05, len(length)), kind="stable")
+    if grid:
+        length = [math.ceil(seconds / grid) * grid for seconds in length]
     batches, longest = [[]], 0.0
-    for i in np.argsort(length * random.uniform(0.95, 1.05, len(length)), kind="stable"):
+    for i in order:
         longest = max(longest, length[i])
         if batches[-1] and longest * (len(batches[-1]) + 1) > cap:
             batches.append([])
@@ -28,14 +32,16 @@ def in_lists(seconds, cap, seed, epoch, speeds):
     return batches
 
 
+@pytest.mark.parametrize("grid", [0.0, 0.5, 1.3])
 @pytest.mark.parametrize("chunk", [plan.CHUNK, 7])
 @pytest.mark.parametrize(
     ("count", "speeds"), [(509, SPEEDS), (509, (1.0,)), (1, SPEEDS), (2, SPEEDS)]
 )
-def test_arrays_hold_what_lists_would(count, speeds, chunk, monkeypatch):
+def test_arrays_hold_what_lists_would(count, speeds, chunk, grid, monkeypatch):
     monkeypatch.setattr(plan, "CHUNK", chunk)  # where a batch crosses from one chunk to the next
-    made = plan_epoch(SECONDS[:count], 41, 3, 2, speeds)
-    assert [list(batch) for batch in made.batches] == in_lists(SECONDS[:count], 41, 3, 2, speeds)
+    made = plan_epoch(SECONDS[:count], 41, 3, 2, speeds, grid=grid)
+    slow = in_lists(SECONDS[:count], 41, 3, 2, speeds, grid)
+    assert [list(batch) for batch in made.batches] == slow
 
 
 def test_nothing_is_no_batch():

@@ -11,10 +11,11 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,6 +25,8 @@ from asr.data.text import Tokenizer
 from asr.tokens import BLANK
 from features.audio import AudioError
 from features.front_end import FrontEnd
+
+TOKEN_GRID = 8  # tokens a batch is padded to a multiple of, where its seconds are too
 
 
 class Example(NamedTuple):
@@ -102,22 +105,37 @@ def random_of(seed: int, epoch: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def collate(examples: Sequence[Example | Broken], frame_seconds: float = 0.01) -> Batch:
-    """Pad examples to one batch; the broken ones are set aside."""
+def collate(
+    examples: Sequence[Example | Broken], frame_seconds: float = 0.01, grid: float = 0.0
+) -> Batch:
+    """Pad examples to one batch; the broken ones are set aside.
+
+    With a `grid` above 0, to a multiple of so many seconds and of TOKEN_GRID tokens.
+    """
     good = [example for example in examples if isinstance(example, Example)]
     broken = tuple(example for example in examples if isinstance(example, Broken))
     frames = [len(example.features) for example in good]
     features = [example.features for example in good] or [torch.zeros(0, 0)]
     tokens = [example.tokens for example in good] or [torch.zeros(0, dtype=torch.long)]
+    multiple = max(round(grid / frame_seconds), 1)
     return Batch(
         tuple(example.id for example in good),
-        pad_sequence(features, batch_first=True),
+        _widened(pad_sequence(features, batch_first=True), multiple),
         torch.tensor(frames, dtype=torch.long),
-        pad_sequence(tokens, batch_first=True, padding_value=BLANK),
+        _widened(
+            pad_sequence(tokens, batch_first=True, padding_value=BLANK),
+            TOKEN_GRID if grid else 1,
+        ),
         torch.tensor([len(example.tokens) for example in good], dtype=torch.long),
         sum(frames) * frame_seconds,
         broken,
     )
+
+
+def _widened(padded: Tensor, multiple: int) -> Tensor:
+    """(B, T, ...) with more zeros, up to the next multiple of T; BLANK is 0 too."""
+    missing = -padded.size(1) % multiple
+    return nn.functional.pad(padded, (0, 0) * (padded.dim() - 2) + (0, missing))
 
 
 @dataclass(frozen=True)
@@ -129,6 +147,7 @@ class Epochs:
     speeds: tuple[float, ...] = (1.0,)
     short_first: bool = False  # in epoch 1
     workers: int = 0
+    grid: float = 0.0  # batches are padded to multiples of so many seconds
     _planned: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, epoch: int) -> Plan:
@@ -141,6 +160,7 @@ class Epochs:
                 epoch,
                 self.speeds,
                 self.short_first and epoch == 1,
+                self.grid,
             )
             self._planned.clear()  # one may be a hundred megabytes
             self._planned[epoch] = made
@@ -148,18 +168,22 @@ class Epochs:
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[Batch]:
         """Every so many of those batches, read, without the first `skip`."""
-        return load(self.utterances, self.plan(epoch).batches[skip::every], self.workers)
+        planned = self.plan(epoch).batches[skip::every]
+        return load(self.utterances, planned, self.workers, self.grid)
 
 
 def load(
-    utterances: Utterances, batches: Sequence[Sequence[Item]], workers: int
+    utterances: Utterances,
+    batches: Sequence[Sequence[Item]],
+    workers: int,
+    grid: float = 0.0,
 ) -> Iterator[Batch]:
     """The planned batches, in order, read by `workers` processes (0: by this one)."""
     return iter(
         DataLoader(
             utterances,
             batch_sampler=batches,
-            collate_fn=collate,
+            collate_fn=partial(collate, grid=grid),
             num_workers=min(workers, len(batches)),
             worker_init_fn=start_worker,
             pin_memory=torch.cuda.is_available(),

@@ -86,18 +86,21 @@ def plan_epoch(
     epoch: int,
     speeds: Sequence[float] = (1.0,),
     short_first: bool = False,
+    grid: float = 0.0,
 ) -> Plan:
     """Batches of at most `cap` padded seconds (one utterance at least), by length, then shuffled.
 
     seconds (N,) of every utterance; each draws one of `speeds`. `short_first` keeps the batches
-    in the order of their length.
+    in the order of their length. With a `grid` above 0 the padded seconds are multiples of it, so
+    that an epoch has few shapes of batches, which come back.
     """
     random = np.random.default_rng([seed, epoch])
     choices = random.choice(len(speeds), size=len(seconds)).astype(np.uint8)
     length = seconds / np.asarray(speeds, np.float64)[choices]
     # A little noise, so that the same utterances do not meet in every epoch.
     order = np.argsort(length * random.uniform(0.95, 1.05, size=len(length)), kind="stable")
-    return _planned(order, length, cap, choices, speeds, epoch, None if short_first else random)
+    random = None if short_first else random
+    return _planned(order, length, cap, choices, speeds, epoch, random, grid)
 
 
 def plan_evaluation(seconds: np.ndarray, cap: float) -> Plan:
@@ -114,10 +117,12 @@ def _planned(
     speeds: Sequence[float],
     epoch: int,
     random: np.random.Generator | None,
+    grid: float = 0.0,
 ) -> Plan:
     """The utterances in that order cut into batches, which `random` shuffles."""
     order = order.astype(np.uint32)
-    length = length[order]
+    real = float(length.sum())
+    length = (np.ceil(length / grid) * grid if grid else length)[order]
     cuts = np.fromiter(_cuts(length, cap), np.int64)
     starts, stops = cuts[:-1], cuts[1:]
     padded = 0.0
@@ -128,9 +133,7 @@ def _planned(
         random.shuffle(turn)
         starts, stops = starts[turn], stops[turn]
     whole = Row(order, choices[order], tuple(speeds), epoch)
-    return Plan(
-        Batches(whole, starts, stops), 1.0 - float(length.sum()) / padded if padded else 0.0
-    )
+    return Plan(Batches(whole, starts, stops), 1.0 - real / padded if padded else 0.0)
 
 
 def _cuts(length: np.ndarray, cap: float) -> Iterator[int]:

@@ -15,7 +15,7 @@ class Listener(Lstm):
     layers: Layer = 4
     hidden: Count = 256  # per direction
     pyramid: tuple[Layer, ...] = (2, 3)  # counted from 1; each halves the frame rate
-    convolution: Literal[1, 2, 4] = 1  # frame-rate reduction by strided convolutions in front
+    convolution: Literal[1, 2, 4, 6, 8] = 1  # frame-rate reduction by strided convolutions in front
     dropout: Rate = 0.0  # after each layer
     recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per utterance
 

@@ -51,6 +51,8 @@ class Train(Settings):
     epochs: Count = 20
     steps: Count | None = None  # overrides epochs
     batch_seconds: Positive = 120.0  # padded audio in one batch
+    # Batches are padded to multiples of this, so that few shapes come back again and again; 0: not.
+    round_seconds: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     accumulate: Count = 1  # batches per step
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()

@@ -4,19 +4,22 @@ import ctypes
 import gc
 import os
 
-# oneDNN compiles code for every shape of a convolution, some 60 kB, and keeps it for the last
-# 1,024 of them. A step needs a few dozen; a step of other lengths needs other ones.
+# oneDNN compiles code for every shape of a convolution, and in bf16 of a product, some 60 kB and
+# some 700 kB, and keeps it for the last 1,024 of them. A step needs a few dozen to a few hundred; a
+# step of other lengths needs other ones.
 KEPT = 64
+# Where lengths are rounded all of them come back: to compile them again takes longer than the step.
+KEPT_ROUNDED = 16384
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-def bound_caches() -> None:
-    """Lets torch keep the code for KEPT shapes, unless the environment says otherwise.
+def bound_caches(rounded: bool = False) -> None:
+    """Lets torch keep the code for KEPT (or KEPT_ROUNDED) shapes, unless the environment does.
 
     To be called before its first convolution: it looks then, and never again.
     """
     for name in CACHES:
-        os.environ.setdefault(name, str(KEPT))
+        os.environ.setdefault(name, str(KEPT_ROUNDED if rounded else KEPT))
 
 
 def give_back() -> None:
