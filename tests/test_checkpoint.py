@@ -65,6 +65,16 @@ def test_what_is_saved_comes_back(tmp_path):
     assert names == {"embedding.weight", "out.bias", "seen"}
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_who_may_read_a_checkpoint_is_for_the_umask_to_say(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        folder = save(tmp_path, 1).folder
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [mode] * 3
+
+
 def test_infinite_loss_means_not_measured(tmp_path):
     for step, loss in [(1, 3.0), (2, math.inf), (3, 1.0), (4, 1.0), (5, math.nan)]:
         save(tmp_path, step, loss)

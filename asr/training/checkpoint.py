@@ -64,6 +64,8 @@ def save_checkpoint(
             torch.save(training, part / TRAINING)
         sums = {path.name: sha256_of_files([path]) for path in sorted(part.iterdir())}
         (part / SUMS).write_text(json.dumps(sums))
+        # safetensors makes its file private; a run folder is often shared.
+        (part / WEIGHTS).chmod((part / SUMS).stat().st_mode)
         for path in (*part.iterdir(), part):
             _sync(path)
         _put(part, folder)
