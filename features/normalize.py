@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 Kind = Literal["none", "utterance", "speaker", "global"]
@@ -130,7 +130,8 @@ class MeanVarianceNorm:
         # Safetensors keeps free text beside the tensors: names of speakers are data, never keys.
         names = {"kind": self.kind, "groups": json.dumps(list(self.groups))}
         unfinished = Path(f"{os.fspath(path)}.unfinished")
-        save_file(tensors, unfinished, metadata=names)
+        # Not save_file, which makes its file private: a run folder is often shared.
+        unfinished.write_bytes(save(tensors, metadata=names))
         unfinished.replace(path)
 
     def load(self, path: str | os.PathLike[str]) -> None:

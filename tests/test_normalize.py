@@ -1,6 +1,7 @@
 """Mean-variance normalisation: judged by numpy over all frames at once."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -137,6 +138,16 @@ def test_saved_statistics_are_the_same_to_the_bit(tmp_path, kind):
     if kind == "global":  # and counting goes on from there
         other.add(features)
         assert other.groups[""].count == norm.groups[""].count + 11
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_who_may_read_statistics_is_for_the_umask_to_say(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        measured("global").save(tmp_path / "mvn.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "mvn.safetensors").stat().st_mode & 0o777 == mode
 
 
 def damage(path, **change) -> None:

@@ -135,6 +135,8 @@ def collate(
 def _widened(padded: Tensor, multiple: int) -> Tensor:
     """(B, T, ...) with more zeros, up to the next multiple of T; BLANK is 0 too."""
     missing = -padded.size(1) % multiple
+    if not missing:
+        return padded  # pad would copy it all the same
     return nn.functional.pad(padded, (0, 0) * (padded.dim() - 2) + (0, missing))
 
 

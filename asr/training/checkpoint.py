@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from asr.data.content import sha256_of_files
@@ -59,13 +59,12 @@ def save_checkpoint(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         meta = {**about, "step": str(step), "loss": repr(loss)}
-        save_file(named_tensors(module), part / WEIGHTS, metadata=meta)
+        # Not save_file, which makes its file private: a run folder is often shared.
+        (part / WEIGHTS).write_bytes(save(named_tensors(module), metadata=meta))
         if training is not None:
             torch.save(training, part / TRAINING)
         sums = {path.name: sha256_of_files([path]) for path in sorted(part.iterdir())}
         (part / SUMS).write_text(json.dumps(sums))
-        # safetensors makes its file private; a run folder is often shared.
-        (part / WEIGHTS).chmod((part / SUMS).stat().st_mode)
         for path in (*part.iterdir(), part):
             _sync(path)
         _put(part, folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from asr.training.checkpoint import WEIGHTS, named_tensors
@@ -24,7 +24,7 @@ def keep_evidence(folder: Path, group: Sequence[Batch], objective: nn.Module) ->
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if is_first():
-            save_file(named_tensors(objective.model), folder / WEIGHTS)
+            (folder / WEIGHTS).write_bytes(save(named_tensors(objective.model)))
         torch.save([_plain(batch) for batch in group], folder / f"batch{mine}.pt")
         (folder / f"report{mine}.txt").write_text("\n".join(_report(group, objective)) + "\n")
     except OSError as error:
