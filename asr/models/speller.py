@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 from asr.nn.attention import Attention, Look, first_look
 from asr.nn.dropout import Dropout
+from asr.nn.kernels import choice
+from asr.nn.kernels.cpu.spell import Fixed, Given
 from asr.nn.kernels.loop import LoopWeight, linear
 from asr.nn.kernels.problem import Weights
 from asr.nn.lstm import LayerNormLSTMCell
+from asr.nn.lstm_cell import get_weights
 from asr.nn.memory import Memory
 
 
@@ -88,6 +91,36 @@ class Speller(nn.Module):
         keys = self.attend.keys(memory)
         context = Context(memory, LoopWeight(states.mT), keys, masks, weights)
         return SpellerState(context, cells, states.new_zeros(B, 1, E), first_look(memory))
+
+    def runs_at_once(self, memory: Memory) -> bool:
+        """Can at_once do what `advance` does step by step, and does nobody watch the steps?"""
+        own = self.cells[0]
+        if any(part._forward_hooks or part._forward_pre_hooks for part in self._skipped()):
+            return False
+        chosen = choice.choose(own.backend, own.setting, own.weight_hh)
+        return chosen == "cpu" and self.attend.runs_in_cpp(memory.states)
+
+    def at_once(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """All of tokens (B, U) -> what `advance` gives, (B, U, H + E), and weights (B, U, T)."""
+        (B, U), attend, own = tokens.shape, self.attend, self.cells[0]
+        embedded = self.dropout(self.embedding(tokens)).transpose(0, 1)
+        matrices = attend.to_query.weight, attend.to_energy.weight, *attend.location_weights()
+        given = Given(embedded, memory.states, attend.keys(memory), *matrices)
+        masks = tuple(cell.dropout_mask(B) for cell in self.cells)
+        shape = len(self.cells), U, B, own.hidden_size
+        keep = self.dropout(embedded.new_ones(shape)) if self._drops() else None
+        first = first_look(memory).weights.squeeze(1)
+        fixed = Fixed(own.setting, memory.valid, first, masks, keep)
+        weights = [get_weights(cell, own.setting.norm) for cell in self.cells]
+        shown, read, looks = choice.run_spell(given, weights, fixed)
+        return torch.cat([shown, read], dim=-1).transpose(0, 1), looks.transpose(0, 1)
+
+    def _skipped(self) -> list[nn.Module]:
+        """The modules that at_once does not call."""
+        return [*self.cells.modules(), *self.attend.modules()]
+
+    def _drops(self) -> bool:
+        return self.training and self.dropout.rate > 0.0
 
     def advance(self, state: SpellerState, tokens: Tensor) -> tuple[Tensor, SpellerState]:
         """Read tokens (B, K) -> what the output layer reads, (B, K, H + E), and the next state."""

@@ -76,7 +76,7 @@ class Attention(nn.Module):
         Each row of weights sums to 1 over the valid frames.
         """
         wanted = self.to_query(query)  # (B, K, A)
-        if self.kind != "dot" and self._in_cpp(keys, *past):
+        if self.runs_in_cpp(keys, *past):
             return Look(*cpu.look(self._given(wanted.to(keys.dtype), keys, past), valid))
         if self.kind == "dot":
             energy = wanted @ keys.transpose(1, 2) / math.sqrt(keys.size(-1))  # (B, K, T)
@@ -85,8 +85,10 @@ class Attention(nn.Module):
         weights = energy.masked_fill(~valid.unsqueeze(1), -torch.inf).softmax(dim=-1)
         return Look(weights, past.total + weights)
 
-    def _in_cpp(self, *tensors: Tensor) -> bool:
-        """Whether the C++ kernels compute this. Raises UserError where they must but cannot."""
+    def runs_in_cpp(self, *tensors: Tensor) -> bool:
+        """Do the C++ kernels compute this on these? Raises UserError where they must but cannot."""
+        if self.kind == "dot":
+            return False
         like = self.to_energy.weight
         if like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64):
             return False
@@ -95,10 +97,13 @@ class Attention(nn.Module):
         return choice.choose(self.backend, ANY_LSTM, like) == "cpu"
 
     def _given(self, wanted: Tensor, keys: Tensor, past: Look) -> cpu.Given:
-        given = cpu.Given(keys, wanted, self.to_energy.weight, *past)
-        if self.kind == "additive":
-            return given
-        return given._replace(place=self.to_place.weight, conv=self.conv.weight)
+        return cpu.Given(keys, wanted, self.to_energy.weight, *past, *self.location_weights())
+
+    def location_weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """(A, C) and (C, 2, W), of C filters with W taps; without location None twice."""
+        if self.kind != "location":
+            return None, None
+        return self.to_place.weight, self.conv.weight
 
     def _mixed(self, wanted: Tensor, keys: Tensor, past: Look) -> Tensor:
         """wanted (B, K, A), keys (B, T, A) -> (B, K, T, A), the largest tensor of a search.

@@ -16,7 +16,9 @@ from asr.errors import UserError
 from asr.nn.kernels import python, reference
 from asr.nn.kernels.cpu import backend as cpu
 from asr.nn.kernels.cpu import build
+from asr.nn.kernels.cpu import spell as cpu_spell
 from asr.nn.kernels.cpu import step as cpu_step
+from asr.nn.kernels.cpu.spell import Spelled
 from asr.nn.kernels.cuda import backend as cuda
 from asr.nn.kernels.problem import Batch, Result, Setting, Weights
 
@@ -70,6 +72,12 @@ def run_step(
     with torch.autocast(own.device.type, enabled=False):
         x, h, c = (part.to(own.dtype) for part in (x, *state))
         return cpu_step.step(x, (h, c), mask, weights, setting)
+
+
+def run_spell(given: cpu_spell.Given, cells: list[Weights], fixed: cpu_spell.Fixed) -> Spelled:
+    """A speller's steps along given tokens, where a step is chosen to run in C++."""
+    setting, _ = _under_autocast(fixed.setting, cells[0].bias_hh)
+    return cpu_spell.spell(given, cells, fixed._replace(setting=setting))
 
 
 def choose(name: str, setting: Setting, like: Tensor) -> str:

@@ -97,7 +97,10 @@ def _backward(
     call = _describe(given, valid, weights, rows=len(valid))
     dweights, dtotal = dweights.contiguous(), dtotal.contiguous()
     slots = given._replace(
-        **{name: _slots(getattr(given, name), call.threads) for name in ("v", "place", "conv")},
+        **{
+            name: library.slots(getattr(given, name), call.threads)
+            for name in ("v", "place", "conv")
+        },
         past_weights=None if given.conv is None else torch.empty_like(weights),
         past_total=dtotal if given.conv is None else torch.empty_like(weights),
         keys=torch.empty_like(given.keys),
@@ -106,7 +109,7 @@ def _backward(
     library.point(call, dweights=dweights, dtotal=dtotal)
     library.point(call, **{f"d{name}": slot for name, slot in slots._asdict().items()})
     library.run("look_backward", call, library.kind_of(weights))
-    summed = {name: _sum(getattr(slots, name)) for name in ("v", "place", "conv")}
+    summed = {name: library.add_up(getattr(slots, name)) for name in ("v", "place", "conv")}
     return slots._replace(**summed)
 
 
@@ -118,12 +121,3 @@ def _describe(given: Given, valid: Tensor, weights: Tensor, rows: int) -> LookCa
     call = LookCall(B=B, K=K, T=T, A=A, C=C, W=W, threads=threads)
     library.point(call, valid=valid, weights=weights, **given._asdict())
     return call
-
-
-def _slots(weight: Tensor | None, threads: int) -> Tensor | None:
-    """Where each thread sums its part of a weight's gradient."""
-    return None if weight is None else weight.new_empty(threads, *weight.shape)
-
-
-def _sum(slots: Tensor | None) -> Tensor | None:
-    return None if slots is None else slots[0] if len(slots) == 1 else slots.sum(0)

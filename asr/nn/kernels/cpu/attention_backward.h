@@ -20,23 +20,27 @@ template <class T> class LookBackward : LookRow<T> {
   const int64_t wide_W = whole(call.W, kGroup<T>);
 
  public:
+  // Between rows `call_` may move on to another look of the same sizes.
   LookBackward(const LookCall& call_, const LookWeights<T>& weights) : Base(call_, weights) {}
 
   // A thread's share: whole utterances, for their hypotheses add up to one gradient of the keys.
   void run(int64_t thread) {
-    dmixed.resize(kFrames * own.wide_A), dseen.resize(2 * stride), denergy.resize(call.T);
-    dv.assign(own.wide_A, T(0)), dplace.assign(own.C * own.wide_A, T(0));
-    dtaps.assign(2 * own.C * wide_W, T(0));
-    for (int64_t utterance = thread; utterance < call.B; utterance += call.threads)
-      for (int64_t k = 0; k < call.K; k++) {
-        this->move_to(utterance, k);
-        run_row(k == 0);
-      }
+    begin();
+    for (int64_t b = thread; b < call.B; b += call.threads)
+      for (int64_t k = 0; k < call.K; k++) run_row(b, k, k == 0);
     write_weights(thread);
   }
 
- private:
-  void run_row(bool first) {
+  // Forgets what was summed of the weights' gradients.
+  void begin() {
+    dmixed.resize(kFrames * own.wide_A), dseen.resize(2 * stride), denergy.resize(call.T);
+    dv.assign(own.wide_A, T(0)), dplace.assign(own.C * own.wide_A, T(0));
+    dtaps.assign(2 * own.C * wide_W, T(0));
+  }
+
+  // The first row of an utterance writes the gradient of its keys, others add to it.
+  void run_row(int64_t utterance, int64_t k, bool first) {
+    this->move_to(utterance, k);
     through_softmax();
     if (first) clear_other_keys();
     this->filter_past();
@@ -50,6 +54,18 @@ template <class T> class LookBackward : LookRow<T> {
     if (own.C) through_filters();
   }
 
+  void write_weights(int64_t thread) {
+    std::copy_n(dv.data(), own.A, static_cast<T*>(call.dv) + thread * own.A);
+    T* to = static_cast<T*>(call.dplace) + thread * own.A * own.C;
+    for (int64_t a = 0; a < own.A; a++)
+      for (int64_t c = 0; c < own.C; c++) *to++ = dplace[c * own.wide_A + a];
+    to = static_cast<T*>(call.dconv) + thread * own.C * 2 * own.W;
+    for (int64_t c = 0; c < own.C; c++)
+      for (int64_t i = 0; i < 2; i++)
+        to = std::copy_n(&dtaps[(i * own.C + c) * wide_W], own.W, to);
+  }
+
+ private:
   // Lists the frames with any gradient of their energy: padding, whatever it holds, has none.
   void through_softmax() {
     const T* y = this->times(static_cast<const void*>(call.weights));
@@ -138,16 +154,5 @@ template <class T> class LookBackward : LookRow<T> {
     const T* dtotal = this->times(call.dtotal);
     T* to = this->times(call.dpast_total);
     for (int64_t t = 0; t < call.T; t++) to[t] = dtotal[t] + dseen[stride + t];
-  }
-
-  void write_weights(int64_t thread) {
-    std::copy_n(dv.data(), own.A, static_cast<T*>(call.dv) + thread * own.A);
-    T* to = static_cast<T*>(call.dplace) + thread * own.A * own.C;
-    for (int64_t a = 0; a < own.A; a++)
-      for (int64_t c = 0; c < own.C; c++) *to++ = dplace[c * own.wide_A + a];
-    to = static_cast<T*>(call.dconv) + thread * own.C * 2 * own.W;
-    for (int64_t c = 0; c < own.C; c++)
-      for (int64_t i = 0; i < 2; i++)
-        to = std::copy_n(&dtaps[(i * own.C + c) * wide_W], own.W, to);
   }
 };

@@ -84,33 +84,35 @@ def _describe(plan: _Plan, batch: Batch, weights: list[Weights], keep: list[Any]
     B, T, I = batch.x.shape  # noqa: E741
     H, norm = batch.h.shape[-1], plan.setting.norm
     lengths = torch.tensor(plan.lengths)
-    ones = batch.x.new_ones(4 * H)
-    keep += [lengths, ones]
+    keep.append(lengths)
     call = library.Call(B=B, T=T, I=I, H=H, D=len(weights), mode=MODES[norm])
     call.norm_c, call.carry = norm != "none", norm == "per_gate"
     call.threads, call.blocks, call.eps = plan.threads, plan.blocks, plan.setting.eps
     call.x_stride_b, call.x_stride_t = batch.x.stride()[:2]
     library.point(call, lengths=lengths, x=batch.x)
     for d, w in enumerate(weights):
-        own = [t if t is None else t.detach().contiguous() for t in w]
-        w = Weights(*own)
-        bias = w.bias_ih + w.bias_hh
-        keep += [w, bias]
-        gain_h = w.gain_hh if w.gain_gates is None else w.gain_gates
-        library.point(
-            call.direction[d],
-            weight_ih=w.weight_ih,
-            weight_hh=w.weight_hh,
-            bias=bias,
-            gain_x=ones if w.gain_ih is None else w.gain_ih,
-            gain_h=ones if gain_h is None else gain_h,
-            gain_c=ones if w.gain_c is None else w.gain_c,
-            bias_c=ones if w.bias_c is None else w.bias_c,
-            h0=batch.h[d],
-            c0=batch.c[d],
-            mask=None if batch.mask is None else batch.mask[d],
-        )
+        point_weights(call.direction[d], w, keep)
+        mask = None if batch.mask is None else batch.mask[d]
+        library.point(call.direction[d], h0=batch.h[d], c0=batch.c[d], mask=mask)
     return call
+
+
+def point_weights(direction: library.Direction, w: Weights, keep: list[Any]) -> None:
+    """A cell's weights; `keep` holds what it points to."""
+    w = Weights(*(t if t is None else t.detach().contiguous() for t in w))
+    ones, bias = torch.ones_like(w.bias_ih), w.bias_ih + w.bias_hh
+    keep += [w, ones, bias]
+    gain_h = w.gain_hh if w.gain_gates is None else w.gain_gates
+    library.point(
+        direction,
+        weight_ih=w.weight_ih,
+        weight_hh=w.weight_hh,
+        bias=bias,
+        gain_x=ones if w.gain_ih is None else w.gain_ih,
+        gain_h=ones if gain_h is None else gain_h,
+        gain_c=ones if w.gain_c is None else w.gain_c,
+        bias_c=ones if w.bias_c is None else w.bias_c,
+    )
 
 
 def _point_saved(call: library.Call, lease: Lease, frames: int, H: int) -> None:
@@ -151,7 +153,7 @@ def _backward(
     _point_saved(call, ctx.lease, sum(plan.lengths), H)
     dh0, dc0 = torch.empty_like(dh), torch.empty_like(dc)
     dx = [_like_input(x, plan) if ctx.needs_input_grad[2] else None for _ in weights]
-    sums = [_sums(plan.blocks, w, H) for w in weights]
+    sums = [cell_slots(w, plan.blocks) for w in weights]
     for d in range(D):
         names = ("dweight_ih", "dweight_hh", "dvectors")
         library.point(call.direction[d], **dict(zip(names, sums[d], strict=True)))
@@ -159,7 +161,7 @@ def _backward(
     library.run("lstm_backward", call, plan.kind)
     if dx[0] is not None and D == 2:
         dx[0].add_(dx.pop())
-    flat = [g for w, s in zip(weights, sums, strict=True) for g in _gradients(w, s, H)]
+    flat = [g for w, s in zip(weights, sums, strict=True) for g in gradients(w, s, H)]
     return dx[0], dh0, dc0, None, *flat
 
 
@@ -169,16 +171,15 @@ def _like_input(x: Tensor, plan: _Plan) -> Tensor:
     return (x.new_zeros if ragged else x.new_empty)(x.shape)
 
 
-def _sums(blocks: int, w: Weights, H: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each block of utterances sums its gradients of the weights."""
-    like = w.weight_ih
-    shapes = [w.weight_ih.shape, w.weight_hh.shape, (14 * H,)]
-    return tuple(like.new_zeros(blocks, *shape) for shape in shapes)
+def cell_slots(w: Weights, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each block of utterances sums its gradients of a cell's weights."""
+    vectors = w.bias_ih.new_zeros(blocks, 14 * w.weight_hh.shape[1])
+    return library.slots(w.weight_ih, blocks), library.slots(w.weight_hh, blocks), vectors
 
 
-def _gradients(w: Weights, sums: tuple[Tensor, ...], H: int) -> list[Tensor]:
-    """The gradients of one direction's weights, in the order of those it has."""
-    weight_ih, weight_hh, vectors = (s[0] if len(s) == 1 else s.sum(0) for s in sums)
+def gradients(w: Weights, sums: tuple[Tensor, ...], H: int) -> list[Tensor]:
+    """What cell_slots gave -> the gradients, in the order of the weights that there are."""
+    weight_ih, weight_hh, vectors = map(library.add_up, sums)
     bias, gain_x, gain_h, gain_c, bias_c = vectors.split([4 * H, 4 * H, 4 * H, H, H])
     bias_again = bias.clone()  # two parameters must not share one gradient
     every = (weight_ih, weight_hh, bias, bias_again, gain_x, gain_h, gain_h, gain_c, bias_c)

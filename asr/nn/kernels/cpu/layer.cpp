@@ -37,18 +37,6 @@ template <class E> void run_backward(const Call& call) {
               [&](int64_t k) { Backward<E>(call, shares[k], packed[shares[k].d]).run(); });
 }
 
-// kind: 0 float, 1 double, 2 float with products in bf16.
-#if defined(__AVX512BF16__)
-#define EACH_KIND(run)                   \
-  if (kind == 0) run<float>(*call);      \
-  else if (kind == 1) run<double>(*call); \
-  else run<Pair>(*call);
-#else
-#define EACH_KIND(run)                   \
-  if (kind == 1) run<double>(*call);     \
-  else run<float>(*call);
-#endif
-
 extern "C" {
 int64_t lstm_call_size() { return sizeof(Call); }
 

@@ -51,6 +51,16 @@ def point(structure: Structure, **tensors: Tensor | None) -> None:
         setattr(structure, name, None if tensor is None else tensor.data_ptr())
 
 
+def slots(weight: Tensor | None, count: int) -> Tensor | None:
+    """Zeros (count, *weight's shape): where each thread sums its part of a weight's gradient."""
+    return None if weight is None else weight.new_zeros(count, *weight.shape)
+
+
+def add_up(parts: Tensor | None) -> Tensor | None:
+    """What slots gave -> the gradient."""
+    return None if parts is None else parts[0] if len(parts) == 1 else parts.sum(0)
+
+
 def kind_of(x: Tensor) -> int:
     """What the kernels call x's dtype."""
     return KINDS[str(x.dtype).removeprefix("torch.")]

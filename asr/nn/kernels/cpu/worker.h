@@ -7,10 +7,23 @@
 #include "gemm.h"
 #include "parallel.h"
 
+// kind: 0 float, 1 double, 2 float with products in bf16.
+#if defined(__AVX512BF16__)
+#define EACH_KIND(run)                   \
+  if (kind == 0) run<float>(*call);      \
+  else if (kind == 1) run<double>(*call); \
+  else run<Pair>(*call);
+#else
+#define EACH_KIND(run)                   \
+  if (kind == 1) run<double>(*call);     \
+  else run<float>(*call);
+#endif
+
 template <class T> const T* in(const void* p) { return static_cast<const T*>(p); }
 template <class T> T* out(void* p) { return static_cast<T*>(p); }
 
-template <class T> Cell<T> make_cell(const Call& call, const Direction& w) {
+// `call` says how all layers are normed.
+template <class T, class C> Cell<T> make_cell(const C& call, const Direction& w) {
   return {Mode(call.mode), call.norm_c != 0,  call.carry != 0,  call.H, T(call.eps),
           in<T>(w.gain_x), in<T>(w.gain_h), in<T>(w.bias), in<T>(w.gain_c), in<T>(w.bias_c)};
 }

@@ -1,0 +1,263 @@
+"""A transcript spelled in one call of C++ against the same steps one by one in torch's."""
+
+import ctypes
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from asr.models.speller import Speller
+from asr.nn.kernels import choice
+from asr.nn.kernels.cpu import buffers, build
+from asr.nn.kernels.cpu import spell as cpu_spell
+from asr.nn.memory import Memory
+
+pytestmark = pytest.mark.skipif(
+    build.obstacle() is not None, reason=f"no kernels: {build.obstacle()}"
+)
+NORMS = ("none", "ba", "raw", "per_gate", "cell")
+# B, T, U, E, H, embedding, A: primes; less than a vector of each; more rows than a tile of 16.
+SIZES = [(5, 23, 7, 11, 13, 3, 17), (1, 1, 1, 2, 3, 2, 2), (19, 37, 3, 5, 31, 7, 37)]
+V = 13
+
+
+def speller(sizes, kind="location", norm="ba", backend="cpu", layers=1, dtype=torch.float64, **own):
+    _, _, _, E, H, D, A = sizes
+    torch.manual_seed(1)
+    made = Speller(V, E, layers, H, D, kind, A, norm=norm, backend=backend, **own)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    return made.to(dtype)
+
+
+def drawn(sizes, dtype=torch.float64, seed=2):
+    """A ragged batch's states, to be learned, its valid frames, and tokens."""
+    B, T, U, E, *_ = sizes
+    draw = torch.Generator().manual_seed(seed)
+    valid = torch.arange(T) < torch.tensor([T, *range(T, 0, -3)] * B)[:B, None]
+    states = torch.randn(B, T, E, generator=draw, dtype=torch.float64) * valid[..., None]
+    tokens = torch.randint(0, V, (B, U), generator=draw)
+    return states.to(dtype).requires_grad_(), valid, tokens
+
+
+def step_by_step(ours, memory, tokens):
+    state, outputs, weights = ours.start(memory), [], []
+    for token in tokens.unbind(1):
+        output, state = ours.advance(state, token[:, None])
+        outputs.append(output)
+        weights.append(state.attention)
+    return torch.cat(outputs, 1), torch.cat(weights, 1)
+
+
+def all_of(ours, spell, states, valid, tokens):
+    """Both results and every gradient of a random projection of them."""
+    found = spell(ours, Memory(states, valid), tokens)
+    draw = torch.Generator().manual_seed(3)
+    slopes = [torch.randn(y.shape, generator=draw, dtype=torch.float64).to(y.dtype) for y in found]
+    learned = [w for name, w in ours.named_parameters() if not name.startswith(("merge", "out"))]
+    gradients = torch.autograd.grad(found, [states, *learned], slopes, materialize_grads=True)
+    return [*found, *gradients]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("kind", ["additive", "location"])
+def test_values_and_gradients_are_those_of_single_steps(kind, norm, layers, sizes):
+    one, other = (speller(sizes, kind, norm, b, layers) for b in ("cpu", "reference"))
+    found = all_of(one, Speller.at_once, *drawn(sizes))
+    torch.testing.assert_close(
+        found, all_of(other, step_by_step, *drawn(sizes)), atol=1e-10, rtol=1e-10
+    )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_rounding_errors_are_those_of_single_steps(norm, bf16):
+    """Relative, summed over all results and gradients; the median of nine draws."""
+    if bf16 and not cpu_spell.library.has_bf16():
+        pytest.skip("this processor multiplies no bf16")
+    errors = torch.zeros(2, 9, dtype=torch.float64)
+    for seed in range(9):
+        exact = all_of(speller(SIZES[0], norm=norm), step_by_step, *drawn(SIZES[0], seed=seed))
+        ours = speller(SIZES[0], norm=norm, dtype=torch.float32)
+        for which, spell in enumerate((Speller.at_once, step_by_step)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                found = all_of(ours, spell, *drawn(SIZES[0], torch.float32, seed))
+            for y, judge in zip(found, exact, strict=True):
+                errors[which, seed] += ((y - judge).norm() / judge.norm()).detach()
+    at_once, by_step = errors.median(dim=1).values
+    assert 0 < at_once <= 1.2 * by_step
+
+
+@pytest.mark.parametrize("kind", ["additive", "location"])
+def test_gradcheck_of_every_input(kind):
+    sizes = (2, 5, 3, 2, 3, 2, 5)
+    ours, (states, valid, tokens) = speller(sizes, kind), drawn(sizes)
+    names = [name for name, _ in ours.named_parameters() if not name.startswith(("merge", "out"))]
+
+    class AtOnce(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = ours
+
+        def forward(self, states):
+            return ours.at_once(Memory(states, valid), tokens)
+
+    module = AtOnce()
+
+    def function(states, *parameters):
+        called = {f"own.{name}": p for name, p in zip(names, parameters, strict=True)}
+        return torch.func.functional_call(module, called, (states,))
+
+    parameters = dict(ours.named_parameters())
+    assert gradcheck(function, (states, *(parameters[name] for name in names)))
+
+
+def test_dropout_between_the_steps():
+    """With given masks: as cells of the reference backend whose outputs are multiplied by them."""
+    sizes = B, T, U, _, H, *_ = SIZES[0]
+    ours = speller(sizes, layers=2, backend="reference")
+    states, valid, tokens = drawn(sizes)
+    draw = torch.Generator().manual_seed(4)
+    keep = torch.randint(0, 2, (2, U, B, H), generator=draw).double() / 0.7
+    masks = tuple(torch.randint(0, 2, (2, B, H), generator=draw).double() / 0.6)
+    memory = Memory(states, valid)
+    state = ours.start(memory)
+    state = state._replace(context=state.context._replace(masks=masks))
+    expected = []
+    for u in range(U):
+        kept = iter(keep[:, u])
+        ours.dropout.forward = lambda x, kept=kept: x if x.dim() == 3 else x * next(kept)
+        output, state = ours.advance(state, tokens[:, u : u + 1])
+        expected.append(output)
+    expected = torch.cat(expected, 1)
+
+    attend, embedded = ours.attend, ours.embedding(tokens).transpose(0, 1)
+    matrices = attend.to_query.weight, attend.to_energy.weight, *attend.location_weights()
+    given = cpu_spell.Given(embedded, states, attend.keys(memory), *matrices)
+    first = torch.eye(T, dtype=torch.float64)[0].expand(B, T)
+    fixed = cpu_spell.Fixed(ours.cells[0].setting, valid, first, masks, keep)
+    weights = [choice.Weights(**dict(cell.named_parameters())) for cell in ours.cells]
+    spelled = cpu_spell.spell(given, weights, fixed)
+    found = torch.cat([spelled.shown, spelled.read], -1).transpose(0, 1)
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+    slope = torch.randn(found.shape, generator=draw, dtype=torch.float64)
+    learned = [states, *ours.cells.parameters(), *attend.parameters(), ours.embedding.weight]
+    both = [torch.autograd.grad(y, learned, slope) for y in (found, expected)]
+    torch.testing.assert_close(*both, atol=1e-10, rtol=1e-10)
+
+
+def test_dropout_is_drawn_in_training_alone_and_leaves_the_mean():
+    sizes = SIZES[0]
+    ours, (states, valid, tokens) = speller(sizes, dropout=0.5, recurrent_dropout=0.3), drawn(sizes)
+    memory = Memory(states.detach(), valid)
+    first, second = (ours.at_once(memory, tokens)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    H = sizes[4]
+    assert 0.3 < (first[..., :H] == 0).double().mean() < 0.7
+    ours.eval()
+    assert torch.equal(*(ours.at_once(memory, tokens)[0] for _ in range(2)))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_nothing(threads):
+    sizes = SIZES[2]
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            found.append(all_of(speller(sizes, layers=2), Speller.at_once, *drawn(sizes)))
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(*found, atol=1e-11, rtol=1e-11)
+
+
+def test_batch_mates_and_what_padding_holds_change_nothing():
+    ours, (states, valid, tokens) = speller(SIZES[0]), drawn(SIZES[0])
+    whole, looks = ours.at_once(Memory(states, valid), tokens)
+    dirty = torch.where(valid[..., None], states, 1e3)
+    torch.testing.assert_close(ours.at_once(Memory(dirty, valid), tokens), (whole, looks))
+    for b in range(SIZES[0][0]):
+        frames = int(valid[b].sum())
+        alone = Memory(states[b : b + 1, :frames], valid[b : b + 1, :frames])
+        output, look = ours.at_once(alone, tokens[b : b + 1])
+        torch.testing.assert_close(output[0], whole[b])
+        torch.testing.assert_close(look[0], looks[b, :, :frames])
+        assert (looks[b, :, frames:] == 0).all()
+
+
+def test_without_gradients_the_values_are_the_same():
+    ours, (states, valid, tokens) = speller(SIZES[0]), drawn(SIZES[0])
+    tracked = ours.at_once(Memory(states, valid), tokens)
+    with torch.no_grad():
+        plain = ours.at_once(Memory(states, valid), tokens)
+    assert tracked[0].requires_grad and not plain[0].requires_grad
+    assert all(torch.equal(*pair) for pair in zip(tracked, plain, strict=True))
+
+
+def test_two_graphs_live_side_by_side_and_backward_runs_twice():
+    ours, (states, valid, tokens) = speller(SIZES[0]), drawn(SIZES[0])
+    others = (0.7 * states).detach().requires_grad_()
+
+    def graph(x):
+        output, weights = ours.at_once(Memory(x, valid), tokens)
+        return output.sin().sum() + weights.square().sum()
+
+    alone = [torch.autograd.grad(graph(x), x)[0] for x in (states, others)]
+    graphs = graph(states), graph(others)
+    for _ in range(2):
+        for loss, x, expected in zip(graphs, (states, others), alone, strict=True):
+            assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], expected)
+
+
+def test_a_graph_that_is_dropped_gives_its_memory_back():
+    ours, (states, valid, tokens) = speller(SIZES[0]), drawn(SIZES[0])
+    before = buffers.POOL._lent
+    outputs = ours.at_once(Memory(states, valid), tokens)
+    assert buffers.POOL._lent > before
+    del outputs
+    assert buffers.POOL._lent == before
+
+
+def test_changing_what_backward_reads_is_an_error():
+    ours, (states, valid, tokens) = speller(SIZES[0]), drawn(SIZES[0])
+    output, _ = ours.at_once(Memory(states, valid), tokens)
+    with torch.no_grad():
+        ours.cells[0].weight_hh.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("settings", "covered"),
+    [
+        ({}, True),
+        ({"kind": "dot"}, False),
+        ({"norm": "thesis", "backend": "auto"}, False),
+        ({"zero_rows": "raw", "backend": "auto"}, False),
+        ({"backend": "python"}, False),
+        ({"dtype": torch.bfloat16, "backend": "auto"}, False),
+    ],
+)
+def test_what_is_not_covered_goes_step_by_step(settings, covered):
+    made = speller(SIZES[0], **settings)
+    dtype = settings.get("dtype", torch.float64)
+    states, valid, _ = drawn(SIZES[0], dtype)
+    assert made.runs_at_once(Memory(states, valid)) is covered
+
+
+@pytest.mark.parametrize("watched", ["cells.0", "attend", "attend.to_query"])
+def test_who_watches_a_module_sees_every_step(watched):
+    made, (states, valid, _) = speller(SIZES[0]), drawn(SIZES[0])
+    hook = made.get_submodule(watched).register_forward_hook(lambda *_: None)
+    assert not made.runs_at_once(Memory(states, valid))
+    hook.remove()
+    assert made.runs_at_once(Memory(states, valid))
+
+
+def test_python_and_cpp_agree_on_the_structures():
+    library = build.load()
+    assert library.spell_call_size() == ctypes.sizeof(cpu_spell.SpellCall)
+    assert library.spell_layer_size() == ctypes.sizeof(cpu_spell.SpellLayer)
