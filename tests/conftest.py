@@ -1,6 +1,8 @@
 """Fixtures that several files share: a tiny corpus, a run trained on it, and the commands."""
 
+import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,19 @@ from tiny_speech import Commands, make_corpus, make_recipe
 def interruptible() -> None:
     """A shell starts background jobs with Ctrl-C ignored; the tests of signals send it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Callable[[str], Path]:
+    """Names a file or folder of real data, or skips the test where there is none."""
+    folder = Path(os.environ.get("ASR_SHARED", Path(__file__).parents[2] / "shared"))
+
+    def part(name: str) -> Path:
+        if not (folder / name).exists():
+            pytest.skip(f"no {name} in {folder}; ASR_SHARED names such a folder")
+        return folder / name
+
+    return part
 
 
 @pytest.fixture(scope="session")

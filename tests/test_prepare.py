@@ -1,14 +1,12 @@
 """The command asr.prepare: own data, LibriSpeech from a folder and from a server, exit codes."""
 
 import hashlib
-import os
 import shutil
 import sys
 import tarfile
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +16,6 @@ from asr import command, prepare
 from asr.data import download
 from asr.data.corpora import librispeech, spoken_numbers
 from asr.data.corpus import Utterance, read_manifest, write_manifest
-
-SHARED = Path(os.environ.get("ASR_SHARED", Path(__file__).parents[2] / "shared"))
 
 
 @pytest.fixture
@@ -428,10 +424,8 @@ def test_published_sums_are_sums():
         assert len(archive.md5) == 32 and set(archive.md5) <= set("0123456789abcdef")
 
 
-def test_real_librispeech_folders(tmp_path, asr_prepare):
-    sample = SHARED / "librispeech-sample" / "LibriSpeech"
-    if not sample.is_dir():
-        pytest.skip(f"no LibriSpeech sample in {sample}; ASR_SHARED names its parent")
+def test_real_librispeech_folders(tmp_path, asr_prepare, shared):
+    sample = shared("librispeech-sample/LibriSpeech")
     subsets = ["train-clean-100", "dev-clean"]
     code, *_ = asr_prepare("librispeech", "--to", tmp_path, "--subsets", *subsets, "--from", sample)
     assert code == 0

@@ -1,6 +1,5 @@
 """The run folders that come with the project: small enough, whole, and they hear something."""
 
-import os
 from pathlib import Path
 
 import jiwer
@@ -11,7 +10,6 @@ from asr.recognizer import Recognizer
 from asr.training.checkpoint import WEIGHTS, is_sound, list_checkpoints
 
 ROOT = Path(__file__).parent.parent
-SHARED = Path(os.environ.get("ASR_SHARED", ROOT.parent / "shared"))
 FINALISTS = ("las", "transformer")
 LIMIT = 12_000_000  # bytes
 
@@ -28,12 +26,9 @@ def test_it_is_small_whole_and_has_a_card(name):
 
 
 @pytest.mark.parametrize(("name", "most"), [("las", 0.5), ("transformer", 0.65)])
-def test_it_hears_speakers_it_was_not_trained_on(name, most):
+def test_it_hears_speakers_it_was_not_trained_on(name, most, shared):
     """Character errors by jiwer; on all of dev they are 29 and 44 %, with a beam."""
-    manifest = SHARED / "speech" / "dev.tsv"
-    if not manifest.exists():
-        pytest.skip(f"no {manifest}; ASR_SHARED names the folder of speech/")
-    some = read_manifest(manifest)[:300:60]
+    some = read_manifest(shared("speech/dev.tsv"))[:300:60]
     assert len(some.speakers) > 3
     recognizer = Recognizer.load(ROOT / "pretrained" / name)
     heard = [recognizer.transcribe(utterance.audio).text for utterance in some]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asr.nn.attention import Attention, Look, first_look
-from asr.nn.dropout import Dropout
+from asr.nn.dropout import Dropout, draw_mask
 from asr.nn.kernels import choice
 from asr.nn.kernels.cpu.spell import Fixed, Given
 from asr.nn.kernels.loop import LoopWeight, linear
@@ -107,8 +107,10 @@ class Speller(nn.Module):
         matrices = attend.to_query.weight, attend.to_energy.weight, *attend.location_weights()
         given = Given(embedded, memory.states, attend.keys(memory), *matrices)
         masks = tuple(cell.dropout_mask(B) for cell in self.cells)
-        shape = len(self.cells), U, B, own.hidden_size
-        keep = self.dropout(embedded.new_ones(shape)) if self._drops() else None
+        keep = None
+        if self.training and self.dropout.rate > 0.0:
+            shape = len(self.cells), U, B, own.hidden_size
+            keep = draw_mask(embedded, shape, self.dropout.rate)
         first = first_look(memory).weights.squeeze(1)
         fixed = Fixed(own.setting, memory.valid, first, masks, keep)
         weights = [get_weights(cell, own.setting.norm) for cell in self.cells]
@@ -118,9 +120,6 @@ class Speller(nn.Module):
     def _skipped(self) -> list[nn.Module]:
         """The modules that at_once does not call."""
         return [*self.cells.modules(), *self.attend.modules()]
-
-    def _drops(self) -> bool:
-        return self.training and self.dropout.rate > 0.0
 
     def advance(self, state: SpellerState, tokens: Tensor) -> tuple[Tensor, SpellerState]:
         """Read tokens (B, K) -> what the output layer reads, (B, K, H + E), and the next state."""

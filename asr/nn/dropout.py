@@ -42,6 +42,11 @@ class Dropout(nn.Module):
         return f"rate={self.rate}"
 
 
+def draw_mask(like: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
+    """What dropout multiplies by: 0 with probability `rate`, else 1 / (1 - rate)."""
+    return Dropout(rate)(like.new_ones(shape))
+
+
 class _CpuDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from asr.nn.dropout import Dropout, check_rate
+from asr.nn.dropout import Dropout, check_rate, draw_mask
 from asr.nn.kernels import choice
 from asr.nn.kernels.choice import backends
 from asr.nn.kernels.problem import Batch
@@ -23,7 +23,6 @@ from asr.nn.lstm_cell import (
     LayerNormLSTMCell,
     State,
     add_weights,
-    draw_mask,
     get_weights,
     make_setting,
 )

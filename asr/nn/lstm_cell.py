@@ -6,7 +6,7 @@ What the norms mean and where they come from: asr/nn/kernels/reference.py.
 import torch
 from torch import Tensor, nn
 
-from asr.nn.dropout import check_rate
+from asr.nn.dropout import check_rate, draw_mask
 from asr.nn.kernels import choice
 from asr.nn.kernels.loop import LoopWeight
 from asr.nn.kernels.problem import DEFAULT_EPS, NORMS, Setting, Weights, weight_shapes
@@ -97,12 +97,6 @@ def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raises ValueError unless value is allowed."""
     if value not in allowed:
         raise ValueError(f"{name} {value!r} is not known; choose one of {', '.join(allowed)}")
-
-
-def draw_mask(like: Tensor, shape: tuple[int, ...], dropout: float) -> Tensor:
-    """0 with probability `dropout`, else 1 / (1 - dropout)."""
-    kept = torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1.0 - dropout)
-    return kept / (1.0 - dropout)
 
 
 def add_weights(
