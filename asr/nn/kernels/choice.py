@@ -85,19 +85,28 @@ def choose(name: str, setting: Setting, like: Tensor) -> str:
     name = _from_environment() if name == "auto" else name
     if name == "reference":
         return name
-    if setting.norm == "thesis" or not setting.guard:
-        what = "norm 'thesis'" if setting.norm == "thesis" else "zero_rows 'raw'"
-        _say_once(f"{what} is computed by the LSTM's reference backend")
-        return "reference"
+    if not setting.guard:
+        return _as_reference("zero_rows 'raw'")
     if name == "python" or (name == "auto" and like.device.type != "cpu"):
-        return "python"
+        return _in_python(setting)
+    if name == "cuda" and setting.norm == "thesis":
+        return _as_reference("norm 'thesis'")
     reason = cuda.obstacle(like) if name == "cuda" else _obstacle(like)
     if reason is None:
         return "cuda" if name == "cuda" else "cpu"
     if name != "auto":
         raise UserError(f"backend {name!r} of the LSTM cannot run: {reason}")
     _say_once(f"the LSTM's slower backend 'python' is used: {reason}")
-    return "python"
+    return _in_python(setting)
+
+
+def _in_python(setting: Setting) -> str:
+    return "python" if setting.norm != "thesis" else _as_reference("norm 'thesis'")
+
+
+def _as_reference(what: str) -> str:
+    _say_once(f"{what} is computed by the LSTM's reference backend")
+    return "reference"
 
 
 def _from_environment() -> str:

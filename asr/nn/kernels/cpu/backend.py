@@ -82,12 +82,12 @@ class _Layer(torch.autograd.Function):
 def _describe(plan: _Plan, batch: Batch, weights: list[Weights], keep: list[Any]) -> library.Call:
     """The part of a call that both passes share; `keep` holds what it points to."""
     B, T, I = batch.x.shape  # noqa: E741
-    H, norm = batch.h.shape[-1], plan.setting.norm
+    H = batch.h.shape[-1]
     lengths = torch.tensor(plan.lengths)
     keep.append(lengths)
-    call = library.Call(B=B, T=T, I=I, H=H, D=len(weights), mode=MODES[norm])
-    call.norm_c, call.carry = norm != "none", norm == "per_gate"
-    call.threads, call.blocks, call.eps = plan.threads, plan.blocks, plan.setting.eps
+    call = library.Call(B=B, T=T, I=I, H=H, D=len(weights))
+    library.describe_norm(call, plan.setting)
+    call.threads, call.blocks = plan.threads, plan.blocks
     call.x_stride_b, call.x_stride_t = batch.x.stride()[:2]
     library.point(call, lengths=lengths, x=batch.x)
     for d, w in enumerate(weights):

@@ -67,7 +67,9 @@ template <class E> class Backward : Worker<E> {
                     grads, scratch.data());
     }
     auto from = row_pointers<const T>(dah, n, G);
-    auto to = row_pointers(dh.data(), n, H);
+    // What was read as the cell was h, and the other way round.
+    if (cell.swap) std::copy_n(dc.data(), n * H, dh.data());
+    auto to = row_pointers(cell.swap ? dc.data() : dh.data(), n, H);
     this->rows.from(from.data(), n, G);
     multiply<E>(this->rows.rows.data(), n, weights.recurrent, to.data(), false);
   }
@@ -80,12 +82,26 @@ template <class E> class Backward : Worker<E> {
   }
 
   const T* cell_before(int64_t j, int64_t t) {
+    if (cell.swap) return output_before(j, t);
     if (this->begins(j, t)) return this->state_row(own.c0, j);
-    const int64_t row = share.base + share.start[this->before(t)] + j;
-    const T* raw = in<T>(own.raw) + row * H;
-    if (!cell.carry) return raw;
-    carried_state(cell, raw, in<RowStats<T>>(own.stats)[row], state.data());
+    const int64_t row = row_before(j, t);
+    if (!cell.carry) return in<T>(own.raw) + row * H;
+    carried_state(cell, in<T>(own.raw) + row * H, in<RowStats<T>>(own.stats)[row], state.data());
     return state.data();
+  }
+  const T* output_before(int64_t j, int64_t t) const {
+    if (this->begins(j, t)) return this->state_row(own.h0, j);
+    return in<T>(call.output) + this->output_at(j, this->before(t));
+  }
+  int64_t row_before(int64_t j, int64_t t) const {
+    return share.base + share.start[this->before(t)] + j;
+  }
+
+  // What the recurrent product reads. Whoever swaps carries no normed cell.
+  const T* state_before(int64_t j, int64_t t) const {
+    if (!cell.swap) return output_before(j, t);
+    if (this->begins(j, t)) return this->state_row(own.c0, j);
+    return in<T>(own.raw) + row_before(j, t) * H;
   }
 
   void weight_gradients(const typename Base::Chunk& chunk, const std::vector<const T*>& dax,
@@ -93,9 +109,7 @@ template <class E> class Backward : Worker<E> {
     std::vector<const T*> x(chunk.count), h(chunk.count);
     this->each_row(chunk, [&](int64_t row, int64_t j, int64_t t) {
       x[row] = this->x_row(j, t);
-      h[row] = this->begins(j, t)
-                   ? this->state_row(own.h0, j)
-                   : in<T>(call.output) + this->output_at(j, this->before(t));
+      h[row] = state_before(j, t);
     });
     add_product(dax, x, call.I, out<T>(own.dweight_ih) + share.block * G * call.I, true);
     add_product(dah, h, H, out<T>(own.dweight_hh) + share.block * G * H, this->split());

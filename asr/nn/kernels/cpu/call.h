@@ -21,7 +21,7 @@ struct Direction {
 
 struct Call {
   int64_t B, T, I, H, D;
-  int64_t mode, norm_c, carry, threads, blocks, forked;
+  int64_t mode, norm_c, carry, swap, threads, blocks, forked;
   double eps;
   const int64_t* lengths;       // (B,)
   const void* x;                // (B, T, I), the last dimension contiguous

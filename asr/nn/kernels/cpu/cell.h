@@ -17,6 +17,7 @@ template <class T> struct Cell {
   Mode mode;
   bool norm_c;  // show LN(c) instead of c
   bool carry;   // and carry it on as the state
+  bool swap;    // a step reads h as its cell, and c recurrently: thesis
   int64_t H;
   T eps;
   const T *gain_x, *gain_h, *bias;  // (4H,)
@@ -87,11 +88,11 @@ inline void pre_activation(const Cell<T>& cell, const T* ax, const T* ah, const 
   }
 }
 
-// ax, ah (4H,) -> h (H,); c (H,) is the state, replaced by the next; raw (H,) gets the cell
-// before its norm; mask (H,) may be null.
+// ax, ah (4H,) and the cell read (H,) -> the next c and h (H,), either of which may lie where the
+// cell read does; raw (H,) gets the next c before its norm; mask (H,) may be null.
 template <class T>
-void cell_forward(const Cell<T>& cell, const T* ax, const T* ah, const T* mask, T* c, T* raw,
-                  T* h, RowStats<T>& stats) {
+void cell_forward(const Cell<T>& cell, const T* ax, const T* ah, const T* mask, const T* before,
+                  T* c, T* raw, T* h, RowStats<T>& stats) {
   constexpr int lanes = Simd<T>::N;
   const int64_t H = cell.H;
   measure(cell, ax, ah, stats);
@@ -100,7 +101,7 @@ void cell_forward(const Cell<T>& cell, const T* ax, const T* ah, const T* mask, 
     pre_activation(cell, ax, ah, stats, j, z);
     Vec<T> candidate = tanh<T>(z[2]);
     if (mask) candidate *= load(mask + j, H - j);
-    Vec<T> next = sigmoid<T>(z[1]) * load(c + j, H - j) + sigmoid<T>(z[0]) * candidate;
+    Vec<T> next = sigmoid<T>(z[1]) * load(before + j, H - j) + sigmoid<T>(z[0]) * candidate;
     store<T>(raw + j, next, H - j);
     store<T>(h + j, sigmoid<T>(z[3]), H - j);  // o waits here for the norm of c
   }
@@ -147,7 +148,7 @@ void norm_backward(const T* dy, const T* x, const T* gain, Moments<T> m, int64_t
 
 // What the forward pass of one row left, for its backward pass.
 template <class T> struct Row {
-  const T *ax, *ah, *raw, *before, *mask;  // before: the state c that the step read
+  const T *ax, *ah, *raw, *before, *mask;  // before: the cell that the step read
   RowStats<T> stats;
 };
 
@@ -175,7 +176,7 @@ void output_backward(const Cell<T>& cell, const Row<T>& row, const T* dh, T* gat
   }
 }
 
-// dh (H,), dc (H,) -> dax, dah (4H,) and the dc (H,) of the step before; scratch (4H + H,).
+// dh (H,), dc (H,) -> dax, dah (4H,), and dc (H,) becomes that of the cell read; scratch (4H + H,).
 // In mode kSum dax is not written: it is dah.
 template <class T>
 void cell_backward(const Cell<T>& cell, const Row<T>& row, const T* dh, T* dc, T* dax, T* dah,

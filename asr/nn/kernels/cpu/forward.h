@@ -60,7 +60,7 @@ template <class E> class Forward : Worker<E> {
 
   void run_step(int64_t t, T* ax, T* ah) {
     const int64_t n = share.running[t];
-    auto from = row_pointers<const T>(h.data(), n, H);
+    auto from = row_pointers<const T>(cell.swap ? c.data() : h.data(), n, H);
     auto to = row_pointers(ah, n, G);
     this->rows.from(from.data(), n, H);
     multiply<E>(this->rows.rows.data(), n, weights.recurrent, to.data(), !this->split());
@@ -68,7 +68,8 @@ template <class E> class Forward : Worker<E> {
       const int64_t row = share.base + share.start[t] + j;
       RowStats<T> passing;
       RowStats<T>& stats = own.stats ? out<RowStats<T>>(own.stats)[row] : passing;
-      cell_forward(cell, ax + j * G, ah + j * G, this->mask_row(j), &c[j * H],
+      cell_forward(cell, ax + j * G, ah + j * G, this->mask_row(j),
+                   cell.swap ? &h[j * H] : &c[j * H], &c[j * H],
                    own.raw ? out<T>(own.raw) + row * H : raw.data(), &h[j * H], stats);
       std::copy_n(&h[j * H], H, out<T>(call.output) + this->output_at(j, t));
     }

@@ -8,10 +8,11 @@ from ctypes import Structure, c_double, c_int, c_int64, c_void_p
 from torch import Tensor
 
 from asr.nn.kernels.cpu import build
+from asr.nn.kernels.problem import Setting
 
 KINDS = {"float32": 0, "float64": 1, "bf16": 2}  # what layer.cpp calls them
 # How the pre-activations are normed: modes of cell.h.
-MODES = {"none": 0, "cell": 0, "ba": 1, "raw": 1, "per_gate": 2}
+MODES = {"none": 0, "cell": 0, "ba": 1, "raw": 1, "thesis": 1, "per_gate": 2}
 
 # Has this process lost the threads of its parent? Not known where another than multiprocessing
 # forked before this module was imported.
@@ -37,7 +38,8 @@ class Call(Structure):
 
     _fields_ = (
         [(name, c_int64) for name in ("B", "T", "I", "H", "D")]
-        + [(name, c_int64) for name in ("mode", "norm_c", "carry", "threads", "blocks", "forked")]
+        + [(name, c_int64) for name in ("mode", "norm_c", "carry", "swap")]
+        + [(name, c_int64) for name in ("threads", "blocks", "forked")]
         + [("eps", c_double), ("lengths", c_void_p), ("x", c_void_p)]
         + [("x_stride_b", c_int64), ("x_stride_t", c_int64)]
         + pointers("output doutput")
@@ -49,6 +51,13 @@ def point(structure: Structure, **tensors: Tensor | None) -> None:
     """Fields of the structure -> where the tensors' values lie (the caller keeps them alive)."""
     for name, tensor in tensors.items():
         setattr(structure, name, None if tensor is None else tensor.data_ptr())
+
+
+def describe_norm(call: Structure, setting: Setting) -> None:
+    """How cells are normed, in the fields that all calls of them have."""
+    norm = setting.norm
+    call.mode, call.eps, call.norm_c = MODES[norm], setting.eps, norm != "none"
+    call.carry, call.swap = norm == "per_gate", norm == "thesis"
 
 
 def slots(weight: Tensor | None, count: int) -> Tensor | None:

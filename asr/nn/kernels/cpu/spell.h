@@ -16,7 +16,7 @@ struct SpellLayer {
 
 struct SpellCall {
   int64_t B, U, T, E, M, H, A, C, W, L;  // M: size of an embedding; else as in Python
-  int64_t mode, norm_c, carry, threads, blocks, forked;
+  int64_t mode, norm_c, carry, swap, threads, blocks, forked;
   double eps;
   const SpellLayer* layers;     // the first one's weight_ih reads the memory
   const void *embedded;         // (U, B, M)
@@ -81,6 +81,12 @@ template <class E> class SpellWorker {
     for (int64_t u = 0; u < call.U; u++)
       for (int64_t j = 0; j < count; j++) rows.push_back(at(p, u, width) + j * width);
     return rows;
+  }
+
+  // The cell (H,) that row j of step u reads.
+  const T* cell_before(const Direction& own, int64_t u, int64_t j) const {
+    if (u == 0) return memory.zeros.data();
+    return this->at(call.swap ? own.h : own.c, u - 1, H) + j * H;
   }
 
   LookCall look_at(int64_t u) const {
@@ -152,7 +158,8 @@ template <class E> class SpellForward : SpellWorker<E> {
     else if (u > 0)
       this->product(this->at(call.read, u - 1, call.E), count, weights.input[0], ax, true);
     if (u > 0)
-      this->product(this->at(own.h, u - 1, H), count, weights.recurrent[l], ah, !own.ax);
+      this->product(this->at(call.swap ? own.c : own.h, u - 1, H), count, weights.recurrent[l], ah,
+                    !own.ax);
     else if (own.ax)
       std::fill_n(ah, count * G, T(0));
     run_cells(u, call.layers[l]);
@@ -162,15 +169,12 @@ template <class E> class SpellForward : SpellWorker<E> {
     const Direction& own = layer.cell;
     const Cell<T> cell = make_cell<T>(call, own);
     T *c = this->at(own.c, u, H), *h = this->at(own.h, u, H), *raw = this->at(own.raw, u, H);
-    if (u > 0)
-      std::copy_n(this->at(own.c, u - 1, H), count * H, c);
-    else
-      std::fill_n(c, count * H, T(0));
     for (int64_t j = 0; j < count; j++)
       cell_forward(cell, own.ax ? this->at(own.ax, u, G) + j * G : nullptr,
                    this->at(own.ah, u, G) + j * G,
-                   own.mask ? in<T>(own.mask) + (low + j) * H : nullptr, c + j * H, raw + j * H,
-                   h + j * H, out<RowStats<T>>(own.stats)[u * call.B + low + j]);
+                   own.mask ? in<T>(own.mask) + (low + j) * H : nullptr,
+                   this->cell_before(own, u, j), c + j * H, raw + j * H, h + j * H,
+                   out<RowStats<T>>(own.stats)[u * call.B + low + j]);
     if (!layer.keep) return;
     const T* keep = this->at(layer.keep, u, H);
     T* shown = this->at(layer.shown, u, H);

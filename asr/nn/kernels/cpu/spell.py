@@ -30,7 +30,8 @@ class SpellCall(ctypes.Structure):
 
     _fields_ = (
         [(name, c_int64) for name in "BUTEMHACWL"]
-        + [(name, c_int64) for name in ("mode", "norm_c", "carry", "threads", "blocks", "forked")]
+        + [(name, c_int64) for name in ("mode", "norm_c", "carry", "swap")]
+        + [(name, c_int64) for name in ("threads", "blocks", "forked")]
         + [("eps", c_double), ("layers", c_void_p)]
         + library.pointers("embedded weight_embedded weight_query states keys first v place conv")
         + library.pointers("valid wanted weights total read dshown dread dweights dreads dwanted")
@@ -111,9 +112,8 @@ class _Run:
         own = library.kind_of(given.states)
         self.kind = library.KINDS["bf16"] if half and library.has_bf16() else own
         self.call = call = SpellCall(B=B, U=U, T=T, E=E, M=M, H=H, A=A, C=C, W=W, L=L)
-        call.mode, call.norm_c, call.carry = MODES[norm], norm != "none", norm == "per_gate"
+        library.describe_norm(call, fixed.setting)
         call.threads, call.blocks = threads, max(1, min(threads, B // PER_WORKER))
-        call.eps = fixed.setting.eps
         self.layers = (SpellLayer * L)()
         call.layers = ctypes.addressof(self.layers)
         self.keep: list[Any] = [fixed]

@@ -121,17 +121,17 @@ template <class E> class SpellBackward : SpellWorker<E> {
       cell_backward(cell, saved_row(u, w, j), dh + j * H, dc + j * H,
                     w.dax ? this->at(w.dax, u, G) + j * G : nullptr,
                     this->at(w.dah, u, G) + j * G, grads, own.scratch.data());
-    this->product(this->at(w.dah, u, G), count, weights.recurrent[l], dh, false);
+    if (call.swap) std::copy_n(dc, count * H, dh);
+    this->product(this->at(w.dah, u, G), count, weights.recurrent[l], call.swap ? dc : dh, false);
     this->product(this->at(dgates(l), u, G), count, weights.input[l],
                   l > 0 ? own.dshown.data() : own.dread.data(), false);
   }
 
   Row<T> saved_row(int64_t u, const Direction& w, int64_t j) const {
-    const T* before = u > 0 ? this->at(w.c, u - 1, H) + j * H : this->memory.zeros.data();
     return {w.ax ? this->at(w.ax, u, G) + j * G : nullptr,
             this->at(w.ah, u, G) + j * G,
             this->at(w.raw, u, H) + j * H,
-            before,
+            this->cell_before(w, u, j),
             w.mask ? in<T>(w.mask) + (low + j) * H : nullptr,
             in<RowStats<T>>(w.stats)[u * call.B + low + j]};
   }
@@ -152,8 +152,8 @@ template <class E> class SpellBackward : SpellWorker<E> {
       } else {
         add_product(dax, G, this->rows_of(shown(l - 1), H), H, w.dweight_ih);
       }
-      add_product(this->rows_of((const void*)w.dah, G), G, this->rows_of(w.h, H, 1), H,
-                  w.dweight_hh);
+      add_product(this->rows_of((const void*)w.dah, G), G,
+                  this->rows_of(call.swap ? w.c : w.h, H, 1), H, w.dweight_hh);
     }
     add_product(this->rows_of((const void*)call.dwanted, call.A), call.A,
                 this->rows_of(shown(call.L - 1), H), H, call.dweight_query);

@@ -8,10 +8,10 @@ template <class T> void step_forward(const Call& call) {
   const Direction& own = call.direction[0];
   const Cell<T> cell = make_cell<T>(call, own);
   const int64_t H = call.H, G = 4 * H;
-  std::copy_n(in<T>(own.c0), call.B * H, out<T>(own.c));
   for (int64_t j = 0; j < call.B; j++)
     cell_forward(cell, own.ax ? in<T>(own.ax) + j * G : nullptr, in<T>(own.ah) + j * G,
-                 own.mask ? in<T>(own.mask) + j * H : nullptr, out<T>(own.c) + j * H,
+                 own.mask ? in<T>(own.mask) + j * H : nullptr, in<T>(own.c0) + j * H,
+                 out<T>(own.c) + j * H,
                  out<T>(own.raw) + j * H, out<T>(own.h) + j * H, stats_of<T>(own)[j]);
 }
 

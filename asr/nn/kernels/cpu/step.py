@@ -19,7 +19,7 @@ State = tuple[Tensor, Tensor]
 
 def step(x: Tensor, state: State, mask: Tensor | None, w: Weights, setting: Setting) -> State:
     """x (B, I), state of two (B, H) -> the next. Raises build.BuildError without the kernels."""
-    h, c = state
+    h, c = reversed(state) if setting.norm == "thesis" else state
     half = setting.precision == "bf16" and x.dtype == torch.float32
     dtype = torch.bfloat16 if half else x.dtype
     ax, ah = linear(x, w.weight_ih, dtype), linear(h, w.weight_hh, dtype)
@@ -82,11 +82,11 @@ def _describe(
     setting: Setting, ax: Tensor | None, ah: Tensor, c: Tensor, mask: Tensor | None, vectors: Any
 ) -> tuple[library.Call, list[Tensor]]:
     """The part of a call that both passes share, and what must outlive it."""
-    (B, H), norm = c.shape, setting.norm
+    B, H = c.shape
     ones = c.new_ones(4 * H)
     bias, *gains = (ones if v is None else v.detach().contiguous() for v in vectors)
-    call = library.Call(B=B, T=1, I=0, H=H, D=1, mode=MODES[norm], eps=setting.eps)
-    call.norm_c, call.carry, call.threads = norm != "none", norm == "per_gate", 1
+    call = library.Call(B=B, T=1, I=0, H=H, D=1, threads=1)
+    library.describe_norm(call, setting)
     gain_x, gain_h, gain_c, bias_c = gains
     library.point(
         call.direction[0],

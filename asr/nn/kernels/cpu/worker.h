@@ -24,7 +24,8 @@ template <class T> T* out(void* p) { return static_cast<T*>(p); }
 
 // `call` says how all layers are normed.
 template <class T, class C> Cell<T> make_cell(const C& call, const Direction& w) {
-  return {Mode(call.mode), call.norm_c != 0,  call.carry != 0,  call.H, T(call.eps),
+  return {Mode(call.mode), call.norm_c != 0,  call.carry != 0,  call.swap != 0,
+          call.H,          T(call.eps),
           in<T>(w.gain_x), in<T>(w.gain_h), in<T>(w.bias), in<T>(w.gain_c), in<T>(w.bias_c)};
 }
 
