@@ -23,7 +23,7 @@ LAS = [
         ("none", {}),
         ("ba", {}),
         ("raw", {}),
-        ("thesis", {"backend": "reference"}),
+        ("thesis", {}),
         ("per_gate", {}),
         ("cell", {}),
     ]

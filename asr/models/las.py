@@ -76,7 +76,7 @@ class LAS(nn.Module):
     def _read(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (B, U, H + E) and attention weights (B, U, T) over the given tokens."""
         sampled = self.training and self.sampling > 0.0
-        if not sampled and self.speller.runs_at_once(memory):
+        if not sampled and self.speller.runs_at_once(memory, tokens):
             return self.speller.at_once(memory, tokens)
         state = self.speller.start(memory)
         outputs: list[Tensor] = []

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from asr.nn.attention import Attention, Look, first_look
 from asr.nn.dropout import Dropout, draw_mask
 from asr.nn.kernels import choice
-from asr.nn.kernels.cpu.spell import Fixed, Given
+from asr.nn.kernels.cpu.spell import Fixed, Inputs
 from asr.nn.kernels.loop import LoopWeight, linear
 from asr.nn.kernels.problem import Weights
 from asr.nn.lstm import LayerNormLSTMCell
 from asr.nn.lstm_cell import get_weights
 from asr.nn.memory import Memory
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Context(NamedTuple):
@@ -92,10 +94,10 @@ class Speller(nn.Module):
         context = Context(memory, LoopWeight(states.mT), keys, masks, weights)
         return SpellerState(context, cells, states.new_zeros(B, 1, E), first_look(memory))
 
-    def runs_at_once(self, memory: Memory) -> bool:
+    def runs_at_once(self, memory: Memory, tokens: Tensor) -> bool:
         """Can at_once do what `advance` does step by step, and does nobody watch the steps?"""
         own = self.cells[0]
-        if any(part._forward_hooks or part._forward_pre_hooks for part in self._skipped()):
+        if self._is_watched() or own.setting.precision != "fp32" or 0 in tokens.shape:
             return False
         chosen = choice.choose(own.backend, own.setting, own.weight_hh)
         return chosen == "cpu" and self.attend.runs_in_cpp(memory.states)
@@ -105,10 +107,10 @@ class Speller(nn.Module):
         (B, U), attend, own = tokens.shape, self.attend, self.cells[0]
         embedded = self.dropout(self.embedding(tokens)).transpose(0, 1)
         matrices = attend.to_query.weight, attend.to_energy.weight, *attend.location_weights()
-        given = Given(embedded, memory.states, attend.keys(memory), *matrices)
+        given = Inputs(embedded, memory.states, attend.keys(memory), *matrices)
         masks = tuple(cell.dropout_mask(B) for cell in self.cells)
         keep = None
-        if self.training and self.dropout.rate > 0.0:
+        if self.dropout.training and self.dropout.rate > 0.0:
             shape = len(self.cells), U, B, own.hidden_size
             keep = draw_mask(embedded, shape, self.dropout.rate)
         first = first_look(memory).weights.squeeze(1)
@@ -117,9 +119,10 @@ class Speller(nn.Module):
         shown, read, looks = choice.run_spell(given, weights, fixed)
         return torch.cat([shown, read], dim=-1).transpose(0, 1), looks.transpose(0, 1)
 
-    def _skipped(self) -> list[nn.Module]:
-        """The modules that at_once does not call."""
-        return [*self.cells.modules(), *self.attend.modules()]
+    def _is_watched(self) -> bool:
+        """Has a module that at_once does not call, or not for each step, any hook?"""
+        parts = [self.embedding, self.dropout, *self.cells.modules(), *self.attend.modules()]
+        return any(getattr(part, name) for part in parts for name in _HOOKS)
 
     def advance(self, state: SpellerState, tokens: Tensor) -> tuple[Tensor, SpellerState]:
         """Read tokens (B, K) -> what the output layer reads, (B, K, H + E), and the next state."""

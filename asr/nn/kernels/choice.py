@@ -74,7 +74,7 @@ def run_step(
         return cpu_step.step(x, (h, c), mask, weights, setting)
 
 
-def run_spell(given: cpu_spell.Given, cells: list[Weights], fixed: cpu_spell.Fixed) -> Spelled:
+def run_spell(given: cpu_spell.Inputs, cells: list[Weights], fixed: cpu_spell.Fixed) -> Spelled:
     """A speller's steps along given tokens, where a step is chosen to run in C++."""
     setting, _ = _under_autocast(fixed.setting, cells[0].bias_hh)
     return cpu_spell.spell(given, cells, fixed._replace(setting=setting))

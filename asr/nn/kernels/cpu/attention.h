@@ -34,7 +34,7 @@ template <class T> struct LookWeights {
   std::vector<T> v, place, place_by_size;  // (A), (C, A), (A, C)
   std::vector<T> taps, mirrored;           // (2, W, C), (C, W, 2)
 
-  template <class Call> void from(const Call& call) {
+  template <class Sizes> void from(const Sizes& call) {
     A = call.A, C = call.C, W = call.W;
     wide_A = whole(A, Simd<T>::N), wide_C = whole(C, Simd<T>::N);
     v.assign(wide_A, T(0));

@@ -11,7 +11,7 @@ struct Direction {
   const void *weight_ih, *weight_hh;                     // (4H, I), (4H, H)
   const void *bias, *gain_x, *gain_h, *gain_c, *bias_c;  // gains and biases: never null
   const void *h0, *c0, *mask;                            // (B, H); mask may be null
-  void *h, *c;                                           // (B, H): the final state
+  void *h, *c;                                           // (B, H): the final, or each, state
   void *ax, *ah, *raw, *stats;  // saved: (rows, 4H) twice, (rows, H), (rows, 12); or null
   const void *dh, *dc;          // (B, H): gradient of the final state
   void *dh0, *dc0, *dx;         // (B, H) twice; dx (B, T, I) or null

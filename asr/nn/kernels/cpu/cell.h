@@ -3,7 +3,7 @@
 //
 // The pre-activations come in one of three ways:
 //   kSum    z = a + b                                    none, cell
-//   kSplit  z = gx LN(ax) + gh LN(ah) + b                ba, raw (gains of 1)
+//   kSplit  z = gx LN(ax) + gh LN(ah) + b                ba; raw and thesis (gains of 1)
 //   kGates  z = g LN(a) + b, one LN for each gate        per_gate
 // where a is W_x x + W_h h. The gates stand in the order i, f, g, o.
 #pragma once

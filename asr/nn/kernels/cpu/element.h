@@ -80,3 +80,15 @@ inline Vec<float> multiply_add(Vec<float> acc, Pair a, Vec<float> b) {
                                       (__m512bh)b);
 }
 #endif
+
+// What Python calls a kind (library.py): 0 float, 1 double, 2 float with products in bf16.
+#if defined(__AVX512BF16__)
+#define EACH_KIND(run)                   \
+  if (kind == 0) run<float>(*call);      \
+  else if (kind == 1) run<double>(*call); \
+  else run<Pair>(*call);
+#else
+#define EACH_KIND(run)                   \
+  if (kind == 1) run<double>(*call);     \
+  else run<float>(*call);
+#endif

@@ -10,7 +10,7 @@ from torch import Tensor
 from asr.nn.kernels.cpu import build
 from asr.nn.kernels.problem import Setting
 
-KINDS = {"float32": 0, "float64": 1, "bf16": 2}  # what layer.cpp calls them
+KINDS = {"float32": 0, "float64": 1, "bf16": 2}  # as in element.h
 # How the pre-activations are normed: modes of cell.h.
 MODES = {"none": 0, "cell": 0, "ba": 1, "raw": 1, "thesis": 1, "per_gate": 2}
 

@@ -5,6 +5,7 @@ step. The legend is that of spell.h: M is the size of an embedding, L the number
 """
 
 import ctypes
+from collections.abc import Iterator
 from ctypes import c_double, c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ class SpellCall(ctypes.Structure):
     )
 
 
-class Given(NamedTuple):
+class Inputs(NamedTuple):
     """What the speller reads, and the weights of its attention (asr/nn/attention.py)."""
 
     embedded: Tensor  # (U, B, M)
@@ -70,12 +71,48 @@ class Spelled(NamedTuple):
     weights: Tensor  # (U, B, T)
 
 
-def spell(given: Given, cells: list[Weights], fixed: Fixed) -> Spelled:
-    """All of one dtype, float32 or float64. Raises build.BuildError without the kernels."""
-    given = Given(*(t if t is None else t.contiguous() for t in given))
+def spell(given: Inputs, cells: list[Weights], fixed: Fixed) -> Spelled:
+    """All of one dtype, float32 or float64. What a backward pass needs is made in any case.
+
+    Raises ValueError where a shape or dtype does not fit, and build.BuildError without the kernels.
+    """
+    _check(given, cells, fixed)
+    given = Inputs(*(t if t is None else t.contiguous() for t in given))
     fixed = fixed._replace(valid=fixed.valid.contiguous(), first=fixed.first.contiguous())
     flat = [w for cell in cells for w in cell if w is not None]
     return Spelled(*_Spell.apply(cells, fixed, *given, *flat))
+
+
+def _check(given: Inputs, cells: list[Weights], fixed: Fixed) -> None:
+    """C++ trusts shapes and dtypes."""
+    for name, tensor, shape in _expected(given, cells, fixed):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+        dtype = torch.bool if name == "valid" else given.states.dtype
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; expected {dtype}")
+        if 0 in shape:
+            raise ValueError(f"{name} has shape {shape}: nothing to spell, or nothing to read")
+
+
+def _expected(
+    given: Inputs, cells: list[Weights], fixed: Fixed
+) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
+    """Name, tensor and the shape that it must have."""
+    (U, B, M), (_, T, E) = given.embedded.shape, given.states.shape
+    A, H = given.weight_query.shape
+    C, _, W = (1, 2, 1) if given.conv is None else given.conv.shape
+    shapes = [(U, B, M), (B, T, E), (B, T, A), (A, H), (1, A), (A, C), (C, 2, W)]
+    yield from zip(Inputs._fields, given, shapes, strict=True)
+    yield "valid", fixed.valid, (B, T)
+    yield "first", fixed.first, (B, T)
+    yield "keep", fixed.keep, (len(cells), U, B, H)
+    for index, (w, mask) in enumerate(zip(cells, fixed.masks, strict=True)):
+        yield f"weight_ih of cell {index}", w.weight_ih, (4 * H, H if index else M + E)
+        yield f"weight_hh of cell {index}", w.weight_hh, (4 * H, H)
+        yield f"mask of cell {index}", mask, (B, H)
 
 
 class _Spell(torch.autograd.Function):
@@ -83,26 +120,28 @@ class _Spell(torch.autograd.Function):
     def forward(
         ctx: Any, cells: list[Weights], fixed: Fixed, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        given = Given(*tensors[: len(Given._fields)])
+        given = Inputs(*tensors[: len(Inputs._fields)])
         run = _Run(given, cells, fixed)
         spelled = _allot(run, given, fixed)
         library.run("spell_forward", run.call, run.kind)
         ctx.run, ctx.cells = run, cells
         # Saved for their versions: changing one in place before the backward pass is an error.
-        ctx.save_for_backward(*spelled, *tensors)
+        ctx.save_for_backward(*spelled, fixed.valid, *tensors)
         return tuple(spelled)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        given = Given(*ctx.saved_tensors[len(Spelled._fields) :][: len(Given._fields)])
+        shown, read, weights, _, *tensors = ctx.saved_tensors
+        given = Inputs(*tensors[: len(Inputs._fields)])
+        ctx.run.point(given, Spelled(shown, read, weights))  # hooks may have moved what was saved
         return None, None, *_backward(ctx.run, given, ctx.cells, upstream)
 
 
 class _Run:
     """A call that both passes share, and what it points to but the results."""
 
-    def __init__(self, given: Given, cells: list[Weights], fixed: Fixed) -> None:
+    def __init__(self, given: Inputs, cells: list[Weights], fixed: Fixed) -> None:
         U, B, M = given.embedded.shape
         (_, T, E), (A, H), L = given.states.shape, given.weight_query.shape, len(cells)
         C, _, W = (0, 0, 0) if given.conv is None else given.conv.shape
@@ -116,19 +155,29 @@ class _Run:
         call.threads, call.blocks = threads, max(1, min(threads, B // PER_WORKER))
         self.layers = (SpellLayer * L)()
         call.layers = ctypes.addressof(self.layers)
-        self.keep: list[Any] = [fixed]
-        library.point(call, valid=fixed.valid, first=fixed.first, **given._asdict())
+        self.alive: list[Any] = [fixed]
+        library.point(call, valid=fixed.valid, first=fixed.first)
         self._point_weights(cells, fixed)
 
     def _point_weights(self, cells: list[Weights], fixed: Fixed) -> None:
         weight_ih = cells[0].weight_ih.detach()
         embedded, reading = (w.contiguous() for w in weight_ih.tensor_split([self.call.M], 1))
-        self.keep += [embedded, reading]
+        self.alive += [embedded, reading]
         library.point(self.call, weight_embedded=embedded)
         for index, (layer, w) in enumerate(zip(self.layers, cells, strict=True)):
-            point_weights(layer.cell, w._replace(weight_ih=reading) if index == 0 else w, self.keep)
+            point_weights(
+                layer.cell, w._replace(weight_ih=reading) if index == 0 else w, self.alive
+            )
             library.point(layer.cell, mask=fixed.masks[index])
             library.point(layer, keep=None if fixed.keep is None else fixed.keep[index])
+
+    def point(self, given: Inputs, spelled: Spelled) -> None:
+        """What autograd keeps between the passes."""
+        last = self.layers[-1]
+        library.point(self.call, **given._asdict(), read=spelled.read, weights=spelled.weights)
+        library.point(last, shown=spelled.shown)
+        if last.keep is None:
+            library.point(last.cell, h=spelled.shown)
 
     def point_rows(self, lease: Lease, **widths: int) -> None:
         """Each layer's part of buffers with rows (L, U, B) of these widths."""
@@ -139,7 +188,7 @@ class _Run:
                 library.point(layer.cell, **{name: part})
 
 
-def _allot(run: _Run, given: Given, fixed: Fixed) -> Spelled:
+def _allot(run: _Run, given: Inputs, fixed: Fixed) -> Spelled:
     """Memory for the results, and for what the backward pass needs."""
     call, new = run.call, given.states.new_empty
     H, U, B = call.H, call.U, call.B
@@ -155,14 +204,14 @@ def _allot(run: _Run, given: Given, fixed: Fixed) -> Spelled:
         if fixed.keep is None:
             library.point(layer.cell, h=own)
     spelled = Spelled(shown.pop(), new(U, B, call.E), new(U, B, call.T))
-    run.keep += [lease, shown]
-    library.point(call, read=spelled.read, weights=spelled.weights)
+    run.alive += [lease, shown]
+    run.point(given, spelled)
     library.point(call, wanted=lease["wanted"], total=lease["total"])
     return spelled
 
 
 def _backward(
-    run: _Run, given: Given, cells: list[Weights], upstream: tuple[Tensor, ...]
+    run: _Run, given: Inputs, cells: list[Weights], upstream: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
     """The gradients of all that is given and of the cells' weights."""
     call, rows = run.call, run.call.U * run.call.B
@@ -174,7 +223,7 @@ def _backward(
     lease = Lease(given.states.dtype, **counts, **beside)
     run.point_rows(lease, **widths)
     library.point(call, dreads=lease["dreads"], dwanted=lease["dwanted"])
-    found = Given(
+    found = Inputs(
         *map(torch.empty_like, given[:3]), *(library.slots(w, call.blocks) for w in given[3:])
     )
     library.point(call, **{f"d{name}": slot for name, slot in found._asdict().items()})

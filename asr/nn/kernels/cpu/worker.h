@@ -7,18 +7,6 @@
 #include "gemm.h"
 #include "parallel.h"
 
-// kind: 0 float, 1 double, 2 float with products in bf16.
-#if defined(__AVX512BF16__)
-#define EACH_KIND(run)                   \
-  if (kind == 0) run<float>(*call);      \
-  else if (kind == 1) run<double>(*call); \
-  else run<Pair>(*call);
-#else
-#define EACH_KIND(run)                   \
-  if (kind == 1) run<double>(*call);     \
-  else run<float>(*call);
-#endif
-
 template <class T> const T* in(const void* p) { return static_cast<const T*>(p); }
 template <class T> T* out(void* p) { return static_cast<T*>(p); }
 
