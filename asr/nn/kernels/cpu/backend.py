@@ -43,8 +43,7 @@ def _plan(batch: Batch, directions: int, setting: Setting) -> _Plan:
     B, T, _ = batch.x.shape
     threads = torch.get_num_threads()
     blocks = max(1, min(threads // directions, B // PER_WORKER))
-    asked = setting.precision == "bf16" and batch.x.dtype == torch.float32
-    kind = library.KINDS["bf16"] if asked and library.has_bf16() else library.kind_of(batch.x)
+    kind = library.kind_of_products(batch.x, setting)
     return _Plan(setting, batch.lengths or [T] * B, kind, threads, blocks)
 
 

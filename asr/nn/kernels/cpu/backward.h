@@ -26,8 +26,7 @@ template <class E> class Backward : Worker<E> {
  public:
   Backward(const Call& call, const Share& share, const BackwardWeights<E>& packed)
       : Base(call, share), weights(packed) {
-    T* sums = out<T>(own.dvectors) + share.block * 14 * H;
-    grads = {sums, sums + G, sums + 2 * G, sums + 3 * G, sums + 3 * G + H};
+    grads = grads_at(out<T>(own.dvectors) + share.block * 14 * H, H);
   }
 
   void run() {

@@ -37,6 +37,12 @@ template <class T> struct Grads {  // sums over rows
   T *gain_c, *bias_c;         // (H,)
 };
 
+// Where they lie one after the other, (14H,).
+template <class T> Grads<T> grads_at(T* sums, int64_t H) {
+  const int64_t G = 4 * H;
+  return {sums, sums + G, sums + 2 * G, sums + 3 * G, sums + 3 * G + H};
+}
+
 // A variance within the rounding noise of the mean counts as none: the guard.
 template <class T> Moments<T> moments(const T* x, int64_t n, T eps) {
   constexpr int lanes = Simd<T>::N;

@@ -75,6 +75,12 @@ def kind_of(x: Tensor) -> int:
     return KINDS[str(x.dtype).removeprefix("torch.")]
 
 
+def kind_of_products(x: Tensor, setting: Setting) -> int:
+    """kind_of, or bf16 where the setting asks for it and this processor multiplies it."""
+    half = setting.precision == "bf16" and kind_of(x) == KINDS["float32"]
+    return KINDS["bf16"] if half and has_bf16() else kind_of(x)
+
+
 def run(name: str, call: Structure, kind: int) -> None:
     """Calls lstm_forward, look_forward or the like without Python's lock. Raises BuildError."""
     call.forked = bool(_forked)

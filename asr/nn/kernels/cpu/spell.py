@@ -147,9 +147,7 @@ class _Run:
         C, _, W = (0, 0, 0) if given.conv is None else given.conv.shape
         norm, threads = fixed.setting.norm, torch.get_num_threads()
         self.split = MODES[norm] == 1
-        half = fixed.setting.precision == "bf16" and given.states.dtype == torch.float32
-        own = library.kind_of(given.states)
-        self.kind = library.KINDS["bf16"] if half and library.has_bf16() else own
+        self.kind = library.kind_of_products(given.states, fixed.setting)
         self.call = call = SpellCall(B=B, U=U, T=T, E=E, M=M, H=H, A=A, C=C, W=W, L=L)
         library.describe_norm(call, fixed.setting)
         call.threads, call.blocks = threads, max(1, min(threads, B // PER_WORKER))

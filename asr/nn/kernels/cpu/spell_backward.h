@@ -113,8 +113,7 @@ template <class E> class SpellBackward : SpellWorker<E> {
     const Direction& w = layer.cell;
     const Cell<T> cell = make_cell<T>(call, w);
     T *dh = &own.dh[l * count * H], *dc = &own.dc[l * count * H];
-    T* sums = out<T>(w.dvectors) + block * 14 * H;
-    const Grads<T> grads = {sums, sums + G, sums + 2 * G, sums + 3 * G, sums + 3 * G + H};
+    const Grads<T> grads = grads_at(out<T>(w.dvectors) + block * 14 * H, H);
     const T* keep = layer.keep ? this->at(layer.keep, u, H) : nullptr;
     for (int64_t k = 0; k < count * H; k++) dh[k] += own.dshown[k] * (keep ? keep[k] : T(1));
     for (int64_t j = 0; j < count; j++)

@@ -19,8 +19,7 @@ template <class T> void step_backward(const Call& call) {
   const Direction& own = call.direction[0];
   const Cell<T> cell = make_cell<T>(call, own);
   const int64_t H = call.H, G = 4 * H;
-  T* sums = out<T>(own.dvectors);
-  const Grads<T> grads = {sums, sums + G, sums + 2 * G, sums + 3 * G, sums + 3 * G + H};
+  const Grads<T> grads = grads_at(out<T>(own.dvectors), H);
   std::vector<T> scratch(5 * H);
   std::copy_n(in<T>(own.dc), call.B * H, out<T>(own.dc0));
   for (int64_t j = 0; j < call.B; j++) {
