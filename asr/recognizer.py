@@ -237,9 +237,4 @@ def run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
     recipe = read_recipe(run / "recipe.yaml", overrides)
     if not isinstance(recipe, SpeechRecipe):
         raise UserError(f"{run}: a run of the task {recipe.task}; only speech can be transcribed")
-    if recipe.decode.ctc_weight and not recipe.model.ctc_weight:
-        raise UserError(
-            f"{run}: decode.ctc_weight is {recipe.decode.ctc_weight:g}, but its model was trained "
-            "without a CTC head (model.ctc_weight = 0); set decode.ctc_weight=0"
-        )
     return recipe

@@ -153,6 +153,14 @@ def test_a_wrong_model_is_named_without_pydantics_tags(read, model, message):
     assert message in found and "model.las" not in found
 
 
+@pytest.mark.parametrize("decode", ["search=ctc", "ctc_weight=0.4"])
+def test_decoding_with_a_ctc_head_needs_one(read, decode):
+    """Found before training, not by its first validation."""
+    assert read(PLAIN, f"decode.{decode}").model.ctc_weight > 0
+    headless = [f"decode.{decode}", "model.ctc_weight=0"]
+    assert f"decode.{decode} needs a CTC head" in refusal(read, PLAIN, *headless)
+
+
 @pytest.mark.parametrize("kind", ["los", "", "1"])
 def test_an_unknown_model_kind_names_the_known(read, kind):
     found = refusal(read, f"run: x\ndata: {{train: a.tsv}}\nmodel: {{kind: '{kind}'}}\n")

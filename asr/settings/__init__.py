@@ -42,6 +42,17 @@ class SpeechRecipe(Recipe):
     model: Model
     decode: Decode = Decode()
 
+    @model_validator(mode="after")
+    def _ctc_decoding_has_its_head(self) -> "SpeechRecipe":
+        decode = self.decode
+        wanted = "search=ctc" if decode.search == "ctc" else f"ctc_weight={decode.ctc_weight:g}"
+        if not self.model.ctc_weight and wanted != "ctc_weight=0":
+            raise ValueError(
+                f"decode.{wanted} needs a CTC head, and model.ctc_weight = 0 leaves it out: "
+                "set decode.ctc_weight=0 and decode.search=beam, or train with a head"
+            )
+        return self
+
 
 class ImageRecipe(Recipe):
     """Small images: their classes, read row by row, or a model that draws such images."""
