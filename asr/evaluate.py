@@ -1,41 +1,30 @@
 """Error rates of a run: python -m asr.evaluate RUN --split NAME_OR_MANIFEST.tsv [key=value ...]"""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from asr import command, corpora
 from asr.data.corpus import Corpus, Utterance
 from asr.data.table import read_rows
-from asr.evaluation import UNREAD, Heard, attention_uri, health_columns, recognise
+from asr.errors import UserError
+from asr.evaluation import Evaluation, attention_uri, evaluate, health_columns
 from asr.recognizer import Recognizer, run_recipe
-from asr.scoring.files import between, percent, read_evaluation, write_evaluation
+from asr.scoring.files import (
+    between,
+    evaluation_name,
+    percent,
+    read_evaluation,
+    write_evaluation,
+)
 from asr.scoring.page import write_page
-from asr.scoring.parts import by_group, group_lines
+from asr.scoring.parts import group_lines
 from asr.scoring.significance import verdict
-from asr.scoring.wer import Score, score, summarize
-from asr.settings import SpeechRecipe
+from asr.scoring.wer import Score
 from asr.tune import tune
 from features.packed import member_of
-
-Labels = Mapping[str, Mapping[str, str]]  # column -> utterance id -> group
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A split, decoded and scored."""
-
-    title: str
-    corpus: Corpus
-    heard: Sequence[Heard]  # in the order of the corpus, UNREAD where it could not be read
-    reasons: Mapping[str, str]  # why not, by utterance id
-    score: Score
-    groups: Mapping[str, Mapping[str, Score]]
-    about: Mapping[str, Any]  # for score.json
 
 
 def main() -> int:
@@ -45,9 +34,9 @@ def main() -> int:
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     corpus = corpora.split(recipe.data, args.split)
-    name = Path(args.split).stem
+    name = evaluation_name(args.split)
     labels = {column: groups_of(corpus, column) for column in args.by}
-    other = read_evaluation(args.against / "evaluate" / name).score if args.against else None
+    other = result_of(args.against, name, corpus) if args.against else None
     recognizer = Recognizer.load(args.run, args.overrides)
     unknown = [recognizer.tokenizer.unknown(text) for text in corpus.texts]
     corpora.check_text(corpus.texts, unknown, corpus.path)
@@ -55,13 +44,16 @@ def main() -> int:
         for line in tune(recognizer, corpus, recipe, args.run):
             print(line, flush=True)
         return 0
-    evaluation = evaluate(recognizer, corpus, recipe, labels, f"{args.run.name}: {name}")
-    against = verdict(other, evaluation.score) if other else []
     folder = args.out or args.run / "evaluate" / name
+    folder.mkdir(parents=True, exist_ok=True)  # fails, where it does, before hours of decoding
+    title = f"{args.run.resolve().name}: {name}"
+    evaluation = evaluate(recognizer, corpus, recipe, labels, title, args.overrides)
+    print("\n".join(lines(evaluation)), flush=True)
+    if other:
+        print(
+            f"{args.run} against {args.against}, WER", *verdict(other, evaluation.score), sep="\n"
+        )
     write(folder, evaluation, recognizer, args.pictures)
-    print("\n".join(lines(evaluation)))
-    if against:
-        print(f"{args.run} against {args.against}, WER", "\n".join(against))
     print(f"files: {folder}/score.json hypotheses.tsv alignment.txt")
     print(f"page:  {(folder / 'page.html').resolve().as_uri()}")
     return 2 if evaluation.reasons else 0
@@ -95,44 +87,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
+def result_of(run: Path, name: str, corpus: Corpus) -> Score:
+    """What a run's evaluation of the same split gave. UserError where it is of another split."""
+    found = read_evaluation(run / "evaluate" / name).score
+    if {u.id for u in found.utterances} != set(corpus.ids):
+        raise UserError(
+            f"--against {run}: its evaluation {name} is of other utterances than {corpus.path}; "
+            "evaluate it on that manifest first"
+        )
+    return found
+
+
 def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
     """Utterance id -> its value in a column of the manifest. UserError without such a column."""
     return {row["id"]: row[column] for _, row in read_rows(corpus.path, ("id", column))}
-
-
-def evaluate(
-    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, labels: Labels, title: str
-) -> Evaluation:
-    """Decode and score every utterance, the unreadable ones as empty."""
-    found, reasons = recognise(recognizer, corpus, recipe)
-    heard = [found.get(name, UNREAD) for name in corpus.ids]
-    result = score(corpus.texts, [h.text for h in heard], corpus.ids, corpus.speakers)
-    groups = {column: by_group(result, group_of) for column, group_of in labels.items()}
-    speakers = summarize(result.utterances, interval_over="speakers")
-    about = {
-        "decode": recipe.decode.model_dump(mode="json"),
-        "not_decoded": len(reasons),
-        "wer_interval_over_speakers": speakers.wer_interval,
-        "groups": {
-            column: {name: group(part) for name, part in parts.items()}
-            for column, parts in groups.items()
-        },
-    }
-    if recipe.model.ctc_weight:
-        ctc = [h.ctc for h in heard]
-        about["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
-    return Evaluation(title, corpus, heard, reasons, result, groups, about)
-
-
-def group(part: Score) -> dict[str, Any]:
-    """What score.json says of a part of the split."""
-    speakers = summarize(part.utterances, interval_over="speakers")
-    return {
-        "wer": part.wer,
-        "words": part.words,
-        "wer_interval": part.wer_interval,
-        "wer_interval_over_speakers": speakers.wer_interval,
-    }
 
 
 def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures: int) -> None:
@@ -164,7 +132,8 @@ def playable(utterance: Utterance, reasons: Mapping[str, str]) -> bool:
 def facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
     """What stands under the page's title."""
     about = evaluation.about
-    for key in ("checkpoint", "beam", "ctc_weight", "length_penalty"):
+    yield "checkpoint", f"{about['decode']['checkpoint']}, of step {_steps(evaluation)}"
+    for key in ("beam", "ctc_weight", "length_penalty"):
         yield key.replace("_", " "), str(about["decode"][key])
     if about["decode"]["lm"] and about["decode"]["lm_weight"]:
         yield "language model", f"{about['decode']['lm']}, weight {about['decode']['lm_weight']}"
@@ -185,9 +154,19 @@ def ill(evaluation: Evaluation) -> list[str]:
     ]
 
 
+def _steps(evaluation: Evaluation) -> str:
+    return " ".join(map(str, evaluation.about["steps"]))
+
+
 def lines(evaluation: Evaluation) -> Iterator[str]:
     """What a person reads first."""
     result, sick = evaluation.score, ill(evaluation)
+    average, there = evaluation.about["decode"]["average"], len(evaluation.about["steps"])
+    if there < average:
+        yield (
+            f"mean of {there} checkpoints (step {_steps(evaluation)}): the run holds no more, "
+            f"decode.average = {average} asks for more"
+        )
     for name, reason in evaluation.reasons.items():
         yield f"not decoded, scored as empty: {name}: {reason}"
     intervals = {

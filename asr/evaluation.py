@@ -1,9 +1,10 @@
-"""A split decoded: what was heard of each utterance, how healthy it is, where attention was."""
+"""A split decoded and scored: what was heard, how healthy it is, where attention was."""
 
 import io
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from matplotlib.image import imsave
@@ -16,7 +17,9 @@ from asr.data.text import labels_of
 from asr.decoding.health import Health, health
 from asr.errors import UserError
 from asr.recognizer import Recognizer
+from asr.scoring.parts import by_group
 from asr.scoring.pictures import attention_picture
+from asr.scoring.wer import Score, score, summarize
 from asr.settings import SpeechRecipe
 
 
@@ -32,6 +35,64 @@ class Heard:
 
 
 UNREAD = Heard("", "", (), False, Health(None, 0.0, 0.0))
+
+
+Labels = Mapping[str, Mapping[str, str]]  # column -> utterance id -> group
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A split, decoded and scored."""
+
+    title: str
+    corpus: Corpus
+    heard: Sequence[Heard]  # in the order of the corpus, UNREAD where it could not be read
+    reasons: Mapping[str, str]  # why not, by utterance id
+    score: Score
+    groups: Mapping[str, Mapping[str, Score]]
+    about: Mapping[str, Any]  # for score.json
+
+
+def evaluate(
+    recognizer: Recognizer,
+    corpus: Corpus,
+    recipe: SpeechRecipe,
+    labels: Labels,
+    title: str,
+    overrides: Sequence[str],
+) -> Evaluation:
+    """Decode and score every utterance, the unreadable ones as empty."""
+    found, reasons = recognise(recognizer, corpus, recipe)
+    heard = [found.get(name, UNREAD) for name in corpus.ids]
+    result = score(corpus.texts, [h.text for h in heard], corpus.ids, corpus.speakers)
+    groups = {column: by_group(result, group_of) for column, group_of in labels.items()}
+    speakers = summarize(result.utterances, interval_over="speakers")
+    about = {
+        "decode": recipe.decode.model_dump(mode="json"),
+        "steps": recognizer.steps,
+        "overrides": overrides,
+        "not_decoded": len(reasons),
+        "wer_interval_over_speakers": speakers.wer_interval,
+        "groups": {
+            column: {name: group(part) for name, part in parts.items()}
+            for column, parts in groups.items()
+        },
+    }
+    if recipe.model.ctc_weight:
+        ctc = [h.ctc for h in heard]
+        about["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
+    return Evaluation(title, corpus, heard, reasons, result, groups, about)
+
+
+def group(part: Score) -> dict[str, Any]:
+    """What score.json says of a part of the split."""
+    speakers = summarize(part.utterances, interval_over="speakers")
+    return {
+        "wer": part.wer,
+        "words": part.words,
+        "wer_interval": part.wer_interval,
+        "wer_interval_over_speakers": speakers.wer_interval,
+    }
 
 
 def recognise(

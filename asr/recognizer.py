@@ -42,7 +42,8 @@ class Recognizer:
     """A trained model with everything between audio and text.
 
     longest: seconds of audio that the model hears at once; more is cut at pauses. lm: what
-    asr.search.language_scorer gives for `decode`.
+    asr.search.language_scorer gives for `decode`. steps: of the checkpoints whose mean the model
+    is, none where it is not from a run folder.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Recognizer:
         decode: Decode,
         longest: float = 30.0,
         lm: Scorer | None = None,
+        steps: Sequence[int] = (),
     ) -> None:
         self.model, self.tokenizer, self.front_end = model, tokenizer, front_end
-        self.decode, self.longest, self.lm = decode, longest, lm
+        self.decode, self.longest, self.lm, self.steps = decode, longest, lm, tuple(steps)
         self.device = next(model.parameters()).device
 
     @classmethod
@@ -73,11 +75,13 @@ class Recognizer:
         if front_end.norm.needs_statistics:
             front_end.norm.load(run / STATISTICS)
         model = build.speech_model(recipe.model, front_end.size, tokenizer.size)
-        load_weights(model, choose(run, decode.checkpoint, decode.average), about(tokenizer))
+        chosen = choose(run, decode.checkpoint, decode.average)
+        load_weights(model, chosen, about(tokenizer))
         device = build.device(recipe.train.device)
         longest = decode.longest or max(1.0, recipe.data.max_seconds)
         lm = language_scorer(decode, tokenizer, device)
-        return cls(model.to(device), tokenizer, front_end, decode, longest, lm)
+        steps = [checkpoint.step for checkpoint in chosen]
+        return cls(model.to(device), tokenizer, front_end, decode, longest, lm, steps)
 
     def save(self, run: Path) -> None:
         """Vocabulary and statistics: with recipe and checkpoints all that `load` needs."""

@@ -7,13 +7,15 @@ import re
 import shutil
 
 import jiwer
+import pytest
 from test_fusion import save_language_run
 
 from asr import evaluate
 from asr.recipe import read_recipe
 from asr.recognizer import Recognizer
-from asr.scoring.files import write_evaluation
+from asr.scoring.files import evaluation_name, write_evaluation
 from asr.scoring.wer import score
+from asr.training.checkpoint import list_checkpoints
 
 
 def heard(folder):
@@ -108,6 +110,43 @@ def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path
         evaluate, tiny_run, "--split", "test", "--against", tmp_path, "--out", tmp_path / "e"
     )
     assert str(tmp_path) in line
+
+
+def test_against_other_utterances_nothing_is_decoded(tiny, tiny_run, commands, tmp_path):
+    """A manifest of the same name elsewhere: said at once, not after the search."""
+    other = tmp_path / "other"
+    write_evaluation(other / "evaluate" / "test", score(["a b"], ["a b"]))
+    out = tmp_path / "e"
+    line = commands.refused(evaluate, tiny_run, "--split", "test", "--against", other, "--out", out)
+    assert "is of other utterances than" in line and not out.exists()
+
+
+def test_the_result_says_what_it_is_of(tiny, tiny_run, commands, tmp_path):
+    """Fewer checkpoints than were asked for, and a setting other than the run's."""
+    settings = ["decode.average=7", "decode.checkpoint=last", "features.mvn=none"]
+    given = ["--split", "test", "--out", tmp_path, "--pictures", "0", *settings]
+    code, out, _ = commands(evaluate, tiny_run, *given)
+    steps = [checkpoint.step for checkpoint in list_checkpoints(tiny_run)][::-1]
+    about = json.loads((tmp_path / "score.json").read_text())["about"]
+    assert code == 0 and about["steps"] == steps and about["overrides"] == settings
+    assert f"mean of {len(steps)} checkpoints" in out and "decode.average = 7" in out
+    assert f"last, of step {' '.join(map(str, steps))}" in (tmp_path / "page.html").read_text()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_decoding(
+    tiny, tiny_run, commands, tmp_path, monkeypatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_: pytest.fail("decoded in vain"))
+    line = commands.refused(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "file" / "e")
+    assert str(tmp_path / "file") in line
+
+
+@pytest.mark.parametrize(
+    ("split", "name"), [("test", "test"), ("v1.0", "v1.0"), ("a/b/dev.x.tsv", "dev.x")]
+)
+def test_every_split_has_a_folder_of_its_own(split, name):
+    assert evaluation_name(split) == name
 
 
 def test_the_page_names_the_language_model(tiny_run, commands, tmp_path):

@@ -88,6 +88,11 @@ def read_evaluation(folder: Path) -> Evaluation:
     return Evaluation(score, about, columns)
 
 
+def evaluation_name(split: str) -> str:
+    """The folder, under RUN/evaluate, of a split: its name, or that of its manifest."""
+    return Path(split).name.removesuffix(".tsv")
+
+
 def percent(fraction: float) -> str:
     """A rate as people read it: 12.34 %."""
     return f"{100 * fraction:.2f} %"
