@@ -18,13 +18,15 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from asr import command
+from asr import command, corpora
 from asr.errors import UserError
 from asr.recipe import flat
 from asr.runs.cost import print_estimate
 from asr.runs.folder import CONSOLE, finished, last_error, recipe_of
 from asr.runs.grid import Trial, read_grid
+from asr.scoring.files import evaluation_name
 from asr.scoring.groups import value_text
+from asr.settings import ImageRecipe, Recipe, SpeechRecipe
 
 LOCK = ".lock"
 PYTHON = (sys.executable, "-m")  # what every command begins with
@@ -51,6 +53,8 @@ def main() -> int:
     out = args.out or Path("runs") / f"{trials[0].recipe.run}_sweep"
     for trial in trials:
         check_folder(trial, out / trial.name)
+    if args.evaluate:
+        check_split(trials[0].recipe, args.evaluate)
     if args.dry_run:
         print_estimate(args.recipe, trials, out, int(args.jobs))
         return 0
@@ -73,12 +77,31 @@ def take(lock: IO[str], refusal: str) -> None:
         raise UserError(refusal) from None
 
 
+def check_split(recipe: Recipe, split: str) -> None:
+    """UserError, before hours of training, where --evaluate could not do with this split."""
+    if isinstance(recipe, SpeechRecipe):
+        corpora.split(recipe.data, split)
+    elif not (isinstance(recipe, ImageRecipe) and split == "test"):
+        raise UserError(
+            f"--evaluate {split}: runs of the task {recipe.task} have no such split; "
+            "images have test, a language model is measured on its validation text alone"
+        )
+
+
 def check_folder(trial: Trial, run: Path) -> None:
-    """UserError where the folder holds a run of another recipe."""
+    """UserError where the folder holds a run of another recipe.
+
+    Decoding that the grid does not name may be another: asr.evaluate --tune writes it there.
+    """
     if not (run / "recipe.yaml").exists():
         return
     there, wanted = (flat(r) for r in (recipe_of(run), trial.recipe))
-    other = [key for key in {**there, **wanted} if there.get(key) != wanted.get(key)]
+    named = [change.partition("=")[0] for change in trial.overrides]
+    other = [
+        key
+        for key in {**there, **wanted}
+        if there.get(key) != wanted.get(key) and (key in named or not key.startswith("decode."))
+    ]
     if other:
         was, now = (value_text(recipe.get(other[0])) for recipe in (there, wanted))
         raise UserError(
@@ -129,7 +152,7 @@ class Job:
         return True
 
     def _score(self) -> Path:
-        return self.folder / "evaluate" / Path(self.split or "").stem / "score.json"
+        return self.folder / "evaluate" / evaluation_name(self.split or "") / "score.json"
 
 
 def sweep(jobs: Sequence[Job], at_once: int, out: Path) -> int:
@@ -180,7 +203,7 @@ def _goes_on(job: Job, threads: int, failed: dict[str, str]) -> bool:
     if code is None:
         return True
     passed, name = time.monotonic() - job.begun, job.trial.name
-    if code:
+    if code and job.next_command():
         reason = last_error(job.folder).strip(" ()") or f"exit code {code}"
         failed[name] = f"{reason}; see {job.folder / CONSOLE}"
         print(f"{name}: FAILED after {passed:.0f} s: {failed[name]}", flush=True)
@@ -190,7 +213,8 @@ def _goes_on(job: Job, threads: int, failed: dict[str, str]) -> bool:
         return False
     if _begin(job, threads, failed):
         return True
-    print(f"{name}: done after {passed:.0f} s", flush=True)
+    left_out = f"; not all could be decoded, see {job.folder / CONSOLE}" if code else ""
+    print(f"{name}: done after {passed:.0f} s{left_out}", flush=True)
     return False
 
 

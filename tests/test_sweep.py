@@ -37,6 +37,8 @@ from asr.training.checkpoint import list_checkpoints
         (["seed=1", "seed=2"], "seed stands twice"),
         (["run=a,b"], "names its runs itself"),
         (["seed=1,2", "model.listener.hidden=5,-3"], "(of seed=1 model.listener.hidden=-3)"),
+        (["seed=1,2", "--evaluate", "tset"], "--split tset: neither a manifest"),
+        (["decode.beam=1,4"], "would train the same model 2 times"),
         (["seed=1", "--jobs", "0"], "--jobs 0: must be a whole number"),
         (["seed=" + ",".join(map(str, range(101))), "train.steps="
           + ",".join(map(str, range(1, 101)))], "a grid of 10100 runs"),
@@ -52,6 +54,16 @@ def test_a_folder_of_another_recipe_is_refused(tiny, commands, tmp_path):
     write_recipe(read_recipe(tiny, ["train.steps=3"]), tmp_path / "seed=1" / "recipe.yaml")
     line = commands.refused(sweep, tiny, "seed=1,2", "train.steps=4", "--out", tmp_path)
     assert "holds a run of another recipe (train.steps = 3, now 4)" in line
+
+
+def test_a_run_that_was_tuned_is_still_the_grids(tiny, commands, tmp_path):
+    (tmp_path / "seed=1").mkdir()
+    write_recipe(read_recipe(tiny, ["decode.beam=3"]), tmp_path / "seed=1" / "recipe.yaml")
+    (trial, _) = read_grid(tiny, ["seed=1,2"])
+    sweep.check_folder(trial, tmp_path / "seed=1")
+    (trial, _) = read_grid(tiny, ["seed=1,2", "decode.beam=2"])
+    with pytest.raises(UserError, match=r"decode\.beam = 3, now 2"):
+        sweep.check_folder(trial, tmp_path / "seed=1")
 
 
 def test_a_killed_training_goes_on_and_is_evaluated(tiny, commands, tmp_path):
@@ -99,7 +111,7 @@ if module == "asr.evaluate":
     run, (_, split) = pathlib.Path(line[0]), line[1:]
     (run / "evaluate" / split).mkdir(parents=True)
     (run / "evaluate" / split / "score.json").touch()
-    sys.exit()
+    sys.exit(2 if (run / "broken").exists() else 0)
 assert module == "asr.train" and line[-3] == "--run" and line[-1] == "--resume"
 run, settings = pathlib.Path(line[-2]), dict(pair.split("=", 1) for pair in line[1:-3])
 if not pathlib.Path(settings["data.train"]).exists():
@@ -142,6 +154,10 @@ def test_a_sweep_skips_what_is_done_and_names_what_failed(tiny, commands, tmp_pa
     consoles = [(run / "console.log").read_text() for run in (good, bad)]
     assert commands(*begin)[1].startswith(f"2 runs in {out}, 2 of them done already\n2 of 2 runs")
     assert [(run / "console.log").read_text() for run in (good, bad)] == consoles
+    shutil.rmtree(good / "evaluate")
+    (good / "broken").touch()  # audio that cannot be read: scored as empty, and exit code 2
+    code, said, _ = commands(*begin)
+    assert code == 0 and "not all could be decoded" in said and "2 of 2 runs are done" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

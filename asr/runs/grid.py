@@ -75,6 +75,11 @@ def _axis(argument: str) -> tuple[str, list[str]]:
         raise UserError(f"command line: {argument!r} has an empty value; write {key}=a,b,c")
     if len(set(values)) < len(values):
         raise UserError(f"command line: {argument!r} has a value twice")
+    if key.startswith("decode.") and len(values) > 1:
+        raise UserError(
+            f"command line: {argument} would train the same model {len(values)} times; train it "
+            f"once, then give {key}=... and --out to python -m asr.evaluate RUN"
+        )
     if key == "run":
         raise UserError("command line: a sweep names its runs itself; choose their folder by --out")
     return key, values
