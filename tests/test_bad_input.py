@@ -2,13 +2,15 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 
 from asr import evaluate, train, transcribe
-from asr.recipe import read_recipe
+from asr.recipe import flat, read_recipe
+from asr.runs.resume import is_harmless
 from asr.training.checkpoint import list_checkpoints
 
 
@@ -196,6 +198,16 @@ class TestResumingWithAnotherRecipe:
         assert code == 0 and "changed in the recipe: train.epochs 2 -> 3" in out
         assert list_checkpoints(run)[-1].step > list_checkpoints(tiny_run)[-1].step
         assert "epochs: 3" in (run / "recipe.yaml").read_text()
+
+    @pytest.mark.parametrize(
+        "recipe", ["demo.yaml", "demo_lm.yaml", "mnist_rows.yaml", "draw.yaml"]
+    )
+    def test_a_machine_without_a_compiler_may_go_on(self, recipe):
+        """Which kernels compute, and where an index lies, stand under other keys in each task."""
+        keys = flat(read_recipe(Path(__file__).parents[1] / "recipes" / recipe))
+        moved = {key for key in keys if key.endswith("backend") or key == "data.cache"}
+        assert moved and all(map(is_harmless, moved))
+        assert not any(map(is_harmless, ("train.clip", "model.hidden", "data.train")))
 
     def test_force_goes_on(self, tiny, tiny_run, commands, tmp_path):
         run = tmp_path / "copy"

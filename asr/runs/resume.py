@@ -1,6 +1,7 @@
 """Going on with a run: from which checkpoint, and whether the recipe is still the same."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -12,33 +13,36 @@ from asr.settings import Recipe
 from asr.training.checkpoint import TRAINING, Checkpoint, list_checkpoints, read_training
 from asr.training.recovery import newest_sound, set_aside
 
-# What may change in the middle of a run: it changes no weight, or it says how far to go and where.
-HARMLESS = (
+# Where and how fast a run is made, what is logged of it and how it is decoded: not what it learns.
+NOT_LEARNING = (
     "run",
-    "data.broken",
+    "data.cache",
     "data.corpus",
     "data.outside",
     "data.test",
     "data.workers",
     "decode",
-    "model.listener.backend",
-    "model.speller.backend",
     "train.alarm",
-    "train.bad_steps",
     "train.debug",
     "train.device",
-    "train.epochs",
     "train.health",
-    "train.init",  # read at the start alone
-    "train.keep",
-    "train.keep_best",
     "train.log_every",
     "train.samples",
     "train.save_every",
-    "train.steps",
     "train.threads",
-    "train.validate_every",
     "train.wer_utterances",
+)
+# What may change in the middle of a run: besides, what says how far to go.
+HARMLESS = (
+    *NOT_LEARNING,
+    "data.broken",
+    "train.bad_steps",
+    "train.epochs",
+    "train.init",  # read at the start alone
+    "train.keep",
+    "train.keep_best",
+    "train.steps",
+    "train.validate_every",
 )
 
 
@@ -143,7 +147,12 @@ def changes(old: Recipe, new: Recipe) -> dict[str, str]:
 
 def is_harmless(key: str) -> bool:
     """Whether a run may go on where this key has changed."""
-    return any(key == known or key.startswith(f"{known}.") for known in HARMLESS)
+    return key.endswith(".backend") or is_among(key, HARMLESS)
+
+
+def is_among(key: str, keys: Iterable[str]) -> bool:
+    """Whether a dotted key is one of these, or below one."""
+    return any(key == known or key.startswith(f"{known}.") for known in keys)
 
 
 def fingerprint(text: str) -> str:
