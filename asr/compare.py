@@ -19,12 +19,21 @@ from asr.runs.reading import (
     VALID,
     Run,
     cost,
+    how_decoded,
     read_evaluations,
     read_health,
     read_runs,
 )
+from asr.runs.resume import NOT_LEARNING, is_among
 from asr.scoring.board import write_board
-from asr.scoring.comparison import Member, Setting, level_table, loss_table, wer_table
+from asr.scoring.comparison import (
+    Member,
+    Setting,
+    decoded_unlike,
+    level_table,
+    loss_table,
+    wer_table,
+)
 from asr.scoring.curve_picture import Panel, draw_curves
 from asr.scoring.curves import Band, band, choose_levels, thinned
 from asr.scoring.differences import (
@@ -40,8 +49,6 @@ from asr.scoring.health_table import health_tables
 from asr.scoring.report import Picture, Table, write_report
 
 _SHORT, _LONG = 24, 70  # letters of a group's name: in any table; beside a letter, in one column
-# Recipe keys that change where or how fast a run is made, not what is trained.
-NO_DIFFERENCE = ("seed", "run", "data.workers", "train.threads", "train.device", "train.log_every")
 
 
 def main() -> int:
@@ -70,7 +77,9 @@ def main() -> int:
 def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Setting]:
     """The groups of the runs with readable recipes, those of another world flagged."""
     known = [run for run in runs if run.settings is not None]
-    groups = group([run.settings or {} for run in known], ignore=NO_DIFFERENCE)
+    keys = {key for run in known for key in run.settings or {}}
+    idle = {"seed", *(key for key in keys if is_among(key, NOT_LEARNING))}
+    groups = group([run.settings or {} for run in known], ignore=idle)
     usual = Counter(run.world for run in known if not run.fault).most_common(1)[0][0]
     settings = []
     for (label, short, whole), found in zip(_names(groups, notes), groups, strict=True):
@@ -113,10 +122,12 @@ def _names(groups: Sequence[Group], notes: list[str]) -> list[tuple[str, str, st
 def member(run: Run, curve: str, notes: list[str]) -> Member:
     """A run as the tables take it."""
     seed = int((run.settings or {})["seed"])
-    scores, figures = read_evaluations(run.folder, notes)
+    found, figures = read_evaluations(run.folder, notes)
+    scores = {split: evaluation.score for split, evaluation in found.items()}
+    decoded = {split: how_decoded(evaluation.about) for split, evaluation in found.items()}
     step, health = read_health(run.folder)
     loss = run.curves[curve]
-    return Member(run.name, seed, loss, cost(run).at, scores, health, step, figures)
+    return Member(run.name, seed, loss, cost(run).at, scores, health, step, figures, decoded)
 
 
 def write(
@@ -154,6 +165,7 @@ def write(
 def judged(settings: Sequence[Setting], notes: list[str]) -> list[Table]:
     """What the evaluations gave, and which difference is real."""
     splits = sorted({name for s in settings for m in s.members for name in m.scores})
+    notes += [note for split in splits for note in decoded_unlike(settings, split)]
     figures = figure_names(settings)
     tables = [wer_table(settings, split) for split in splits]
     tables += [figure_table(settings, name) for name in figures]

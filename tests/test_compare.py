@@ -10,6 +10,7 @@ import yaml
 from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
@@ -22,6 +23,7 @@ from asr.scoring.groups import group, short_names
 from asr.scoring.report import Table, html, markdown
 from asr.scoring.spread import holm, paired_t, spread
 from asr.scoring.wer import score
+from asr.training.checkpoint import save_checkpoint
 
 RECIPE = {
     "run": "made",
@@ -462,3 +464,32 @@ def test_evaluations_of_other_utterances_are_not_compared(two_groups, commands):
         write_evaluation(folder, score(["q"], ["q"]))
         assert json.loads((folder / "score.json").read_text())["wer"] == 0
     assert "WER of test is not comparable" in report(commands, two_groups)
+
+
+def test_decoding_makes_no_group_but_a_note(two_groups, commands):
+    """Runs of one training that were decoded, or tuned, in different ways."""
+    for number, folder in enumerate(sorted(two_groups.glob("*-?/evaluate/test"))):
+        about = {"decode": {"beam": 1 + number // 3, "batch_seconds": number, "lm": None}}
+        about["overrides"] = ["features.mvn=none"] * (number == 5)
+        wrong = ["a b c" if place < number else "a b d" for place in range(20)]
+        write_evaluation(folder, score(["a b d"] * 20, wrong), about)
+        recipe = folder.parents[1] / "recipe.yaml"
+        write_recipe(read_recipe(recipe, [f"decode.beam={1 + number // 3}"]), recipe)
+    out = report(commands, two_groups)
+    line = next(line for line in out.splitlines() if "not all decoded alike" in line)
+    assert "beam 1 in ba-1, 2 in none-1" in line and "batch_seconds" not in line
+    assert "features.mvn as trained in ba-1, none in none-3" in line
+    text = (two_groups / "compare" / "compare.md").read_text()
+    assert [row[0] for row in rows(text, "Validation loss")] == [
+        "listener.norm=ba", "listener.norm=none",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "stale"), [([30], False), ([20], True)])
+def test_an_evaluation_of_older_checkpoints_is_named(steps, stale, two_groups, commands):
+    folder = two_groups / "ba-1" / "evaluate" / "test"
+    about = {"decode": {"checkpoint": "last", "average": 1}, "steps": steps}
+    write_evaluation(folder, score(["a b d"] * 20, ["a b d"] * 20), about)
+    for step in (20, 30):
+        save_checkpoint(two_groups / "ba-1", nn.Linear(2, 3), None, step, 1.0, {})
+    assert ("of older checkpoints than the run has now" in report(commands, two_groups)) is stale

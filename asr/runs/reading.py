@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from asr.errors import UserError
 from asr.recipe import flat
 from asr.runs.folder import finished, last_error, names_of, recipe_of
 from asr.scoring.events import Curve, event_files, read_scalars
-from asr.scoring.files import read_evaluation
-from asr.scoring.wer import Score
-from asr.training.checkpoint import list_checkpoints, read_training
+from asr.scoring.files import Evaluation, read_evaluation
+from asr.scoring.groups import value_text
+from asr.training.checkpoint import choose, list_checkpoints, read_training
 
 TRAIN, VALID = "train/nats", "valid/nats"
 HOURS, SECONDS = "run/audio_hours", "run/train_seconds"  # what a run has cost so far
@@ -127,8 +127,8 @@ def read_health(run: Path) -> tuple[int | None, dict[str, float]]:
         return None, {}
 
 
-def read_evaluations(run: Path, notes: list[str]) -> tuple[dict[str, Score], dict[str, float]]:
-    """Scores by split; of a run that recognises no speech its figures, e.g. "accuracy of test"."""
+def read_evaluations(run: Path, notes: list[str]) -> tuple[dict[str, Evaluation], dict[str, float]]:
+    """Evaluations by split; of a run that recognises no speech its figures ("accuracy of test")."""
     scores, figures = {}, {}
     for file in sorted(run.glob("evaluate/*/score.json")):
         split = file.parent.name
@@ -137,10 +137,34 @@ def read_evaluations(run: Path, notes: list[str]) -> tuple[dict[str, Score], dic
             figures |= {f"{name} of {split}": value for name, value in there.items()}
             continue
         try:
-            scores[split] = read_evaluation(file.parent).score
+            scores[split] = read_evaluation(file.parent)
         except UserError as error:
             notes.append(f"left out: {error}.")
+            continue
+        if went_on(run, scores[split].about):
+            notes.append(
+                f"{file.parent}: of older checkpoints than the run has now; evaluate again."
+            )
     return scores, figures
+
+
+def went_on(run: Path, about: Mapping[str, Any]) -> bool:
+    """Whether an evaluation, if it says so, is of other checkpoints than it would be of now."""
+    decode, steps = about.get("decode"), about.get("steps")
+    if not isinstance(decode, dict) or steps is None or not list_checkpoints(run):
+        return False
+    now = choose(run, decode.get("checkpoint", "best"), decode.get("average", 1))
+    return [checkpoint.step for checkpoint in now] != steps
+
+
+def how_decoded(about: Mapping[str, Any]) -> dict[str, str]:
+    """What an evaluation says of its search, and of settings other than the run's own."""
+    decode = about.get("decode")
+    found = dict(decode) if isinstance(decode, dict) else {}
+    found.pop("batch_seconds", None)
+    other = [change.partition("=") for change in about.get("overrides", ())]
+    found |= {key: value for key, _, value in other if not key.startswith(("decode.", "data."))}
+    return {key: value_text(value) for key, value in found.items()}
 
 
 def _no_words(file: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Member:
     health: dict[str, float] = field(default_factory=dict)  # as last seen, by asr.runs.health names
     health_step: int | None = None
     figures: dict[str, float] = field(default_factory=dict)  # that are not of words, by name
+    decoded: dict[str, dict[str, str]] = field(default_factory=dict)  # by split: how, if known
 
     @property
     def best(self) -> float:
@@ -147,6 +148,25 @@ def wer_table(settings: Sequence[Setting], split: str) -> Table:
         "models; over runs by Student's distribution, cut at 0, for other seeds too."
     )
     return Table(f"Word error rate: {split}", head, rows, note)
+
+
+def decoded_unlike(settings: Sequence[Setting], split: str) -> list[str]:
+    """A note where the runs' texts of a split were not all searched for in the same way."""
+    runs = [m for s in settings for m in s.members if m.decoded.get(split)]
+    parts = []
+    for key in dict.fromkeys(key for run in runs for key in run.decoded[split]):
+        first: dict[str, str] = {}  # value -> the first run that has it
+        for run in runs:
+            first.setdefault(run.decoded[split].get(key, "as trained"), run.name)
+        if len(first) > 1:
+            parts.append(
+                f"{key} " + ", ".join(f"{value} in {name}" for value, name in first.items())
+            )
+    if not parts:
+        return []
+    return [
+        f"WER of {split}: not all decoded alike, so differences may be of that: {'; '.join(parts)}."
+    ]
 
 
 def pooled(scores: Sequence[Score], draws: int = 1000) -> Score:
