@@ -81,6 +81,13 @@ def arguments() -> argparse.Namespace:
         metavar="N",
         help="files of --list that are written, or lost, together (default: %(default)s)",
     )
+    parser.add_argument(
+        "--attempt",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="2, 3, ...: the shards of --list with files that failed before are done again",
+    )
     return parser.parse_intermixed_args()
 
 
@@ -111,7 +118,8 @@ def from_list(args: argparse.Namespace, files: list[Path], overrides: list[str])
         )
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    task = job.Job(args.out, job.read_list(args.list), args.shard_files, args.format)
+    listed = job.read_list(args.list)
+    task = job.Job(args.out, listed, args.shard_files, args.format, args.attempt)
     job.open_folder(task, job.identity(args.run, overrides))
     rank, ranks = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
     return work.transcribe_all(task, lambda: Recognizer.load(args.run, overrides), rank, ranks)

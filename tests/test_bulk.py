@@ -85,6 +85,25 @@ def test_all_are_heard_once_in_the_order_of_the_list(
     assert code == 2 and len(hearing) == 14 and "everything is done already" in out
 
 
+def test_failures_are_tried_again_on_demand_and_once_by_all_ranks(
+    archive, hearing, commands, tiny_run, tmp_path, monkeypatch
+):
+    line = arguments(tiny_run, tmp_path, "--shard-files", 3)
+    _, _, err = commands(transcribe, *line)
+    hint = f"3 of 14 files failed, see {tmp_path / 'out' / 'failures.tsv'}; once what is wrong"
+    assert hint in err and "--attempt 2 tries them again" in err
+    soundfile.write(tmp_path / "gone.wav", spoken(["ac"], 0.3)[0], RATE)
+    assert hint in commands(transcribe, *line)[2] and len(hearing) == 14
+    code, _, err = commands(transcribe, *line, "--attempt", 2)
+    assert code == 2 and len(hearing) == 14 + 3 + 2  # the shards 9 10 bad and gone odd
+    assert "2 of 14 files failed" in err and "--attempt 3 tries" in err
+    heard = [text for _, _, text in table(tmp_path / "out" / "transcripts.tsv")]
+    assert heard == [*WORDS, "ac"]
+    monkeypatch.setenv("RANK", "1")  # comes when the other has done it
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert commands(transcribe, *line, "--attempt", 2)[0] == 2 and len(hearing) == 19
+
+
 def test_json_has_the_times(archive, hearing, commands, tiny_run, tmp_path):
     commands(transcribe, *arguments(tiny_run, tmp_path, "--json"))
     lines = (tmp_path / "out" / "transcripts.jsonl").read_text().splitlines()

@@ -15,7 +15,7 @@ the system releases however its holder ends.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class Job:
     files: list[str]
     size: int  # files in a shard
     kind: str  # of the file with all transcripts: text or json
+    attempt: int = 1  # what failed in an earlier one is tried again
+    _settled: set[int] = field(default_factory=set)  # shards that were seen to be done
 
     @property
     def count(self) -> int:
@@ -47,7 +49,20 @@ class Job:
 
     def done(self) -> set[int]:
         """The shards that are."""
-        return {int(path.stem) for path in self.out.glob("shards/[0-9]*.jsonl")}
+        there = {int(path.stem) for path in self.out.glob("shards/[0-9]*.jsonl")}
+        return {shard for shard in there if self.is_done(shard)}
+
+    def is_done(self, shard: int) -> bool:
+        """Whether it is there, without failures that this attempt is to try again.
+
+        The files say so, and not when they were written or by whom: a rank that comes late to an
+        attempt does not repeat what the others have done in it.
+        """
+        if shard not in self._settled and self.path(shard).exists():
+            failures = (row for row in self.rows([shard]) if "error" in row)
+            if self.attempt == 1 or all(row["attempt"] >= self.attempt for row in failures):
+                self._settled.add(shard)
+        return shard in self._settled
 
     def rows(self, shards: Iterable[int]) -> Iterator[dict[str, Any]]:
         """What is written of their files."""
@@ -59,6 +74,13 @@ class Job:
     def summary(self) -> Path:
         """There once everything is done."""
         return self.out / "summary.json"
+
+    def told(self) -> dict[str, Any] | None:
+        """The summary of this attempt or a later one; None where there is none yet."""
+        if not self.summary.exists():
+            return None
+        summary = json.loads(self.summary.read_text(encoding="utf-8"))
+        return summary if summary["attempt"] >= self.attempt else None
 
 
 def read_list(path: Path) -> list[str]:

@@ -16,6 +16,7 @@ from asr.training.memory import is_out_of_memory
 from asr.transcript import Transcript, as_plain
 from features.audio import AudioError, audio_seconds
 
+FAILURES = "failures.tsv"
 TOLD = 10  # failures that are said at the end; the file has all
 EVERY = 10.0  # seconds between two words on progress
 PATIENCE = 0.5  # seconds between two looks at what others still work on
@@ -28,7 +29,7 @@ def transcribe_all(job: Job, load: Callable[[], Recognizer], rank: int, ranks: i
     on a file system without locks, when the rank's own shards are.
     """
     watch = Watch(job, rank)
-    if job.summary.exists() and rank == 0:
+    if job.told() and rank == 0:
         print(f"{job.out}: everything is done already", flush=True)
     with Claims(job.out / "claims") as claims:
         recognizer: Recognizer | None = None
@@ -46,12 +47,19 @@ def transcribe_all(job: Job, load: Callable[[], Recognizer], rank: int, ranks: i
             if not any(worked):
                 time.sleep(PATIENCE)  # the rest is in others' hands
             watch.tell()
-        while not job.summary.exists():
+        while not (told := job.told()):
             with claims.claim(job.count) as mine:
-                if mine and not job.summary.exists():
+                if mine and not job.told():
                     watch.finish(ranks)
             time.sleep(0 if mine else PATIENCE)
-    return 2 if json.loads(job.summary.read_text(encoding="utf-8"))["failures"] else 0
+    if told["failures"] and rank == 0:
+        print(
+            f"{told['failures']} of {told['files']} files failed, see {job.out / FAILURES}; once "
+            f"what is wrong is put right, --attempt {told['attempt'] + 1} tries them again",
+            file=sys.stderr,
+            flush=True,
+        )
+    return 2 if told["failures"] else 0
 
 
 def _transcribe(
@@ -60,10 +68,13 @@ def _transcribe(
     """Writes a shard that nobody has done or claimed -> whether there was need."""
     place = job.path(shard)
     with claims.claim(shard) as mine:
-        if not mine or place.exists():
+        if not mine or job.is_done(shard):
             return False
         files = job.files[shard * job.size : (shard + 1) * job.size]
         rows = _heard(recognizer, files)
+        for name in files:
+            if "error" in rows[name]:
+                rows[name]["attempt"] = job.attempt
         lines = (json.dumps(rows[name], ensure_ascii=False) + "\n" for name in files)
         replace_files(place.parent, {place.name: "".join(lines)})
     watch.tell()
@@ -136,11 +147,12 @@ class Watch:
         seconds = sum(row.get("seconds", 0.0) for row in job.rows(everything))
         for left in job.path(0).parent.glob(".*"):  # of who was killed as it wrote
             left.unlink()
-        write_rows(job.out / "failures.tsv", ("audio", "error"), failures)
+        write_rows(job.out / FAILURES, ("audio", "error"), failures)
         _write_all(job, (row for row in job.rows(everything) if "error" not in row))
         summary = {
             "files": len(job.files),
             "failures": len(failures),
+            "attempt": job.attempt,
             "audio_hours": round(seconds / 3600, 4),
             "last_session": {
                 "processes": ranks,
