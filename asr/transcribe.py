@@ -17,7 +17,7 @@ from asr import command
 from asr.bulk import job, work
 from asr.decoding.subtitles import make_cues, srt, webvtt
 from asr.errors import UserError
-from asr.recognizer import Recognizer
+from asr.recognizer import Recognizer, run_recipe
 from asr.scoring.files import replace_files
 from asr.transcript import Transcript, as_plain
 
@@ -118,9 +118,10 @@ def from_list(args: argparse.Namespace, files: list[Path], overrides: list[str])
         )
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    recipe = run_recipe(args.run, overrides)
     listed = job.read_list(args.list)
     task = job.Job(args.out, listed, args.shard_files, args.format, args.attempt)
-    job.open_folder(task, job.identity(args.run, overrides))
+    job.open_folder(task, job.identity(args.run, recipe))
     rank, ranks = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
     return work.transcribe_all(task, lambda: Recognizer.load(args.run, overrides), rank, ranks)
 

@@ -17,8 +17,9 @@ from tone_model import spoken, tone_recognizer
 from asr import transcribe
 from asr.bulk import work
 from asr.bulk.claims import Claims
-from asr.bulk.job import Job, open_folder, read_list
+from asr.bulk.job import Job, identity, open_folder, read_list
 from asr.errors import UserError
+from asr.recognizer import run_recipe
 
 WORDS = ["abc", "cab", "bca", "a", "b", "acb", "ab", "ba", "c", "bac", "cb"]
 
@@ -203,6 +204,7 @@ def test_a_file_too_large_for_memory_is_a_failure(tmp_path):
 
 REFUSALS = [
     (["decode.beam=3"], "{out}: holds transcripts of another run, list or settings (decode.beam d"),
+    (["features.mvn=none"], "(features.mvn differ); choose another --out"),
     (["--shard-files", 5], "(files in a shard differ); choose another --out"),
     (["--format", "json"], "(format differ); choose another --out"),
     (["--format", "srt"], "--format srt makes a file of each recording"),
@@ -237,6 +239,20 @@ def test_another_run_needs_another_folder(archive, hearing, commands, tiny_run, 
         path.write_bytes(content)
     line = commands.refused(transcribe, *arguments(other, tmp_path))
     assert "holds transcripts of another run" in line and "(weights differ)" in line
+
+
+def test_a_language_model_counts_by_its_content(tiny_run, tmp_path):
+    recipe = run_recipe(tiny_run, [f"decode.lm={tmp_path / 'a.arpa'}"])
+    (tmp_path / "a.arpa").write_text("one")
+    before = identity(tiny_run, recipe)
+    (tmp_path / "a.arpa").write_text("two")
+    other = identity(tiny_run, recipe)
+    assert [key for key in before if before[key] != other[key]] == ["decode.lm"]
+    (tmp_path / "a.arpa").rename(tmp_path / "b.arpa")
+    moved = run_recipe(tiny_run, [f"decode.lm={tmp_path / 'b.arpa'}"])
+    assert identity(tiny_run, moved) == other
+    trained = run_recipe(tiny_run, [f"decode.lm={tiny_run}"])  # a run's folder
+    assert [identity(tiny_run, trained)["decode.lm"]] == before["weights"]
 
 
 def test_a_list_that_is_none(commands, tiny_run, tmp_path):

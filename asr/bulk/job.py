@@ -14,7 +14,7 @@ the system releases however its holder ends.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from typing import Any
 from asr.data.content import sha256_of_files
 from asr.data.corpus import read_manifest
 from asr.errors import UserError
-from asr.recognizer import run_recipe
 from asr.scoring.files import replace_files
-from asr.training.checkpoint import WEIGHTS, choose
+from asr.settings import SpeechRecipe
+from asr.training.checkpoint import WEIGHTS, Checkpoint, choose
+
+TRAINING_ONLY = {"spec_augment", "speed", "noise"}  # of the features
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,31 @@ def read_list(path: Path) -> list[str]:
     return files
 
 
-def identity(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """What transcripts depend on: the weights and how they are decoded."""
-    recipe = run_recipe(run, overrides)
-    chosen = choose(run, recipe.decode.checkpoint, recipe.decode.average)
-    weights = [sha256_of_files([checkpoint.folder / WEIGHTS]) for checkpoint in chosen]
-    decode = recipe.decode.model_dump(mode="json", exclude={"batch_seconds"})
-    longest = {"data.max_seconds": recipe.data.max_seconds}
-    return {"weights": weights, **{f"decode.{key}": decode[key] for key in decode}, **longest}
+def identity(run: Path, recipe: SpeechRecipe) -> dict[str, Any]:
+    """What transcripts depend on: the weights, what they are shown and how they are decoded.
+
+    A language model counts by its content, wherever it lies. Raises UserError where there is none.
+    """
+    decode, features = recipe.decode, recipe.features
+    chosen = choose(run, decode.checkpoint, decode.average)
+    keys = {
+        "decode": decode.model_dump(mode="json", exclude={"batch_seconds", "lm"}),
+        "features": features.model_dump(mode="json", exclude=TRAINING_ONLY),
+        "data": recipe.data.model_dump(mode="json", include={"max_seconds"}),
+    }
+    settings = {f"{group}.{key}": tree[key] for group, tree in keys.items() for key in tree}
+    lm = None if decode.lm is None else _sha256_of_language_model(decode.lm)
+    return {"weights": _sha256s(chosen), "decode.lm": lm, **settings}
+
+
+def _sha256s(checkpoints: Iterable[Checkpoint]) -> list[str]:
+    return [sha256_of_files([checkpoint.folder / WEIGHTS]) for checkpoint in checkpoints]
+
+
+def _sha256_of_language_model(path: Path) -> str:
+    if path.is_dir():
+        return _sha256s(choose(path, "best", 1))[0]
+    return sha256_of_files([path])
 
 
 def open_folder(job: Job, about: dict[str, Any]) -> None:
