@@ -144,7 +144,7 @@ def _open(path: str | os.PathLike[str]) -> soundfile.SoundFile:
     return sound
 
 
-def _source(path: str | os.PathLike[str], name: str) -> tuple[str | BytesIO, bytes]:
+def _source(path: str | os.PathLike[str], name: str) -> tuple[bytes | BytesIO, bytes]:
     """What soundfile opens, a path or what was read of a tar; and its first four bytes."""
     member = member_of(path)
     if member is not None:
@@ -162,7 +162,7 @@ def _source(path: str | os.PathLike[str], name: str) -> tuple[str | BytesIO, byt
     if not Path(path).stat().st_size:
         raise AudioError(f"{name}: the file is empty (0 bytes)")
     with Path(path).open("rb") as file:
-        return os.fspath(path), file.read(4)
+        return os.fsencode(path), file.read(4)  # a name need not be text
 
 
 def _blocks(sound: soundfile.SoundFile, name: str) -> Iterator[np.ndarray]:

@@ -242,6 +242,13 @@ def test_a_file_name_with_a_line_break_makes_no_second_line(tmp_path):
     assert str(caught.value).endswith(r"two\nlines.wav': no such file")
 
 
+def test_a_file_name_that_is_no_text_is_read(tmp_path):
+    soundfile.write(tmp_path / "a.mp3", sines(16_000, 1), 16_000, format="MP3")
+    path = tmp_path / os.fsdecode(b"caf\xe9.mp3")
+    (tmp_path / "a.mp3").rename(path)
+    check(path, 1, 15)
+
+
 def test_a_damaged_mp3_says_nothing_by_itself(tmp_path, capfd):
     """Its decoder would write of every damaged frame; several threads read at once."""
     draw, path, stderr = np.random.default_rng(3), tmp_path / "a.mp3", os.fstat(2)
