@@ -266,6 +266,14 @@ def test_a_list_that_is_none(commands, tiny_run, tmp_path):
     assert line == "--list needs a folder for the transcripts: --out FOLDER"
 
 
+def test_a_list_is_cut_at_line_feeds_alone(tmp_path):
+    names = ["one.wav", "form\ffeed.wav", "line\u2028break.wav", " space.wav", os.fsdecode(b"\xe9")]
+    content = b"\n".join(map(os.fsencode, names)) + b"\n"
+    for variant in (content, b"\xef\xbb\xbf" + content, content.replace(b"\n", b"\r\n")):
+        (tmp_path / "list.txt").write_bytes(variant)
+        assert read_list(tmp_path / "list.txt") == names
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match=r"holds thesis.tex, but no transcripts; choose another"):

@@ -93,11 +93,13 @@ def read_list(path: Path) -> list[str]:
     if path.suffix == ".tsv":
         names = (str(utterance.audio) for utterance in read_manifest(path))
     else:
-        try:  # a name may hold bytes that are not text
-            text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        try:  # a name may hold bytes that are not text, and an editor may begin with a mark
+            text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        names = (str(Path(line)) for line in text.splitlines() if line.strip())
+        # Not splitlines: it also cuts at form feeds and other characters that a name may hold.
+        lines = (line.removesuffix("\r") for line in text.split("\n"))
+        names = (str(Path(line)) for line in lines if line.strip())
     files = list(dict.fromkeys(names))
     if not files:
         raise UserError(f"{path}: the list is empty; it needs one audio file a line")
