@@ -145,7 +145,7 @@ def _tsv(args: argparse.Namespace) -> None:
 def _add_shards(kinds: Kinds) -> None:
     parser = _add(
         kinds,
-        lambda args: _say(pack(args.manifest, args.to, args.megabytes)),
+        lambda args: _say(pack(args.manifest, args.to, args.megabytes, args.outside)),
         "shards",
         help="a manifest's audio as some large tars, for storage that hates small files",
         description="Packs the audio of a manifest into DIR/NAME-00000.tar, ... and writes "
@@ -156,6 +156,7 @@ def _add_shards(kinds: Kinds) -> None:
     parser.add_argument(
         "--megabytes", type=float, default=1000.0, help="of one tar (default: %(default)g)"
     )
+    parser.add_argument("--outside", action="store_true", help="audio that lies elsewhere, too")
 
 
 def _add_webdataset(kinds: Kinds) -> None:

@@ -119,7 +119,7 @@ def from_list(args: argparse.Namespace, files: list[Path], overrides: list[str])
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     recipe = run_recipe(args.run, overrides)
-    listed = job.read_list(args.list)
+    listed = job.read_list(args.list, recipe.data.outside)
     task = job.Job(args.out, listed, args.shard_files, args.format, args.attempt)
     job.open_folder(task, job.identity(args.run, recipe))
     rank, ranks = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))

@@ -286,6 +286,19 @@ def test_a_manifest_is_a_list_too(tiny):
     assert read_list(tiny.parent / "test.tsv") == [str(tiny.parent / name) for name in names]
 
 
+def test_a_manifest_of_audio_elsewhere_is_a_list_where_that_is_allowed(
+    archive, hearing, commands, tiny_run, tmp_path
+):
+    own = tmp_path / "own"
+    own.mkdir()
+    row = f"u\ts\t{tmp_path / '3.wav'}\t0.5\ta\n"
+    (own / "list.tsv").write_text(f"id\tspeaker\taudio\tseconds\ttext\n{row}")
+    line = [tiny_run, "--list", own / "list.tsv", "--out", own / "out"]
+    assert "data.outside=true" in commands.refused(transcribe, *line)
+    assert commands(transcribe, *line, "data.outside=true")[0] == 0
+    assert [text for _, _, text in table(own / "out" / "transcripts.tsv")] == ["a"]
+
+
 def start(line, rank, ranks):
     environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "asr.transcribe", *map(str, line)]

@@ -108,6 +108,16 @@ def test_what_is_packed_can_be_packed_again(loose, packed, tmp_path):
         assert audio_seconds(other.audio) == audio_seconds(one.audio)
 
 
+def test_audio_elsewhere_is_packed_where_that_is_allowed(loose, commands, tmp_path):
+    table = tmp_path / "own" / "train.tsv"
+    table.parent.mkdir()
+    table.write_text(f"id\tspeaker\taudio\tseconds\ttext\nu\ts\t{loose.parent / '0.wav'}\t0.5\ta\n")
+    line = ("shards", table, "--to", tmp_path / "out")
+    assert "reads it (asr.prepare shards: --outside);" in commands.refused(prepare, *line)
+    assert commands(prepare, *line, "--outside")[0] == 0
+    assert len(read_audio(read_manifest(tmp_path / "out" / "train.tsv")[0].audio)) == 8000
+
+
 def error(path):
     with pytest.raises(AudioError) as caught:
         read_audio(path)

@@ -85,13 +85,14 @@ class Job:
         return summary if summary["attempt"] >= self.attempt else None
 
 
-def read_list(path: Path) -> list[str]:
+def read_list(path: Path, allow_outside: bool = False) -> list[str]:
     """The files of a list, one a line, or of a manifest (.tsv); each once.
 
+    `allow_outside` also accepts a manifest's audio that is not below its folder.
     Raises UserError where the list cannot be read or is empty.
     """
     if path.suffix == ".tsv":
-        names = (str(utterance.audio) for utterance in read_manifest(path))
+        names = (str(utterance.audio) for utterance in read_manifest(path, allow_outside))
     else:
         try:  # a name may hold bytes that are not text, and an editor may begin with a mark
             text = path.read_bytes().decode("utf-8-sig", "surrogateescape")

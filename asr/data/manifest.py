@@ -131,8 +131,8 @@ def check_row(row: Sequence[str], root: Path, where: str, allow_outside: bool) -
     if not allow_outside and leaves(audio, root):
         raise UserError(
             f"{where}: audio {audio!r} lies outside the manifest's folder; "
-            "data.outside=true reads it if you trust this table, and `python -m asr.prepare tsv "
-            "--audio FOLDER` makes a manifest with a link to that folder"
+            "if you trust this table, data.outside=true reads it (asr.prepare shards: --outside); "
+            "`python -m asr.prepare tsv --audio FOLDER` makes a manifest with a link to that folder"
         )
     try:
         parse_seconds(seconds)

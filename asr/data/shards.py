@@ -25,8 +25,15 @@ from features.packed import BLOCK, PackedError, member_of, read_member
 BEGINNINGS = {b"fLaC": ".flac", b"RIFF": ".wav", b"OggS": ".ogg"}
 
 
-def pack(manifest: str | Path, to: str | Path, megabytes: float = 1000.0) -> Path:
+def pack(
+    manifest: str | Path,
+    to: str | Path,
+    megabytes: float = 1000.0,
+    allow_outside: bool = False,
+) -> Path:
     """Writes TO/NAME-00000.tar, ... and, once they are whole, TO/NAME.tsv, whose path it returns.
+
+    `allow_outside` also packs audio that is not below the manifest's folder.
 
     Raises UserError where the manifest is faulty, an audio file cannot be read, or TO/NAME.tsv is
     there already.
@@ -37,7 +44,7 @@ def pack(manifest: str | Path, to: str | Path, megabytes: float = 1000.0) -> Pat
         raise UserError(f"{made}: is there already; remove it or give --to another folder")
     if not (math.isfinite(megabytes) and megabytes > 0):
         raise UserError(f"--megabytes {megabytes:g}: must be above 0")
-    corpus = read_manifest(manifest)
+    corpus = read_manifest(manifest, allow_outside)
     header = list(next(row for _, row in read_rows(manifest, COLUMNS)))
     write_rows(made, header, _packed(corpus, manifest, made, megabytes * 1e6))
     return made
