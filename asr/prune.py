@@ -14,7 +14,7 @@ from asr.recipe import as_yaml
 from asr.recipe import validate as checked
 from asr.recognizer import Recognizer, run_recipe
 from asr.settings import Recipe, SpeechRecipe
-from asr.training.checkpoint import choose, read_training
+from asr.training.checkpoint import TRAINING, choose, read_training
 from asr.training.loop import validate
 from asr.training.objective import SpeechObjective, means
 
@@ -111,13 +111,18 @@ def pruned_recipe(recipe: SpeechRecipe, model: Transformer, to: Path) -> Recipe:
 
 
 def save(run: Path, to: Path, recipe: SpeechRecipe, recognizer: Recognizer, loss: float) -> None:
-    """An ordinary run folder, with one checkpoint; training goes on from it with --resume."""
+    """An ordinary run folder, with one checkpoint; training goes on from it with --resume.
+
+    Of an exported run, which holds weights alone, weights alone.
+    """
     source = choose(run, recipe.decode.checkpoint, 1)[0]
-    objective = SpeechObjective(recognizer.model, 0.0, 0.0)
-    training = read_training(source) | {
-        "recipe": as_yaml(recipe),
-        "optimizer": build.optimizer(recipe.train, objective).state_dict(),  # without moments
-    }
+    training = None
+    if (source.folder / TRAINING).exists():
+        objective = SpeechObjective(recognizer.model, 0.0, 0.0)
+        training = read_training(source) | {
+            "recipe": as_yaml(recipe),
+            "optimizer": build.optimizer(recipe.train, objective).state_dict(),  # without moments
+        }
     derived.write_run(to, recipe, recognizer, training, source.step, loss)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from asr import evaluate, prune, train, transcribe
+from asr import evaluate, export, prune, train, transcribe
 from asr.data.corpus import read_manifest
 from asr.models.pruning import residual_alphas
 from asr.recipe import read_recipe
@@ -75,6 +75,14 @@ def test_training_goes_on_from_a_pruned_run(tiny, run, commands, tmp_path):
     assert (
         commands(train, half / "recipe.yaml", f"train.init={half}", "--run", tmp_path / "t")[0] == 0
     )
+
+
+def test_an_exported_run_is_pruned_without_a_training_state(tiny, run, commands, tmp_path):
+    bare, half = tmp_path / "bare", tmp_path / "half"
+    assert commands(export, run, "--to", bare)[0] == 0
+    assert commands(prune, bare, "--to", half, "--decoder", 2)[0] == 0
+    assert not list(half.rglob("training.pt")) and len(layers_of(half)[1]) == 2
+    assert commands(transcribe, half, tiny.parent / "test-0.flac")[0] == 0
 
 
 @torch.no_grad()
