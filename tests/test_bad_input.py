@@ -102,6 +102,10 @@ def test_a_manifest_that_is_not_set(split, tiny, run, commands):
         ("", "no column id, speaker, audio, seconds, text"),
         ("id\tspeaker\taudio\tseconds\ttext\n", "the manifest is empty"),
         ("id\taudio\ttext\n", "no column speaker, seconds"),
+        (
+            "id\tspeaker\taudio\tseconds\ttext\ttext\na\ts\ta.wav\t3\tx\ty\n",
+            "column text stands twice; rename or remove one of them",
+        ),
         ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\t-3\tx\n", ":2: seconds is '-3'"),
         ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\tnan\tx\n", ":2: seconds is 'nan'"),
         ("id\tspeaker\taudio\tseconds\ttext\na\ts\t/etc/x\t3\tx\n", "lies outside"),

@@ -39,13 +39,16 @@ def read_rows(
 
 
 def check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
-    """UserError where a column is missing."""
+    """UserError where a column is missing, or stands twice: which would be meant?"""
     missing = [name for name in required if name not in header]
     if missing:
         raise UserError(
             f"{path}: no column {', '.join(missing)}; the first line must name the columns "
             f"{' '.join(required)}, parted by tabs"
         )
+    twice = next((name for name in header if name and header.count(name) > 1), None)
+    if twice:
+        raise UserError(f"{path}: column {twice} stands twice; rename or remove one of them")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
