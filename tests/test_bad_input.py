@@ -143,11 +143,25 @@ def test_utterances_outside_the_limits(tiny, run, commands):
     assert "no utterance between data.min_seconds = 0.1 and data.max_seconds = 0.05" in line
 
 
-def test_utterances_with_more_labels_than_frames(tiny, run, commands, manifest):
-    path = manifest(rows(4, text="abcabcabcabcabcabcabcabc"))
-    line = commands.refused(train, tiny, "--run", run, f"data.train={path}")
+CONVOLUTION = ["model.listener.pyramid=[]", "model.listener.convolution=4"]
+TRANSFORMER = ["model={kind: transformer, d_model: 6, heads: 2, feed_forward: 7}"]
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [
+        ([], "reduce fewer frames (model.listener.pyramid) or use text.kind=bpe"),
+        (CONVOLUTION, "reduce fewer frames (model.listener.convolution) or use text.kind=bpe"),
+        (["model.listener.pyramid=[]"], "u3; use text.kind=bpe"),
+        (["text={kind: bpe, size: 12}"], "(model.listener.pyramid) or raise text.size"),
+        (TRANSFORMER, "reduce fewer frames (model.reduction) or use text.kind=bpe"),
+    ],
+)
+def test_utterances_with_more_labels_than_frames(more, remedy, tiny, run, commands, manifest):
+    path = manifest(rows(4, text="abcacbcabacbbacbcaabccba" * 3))
+    line = commands.refused(train, tiny, "--run", run, f"data.train={path}", *more)
     assert "4 of 4 utterances have more CTC labels than frames: u0 u1 u2 u3" in line
-    assert "model.listener.pyramid" in line
+    assert line.endswith(remedy)
 
 
 @pytest.mark.parametrize("mvn", ["utterance", "global"])

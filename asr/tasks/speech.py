@@ -16,27 +16,24 @@ import torch
 from asr import build, corpora
 from asr.data.batch import Batch, Epochs, Utterances, collate, load
 from asr.data.content import SHA256, Content, sha256_of_files
-from asr.data.corpus import Corpus
 from asr.data.plan import Item, plan_evaluation
 from asr.data.statistics import measure
-from asr.data.text import Tokenizer, about, labels_of, load_tokenizer
-from asr.errors import UserError
+from asr.data.text import about, labels_of, load_tokenizer
 from asr.nn.memory import Memory
 from asr.recognizer import STATISTICS, Recognizer
 from asr.scoring.pictures import attention_picture, diagonality, feature_picture
 from asr.scoring.wer import score
 from asr.search import language_scorer
 from asr.settings import SpeechRecipe
+from asr.tasks.room import check_room
 from asr.training.log import Log
-from asr.training.objective import SpeechObjective, needed_frames, shift
+from asr.training.objective import SpeechObjective, shift
 from asr.training.position import Position
-from features.front_end import FrontEnd
 
 INSPECTED = 4  # utterances that train.health looks at
 # Of a larger corpus, so many utterances, evenly spread, are looked at before training begins.
 VOCABULARY_UTTERANCES = 300_000
 CHECKED_TEXTS = 1000
-CHECKED_LENGTHS = 100_000
 
 
 @dataclass(frozen=True)
@@ -205,39 +202,3 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
         Utterances(valid, front_end, tokenizer, recipe.seed),
         Recognizer(objective.model, tokenizer, front_end, recipe.decode, lm=lm),
     )
-
-
-def check_room(
-    recipe: SpeechRecipe,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    front_end: FrontEnd,
-    objective: SpeechObjective,
-) -> None:
-    """CTC needs a frame of memory per token: name the utterances that have too few.
-
-    Raises UserError where more than 1 % of them have.
-    """
-    if not recipe.model.ctc_weight:
-        return
-    whole, corpus = corpus, corpus.sample(CHECKED_LENGTHS)
-    fastest = max(recipe.features.speed)
-    frames = torch.tensor([front_end.num_frames(u.seconds, fastest) for u in corpus])
-    room = objective.model.memory_lengths(frames).tolist()
-    tight = [
-        u.id
-        for u, there in zip(corpus, room, strict=True)
-        if needed_frames(tokenizer.encode(u.text)) > there
-    ]
-    if not tight:
-        return
-    reduction = {"las": "model.listener.pyramid", "transformer": "model.reduction"}
-    names = f"{' '.join(tight[:5])}{' ...' if len(tight) > 5 else ''}"
-    looked = "" if corpus is whole else " looked at"
-    line = f"{len(tight)} of {len(corpus)} utterances{looked} have more CTC labels than frames"
-    line += f": {names}"
-    if len(tight) > 0.01 * len(corpus):
-        raise UserError(
-            f"{line}. Reduce fewer frames ({reduction[recipe.model.kind]}) or use text.kind=bpe."
-        )
-    print(f"{line}; the CTC loss leaves them out", flush=True)
