@@ -277,6 +277,27 @@ def test_a_run_that_exists_tells_the_pace(tmp_path, tiny):
     assert [duration(s) for s in (45, 600, 7500)] == ["45 s", "10 min", "2 h 05 min"]
 
 
+@pytest.mark.parametrize(
+    ("more", "ranks", "validations"),
+    [
+        ([], "", 20),  # the recipe's epochs
+        (["train.steps=100", "train.accumulate=1"], "", 4),  # of 29 steps an epoch
+        (["train.steps=100", "train.accumulate=2"], "", 7),  # of 15
+        (["train.steps=100", "train.accumulate=1"], ", 8 ranks", 25),  # of 4
+    ],
+)
+def test_validations_are_those_of_the_epochs_that_the_steps_make(
+    more, ranks, validations, tmp_path, tiny
+):
+    make_curves(tmp_path / "run", tiny, 60)
+    overrides = ["train.validate_every=null", "train.epochs=20", "train.steps=null", *more]
+    write_recipe(read_recipe(tiny, overrides), tmp_path / "run" / "recipe.yaml")
+    log = tmp_path / "run" / "train.log"
+    said = f"now training tiny: 1.00 M parameters, 29 batches an epoch, 3.1 % padding{ranks}\n"
+    log.write_text(said + log.read_text())
+    assert pace(tmp_path / "run").validations == validations
+
+
 def test_a_dry_run_prints_the_grid_and_what_is_left(tiny, commands, tmp_path):
     grid = [tiny, "seed=1,2,3", "train.validate_every=25", "train.steps=100"]
     make_curves(tmp_path / "seed=1", tiny, 60)

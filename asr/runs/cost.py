@@ -21,6 +21,7 @@ from asr.scoring.events import Curve, read_scalars
 from asr.settings import Recipe
 
 _TOTAL = re.compile(r"step \d+/(\d+)  ")  # in a run's log; no curve has it
+_EPOCH = re.compile(r" (\d+) batches an epoch(?:.* (\d+) ranks$)?", re.MULTILINE)
 _PROBE_STEPS = 12
 _PROBE_SECONDS, _LAST_SECONDS = 180.0, 60.0  # a probe may take, and then to save what it knows
 _NEVER = 10**9  # steps
@@ -36,6 +37,7 @@ class Pace:
     audio: float  # seconds of it per step
     validation: float = 0.0  # seconds of one
     validations: int = 0  # that it will take
+    epoch: int | None = None  # steps of one, where the run says so
 
     def left(self, step: int) -> tuple[float, float]:
         """Seconds by the clock and audio-hours from a step to the end."""
@@ -110,7 +112,14 @@ def pace(run: Path) -> Pace | None:
     per_step = float(seconds.values[-1]) / step
     audio = 3600 * float(hours.values[-1]) / int(hours.steps[-1])
     each = _validation_seconds(seconds, curves[VALID], per_step)
-    return Pace(total, step, per_step, audio, each, _validations(recipe, total))
+    epoch = _epoch_steps(log, recipe)
+    return Pace(total, step, per_step, audio, each, _validations(recipe, total, epoch), epoch)
+
+
+def _epoch_steps(log: str, recipe: Recipe) -> int | None:
+    if not (said := _EPOCH.search(log)):
+        return None
+    return math.ceil(int(said[1]) / (recipe.train.accumulate * int(said[2] or 1)))
 
 
 def _validation_seconds(seconds: Curve, valid: Curve, per_step: float) -> float:
@@ -122,10 +131,11 @@ def _validation_seconds(seconds: Curve, valid: Curve, per_step: float) -> float:
     return max(0.0, float(np.median(known))) if len(known) else 0.0
 
 
-def _validations(recipe: Recipe, total: int) -> int:
-    """Every so many steps and at the end, or after every epoch."""
-    every = recipe.train.validate_every
-    return math.ceil(total / every) if every else int(recipe.train.epochs or 1)
+def _validations(recipe: Recipe, total: int, epoch: int | None) -> int:
+    """Every so many steps and at the end, or after every epoch, which train.steps may cut off."""
+    train = recipe.train
+    every = train.validate_every or (train.steps and epoch)
+    return math.ceil(total / every) if every else train.epochs
 
 
 def probe(recipe: Path, trial: Trial) -> Pace | None:
@@ -146,7 +156,9 @@ def probe(recipe: Path, trial: Trial) -> Pace | None:
             _, said = process.communicate()
         if process.returncode > 0:
             print(said.decode(errors="replace").strip().rpartition("\n")[2], file=sys.stderr)
-    return found and replace(found, validations=_validations(trial.recipe, found.total))
+    if not found:
+        return None
+    return replace(found, validations=_validations(trial.recipe, found.total, found.epoch))
 
 
 def _wait(process: subprocess.Popen[bytes], run: Path) -> None:
