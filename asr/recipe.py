@@ -5,18 +5,19 @@ differs from the base's replaces it whole, since its keys belong to another thin
 Only plain YAML is read: no tags, no anchors, no environment variables, no code.
 """
 
+import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from asr.errors import UserError
-from asr.settings import RECIPES, Recipe, Settings
+from asr.settings import RECIPES, Recipe
+from asr.settings.mistakes import KINDS, explain, plain_keys
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 20
@@ -71,13 +72,13 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
     except ValidationError as error:
         details = error.errors(include_url=False)
     first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
-    keys = tuple(str(key) for key in _plain_location(first["loc"]))
+    keys = plain_keys(first["loc"])
     if any(
         keys[: len(changed)] == changed or changed[: len(keys)] == keys for changed in overridden
     ):
         place = "command line"
     more = f" ({len(details) - 1} more like it)" if len(details) > 1 else ""
-    raise RecipeError(f"{place}: {_explain(first, keys, kind)}{more}")
+    raise RecipeError(f"{place}: {explain(first, keys, kind)}{more}")
 
 
 def _recipe_kind(tree: Mapping[str, Any], place: str) -> type[Recipe]:
@@ -188,62 +189,27 @@ def _another_model(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return kinds[0] != kinds[1] and all(str(kind) in KINDS for kind in kinds)
 
 
-def _plain_location(location: Iterable[Any]) -> list[Any]:
-    """Pydantic puts a union's chosen tag into the path; a recipe has no such key."""
-    keys = list(location)
-    if len(keys) > 1 and keys[0] == "model" and keys[1] in KINDS:
-        del keys[1]
-    return keys
-
-
-def _explain(detail: ErrorDetails, keys: tuple[str, ...], kind: type[Recipe]) -> str:
-    name = ".".join(keys)
-    if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(keys[-1], _siblings(detail["loc"], kind), n=1, cutoff=0.5)
-        return f"{name} is not a recipe key.{f' Did you mean {near[0]!r}?' if near else ''}"
-    if detail["type"] == "missing":
-        return f"{name} is missing."
-    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    value = repr(detail["input"])
-    return f"{name} = {value if len(value) < 60 else value[:57] + '...'}: {message}."
-
-
-def _siblings(location: tuple[Any, ...], recipe: type[Recipe]) -> list[str]:
-    """The keys that may stand where an unknown one stood."""
-    group: Any = recipe
-    for key in location[:-1]:
-        if key in KINDS:
-            group = next(kind for kind in _groups(group) if key in _kind_of(kind))
-            continue
-        fields = next((g.model_fields for g in _groups(group) if key in g.model_fields), {})
-        group = fields[key].annotation if key in fields else None
-    return [name for one in _groups(group) for name in one.model_fields]
-
-
-def _groups(annotation: Any) -> list[type[Settings]]:
-    """The Settings classes in a type such as `SpecAugment | None`."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    return [found for part in get_args(annotation) for found in _groups(part)]
-
-
-def _kind_of(group: type[Settings]) -> tuple[str, ...]:
-    return get_args(group.model_fields["kind"].annotation) if "kind" in group.model_fields else ()
-
-
-KINDS = {
-    kind
-    for recipe in RECIPES.values()
-    for group in _groups(recipe.model_fields["model"].annotation)
-    for kind in _kind_of(group)
-}
-
-
 def _nearest_file(path: Path) -> str:
     there = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, there, n=1)
     return f" Did you mean {path.parent / near[0]}?" if near else ""
 
 
-if __name__ == "__main__":  # python -m asr.recipe FILE [key=value ...]: show the resolved recipe
-    print(as_yaml(read_recipe(sys.argv[1], sys.argv[2:])), end="")
+def main() -> int:
+    """python -m asr.recipe FILE [key.path=value ...]: every key of a recipe with its value."""
+    parser = argparse.ArgumentParser(
+        prog="python -m asr.recipe", description="Show every key of a recipe with its value."
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    args = parser.parse_args()
+    try:  # not asr.command.run, which no room below the commands may import
+        print(as_yaml(read_recipe(args.recipe, args.overrides)), end="")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

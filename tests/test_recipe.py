@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asr.recipe import RecipeError, as_yaml, read_recipe, write_recipe
+from asr.recipe import RecipeError, as_yaml, main, read_recipe, write_recipe
 from asr.settings import SpeechRecipe
 
 PLAIN = "run: x\ndata: {train: a.tsv}\nmodel: {kind: las}\n"
@@ -256,6 +256,30 @@ def test_a_base_that_is_not_there_or_a_ring(tmp_path, read):
     assert "base must be the name of a recipe file" in refusal(read, "base: 5\n")
     (tmp_path / "b.yaml").write_text("base: r.yaml\n")
     assert re.search("Remove the ring", refusal(read, "base: b.yaml\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["none.yaml"], "error: none.yaml: there is no such recipe."),
+        (["r.yaml", "seed=x"], "error: command line: seed = 'x': should be a valid integer"),
+        ([], "the following arguments are required: recipe"),
+    ],
+)
+def test_the_command_shows_a_recipe_or_says_what_is_wrong(
+    line, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(PLAIN)
+    monkeypatch.setattr("sys.argv", ["asr.recipe", "r.yaml", "seed=7"])
+    assert main() == 0
+    assert yaml.safe_load(capsys.readouterr().out)["seed"] == 7
+    monkeypatch.setattr("sys.argv", ["asr.recipe", *line])
+    try:
+        code = main()
+    except SystemExit as end:  # as argparse ends
+        code = end.code
+    assert code == 2 and message in capsys.readouterr().err
 
 
 def test_the_recipes_that_come_with_the_project_are_valid():
