@@ -10,7 +10,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import ValidationError
@@ -28,7 +28,13 @@ class RecipeError(UserError):
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML without aliases (a few bytes could stand for gigabytes) and without repeated keys."""
+    """YAML without aliases (a few bytes could stand for gigabytes), repeated keys and dates."""
+
+    # No key is a date, but a run may be named after one.
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Refuse an alias where a value should stand."""

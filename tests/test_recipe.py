@@ -61,6 +61,13 @@ def test_overrides_come_last_and_reach_any_depth(read):
     assert recipe.train.steps is None and recipe.seed == 4
 
 
+def test_a_run_may_be_named_after_a_day(read, tmp_path):
+    assert read(PLAIN, "run=2026-11-22").run == "2026-11-22"
+    recipe = read(PLAIN.replace("run: x", "run: 2026-11-22"))
+    write_recipe(recipe, tmp_path / "out.yaml")
+    assert read_recipe(tmp_path / "out.yaml").run == recipe.run == "2026-11-22"
+
+
 def test_a_recipe_is_frozen(read):
     with pytest.raises(Exception, match="frozen"):
         read(PLAIN).train.epochs = 3
