@@ -7,6 +7,7 @@ Other exit codes: 0 all is well; 3 a signal ended training, which is saved
 import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 
 from asr.errors import UserError
 from asr.training.memory import is_out_of_memory
@@ -16,6 +17,9 @@ from features.normalize import StatisticsError
 
 def run(main: Callable[[], int | None]) -> None:
     """Run a command's main and exit with what it returns, 0 for None."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a locale may lack a character, a name be no text
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = main() or 0
     except (UserError, AudioError, StatisticsError) as error:

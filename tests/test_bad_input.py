@@ -1,5 +1,6 @@
 """A user's mistakes: one clear line, exit code 2, no traceback, and nothing half-written."""
 
+import io
 import re
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from asr import evaluate, train, transcribe
+from asr import command, evaluate, train, transcribe
 from asr.recipe import flat, read_recipe
 from asr.runs.resume import is_harmless
 from asr.training.checkpoint import list_checkpoints
@@ -66,6 +67,14 @@ def rows(count, text="ab c", audio="train-{}.flac"):
 )
 def test_a_recipe_s_mistakes_end_train(override, message, tiny, run, commands):
     assert re.search(message, commands.refused(train, tiny, "--run", run, override))
+
+
+def test_a_locale_that_lacks_a_character_is_no_mistake(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, "latin-1", write_through=True))
+    with pytest.raises(SystemExit, match="0"):
+        command.run(lambda: print("1 \u2013 2, caf\xe9"))
+    assert raw.getvalue() == b"1 \\u2013 2, caf\xe9\n"
 
 
 def test_a_mistake_in_the_file_names_the_file(tiny, run, commands, tmp_path):
@@ -327,11 +336,11 @@ class TestNoRun:
         shutil.copytree(tiny_run, run)
         text = (run / "tokenizer.json").read_text()
         (run / "tokenizer.json").write_text(text.replace('"c"', '"d"'))
-        for command, *last in (
+        for module, *last in (
             (transcribe, tiny.parent / "test-0.flac"),
             (evaluate, "--split", "test"),
         ):
-            line = commands.refused(command, run, *last)
+            line = commands.refused(module, run, *last)
             assert "model.safetensors: of another vocabulary" in line
         assert "of another vocabulary" in commands.refused(train, tiny, "--run", run, "--resume")
 
