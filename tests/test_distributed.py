@@ -154,7 +154,8 @@ class TestFaults:
         first, *others = said(folder, "few", 3)
         assert seen["few"] == [2, 1, 1] and first == (
             "error: rank 0: 1 batches an epoch are too few for 3 ranks: make them smaller "
-            "(train.batch_seconds) or start fewer (--nproc-per-node)\n"
+            "(train.batch_seconds; of text data.batch_bytes, of images data.batch) or start fewer "
+            "(--nproc-per-node)\n"
         )
         for number, other in enumerate(others, start=1):
             assert other.startswith(f"rank {number}: ends, another was killed or says why")

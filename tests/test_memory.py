@@ -1,13 +1,15 @@
 """What does not fit in memory is cut in two, once, without changing the sum."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 
 import pytest
 import torch
 from test_loop import LIMITS, Frames, batch, run
 from torch import nn
 
+from asr.data.images import ImageBatch
+from asr.data.sentences import SentenceBatch
 from asr.errors import UserError
 from asr.training.loop import take_step
 from asr.training.memory import cut, in_memory, is_out_of_memory
@@ -65,6 +67,31 @@ def test_it_is_tried_once_only():
 def test_one_utterance_cannot_be_cut():
     with pytest.raises(UserError, match=r"cannot be cut further: u2\.0; lower data\.max_seconds"):
         run([batch(2, size=1)], LIMITS, objective=Narrow(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size_key", "remedy"),
+    [
+        (SentenceBatch, "data.batch_bytes", "lower data.max_bytes, or make the model smaller"),
+        (ImageBatch, "data.batch", "make the model smaller"),
+    ],
+)
+def test_other_tasks_are_told_their_own_keys(kind, size_key, remedy):
+    def room_for(most):
+        def work(group):
+            if max(map(len, group)) > most:
+                raise MemoryError
+
+        return work
+
+    rows = {field.name: torch.zeros(5) for field in fields(kind) if field.default is MISSING}
+    group, said = [kind(**rows | {"ids": tuple("abcde")})], []
+    in_memory(room_for(3), group, said.append)
+    assert said[0].endswith(f"is used: lower {size_key} and raise train.accumulate as much")
+    with pytest.raises(UserError, match=f"too; lower {size_key} and raise"):
+        in_memory(room_for(2), group, pytest.fail)
+    with pytest.raises(UserError, match=f"cannot be cut further: a; {remedy}"):
+        in_memory(room_for(0), cut(cut(cut(group[0])[0])[0])[:1], pytest.fail)
 
 
 def test_other_errors_are_not_swallowed():

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,8 @@ class Batch:
     Padding is 0 in features and <blank> in tokens. `seconds` is the audio of the real frames.
     """
 
+    size_key: ClassVar = "train.batch_seconds"
+    length_key: ClassVar = "data.max_seconds"
     ids: tuple[str, ...]
     features: Tensor
     lengths: Tensor

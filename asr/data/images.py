@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +49,8 @@ class Images:
 class ImageBatch:
     """images (B, R, C) float, 0 to 1, labels (B,). It holds no audio and nothing is broken."""
 
+    size_key: ClassVar = "data.batch"
+    length_key: ClassVar = None
     ids: tuple[str, ...]
     images: Tensor
     labels: Tensor

@@ -3,6 +3,7 @@
 Length is counted in bytes of UTF-8, which is known without reading a line; a line's end counts as
 one more. All lines are shuffled, then put together by length within pools of POOL lines, and the
 batches of a pool are shuffled: an epoch of any size is planned with 4 bytes a line and a pool.
+It depends on (seed, epoch) alone, so resuming is leaving out the first batches.
 """
 
 import functools

@@ -5,9 +5,6 @@ to SMALL bytes are held in memory; of a larger one the cleaned text and the inde
 PATH.lines/ (or below a folder of the user's choice) and are mapped, so that 40 million lines cost
 no more memory than their lengths and their order do: 8 bytes a line.
 
-The order of an epoch depends on (seed, epoch) alone and is planned before the first line is read,
-so resuming is leaving out the first batches.
-
 N lines, B sentences in a batch, U tokens.
 """
 
@@ -21,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -198,6 +195,8 @@ def _not_empty(lines: Lines, path: Path) -> Lines:
 class SentenceBatch:
     """tokens (B, U) without <sos> and <eos>, padded with <blank>; token_lengths, words (B,)."""
 
+    size_key: ClassVar = "data.batch_bytes"
+    length_key: ClassVar = "data.max_bytes"
     ids: tuple[str, ...]
     tokens: Tensor
     token_lengths: Tensor

@@ -118,7 +118,8 @@ def check_share(batches: int) -> None:
     if batches < world():
         raise UserError(
             f"{batches} batches an epoch are too few for {world()} ranks: make them smaller "
-            "(train.batch_seconds) or start fewer (--nproc-per-node)"
+            "(train.batch_seconds; of text data.batch_bytes, of images data.batch) or start fewer "
+            "(--nproc-per-node)"
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -18,6 +18,8 @@ class Batch(Protocol):
     A dataclass, so that one that does not fit in memory can be cut (memory.py).
     """
 
+    size_key: ClassVar[str]  # the recipe key that says how large it is
+    length_key: ClassVar[str | None]  # the one that says how long an example may be
     ids: tuple[str, ...]  # of its utterances, or whatever the task calls its examples
     seconds: float  # audio in it; 0 where there is none
     broken: tuple[Broken, ...]

@@ -35,10 +35,11 @@ def in_memory(
     halves = [half for batch in group for half in cut(batch)]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    size_key, length_key = group[0].size_key, group[0].length_key
     if len(halves) == len(group):
         raise UserError(
             f"out of memory with {_sizes(group)}, which cannot be cut further: {_ids(group)}; "
-            "lower data.max_seconds, or make the model smaller"
+            f"{f'lower {length_key}, or ' if length_key else ''}make the model smaller"
         )
     try:
         result = run(halves)
@@ -47,7 +48,7 @@ def in_memory(
             raise
         raise UserError(
             f"out of memory with {_sizes(group)}, and with {_sizes(halves)} too; "
-            "lower train.batch_seconds and raise train.accumulate as much"
+            f"lower {size_key} and raise train.accumulate as much"
         ) from None
     note(
         f"out of memory with {_sizes(group)}; {_sizes(halves)} fits and is used: {_advice(halves)}"
@@ -97,10 +98,9 @@ def _sizes(group: Sequence[Any]) -> str:
 
 
 def _advice(halves: Sequence[Any]) -> str:
-    seconds = max(half.seconds for half in halves)
-    if not seconds:
-        return "use smaller batches and raise train.accumulate as much"
-    return f"set train.batch_seconds={seconds:.3g} and raise train.accumulate as much"
+    seconds, key = max(half.seconds for half in halves), halves[0].size_key
+    change = f"set {key}={seconds:.3g}" if seconds else f"lower {key}"
+    return f"{change} and raise train.accumulate as much"
 
 
 def _ids(group: Sequence[Any]) -> str:
