@@ -34,7 +34,10 @@ def run(main: Callable[[], int | None]) -> None:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        code = _say(f"out of memory: make the model or what it is given smaller ({_first(error)})")
+        code = _say(
+            "out of memory: make the model or what it is given smaller (decode.batch_seconds where "
+            f"speech is validated or decoded): {_first(error)}"
+        )
     _leave(code)
 
 

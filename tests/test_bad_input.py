@@ -77,6 +77,15 @@ def test_a_locale_that_lacks_a_character_is_no_mistake(monkeypatch):
     assert raw.getvalue() == b"1 \\u2013 2, caf\xe9\n"
 
 
+def test_what_is_decoded_together_may_be_too_much(tiny, tiny_run, monkeypatch, commands):
+    def too_much(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr("asr.recognizer.Recognizer.encode", too_much)
+    line = commands.refused(evaluate, tiny_run, "--split", "test")
+    assert line.startswith("out of memory") and "decode.batch_seconds" in line
+
+
 def test_a_mistake_in_the_file_names_the_file(tiny, run, commands, tmp_path):
     recipe = tmp_path / "my.yaml"
     recipe.write_text(tiny.read_text() + "decode: {beem: 3}\n")
