@@ -136,6 +136,16 @@ def test_the_vocabulary_of_a_run_is_taken(commands, folder):
     assert read_recipe(run / "recipe.yaml").text.run == speech
 
 
+def test_two_runs_must_agree_on_the_vocabulary(commands, folder):
+    recipe, first = make_recipe(folder), folder / "first"
+    assert commands(train, recipe, "train.steps=1", "--run", first)[0] == 0
+    more = [f"train.init={first}", "train.steps=1", "--run", folder / "second"]
+    Characters.train(["ABCDEFGHIJKLMNOPQRSTUVWXYZ '"]).save(folder / "speech")
+    line = commands.refused(train, recipe, f"text.run={folder / 'speech'}", *more)
+    assert f"speech: its vocabulary is not that of train.init = {first}; start from" in line
+    assert commands(train, recipe, f"text.run={first}", *more)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

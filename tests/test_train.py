@@ -277,10 +277,20 @@ def test_fine_tuning_keeps_the_vocabulary(tiny, tiny_run, commands, tmp_path):
     manifest = tiny.parent / "tune.tsv"
     write_manifest(manifest, [replace(u, text=u.text.replace("c", "x")) for u in corpus])
     more = [f"train.init={tiny_run}", f"data.train={manifest}", "train.steps=1"]
-    code, _, err = commands(train, tiny, "--run", tmp_path, *more)
-    assert code == 0, err
+    code, out, err = commands(train, tiny, "--run", tmp_path, *more)
+    assert code == 0 and "is kept" not in out, err
     old, new = (load_tokenizer(run).fingerprint() for run in (tiny_run, tmp_path))
     assert old == new
+
+
+def test_fine_tuning_says_what_it_does_not_use_or_cannot(tiny, tiny_run, commands, tmp_path):
+    init = f"train.init={tiny_run}"
+    _, out, _ = commands(train, tiny, "--run", tmp_path, init, "text.kind=bpe", "train.steps=1")
+    assert f"the vocabulary of {init} is kept; text.* is not used\n" in out
+    line = commands.refused(train, tiny, "--run", tmp_path / "x", init, "model.speller.hidden=9")
+    assert line.endswith(
+        "do not fit; model.* and features.* must be those of their run's recipe.yaml"
+    )
 
 
 def test_the_alarm_says_what_to_try(tiny, commands, tmp_path):

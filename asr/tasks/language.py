@@ -21,6 +21,7 @@ from asr.errors import UserError
 from asr.recipe import read_recipe
 from asr.settings import LanguageRecipe
 from asr.settings.language import LanguageData
+from asr.tasks.vocabulary import kept_vocabulary
 from asr.training.checkpoint import choose, load_weights
 from asr.training.language_objective import LanguageObjective
 from asr.training.log import Log
@@ -111,12 +112,7 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTa
     """
     data = recipe.data
     training, valid = (_read(data, role) for role in ("train", "valid"))
-    if resume:
-        tokenizer = load_tokenizer(run)
-    elif source := recipe.train.init or recipe.text.run:
-        tokenizer = load_tokenizer(source)
-    else:
-        tokenizer = build.tokenizer(recipe.text, training.sample(VOCABULARY_LINES))
+    tokenizer = load_tokenizer(run) if resume else _vocabulary(recipe, training)
     for part, paths in ((training, data.train), (valid, data.valid)):
         lines = part.sample(CHECKED_LINES)
         corpora.check_text(lines, [tokenizer.unknown(line) for line in lines], paths[0])
@@ -132,6 +128,22 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTa
         SentenceEpochs(valid, cap, ANY_LENGTH, seed, workers),
         tokenizer,
     )
+
+
+def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
+    """That of train.init or of text.run, which must be one where both are given; else a new one."""
+    init, given = recipe.train.init, recipe.text.run
+    if given is None:
+        if init is None:
+            return build.tokenizer(recipe.text, training.sample(VOCABULARY_LINES))
+        return kept_vocabulary(init, recipe.text)
+    tokenizer = load_tokenizer(given)
+    if init and load_tokenizer(init).fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"text.run = {given}: its vocabulary is not that of train.init = {init}; "
+            "start from a run with that vocabulary, or without train.init"
+        )
+    return tokenizer
 
 
 def load_language_model(run: Path, fingerprint: str, device: torch.device) -> torch.nn.Module:

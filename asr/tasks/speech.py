@@ -26,6 +26,7 @@ from asr.scoring.wer import score
 from asr.search import language_scorer
 from asr.settings import SpeechRecipe
 from asr.tasks.room import check_room
+from asr.tasks.vocabulary import kept_vocabulary
 from asr.training.log import Log
 from asr.training.objective import SpeechObjective, shift
 from asr.training.position import Position
@@ -183,10 +184,9 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
         if front_end.norm.needs_statistics:
             front_end.norm.load(run / STATISTICS)
     else:
-        # Weights that are tuned further mean nothing under another vocabulary.
-        init = recipe.train.init
+        init, text = recipe.train.init, recipe.text
         part = training.sample(VOCABULARY_UTTERANCES)
-        tokenizer = load_tokenizer(init) if init else build.tokenizer(recipe.text, part.texts)
+        tokenizer = kept_vocabulary(init, text) if init else build.tokenizer(text, part.texts)
         measure(training, front_end, data.workers)
     for part in (training, valid):
         texts = part.sample(CHECKED_TEXTS).texts

@@ -196,7 +196,8 @@ def _fill(module: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     unlike = sorted((weights.keys() ^ named_tensors(module).keys()) | set(wrong))
     if unlike:
         raise UserError(
-            f"{path}: weights of another model: {unlike[0]} and {len(unlike) - 1} more do not fit"
+            f"{path}: weights of another model: {unlike[0]} and {len(unlike) - 1} more do not fit; "
+            "model.* and features.* must be those of their run's recipe.yaml"
         )
     module.load_state_dict({n: w.to(own[n].dtype) for n, w in weights.items()}, strict=False)
 
