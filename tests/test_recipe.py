@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asr.recipe import RecipeError, as_yaml, main, read_recipe, write_recipe
+from asr.recipe import RecipeError, _leaves, as_yaml, flat, main, read_recipe, write_recipe
 from asr.settings import SpeechRecipe
 
 PLAIN = "run: x\ndata: {train: a.tsv}\nmodel: {kind: las}\n"
@@ -287,6 +287,16 @@ def test_the_command_shows_a_recipe_or_says_what_is_wrong(
     except SystemExit as end:  # as argparse ends
         code = end.code
     assert code == 2 and message in capsys.readouterr().err
+
+
+def test_a_recipe_that_comes_with_the_project_repeats_no_key_of_its_base():
+    for path in sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml")):
+        tree = yaml.safe_load(path.read_text())
+        if "base" in tree:
+            base, own = flat(read_recipe(path.parent / tree.pop("base"))), flat(read_recipe(path))
+            if base["model.kind"] != own["model.kind"]:  # whose keys are not the base's
+                del tree["model"]
+            assert not [key for key, _ in _leaves(tree, "") if base.get(key, ...) == own[key]], path
 
 
 def test_the_recipes_that_come_with_the_project_are_valid():
