@@ -109,7 +109,7 @@ def recognise(
         if len(batch):
             heard |= zip(batch.ids, decode(recognizer, batch), strict=True)
     if not heard:
-        raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
+        raise UserError(corpus.unreadable)
     return heard, reasons
 
 

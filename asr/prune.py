@@ -93,7 +93,7 @@ def validation_loss(recognizer: Recognizer, recipe: SpeechRecipe) -> Score:
         batches = load(heard, plan.batches, recipe.data.workers)
         sums = means(validate(objective, batches, recipe.train.precision))
         if "nats" not in sums:
-            raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
+            raise UserError(corpus.unreadable)
         return sums["nats"]
 
     return score

@@ -149,7 +149,7 @@ def nbests(
                 nbest = recognizer.nbest(memory, decode, decode.beam)
                 own |= zip(batch.ids, nbest, strict=True)
     if not found[0]:
-        raise UserError(f"{corpus.path}: none of its {len(corpus)} utterances could be read")
+        raise UserError(corpus.unreadable)
     return found
 
 

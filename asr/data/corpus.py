@@ -84,6 +84,11 @@ class Corpus:
         return self.take(np.linspace(0, len(self) - 1, count).astype(np.int64))
 
     @property
+    def unreadable(self) -> str:
+        """What to say where none of its audio could be read."""
+        return f"{self.path}: none of its {len(self)} utterances could be read"
+
+    @property
     def ids(self) -> list[str]:
         """Made anew at every call, as the other two lists: of a large corpus take a sample."""
         return [u.id for u in self]

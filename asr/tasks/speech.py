@@ -91,8 +91,7 @@ class SpeechTask:
 
     def nothing_valid(self) -> str:
         """What to say where none of it could be read."""
-        corpus = self.heard.corpus
-        return f"{corpus.path}: none of its {len(corpus)} utterances could be read"
+        return self.heard.corpus.unreadable
 
     def report(self, log: Log, position: Position) -> dict[str, float]:
         """Word error rates and attention's diagonality on validation; pictures and texts.
