@@ -4,14 +4,11 @@ Locks of this kind (fcntl, not flock) hold over NFS too, and go when their holde
 ends. Each belongs to a process: two claims within one do not exclude each other.
 """
 
-import errno
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
-
-HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class Claims:
@@ -34,9 +31,12 @@ class Claims:
         """Whether the piece is this process's own within the block; where no locks are, always."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, piece)
-        except OSError as error:
-            self.work = error.errno in HELD
-            yield not self.work
+        except (BlockingIOError, PermissionError):  # another's; systems differ in how they say it
+            yield False
+            return
+        except OSError:
+            self.work = False
+            yield True
             return
         try:
             yield True

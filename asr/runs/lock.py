@@ -4,7 +4,6 @@ The lock is the process's own: it goes when that ends, however it ends, and the 
 not inherit it, so a run that was killed can be resumed at once. Who only reads a run takes none.
 """
 
-import errno
 import fcntl
 import os
 import socket
@@ -16,7 +15,6 @@ from typing import IO
 from asr.errors import UserError
 
 LOCK = "train.lock"  # who trains here, while somebody does
-HELD = (errno.EACCES, errno.EAGAIN)
 
 
 @contextmanager
@@ -61,12 +59,12 @@ def _lock(file: IO[str], path: Path) -> None:
     try:
         # Not flock, which workers would inherit and hold for seconds after a kill.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in HELD:
-            return  # a file system without locks: better to train than not
+    except (BlockingIOError, PermissionError):  # another's; systems differ in how they say it
         file.seek(0)
         holder = file.read(200) or "another process"
         raise UserError(
             f"{path.parent}: {holder} is training in it; wait for its end, end it, or choose "
             "another --run"
         ) from None
+    except OSError:
+        return  # a file system without locks: better to train than not
