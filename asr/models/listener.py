@@ -59,11 +59,12 @@ class Listener(nn.Module):
 
     def forward(self, features: Tensor, lengths: Tensor) -> Memory:
         """features (B, T, F), lengths (B,) of at least 1 -> Memory, its padding zero."""
-        # Whatever stands in the padding (NaN too) must not reach a pair or a convolution.
-        padding = ~valid_places(lengths, features.size(1))
-        x = features.masked_fill(padding.unsqueeze(-1), 0.0)
+        x = features
         if self.front is not None:
             x, lengths = self.front(x, lengths)
+        # Whatever stands in the padding (NaN, or the bias of the front) must not reach a pair.
+        padding = ~valid_places(lengths, x.size(1))
+        x = x.masked_fill(padding.unsqueeze(-1), 0.0)
         for number, layer in enumerate(self.layers, start=1):
             if number in self.pyramid:
                 x, lengths = join_pairs(x, lengths)
