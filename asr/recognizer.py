@@ -90,12 +90,13 @@ class Recognizer:
             self.front_end.norm.save(run / STATISTICS)
 
     def transcribe(
-        self, audio: str | os.PathLike[str] | np.ndarray | Tensor, rate: int | None = None
+        self, audio: str | os.PathLike[str] | np.ndarray | Tensor, rate: float | None = None
     ) -> Transcript:
         """A file's path, or samples (S,) or (S, channels) in -1 to 1, at `rate` or the model's.
 
-        Raises features.audio.AudioError for a file that cannot be read. Audio that is empty,
-        silent, or shorter than one frame gives an empty text.
+        Raises features.audio.AudioError for a file or samples that cannot be read, such as
+        (channels, samples). Audio that is empty, silent, or shorter than one frame gives an empty
+        text.
         """
         return self._transcribe([self._waveform(audio, rate)])[0]
 
@@ -123,13 +124,13 @@ class Recognizer:
         yield from zip(waiting, self._transcribe(list(waiting.values())), strict=True)
 
     def _waveform(
-        self, audio: str | os.PathLike[str] | np.ndarray | Tensor, rate: int | None = None
+        self, audio: str | os.PathLike[str] | np.ndarray | Tensor, rate: float | None = None
     ) -> Tensor:
         """(S,) at the model's rate."""
         own = self.front_end.sample_rate
         try:
             if isinstance(audio, np.ndarray | Tensor):
-                return from_samples(audio, rate or own, own)
+                return from_samples(audio, own if rate is None else rate, own)
             return self.front_end.load(audio)
         except NoSamples:
             return torch.zeros(0)

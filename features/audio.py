@@ -85,22 +85,18 @@ def audio_seconds(path: str | os.PathLike[str]) -> float:
 
 
 def from_samples(
-    samples: np.ndarray | Tensor, rate: int, sample_rate: int = 16_000, name: str = "the waveform"
+    samples: np.ndarray | Tensor, rate: float, sample_rate: int = 16_000, name: str = "the waveform"
 ) -> Tensor:
     """Samples in memory, (S,) or (S, C) at `rate` -> (S',) float32 in [-1, 1] at `sample_rate`.
 
     Values over full scale are clipped to it, after resampling, which overshoots at sharp edges.
     Raises AudioError, beginning with `name`, for samples that are empty, not finite, of another
-    shape, or not scaled to [-1, 1].
+    shape, fewer than channels, or not scaled to [-1, 1]; and for a rate that is not whole.
     """
-    _check_rate(rate, name)
+    rate = _whole_rate(rate, name)
     array = samples.numpy(force=True) if isinstance(samples, Tensor) else samples
     waveform = torch.from_numpy(np.array(array, dtype=np.float32))
-    if waveform.ndim not in (1, 2):
-        shape = tuple(waveform.shape)
-        raise AudioError(f"{name}: expected shape (samples,) or (samples, channels), got {shape}")
-    if not waveform.numel():
-        raise NoSamples(f"{name}: no audio, 0 samples")
+    _check_shape(tuple(waveform.shape), name)
     peak = float(waveform.abs().max())
     if not math.isfinite(peak):
         raise AudioError(f"{name}: holds samples that are NaN or infinite")
@@ -137,7 +133,7 @@ def _open(path: str | os.PathLike[str]) -> soundfile.SoundFile:
     except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
         raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
     try:
-        _check_rate(sound.samplerate, name)
+        _whole_rate(sound.samplerate, name)
     except AudioError:
         sound.close()
         raise
@@ -195,10 +191,24 @@ def _silence(needed: bool) -> AbstractContextManager[None]:
     return hushed() if needed else nullcontext()
 
 
-def _check_rate(rate: int, name: str) -> None:
+def _check_shape(shape: tuple[int, ...], name: str) -> None:
+    if len(shape) not in (1, 2):
+        raise AudioError(f"{name}: expected shape (samples,) or (samples, channels), got {shape}")
+    if not math.prod(shape):
+        raise NoSamples(f"{name}: no audio, 0 samples")
+    # The mean of a whole utterance over time would be heard as silence, and nobody told.
+    if shape[1:] > shape[:1]:
+        told = f"shape {shape} would be {shape[0]} samples of {shape[1]} channels"
+        raise AudioError(f"{name}: {told}; pass (samples, channels), so .T of this one")
+
+
+def _whole_rate(rate: float, name: str) -> int:
     lowest, highest = SAMPLE_RATES
     if not lowest <= rate <= highest:
         raise AudioError(f"{name}: sample rate {rate} Hz is outside {lowest} to {highest} Hz")
+    if rate != int(rate):
+        raise AudioError(f"{name}: sample rate {rate} Hz is not a whole number; round it")
+    return int(rate)
 
 
 def _printable(path: str | os.PathLike[str]) -> str:

@@ -11,7 +11,14 @@ import pytest
 import soundfile
 import torch
 
-from features.audio import BLOCK_VALUES, AudioError, audio_seconds, from_samples, read_audio
+from features.audio import (
+    BLOCK_VALUES,
+    AudioError,
+    NoSamples,
+    audio_seconds,
+    from_samples,
+    read_audio,
+)
 
 SECONDS = 0.73
 WAV = [("WAV", subtype) for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")]
@@ -104,6 +111,29 @@ def test_samples_in_memory_go_the_same_way():
     assert from_samples(frozen, 16_000).tolist() == [0.0] * 7
     with pytest.raises(AudioError, match=r"the waveform: expected shape .* got \(2, 3, 5\)"):
         from_samples(np.zeros((2, 3, 5)), 16_000)
+
+
+def test_channels_before_samples_are_refused_with_the_remedy():
+    stereo = sines(16_000, 2)
+    with pytest.raises(AudioError, match=r"the waveform: shape \(2, 11680\) .*; pass .* \.T"):
+        from_samples(stereo.T, 16_000)
+    np.testing.assert_allclose(from_samples(stereo.T.T, 16_000), stereo.mean(1), atol=1e-6)
+    assert from_samples(np.full((1, 1), 0.5), 16_000).tolist() == [0.5]
+    for empty in (np.zeros((0, 2)), np.zeros((2, 0))):  # the first block of a stream, say
+        with pytest.raises(NoSamples):
+            from_samples(empty, 16_000)
+
+
+@pytest.mark.parametrize("rate", [48_000.0, np.float32(48_000), np.int64(48_000)])
+def test_a_whole_rate_may_be_of_any_type(rate):
+    samples = sines(48_000, 1)
+    torch.testing.assert_close(from_samples(samples, rate), from_samples(samples, 48_000))
+
+
+@pytest.mark.parametrize("rate", [22_050.5, math.nan, 0, -16_000.0, math.inf])
+def test_another_rate_is_refused(rate):
+    with pytest.raises(AudioError, match=r"^the waveform: sample rate .* Hz is "):
+        from_samples(np.zeros(7), rate)
 
 
 # Files that lie, end early, or hold nothing.

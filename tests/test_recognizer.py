@@ -96,6 +96,16 @@ def test_where_nothing_is_said_nothing_is_heard(samples, tmp_path):
     assert tone_recognizer(5.0).transcribe(tmp_path / "a.wav") == told
 
 
+def test_samples_come_with_their_rate_and_shape():
+    samples, _ = spoken(["abc"], 0.3)
+    hear = tone_recognizer().transcribe
+    stereo = np.stack([samples, samples], axis=1)
+    assert hear(samples, float(RATE)).text == hear(stereo).text == "abc"
+    for wrong, rate in ((stereo.T, RATE), (samples, 0)):
+        with pytest.raises(AudioError, match="the waveform: "):
+            hear(wrong, rate)
+
+
 def test_a_silent_piece_is_left_to_rest():
     samples, starts = spoken(["abc", "cab"], 0.3)
     silence = np.zeros(30 * RATE)
