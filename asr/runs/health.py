@@ -15,7 +15,7 @@ whatever backend it runs on. Figures, by the names they have under `health/` in 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from asr.nn.lstm_trace import GATES, Look, look, trace
 from asr.nn.norm import RMSNorm, ScaleNorm
 from asr.scoring.files import replace_files
 from asr.scoring.pictures import diagonality
+from asr.settings.train import Alarm
 from asr.training.objective import shift
 
 FLAT = 1e-6  # variance (RMS and scale norm: mean square) below which a row is called flat
@@ -207,6 +208,17 @@ def attention(model: nn.Module, batch: Any) -> list[tuple[float, float]]:
         seen = weights[: tokens + 1, valid].float().cpu()
         found.append((diagonality(seen.numpy()), coverage(seen[:tokens])))
     return found
+
+
+def alarm(settings: Alarm, step: int, shown: Mapping[str, float]) -> list[str]:
+    """What the log should say where attention is not diagonal though it is time."""
+    found = shown.get("diagonality", 1.0)
+    if not settings.steps or step < settings.steps or found >= settings.diagonality:
+        return []
+    return [
+        f"ALARM: attention is not diagonal yet ({found:.2f} < {settings.diagonality:g}). "
+        "Try a higher model.ctc_weight, train.short_first=true, more reduction, a lower lr."
+    ]
 
 
 def write(run: Path, step: int, figures: dict[str, float]) -> None:

@@ -136,7 +136,8 @@ class Training:
         log.scalars("valid", losses | shown, position.step)
         figures = "  ".join(f"{name} {value:.4f}" for name, value in (losses | shown).items())
         log.note(f"step {position.step}  validation: {figures}")
-        self._alarm(shown.get("diagonality", 1.0))
+        for line in health.alarm(self.settings.alarm, position.step, shown):
+            log.note(line)
         self.validated = position.step
         self.save(losses["nats"])
         give_back()
@@ -227,15 +228,6 @@ class Training:
         batches = self.task.epochs.plan(epoch).batches
         ends = self.position.batch >= len(batches)
         return ends and (not self.settings.validate_every or epoch == self.limits.epochs)
-
-    def _alarm(self, diagonality: float) -> None:
-        alarm = self.settings.alarm
-        if alarm.steps and self.position.step >= alarm.steps and diagonality < alarm.diagonality:
-            self.log.note(
-                f"ALARM: attention is not diagonal yet ({diagonality:.2f} < "
-                f"{alarm.diagonality:g}). Try a higher model.ctc_weight, train.short_first=true, "
-                "more reduction, a lower lr."
-            )
 
     def _keep_evidence(self, group: Sequence[Batch]) -> str:
         folder = self.run / "evidence" / f"{self.position.step:08d}"
