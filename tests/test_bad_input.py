@@ -12,7 +12,7 @@ import soundfile
 from asr import command, evaluate, train, transcribe
 from asr.recipe import flat, read_recipe
 from asr.runs.resume import is_harmless
-from asr.training.checkpoint import list_checkpoints
+from asr.training.checkpoint import list_checkpoints, read_training
 
 
 @pytest.fixture
@@ -249,8 +249,11 @@ class TestResumingWithAnotherRecipe:
         run = tmp_path / "copy"
         shutil.copytree(tiny_run, run)
         arguments = (tiny, "--run", run, "--resume", "--force")
-        code, out, _ = commands(train, *arguments, "train.clip=2", "train.epochs=3")
+        more = ("train.clip=2", "train.epochs=3", "train.optimizer.weight_decay=0.1")
+        code, out, _ = commands(train, *arguments, *more)
         assert code == 0 and "changed in the recipe: train.clip 5.0 -> 2.0" in out
+        state = read_training(list_checkpoints(run)[-1])
+        assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.1, 0.0]
         assert "weights of another model" in commands.refused(
             train, *arguments, "model.listener.hidden=6"
         )

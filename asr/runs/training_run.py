@@ -33,6 +33,7 @@ from asr.training.given import Batch, Between
 from asr.training.log import Log, Silence
 from asr.training.loop import fit, planned_steps, validate
 from asr.training.objective import Sum, means
+from asr.training.optim import load_moments
 from asr.training.position import Position, position_state, random_state, restore_random_state
 from asr.training.signals import Stop, Stopped
 
@@ -189,7 +190,7 @@ class Training:
         """To where the checkpoint was made; -> what the log should say of it."""
         checkpoint, state = start.checkpoint, start.state
         load_weights(self.task.objective.model, [checkpoint], self.task.about)
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_moments(self.optimizer, state["optimizer"])
         self.position = Position(**state["position"])
         random = [state["random"], *state.get("ranks", [])]
         if rank() < len(random):

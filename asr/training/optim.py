@@ -1,9 +1,10 @@
-"""Learning-rate schedules as plain functions of the step: nothing to save, nothing to resume.
+"""The optimiser, and learning rates as plain functions of the step: nothing of them to resume.
 
 Every schedule warms up linearly over `warmup` steps. Steps are counted from 1.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn, optim
 
@@ -55,3 +56,11 @@ def make_optimizer(
     ]
     make = {"adam": optim.Adam, "adamw": optim.AdamW}[kind]
     return make(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def load_moments(optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
+    """From another's state_dict what it had gathered; betas, eps and decay stay `optimizer`'s own.
+
+    torch would take these too, and so undo what a recipe has changed since.
+    """
+    optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
