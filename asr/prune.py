@@ -91,7 +91,7 @@ def validation_loss(recognizer: Recognizer, recipe: SpeechRecipe) -> Score:
     def score(model: Transformer) -> float:
         objective = SpeechObjective(model, recipe.model.ctc_weight, recipe.train.label_smoothing)
         batches = load(heard, plan.batches, recipe.data.workers)
-        sums = means(validate(objective, batches, recipe.train.precision))
+        sums = means(validate(objective, batches, recipe.train.precision)[0])
         if "nats" not in sums:
             raise UserError(corpus.unreadable)
         return sums["nats"]

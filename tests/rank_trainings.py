@@ -122,22 +122,24 @@ def faults(folder: Path) -> dict:
 
         SpeechObjective.forward = full
 
+    unreadable = [f"data.train={broken(folder, 1)}", f"data.valid={broken(folder, 2, 'valid')}"]
+    unreadable += ["decode.batch_seconds=0.3"]  # each utterance of validation is a batch
     return {
         "skipped": run(2, folder, "skipped", *whole, "train.bad_steps=3", patch=poison(4)),
         "stopped": run(2, folder, "stopped", *whole, "train.bad_steps=2", patch=poison(2)),
         "narrow": run(2, folder, "narrow", *whole, patch=narrow),
         "wide": run(2, folder, "wide", *whole),
         "few": run(3, folder, "few", *whole, "train.batch_seconds=100"),
-        "unreadable": run(2, folder, "unreadable", *whole, f"data.train={broken(folder, 1)}"),
+        "unreadable": run(2, folder, "unreadable", *whole, *unreadable),
         "too many": run(2, folder, "too many", *whole, f"data.train={broken(folder, 9)}"),
     }
 
 
-def broken(folder: Path, count: int) -> Path:
-    """The training manifest with so many files more that are not there."""
-    lines = (folder / "train.tsv").read_text().splitlines()
+def broken(folder: Path, count: int, split: str = "train") -> Path:
+    """A split's manifest with so many files more that are not there."""
+    lines = (folder / f"{split}.tsv").read_text().splitlines()
     lines += [f"bad{n}\ts0\tmissing{n}.flac\t0.400\tab" for n in range(count)]
-    path = folder / f"broken{count}.tsv"
+    path = folder / f"{split}-broken{count}.tsv"
     path.write_text("\n".join(lines) + "\n")
     return path
 

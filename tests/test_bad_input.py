@@ -198,11 +198,17 @@ def test_validation_audio_that_is_not_there(tiny, commands, manifest, tmp_path):
     assert line.startswith(f"{path}: none of its 3 utterances could be read")
 
 
-def test_one_unreadable_validation_file_is_named(tiny, commands, manifest, tmp_path):
-    path = manifest([*rows(2), ("bad", "gone.flac", 0.4, "ab")])
-    more = [f"data.valid={path}", "train.steps=1"]
+def test_what_is_missing_of_validation_is_named_once(tiny, commands, manifest, tmp_path):
+    """Beyond the utterances that are decoded, too."""
+    path = manifest([*rows(2), *((f"bad{n}", f"gone{n}.flac", 0.4, "ab") for n in range(6))])
+    more = [f"data.valid={path}", "train.steps=1", "train.wer_utterances=1"]
     code, out, _ = commands(train, tiny, "--run", tmp_path / "run", *more)
-    assert code == 0 and "left out bad: " in out
+    (line,) = [line for line in out.splitlines() if "left out" in line]
+    assert code == 0 and line == (
+        "validation: 6 of 8 utterances left out: bad0 bad1 bad2 bad3 bad4 ... "
+        f"({path.parent / 'gone0.flac'}: no such file)"
+    )
+    assert line in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_a_run_is_not_overwritten(tiny, tiny_run, commands):

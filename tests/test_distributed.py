@@ -169,6 +169,10 @@ class TestFaults:
             log.count("left out bad0: ") == 1
             and state(folder / "unreadable")["position"]["broken"] == 1
         )
+        # The ranks have one each of validation's two.
+        assert log.count("validation: 2 of 5 utterances left out: bad") == log.count(
+            "validation: objective"
+        )
 
     def test_too_much_that_cannot_be_read_ends_all_with_one_line(self, faults):
         seen, folder = faults

@@ -258,8 +258,11 @@ def test_validation_sums_over_all_and_changes_nothing():
     objective = Frames()
     objective.train()
     before = {name: value.clone() for name, value in objective.state_dict().items()}
-    parts = [batch(1, size=2), batch(2, size=0), batch(3, size=5)]
-    found = means(validate(objective, parts, "fp32"))
+    parts = [batch(1, size=2), batch(2, size=0, broken=3), batch(3, size=5, broken=1)]
+    sums, read = validate(objective, parts, "fp32")
+    found = means(sums)
+    assert read.utterances == 7
+    assert [broken.id for broken in read.broken] == ["b2.0", "b2.1", "b2.2", "b3.0"]
     features = torch.cat([p.features for p in parts]).flatten(0, 1)
     tokens = torch.cat([p.tokens for p in parts]).flatten()
     expected = nn.functional.cross_entropy(objective.model(features), tokens).item()

@@ -28,8 +28,9 @@ from asr.training.distributed import (
     world,
 )
 from asr.training.evidence import keep_evidence
+from asr.training.faults import left_out
 from asr.training.flat import give_back
-from asr.training.given import Batch, Between
+from asr.training.given import Batch, Between, Read
 from asr.training.log import Log, Silence
 from asr.training.loop import fit, planned_steps, validate
 from asr.training.objective import Sum, means
@@ -125,7 +126,10 @@ class Training:
         position, log, begin = self.position, self.log, time.perf_counter()
         random = random_state()
         try:
-            losses = means(add_sums(self.stop.broken_off_by_any(self._validate))[0])
+            sums, read = self.stop.broken_off_by_any(self._validate)
+            losses = means(add_sums(sums)[0])
+            for line in left_out(Read.by_all(gather(read))):
+                log.note(line)
             if not losses:
                 raise UserError(self.task.nothing_valid())
             shown = self.stop.broken_off_by_any(self._show)
@@ -144,7 +148,7 @@ class Training:
         give_back()
         log.pause(time.perf_counter() - begin)
 
-    def _validate(self) -> dict[str, Sum]:
+    def _validate(self) -> tuple[dict[str, Sum], Read]:
         share = slice(rank(), None, world())
         return validate(self.task.objective, self.task.valid(share), self.settings.precision)
 

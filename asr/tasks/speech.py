@@ -106,8 +106,6 @@ class SpeechTask:
         slopes = []
         shown = set(self.heard.corpus[: train.samples].ids)
         for batch in load(self.heard, plan.batches, self.recipe.data.workers):
-            for broken in batch.broken:
-                log.note(f"left out {broken.id}: {broken.reason}")
             if not len(batch):
                 continue
             memory = self.recognizer.encode(batch)
@@ -177,6 +175,7 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
     whole = corpora.corpus(data, data.train, "train")
     training = corpora.within(whole, data.min_seconds, data.max_seconds)
     valid = corpora.corpus(data, data.valid, "valid")
+    # A file without end must not end the run: validation leaves it out as well, and says so.
     front_end = build.front_end(recipe.features, data.max_seconds * 2)
     if resume:
         tokenizer = load_tokenizer(run)

@@ -9,6 +9,8 @@ from asr.training.distributed import gather
 from asr.training.given import Batch, Between, Limits, Read
 from asr.training.position import Position
 
+NAMED = 5  # utterances that a line on a validation names
+
 
 def allowed_broken(limits: Limits, utterances: int) -> float:
     """Unreadable utterances that an epoch may have: a share, but one bad file in any corpus."""
@@ -29,6 +31,16 @@ def count(position: Position, read: Read, allowed: float, note: Callable[[str], 
             f"{position.broken} of {seen} training utterances so far cannot be read, more than the "
             "share data.broken of the corpus; the log names each. Run python -m asr.prepare tsv."
         )
+
+
+def left_out(read: Read) -> list[str]:
+    """What the log should say of a validation that could not be read whole."""
+    if not read.broken:
+        return []
+    ids = " ".join(broken.id for broken in read.broken[:NAMED])
+    more = " ..." if len(read.broken) > NAMED else ""
+    said = f"{len(read.broken)} of {read.utterances + len(read.broken)} utterances left out"
+    return [f"validation: {said}: {ids}{more} ({read.broken[0].reason})"]
 
 
 def bad_step(

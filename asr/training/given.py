@@ -39,7 +39,7 @@ class Epochs(Protocol):
 
 @dataclass(frozen=True)
 class Read:
-    """What was read for a step, by one rank or by all of them."""
+    """What was read for a step or a validation, by one rank or by all of them."""
 
     batches: int
     utterances: int
@@ -48,7 +48,7 @@ class Read:
     asked: bool  # to stop before that step
 
     @classmethod
-    def of(cls, group: Sequence[Batch], asked: bool) -> "Read":
+    def of(cls, group: Sequence[Batch], asked: bool = False) -> "Read":
         """By this rank."""
         broken = tuple(each for batch in group for each in batch.broken)
         seconds = sum(batch.seconds for batch in group)

@@ -119,16 +119,20 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 
 @torch.no_grad()
-def validate(objective: nn.Module, batches: Iterable[Batch], precision: str) -> dict[str, Sum]:
-    """The objective's sums over the batches, without dropout."""
+def validate(
+    objective: nn.Module, batches: Iterable[Batch], precision: str
+) -> tuple[dict[str, Sum], Read]:
+    """The objective's sums over the batches, without dropout; and what was read for them."""
     objective.eval()
     device = next(objective.parameters()).device
     sums: dict[str, Sum] = {}
+    read = Read.of([])
     for batch in batches:
+        read = Read.by_all([read, Read.of([batch])])
         if len(batch):
             with autocast(device, precision):
                 add(sums, objective(batch.to(device)))
-    return sums
+    return sums, read
 
 
 def groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
