@@ -116,9 +116,11 @@ def recognise(
 def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Iterable[Batch]:
     """The split, read: the longest utterances first.
 
-    Statistics per speaker are taken over the split itself, as at training over its corpus.
+    Statistics per speaker are taken over the split itself, as at training over its corpus; the
+    recogniser keeps them in place of those it had.
     """
     if recipe.features.mvn == "speaker":
+        recognizer.front_end.norm.groups = {}
         measure(corpus, recognizer.front_end, recipe.data.workers)
     utterances = Utterances(corpus, recognizer.front_end, recognizer.tokenizer, recipe.seed)
     plan = plan_evaluation(corpus.seconds, recipe.decode.batch_seconds)

@@ -8,9 +8,13 @@ import shutil
 
 import jiwer
 import pytest
+import torch
 from test_fusion import save_language_run
+from tone_model import tone_recognizer
 
-from asr import evaluate
+from asr import build, evaluate
+from asr.data.corpus import read_manifest
+from asr.evaluation import batches
 from asr.recipe import read_recipe
 from asr.recognizer import Recognizer
 from asr.scoring.files import evaluation_name, write_evaluation
@@ -55,6 +59,23 @@ def test_groups_are_scored_as_if_alone(tiny, tiny_run, commands, tmp_path):
         rate = jiwer.wer([r["reference"] for r in mine], [r["hypothesis"] for r in mine])
         line = next(line for line in out.splitlines() if line.startswith(speaker))
         assert f"{100 * rate:.2f} %" in line and f" {len(mine)} " in line
+
+
+def test_a_speaker_s_statistics_are_those_of_the_split(tiny):
+    """However often it is read, and though the training corpus had a speaker of that name."""
+    recipe = read_recipe(tiny, ["features.mvn=speaker"])
+    recognizer, corpus = tone_recognizer(), read_manifest(tiny.parent / "test.tsv")
+    recognizer.front_end = front_end = build.front_end(recipe.features)
+    front_end.norm.add(torch.randn(997, front_end.size), "s0")
+    raw = {u.id: front_end.extract(front_end.load(u.audio)) for u in corpus}
+    for _ in range(2):
+        for batch in batches(recognizer, corpus, recipe):
+            for row, name in enumerate(batch.ids):
+                speaker = next(u.speaker for u in corpus if u.id == name)
+                frames = torch.cat([raw[u.id] for u in corpus if u.speaker == speaker])
+                expected = (raw[name] - frames.mean(0)) / frames.std(0, correction=0)
+                found = batch.features[row, : batch.lengths[row]]
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_column_that_is_not_there_is_one_line(tiny, tiny_run, commands, tmp_path):
