@@ -71,8 +71,8 @@ def save_checkpoint(
     except (OSError, RuntimeError, SafetensorError) as error:  # each writer has its own
         shutil.rmtree(part, ignore_errors=True)
         raise UserError(
-            f"{folder}: cannot be saved ({_reason(error, folder)}); the checkpoint before it is "
-            "whole: make room, then go on with --resume"
+            f"{folder}: cannot be saved ({why_unwritten(error, folder)}); the checkpoint before it "
+            "is whole: make room, then go on with --resume"
         ) from None
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -91,8 +91,8 @@ def _put(part: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _reason(error: Exception, folder: Path) -> str:
-    """torch and safetensors hide the system's word for a full disk."""
+def why_unwritten(error: Exception, folder: Path) -> str:
+    """Why the folder could not be written; torch and safetensors hide the system's own word."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     there = next(place for place in folder.parents if place.exists())

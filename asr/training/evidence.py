@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from asr.training.checkpoint import WEIGHTS, named_tensors
+from asr.training.checkpoint import WEIGHTS, named_tensors, why_unwritten
 from asr.training.distributed import is_first, rank
 from asr.training.given import Batch
 
@@ -21,14 +21,15 @@ def keep_evidence(folder: Path, group: Sequence[Batch], objective: nn.Module) ->
     own batches, the first the weights.
     """
     mine = "" if is_first() else f"-rank{rank()}"
+    group = [batch for batch in group if len(batch)]  # the others were unreadable, not bad
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if is_first():
             (folder / WEIGHTS).write_bytes(save(named_tensors(objective.model)))
         torch.save([_plain(batch) for batch in group], folder / f"batch{mine}.pt")
         (folder / f"report{mine}.txt").write_text("\n".join(_report(group, objective)) + "\n")
-    except OSError as error:
-        return f"The evidence could not be kept: {error.strerror}."
+    except (OSError, RuntimeError) as error:  # torch has its own word for a full disk
+        return f"The evidence could not be kept: {why_unwritten(error, folder)}."
     return (
         f"To look at it: {folder}/report{mine}.txt names what is not finite; batch{mine}.pt beside "
         f"it (torch.load, weights_only=True) and {WEIGHTS} are what the step was taken with."

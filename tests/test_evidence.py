@@ -1,0 +1,48 @@
+"""What is kept of a bad step, where a batch holds nothing or the disk takes no more."""
+
+import math
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from asr.data.batch import Broken, Example, collate
+from asr.training.evidence import keep_evidence
+
+F = 7
+
+
+@pytest.fixture
+def objective():
+    whole = nn.Module()
+    whole.model = nn.Linear(F, 5)
+    return whole
+
+
+def example(name, value=1.0):
+    return Example(name, torch.full((3, F), value), torch.tensor([4, 5]))
+
+
+def test_a_batch_of_unreadable_utterances_is_no_evidence(tmp_path, objective):
+    lost = collate([Broken("gone", "no such file")])
+    bad = collate([example("fine"), example("bad", math.nan)])
+    line = keep_evidence(tmp_path, [lost, bad], objective)
+    assert line.startswith(f"To look at it: {tmp_path}/report.txt")
+    report = (tmp_path / "report.txt").read_text()
+    assert "features of a batch of 2: not finite: bad\n" in report
+    (kept,) = torch.load(tmp_path / "batch.pt", weights_only=True)
+    assert kept["ids"] == ("fine", "bad")
+
+
+@pytest.mark.parametrize("limit", [10, 1000])
+def test_a_real_failure_to_write_is_said_in_one_line(tmp_path, objective, limit):
+    """The system refuses every byte beyond the limit, as a full disk does."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        line = keep_evidence(tmp_path / "evidence", [collate([example("a")])], objective)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert line.startswith("The evidence could not be kept: ") and "\n" not in line
+    assert (tmp_path / "evidence" / "batch.pt").exists() is (limit == 1000)  # where it broke
