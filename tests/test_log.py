@@ -1,9 +1,12 @@
 """What a run writes, read back by TensorBoard's own reader."""
 
 import errno
+import math
 import os
+import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +46,7 @@ def test_curves_are_means_over_the_steps_between(tmp_path):
         for n, each in enumerate([step(6.0, 3), step(1.0, 4, norm=7.0), step(5.0, 5)], start=1):
             log.step(Position(step=n, epoch=1), each)
         log.step(Position(step=4, epoch=2), step(3.0, 1, norm=0.25, lr=0.25))
-        log.step(Position(step=5, epoch=2), step(9.0, 3))
+        log.step(Position(step=5, epoch=2), step(9.0, 3), last=True)
     assert curve(tmp_path, "train/nats") == [(2, 1.0), (4, pytest.approx(8 / 6)), (5, 3.0)]
     assert curve(tmp_path, "run/gradient_norm") == [(2, 7.0), (4, 1.0), (5, 1.0)]
     assert curve(tmp_path, "run/learning_rate") == [(2, 0.5), (4, 0.25), (5, 0.5)]
@@ -62,6 +65,37 @@ def test_lines_go_to_the_console_and_the_file(tmp_path, capsys):
         assert "step 1/2  epoch 1  nats 2.0000" in place
     assert "min left" in out
     assert "\x1b" not in out  # plain lines where there is no terminal
+
+
+def test_a_step_that_was_not_used_is_on_no_curve(tmp_path, capsys):
+    bad = replace(step(math.nan, 5, norm=math.inf), finite=False)
+    with Log(tmp_path, every=2, total_steps=6) as log:
+        for n, each in enumerate([bad, step(6.0, 3), step(1.0, 4), bad, bad, bad], start=1):
+            log.step(Position(step=n), each, last=n == 6)
+    assert curve(tmp_path, "train/nats") == [(2, 2.0), (4, 0.25)]
+    assert curve(tmp_path, "run/gradient_norm") == [(2, 1.0), (4, 1.0), (6, 0.0)]
+    assert "step 6/6  epoch 1  no step used  " in capsys.readouterr().out
+
+
+def test_a_window_that_resuming_began_is_as_long_as_it_is(tmp_path, capsys):
+    with Log(tmp_path, every=10, total_steps=70, step=7) as log:
+        log.since -= 3.0
+        for n in (8, 9, 10):  # a second each; 60 are left
+            log.step(Position(step=n), step(1.0, 1, seconds=0.0))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("  1.0 steps/s  1.0 min left")
+
+
+@pytest.mark.parametrize("end", [6, 13])
+def test_epochs_may_be_longer_or_shorter_than_the_first(end, tmp_path, capsys):
+    """Planned were 8 steps; the line between the usual ones comes at the true end."""
+    with Log(tmp_path, every=5, total_steps=8) as log:
+        for n in range(1, end + 1):
+            log.step(Position(step=n), step(1.0, 1), last=n == end)
+    told = re.findall(r"^step (\S+) .*  (\S+) min left$", capsys.readouterr().out, re.MULTILINE)
+    places = {6: ["5/8", "6/6"], 13: ["5/8", "10/10", "13/13"]}
+    assert [place for place, _ in told] == places[end]
+    assert float(told[-1][1]) == 0.0 and all(not left.startswith("-") for _, left in told)
 
 
 def test_the_log_closes_its_file_when_training_fails(tmp_path):

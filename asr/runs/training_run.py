@@ -85,7 +85,7 @@ class Training:
         if self._validation_is_due():
             self.check()
         between = Between(
-            self.log.step,
+            lambda position, step: self.log.step(position, step, self._is_last()),
             self.after_step,
             self.after_epoch,
             self.log.note,
@@ -227,12 +227,15 @@ class Training:
 
         Were it saved before as well, a crash between could put a point on the curves twice.
         """
-        step, epoch = self.position.step, self.position.epoch
-        if step == self.limits.steps:
-            return True
-        batches = self.task.epochs.plan(epoch).batches
-        ends = self.position.batch >= len(batches)
-        return ends and (not self.settings.validate_every or epoch == self.limits.epochs)
+        return self._is_last() or (not self.settings.validate_every and self._ends_epoch())
+
+    def _is_last(self) -> bool:
+        if self.limits.steps is not None:
+            return self.position.step >= self.limits.steps
+        return self.position.epoch >= self.limits.epochs and self._ends_epoch()
+
+    def _ends_epoch(self) -> bool:
+        return self.position.batch >= len(self.task.epochs.plan(self.position.epoch).batches)
 
     def _keep_evidence(self, group: Sequence[Batch]) -> str:
         folder = self.run / "evidence" / f"{self.position.step:08d}"

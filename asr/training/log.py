@@ -79,12 +79,16 @@ class Log:
         else:
             print(text, flush=True)
 
-    def step(self, position: Position, step: Step) -> None:
-        """Count a step in; every so many, say how it goes."""
-        add(self.sums, step.sums)
+    def step(self, position: Position, step: Step, last: bool = False) -> None:
+        """Count a step in; every so many, and behind the last one, say how it goes."""
+        self.steps += 1
         self.audio += step.seconds
-        self.norm = max(self.norm, step.norm)
-        if position.step % self.every == 0 or position.step >= self.total:
+        if step.finite:  # one that is not was not used, and would make the whole mean NaN
+            add(self.sums, step.sums)
+            self.norm = max(self.norm, step.norm)
+        # The total is a plan, as if all epochs had as many steps as the first.
+        self.total = position.step if last else max(self.total, position.step)
+        if position.step % self.every == 0 or last:
             self._report(position, step)
             self._clear()
 
@@ -136,19 +140,21 @@ class Log:
             "train_seconds": position.train_seconds,
         }
         self.scalars("run", health | passed_so_far, position.step)
-        loss = "  ".join(f"{name} {value:.4f}" for name, value in now.items())
+        loss = "  ".join(f"{name} {value:.4f}" for name, value in now.items()) or "no step used"
         place = f"step {position.step}/{self.total}  epoch {position.epoch}"
-        speed = f"{rate:.0f}x real time" if rate else f"{self.every / passed:.1f} steps/s"
+        speed = f"{rate:.0f}x real time" if rate else f"{self.steps / passed:.1f} steps/s"
         line = f"{place}  {loss}  {speed}"
         self.lines.info(line)
         if self.progress:
-            self.progress.update(self.task, completed=position.step, description=f"{loss}  {speed}")
+            places = {"completed": position.step, "total": self.total}
+            self.progress.update(self.task, description=f"{loss}  {speed}", **places)
         else:
-            left = (self.total - position.step) * passed / self.every
+            left = (self.total - position.step) * passed / self.steps
             print(f"{line}  {left / 60:.1f} min left", flush=True)
 
     def _clear(self) -> None:
         self.sums: dict[str, Sum] = {}
+        self.steps = 0
         self.audio = 0.0
         self.norm = 0.0
         self.since = time.perf_counter()
