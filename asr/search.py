@@ -17,8 +17,10 @@ from asr.tasks.language import load_language_model
 from asr.tokens import SPECIAL
 
 SEARCH = {field.name for field in fields(BeamSettings)} & set(Decode.model_fields)
-# A beam of 1 without weights and penalties: the greedy search finds the same, sooner.
-GREEDY = Decode().model_dump(include=SEARCH - {"max_ratio", "patience"})
+# Greedy search heeds max_ratio; with one hypothesis the others have nothing to rank or wait for.
+FREE = {"max_ratio", "patience", "length_penalty", "token_reward"}
+# A beam of 1 without scorers and other rules is greedy search.
+GREEDY = Decode().model_dump(include=SEARCH - FREE)
 
 
 @torch.no_grad()

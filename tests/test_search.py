@@ -4,9 +4,12 @@ import pytest
 import torch
 from toy_speller import ToySpeller, alone, toy_memory
 
+from asr.decoding.beam import beam_search
 from asr.decoding.search import Hypothesis, greedy, length_limits
 from asr.errors import UserError
 from asr.nn.memory import Memory
+from asr.search import search
+from asr.settings import Decode
 from asr.tokens import BLANK, EOS, SOS
 
 
@@ -70,6 +73,19 @@ def test_limits_count_real_frames_only():
     valid = toy_memory(7, 2, 5).valid
     assert length_limits(valid, 0.5, 1.4).tolist() == [4, 2, 3]
     assert length_limits(valid, 0, -3).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ranking", [{"length_penalty": 3.0}, {"token_reward": 2.0}])
+def test_a_beam_of_1_is_greedy_however_long_hypotheses_are_ranked(ranking):
+    others = 0
+    for seed in range(5):
+        model, memory = ToySpeller(seed=seed), toy_memory(11, 3, 7, 2)
+        expected = greedy(model, memory)
+        found = search(model, memory, Decode(**ranking))
+        assert [best for (best,) in found] == expected
+        ranked = beam_search(model, memory, 1, **ranking)
+        others += [h.tokens for (h,) in ranked] != [h.tokens for h in expected]
+    assert others  # a beam that ranks by length goes on behind the end
 
 
 def test_nan_is_named_not_searched():

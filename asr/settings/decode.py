@@ -21,7 +21,8 @@ class Decode(Settings):
     lm_weight: Annotated[float, Field(ge=0.0)] = 0.3  # of its log-probs beside the model's
     lm_unit: Literal["word", "token"] = "word"  # of the n-grams
     # Summed log-probabilities favour the short, the more so after label smoothing, which leaves
-    # <eos> a chance at every step; hence these two, which a beam of 1 does not feel.
+    # <eos> a chance at every step; hence these two. A beam of 1 without scorers and other rules is
+    # greedy search, which does not feel them.
     length_penalty: Annotated[float, Field(ge=0.0)] = 0.6  # alpha of Wu et al. 2016
     token_reward: float = 0.0  # added per token
     coverage_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # beta of Wu et al. 2016
