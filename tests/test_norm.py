@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from asr.errors import UserError
 from asr.nn.norm import make_norm
 
 
@@ -72,5 +71,5 @@ def test_eps_can_be_set():
 
 
 def test_unknown_norm_is_named():
-    with pytest.raises(UserError, match="norm 'batch' is not known; choose one of layer, rms"):
+    with pytest.raises(ValueError, match="norm 'batch' is not known; choose one of layer, rms"):
         make_norm("batch", 3)

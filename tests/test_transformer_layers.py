@@ -250,7 +250,7 @@ def test_bad_settings_have_one_clear_line():
     for alpha in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"^residual_scale {alpha} must be above 0$"):
             Residual(E, alpha=alpha)
-    with pytest.raises(UserError, match=r"^norm 'batch' is not known"):
+    with pytest.raises(ValueError, match=r"^norm 'batch' is not known"):
         Residual(E, "batch")
     with pytest.raises(ValueError, match=r"^positions 'rotary' is unknown: choose sinusoidal or"):
         make_positions("rotary", E)

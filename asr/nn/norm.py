@@ -13,8 +13,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from asr.errors import UserError
-
 EPS = 1e-6  # the Transformer's; the LSTM has its own
 
 
@@ -52,11 +50,11 @@ class ScaleNorm(nn.Module):
 def make_norm(kind: str, size: int, eps: float = EPS) -> nn.Module:
     """The norm called `kind` (layer, rms or scale) over a last dimension of `size`.
 
-    Raises UserError for any other kind.
+    Raises ValueError for any other kind.
     """
     kinds = {"layer": nn.LayerNorm, "rms": RMSNorm, "scale": ScaleNorm}
     if kind not in kinds:
-        raise UserError(f"norm {kind!r} is not known; choose one of {', '.join(kinds)}")
+        raise ValueError(f"norm {kind!r} is not known; choose one of {', '.join(kinds)}")
     return kinds[kind](size, eps=eps)
 
 

@@ -23,7 +23,7 @@ POSITIONS = ("pre", "post")
 class Residual(nn.Module):
     """The way into a sublayer and back: `x = r.leave(x, sublayer(r.enter(x)))`.
 
-    Raises ValueError for an unknown norm_position or alpha <= 0.
+    Raises ValueError for an unknown norm or norm_position, or alpha <= 0.
     """
 
     def __init__(
