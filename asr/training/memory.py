@@ -1,7 +1,7 @@
 """What does not fit in memory is cut in two and tried once more.
 
-Cutting changes nothing but the order of a sum: an objective's totals and gradients are summed over
-batches, however many these are.
+An objective's totals and gradients are summed over batches, however many these are: cutting changes
+the order of a sum, and what is drawn at random meanwhile, such as dropout, which is drawn anew.
 """
 
 from collections.abc import Callable, Sequence

@@ -50,9 +50,10 @@ class SpeechObjective(nn.Module):
     """Label-smoothed cross-entropy of the decoder and CTC of the encoder, per target token.
 
     (1 - ctc_weight) * cross-entropy + ctc_weight * CTC, as in Watanabe et al. 2017, both divided
-    by the number of target tokens (<eos> counts as one). Label smoothing: Szegedy et al. 2016,
-    the mass spread evenly over the whole vocabulary. An utterance with more labels than frames
-    has no CTC path; it adds nothing to that part.
+    by the number of target tokens (<eos> counts as one); what the guide costs is added to the
+    cross-entropy, before the weights. Label smoothing: Szegedy et al. 2016, the mass spread evenly
+    over the whole vocabulary. An utterance with more labels than frames has no CTC path; it adds
+    nothing to that part.
     """
 
     def __init__(
