@@ -18,7 +18,6 @@ from asr.training.objective import (
     cross_entropy,
     ctc_loss,
     means,
-    needed_frames,
     off_diagonal,
     shift,
 )
@@ -87,22 +86,6 @@ def test_no_ctc_path_adds_nothing_and_no_nan():
     total = ctc_loss(log_probs.log_softmax(-1), torch.tensor([5]), tokens, torch.tensor([5]))
     total.backward()
     assert float(total.detach()) == 0.0 and not log_probs.grad.any()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "frames"), [([], 0), ([4], 1), ([4, 4], 3), ([4, 4, 4], 5), ([4, 5, 4], 3)]
-)
-def test_needed_frames_is_where_ctc_becomes_finite(tokens, frames):
-    assert needed_frames(tokens) == frames
-
-    def loss(count):
-        log_probs = torch.full((count, 1, V), 1 / V).log()
-        lengths = torch.tensor([count]), torch.tensor([len(tokens)])
-        return functional.ctc_loss(log_probs, torch.tensor([tokens]).long(), *lengths)
-
-    if tokens:
-        assert loss(frames).isfinite()
-        assert frames == 1 or loss(frames - 1).isinf()
 
 
 class Parrot(nn.Module):

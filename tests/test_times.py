@@ -65,9 +65,24 @@ def test_ctc_spans_are_the_best_of_all_paths():
     assert ctc_spans(tokens, log_probs) == [span[1:] for span in said(best)]
 
 
-def test_ctc_needs_a_frame_a_token_and_one_before_a_repeat():
-    assert not fits([4, 4], 2) and fits([4, 4], 3) and not fits([4, 5], 1) and fits([4, 5], 2)
+def test_a_repeat_has_a_blank_before_it():
     assert ctc_spans([4, 4], peaky([4, 0, 4])) == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "frames"), [([], 0), ([4], 1), ([4, 4], 3), ([4, 4, 4], 5), ([4, 5, 4], 3)]
+)
+def test_tokens_fit_where_ctc_becomes_finite(tokens, frames):
+    assert fits(tokens, frames) and not fits(tokens, frames - 1)
+
+    def loss(count):
+        log_probs = torch.full((count, 1, VOCABULARY), 1 / VOCABULARY).log()
+        lengths = torch.tensor([count]), torch.tensor([len(tokens)])
+        return torch.nn.functional.ctc_loss(log_probs, torch.tensor([tokens]).long(), *lengths)
+
+    if tokens:
+        assert loss(frames).isfinite()
+        assert frames == 1 or loss(frames - 1).isinf()
 
 
 def test_attention_spans_meet_between_the_peaks():

@@ -4,10 +4,11 @@ import torch
 
 from asr.data.corpus import Corpus
 from asr.data.text import Tokenizer
+from asr.decoding.times import fits
 from asr.errors import UserError
 from asr.settings import SpeechRecipe
 from asr.settings.las import Las
-from asr.training.objective import SpeechObjective, needed_frames
+from asr.training.objective import SpeechObjective
 from features.front_end import FrontEnd
 
 CHECKED_LENGTHS = 100_000  # utterances of a larger corpus, evenly spread
@@ -33,7 +34,7 @@ def check_room(
     tight = [
         u.id
         for u, there in zip(corpus, room, strict=True)
-        if needed_frames(tokenizer.encode(u.text)) > there
+        if not fits(tokenizer.encode(u.text), there)
     ]
     if not tight:
         return

@@ -9,7 +9,6 @@ B utterances, T frames, U tokens, V vocabulary.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -148,11 +147,6 @@ def ctc_loss(log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor)
         reduction="sum",
         zero_infinity=True,
     )
-
-
-def needed_frames(tokens: list[int]) -> int:
-    """Frames that a CTC path for these tokens takes: one each, and a blank between twins."""
-    return len(tokens) + sum(a == b for a, b in pairwise(tokens))
 
 
 def add(sums: dict[str, Sum], more: dict[str, Sum]) -> None:
