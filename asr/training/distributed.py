@@ -80,7 +80,7 @@ def joined(device: str) -> Iterator[None]:
         print(f"rank {number}: ends, another was killed or says why ({error})", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        if has_spoken(store):
+        if has_spoken(store, number, count):
             sys.exit(2 if isinstance(error, UserError) else 1)
         if isinstance(error, UserError):
             raise UserError(f"rank {number}: {error}") from None

@@ -9,7 +9,8 @@ import uuid
 import torch.distributed as dist
 
 POLL = 0.02  # seconds
-SPOKEN = "spoken"  # key of the rank that has said why all end
+PATIENCE = 2.0  # seconds; ranks that fail for one reason do so together
+SPOKEN = "spoken"  # key: how many ranks have failed, of which the first says why
 
 
 def new_room(store: dist.Store, number: int, count: int) -> str:
@@ -41,9 +42,15 @@ def _value(store: dist.Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-def has_spoken(store: dist.Store) -> bool:
-    """Whether another rank has said why all end; from now on this one has."""
+def has_spoken(store: dist.Store, number: int, count: int) -> bool:
+    """Whether another of the ranks has said why all end; from now on this one has."""
     try:
-        return store.add(SPOKEN, 1) > 1
+        before = store.add(SPOKEN, 1) - 1
+        end = time.monotonic() + PATIENCE
+        # Without torchrun the first rank holds the store: who asks a store that is gone gets pages
+        # of warnings on its connection.
+        while number == 0 and store.add(SPOKEN, 0) < count and time.monotonic() < end:
+            time.sleep(POLL)
     except RuntimeError:  # the store went with the first rank, which says why it goes
         return True
+    return before > 0
