@@ -48,12 +48,13 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)  # fails, where it does, before hours of decoding
     title = f"{args.run.resolve().name}: {name}"
     evaluation = evaluate(recognizer, corpus, recipe, labels, title, args.overrides)
-    print("\n".join(lines(evaluation)), flush=True)
+    told = list(lines(evaluation))
     if other:
-        print(
-            f"{args.run} against {args.against}, WER", *verdict(other, evaluation.score), sep="\n"
-        )
-    write(folder, evaluation, recognizer, args.pictures)
+        told += [f"{args.run} against {args.against}, WER", *verdict(other, evaluation.score)]
+    try:
+        write(folder, evaluation, recognizer, args.pictures)
+    finally:  # a full disk must not cost the result, nor `| head` the files
+        print(*told, sep="\n")
     print(f"files: {folder}/score.json hypotheses.tsv alignment.txt")
     print(f"page:  {(folder / 'page.html').resolve().as_uri()}")
     return 2 if evaluation.reasons else 0

@@ -1,10 +1,13 @@
 """What asr.evaluate does beside scoring: tune, rates of groups, and one run against another."""
 
 import csv
+import errno
 import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import jiwer
 import pytest
@@ -161,6 +164,25 @@ def test_a_folder_that_cannot_be_made_is_refused_before_decoding(
     monkeypatch.setattr(evaluate, "evaluate", lambda *_: pytest.fail("decoded in vain"))
     line = commands.refused(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "file" / "e")
     assert str(tmp_path / "file") in line
+
+
+def test_a_disk_that_is_full_at_the_end_does_not_cost_the_rates(
+    tiny, tiny_run, commands, tmp_path, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr(evaluate, "write", full)
+    code, out, err = commands(evaluate, tiny_run, "--split", "test", "--out", tmp_path)
+    assert code == 2 and "tiny: test: WER" in out and "No space left" in err
+
+
+def test_the_files_are_written_before_anyone_stops_reading(tiny_run, tmp_path):
+    """`asr.evaluate ... | head -1` closes the pipe after its first line."""
+    line = [sys.executable, "-m", "asr.evaluate", tiny_run, "--split", "test", "--out", tmp_path]
+    with subprocess.Popen([*map(str, line), "--pictures", "0"], stdout=subprocess.PIPE) as process:
+        process.stdout.close()
+    assert (tmp_path / "score.json").exists()
 
 
 @pytest.mark.parametrize(
