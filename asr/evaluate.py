@@ -1,6 +1,7 @@
 """Error rates of a run: python -m asr.evaluate RUN --split NAME_OR_MANIFEST.tsv [key=value ...]"""
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def main() -> int:
             print(line, flush=True)
         return 0
     folder = args.out or args.run / "evaluate" / name
-    folder.mkdir(parents=True, exist_ok=True)  # fails, where it does, before hours of decoding
+    check_writable(folder)  # before hours of decoding
     title = f"{args.run.resolve().name}: {name}"
     evaluation = evaluate(recognizer, corpus, recipe, labels, title, args.overrides)
     told = list(lines(evaluation))
@@ -86,6 +87,13 @@ def arguments() -> argparse.Namespace:
         "--tune", action="store_true", help="search the decode settings, write them into the run"
     )
     return parser.parse_intermixed_args()
+
+
+def check_writable(folder: Path) -> None:
+    """UserError where the folder can neither be written into nor be made; it is not made yet."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise UserError(f"{folder}: {there} cannot be written into; choose another --out")
 
 
 def result_of(run: Path, name: str, corpus: Corpus) -> Score:
