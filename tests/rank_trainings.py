@@ -208,7 +208,8 @@ def torchrun(folder: Path) -> dict:
     common = [str(folder / "tiny.yaml"), *COMMON, *EVENTFUL]
     seen: dict = {"straight": run(2, folder, "straight", *EVENTFUL)}
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    line += ["--standalone", "--monitor-interval=0.05", "--", __file__, "worker"]
+    # Looking more often, torchrun may end the other rank before that has said what it knows.
+    line += ["--standalone", "--monitor-interval=1", "--", __file__, "worker"]
     line += [*common, "--run", str(folder / "again")]
     ended = subprocess.run(line, capture_output=True, text=True)
     seen |= {"code": ended.returncode, "out": ended.stdout, "err": ended.stderr}
