@@ -44,9 +44,9 @@ class SpeechRecipe(Recipe):
 
     @model_validator(mode="after")
     def _ctc_decoding_has_its_head(self) -> "SpeechRecipe":
-        decode = self.decode
-        wanted = "search=ctc" if decode.search == "ctc" else f"ctc_weight={decode.ctc_weight:g}"
-        if not self.model.ctc_weight and wanted != "ctc_weight=0":
+        alone, weight = self.decode.search == "ctc", self.decode.ctc_weight
+        if (alone or weight) and not self.model.ctc_weight:
+            wanted = "search=ctc" if alone else f"ctc_weight={weight:g}"
             raise ValueError(
                 f"decode.{wanted} needs a CTC head, and model.ctc_weight = 0 leaves it out: "
                 "set decode.ctc_weight=0 and decode.search=beam, or train with a head"
