@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -142,7 +142,7 @@ def _widened(padded: Tensor, multiple: int) -> Tensor:
     return nn.functional.pad(padded, (0, 0) * (padded.dim() - 2) + (0, missing))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Epochs:
     """The training corpus, epoch after epoch."""
 
@@ -152,23 +152,21 @@ class Epochs:
     short_first: bool = False  # in epoch 1
     workers: int = 0
     grid: float = 0.0  # batches are padded to multiples of so many seconds
-    _planned: dict[int, Plan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.plan = lru_cache(maxsize=1)(self.plan)  # one may be a hundred megabytes
 
     def plan(self, epoch: int) -> Plan:
         """The batches of an epoch, counted from 1."""
-        if epoch not in self._planned:
-            made = plan_epoch(
-                self.utterances.corpus.seconds,
-                self.cap,
-                self.utterances.seed,
-                epoch,
-                self.speeds,
-                self.short_first and epoch == 1,
-                self.grid,
-            )
-            self._planned.clear()  # one may be a hundred megabytes
-            self._planned[epoch] = made
-        return self._planned[epoch]
+        return plan_epoch(
+            self.utterances.corpus.seconds,
+            self.cap,
+            self.utterances.seed,
+            epoch,
+            self.speeds,
+            self.short_first and epoch == 1,
+            self.grid,
+        )
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[Batch]:
         """Every so many of those batches, read, without the first `skip`."""

@@ -11,7 +11,8 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, ClassVar
 
@@ -65,7 +66,7 @@ class ImageBatch:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImageEpochs:
     """The training images, in an order that depends on (seed, epoch) alone."""
 
@@ -73,17 +74,15 @@ class ImageEpochs:
     size: int  # images in a batch
     seed: int
     shift: int = 0  # each image is moved by up to so many pixels in both directions
-    _planned: dict[int, Plan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.plan = lru_cache(maxsize=1)(self.plan)  # asked for several times an epoch
 
     def plan(self, epoch: int) -> Plan:
         """The batches of an epoch, counted from 1; the last may be smaller."""
-        if epoch not in self._planned:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
-            rows = [Item(int(row), epoch, 1.0) for row in order]
-            batches = [rows[i : i + self.size] for i in range(0, len(rows), self.size)]
-            self._planned.clear()
-            self._planned[epoch] = Plan(batches, 0.0)
-        return self._planned[epoch]
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
+        rows = [Item(int(row), epoch, 1.0) for row in order]
+        return Plan([rows[i : i + self.size] for i in range(0, len(rows), self.size)], 0.0)
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[ImageBatch]:
         """Every so many of those batches, without the first `skip`."""

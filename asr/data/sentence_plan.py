@@ -9,7 +9,7 @@ It depends on (seed, epoch) alone, so resuming is leaving out the first batches.
 import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -100,20 +100,19 @@ class SentenceEpochs:
     longest: int  # bytes; longer lines are left out
     seed: int
     workers: int = 0
-    _planned: dict[int, SentencePlan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.plan = functools.lru_cache(maxsize=1)(self.plan)  # it may be hundreds of megabytes
 
     def plan(self, epoch: int) -> SentencePlan:
         """The batches of an epoch. UserError where every line is too long."""
-        if epoch not in self._planned:
-            lengths = self.sentences.lengths
-            made = plan_sentences(lengths, self.cap, self.longest, self.seed, epoch)
-            if not len(made.batches):
-                raise UserError(
-                    f"data.max_bytes = {self.longest}: each of the {len(lengths)} lines is longer"
-                )
-            self._planned.clear()  # one may be hundreds of megabytes
-            self._planned[epoch] = made
-        return self._planned[epoch]
+        lengths = self.sentences.lengths
+        made = plan_sentences(lengths, self.cap, self.longest, self.seed, epoch)
+        if not len(made.batches):
+            raise UserError(
+                f"data.max_bytes = {self.longest}: each of the {len(lengths)} lines is longer"
+            )
+        return made
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[SentenceBatch]:
         """Every so many of those batches, read, without the first `skip`."""
