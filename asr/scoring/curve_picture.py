@@ -71,13 +71,13 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         axes.plot(
             band.steps, band.mean, stroke, color=colour, label=name, linewidth=1.6, marker=mark
         )
-    for level in panel.levels:
+    for place, level in enumerate(panel.levels):
         axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
         axes.annotate(
             f"{level:g}",
             (0.01, level),
             xycoords=("axes fraction", "data"),
-            va="bottom",
+            va=("bottom", "top")[place % 2],  # the next level may be near
             fontsize=8,
             color="#5a6066",
         )
