@@ -86,6 +86,18 @@ def test_vaswani_s_settings(size, width, heads, hidden, dropout, average):
             "drop_head: {end: 0.2, warmup: 9, total: 9}",
             r"model.drop_head = {.*}: .* total above warmup\.$",
         ),
+        (
+            "encoder_windows: {offsets: [1, 2, 3], width: 1}",
+            r"model.encoder_windows = {.*}: has 3 offsets for 2 heads: give one each\.$",
+        ),
+        (
+            "encoder_windows: {offsets: [1, 2], width: 0}",
+            r"model.encoder_windows.width = 0: should be greater than 0\.$",
+        ),
+        (
+            "encoder_windows: {offsets: [1, 2]}",
+            r"model.encoder_windows.width is missing",
+        ),
         ("encoder_layers: 0", r"model.encoder_layers = 0: should be greater than or equal to 1"),
         ("norms: rms", r"model.norms is not a recipe key. Did you mean 'norm'\?$"),
     ],

@@ -9,20 +9,31 @@ A place that may see nothing (a mask row without True) gets zeros, never NaN.
 Shapes: B utterances, Q queries, T keys, H heads, E size, D = E/H.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from asr.nn.drop import DropHead, VShape
 from asr.nn.dropout import Dropout
+from asr.nn.windows import Windows
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values, each (B, H, T, D)."""
 
 
-def attention_weights(query: Tensor, keys: Tensor, valid: Tensor | None = None) -> Tensor:
-    """query (B, H, Q, D), keys (B, H, T, D), valid bool like (B, 1, 1 or Q, T) -> (B, H, Q, T)."""
+def attention_weights(
+    query: Tensor, keys: Tensor, valid: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """query (B, H, Q, D), keys (B, H, T, D), valid bool like (B, 1, 1 or Q, T) -> (B, H, Q, T).
+
+    `bias` (H, Q, T) is added to the scores.
+    """
     scores = (query * query.size(-1) ** -0.5) @ keys.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     if valid is None:
         return scores.softmax(-1)
     lowest = torch.finfo(scores.dtype).min  # not -inf: a row of those would be NaN
@@ -63,10 +74,20 @@ class _MultiHead(nn.Module):
         return self.out(self.drop_head(x).transpose(1, 2).flatten(2))
 
     def _attend(
-        self, query: Tensor, memory: KeyValue, valid: Tensor | None, causal: bool = False
+        self,
+        query: Tensor,
+        memory: KeyValue,
+        valid: Tensor | None,
+        causal: bool = False,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """-> (B, H, Q, D). `causal` excludes `valid`: right padding lies in the future anyway."""
+        """-> (B, H, Q, D). `causal` excludes `valid`: right padding lies in the future anyway.
+
+        It excludes `bias` (H, Q, T) too, whose gradient torch's kernels do not give.
+        """
         keys, values = memory
+        if bias is not None:
+            return self.dropout(attention_weights(query, keys, valid, bias)) @ values
         if self.training and query.device.type == "cpu" and self._is_cheaper_by_hand(query):
             if causal:
                 valid = torch.ones(query.size(2), keys.size(2), dtype=torch.bool).tril()
@@ -85,7 +106,10 @@ class _MultiHead(nn.Module):
 
 
 class SelfAttention(_MultiHead):
-    """Every place looks at the places of its own sequence."""
+    """Every place looks at the places of its own sequence.
+
+    windows: where the heads look first, as Windows takes it; not for causal attention.
+    """
 
     def __init__(
         self,
@@ -94,8 +118,10 @@ class SelfAttention(_MultiHead):
         dropout: float = 0.0,
         drop_head: float | VShape = 0.0,
         gain: float = 1.0,
+        windows: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(size, heads, dropout, drop_head, gain)
+        self.windows = None if windows is None else Windows(heads, **windows)
         self.query_key_value = _projections(size, 1.0, 1.0, gain)
 
     def forward(self, x: Tensor, valid: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -105,7 +131,8 @@ class SelfAttention(_MultiHead):
         sees 0 .. t.
         """
         query, keys, values = map(self._split, self.query_key_value(x).chunk(3, -1))
-        return self._merge(self._attend(query, (keys, values), valid, causal))
+        bias = None if self.windows is None else self.windows(x.size(1))
+        return self._merge(self._attend(query, (keys, values), valid, causal, bias))
 
     def step(self, x: Tensor, past: Tensor) -> Tensor:
         """One more place of N sequences, in evaluation.

@@ -13,7 +13,7 @@ What each attention may see:
 Shapes: B utterances, T frames, U tokens, K hypotheses, E size, L layers.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -176,6 +176,7 @@ class LayerSettings:
     dropout: on every sublayer output; attention_dropout: on attention weights;
     feed_forward_dropout: behind the activation; drop_head: a rate or a VShape.
     activation: relu | gelu | swish; norm: layer | rms | scale; norm_position: pre | post.
+    encoder_windows: where its heads look first, as asr/nn/windows.py takes it.
     """
 
     heads: int = 4
@@ -187,10 +188,11 @@ class LayerSettings:
     activation: str = "relu"
     norm: str = "layer"
     norm_position: str = "pre"
+    encoder_windows: Mapping[str, Any] | None = None
 
     def encoder(self, size: int, count: int, scale: Scale, layer_drop: float) -> Stack:
         """A stack of `count` encoder layers of this size."""
-        parts = (SelfAttention,)
+        parts = (partial(SelfAttention, windows=self.encoder_windows),)
         layers = [EncoderLayer(*self._parts(size, scale, parts)) for _ in range(count)]
         return Stack(layers, self._last_norm(size), layer_drop)
 
@@ -200,7 +202,9 @@ class LayerSettings:
         layers = [DecoderLayer(*self._parts(size, scale, parts)) for _ in range(count)]
         return Stack(layers, self._last_norm(size), layer_drop)
 
-    def _parts(self, size: int, scale: Scale, attentions: tuple[type, ...]) -> Iterator[Any]:
+    def _parts(
+        self, size: int, scale: Scale, attentions: tuple[Callable[..., nn.Module], ...]
+    ) -> Iterator[Any]:
         for attention in attentions:
             yield attention(size, self.heads, self.attention_dropout, self.drop_head, scale.gain)
         yield FeedForward(

@@ -52,6 +52,13 @@ class VShape(Settings):
         return total
 
 
+class Windows(Settings):
+    """Where the encoder's heads look first: frames of the memory ahead of each, and around."""
+
+    offsets: list[float]
+    width: Positive
+
+
 ResidualScale = Annotated[
     Positive | PerStack | Literal["deepnet"],
     _or_say("should be a number above 0, {encoder: NUMBER, decoder: NUMBER} or deepnet"),
@@ -92,6 +99,7 @@ class Transformer(Settings):
     feed_forward_dropout: Rate = 0.0
     layer_drop: LayerDrop = 0.0
     drop_head: DropHead = 0.0
+    encoder_windows: Windows | None = None  # learned Gaussian windows on self-attention
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0 leaves the CTC head out
 
     @field_validator("heads")
@@ -102,3 +110,11 @@ class Transformer(Settings):
             fitting = ", ".join(str(n) for n in range(1, 17) if size % n == 0)
             raise ValueError(f"must divide d_model = {size}: choose {fitting}")
         return heads
+
+    @field_validator("encoder_windows")
+    @classmethod
+    def _one_each(cls, windows: Windows | None, info: ValidationInfo) -> Windows | None:
+        heads = info.data.get("heads")
+        if windows and heads and len(windows.offsets) != heads:
+            raise ValueError(f"has {len(windows.offsets)} offsets for {heads} heads: give one each")
+        return windows

@@ -1,0 +1,90 @@
+"""Gaussian windows on self-attention, against a loop over heads, queries and keys."""
+
+import math
+
+import pytest
+import torch
+
+from asr.nn.multihead import SelfAttention
+from asr.nn.windows import LOWEST, Windows
+
+E, H, T, B = 21, 3, 11, 2
+GIVEN = {"offsets": [-2.0, 0.5, 3.0], "width": 0.7}
+
+
+def attention(**settings):
+    """Self-attention with windows, moved a little from where they start."""
+    torch.manual_seed(0)
+    made = SelfAttention(E, H, windows=GIVEN, **settings).double()
+    for parameter in made.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return made
+
+
+def slow(module, x):
+    """One utterance (T, E), a score at a time."""
+    query, key, value = module.query_key_value(x).chunk(3, -1)
+    D = E // H
+    heads = []
+    for h in range(H):
+        part = slice(h * D, (h + 1) * D)
+        width, offset = module.windows.log_widths[h].exp(), module.windows.offsets[h]
+        rows = []
+        for i in range(len(x)):
+            scores = [
+                query[i, part] @ key[j, part] / math.sqrt(D)
+                + (-(((j - i - offset) / width) ** 2) / 2).clamp_min(LOWEST)
+                for j in range(len(x))
+            ]
+            rows.append(torch.stack(scores).softmax(0) @ value[:, part])
+        heads.append(torch.stack(rows))
+    return module.out(torch.cat(heads, -1))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_equals_a_slow_loop_with_gradients(train):
+    module = attention().train(train)
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    lengths = [T, 7]
+    valid = (torch.arange(T) < torch.tensor(lengths)[:, None])[:, None, None]
+    ours = torch.cat([out[:n] for out, n in zip(module(x, valid), lengths, strict=True)])
+    expected = torch.cat([slow(module, x[b, :n]) for b, n in enumerate(lengths)])
+    torch.testing.assert_close(ours, expected)
+    parameters = list(module.parameters())
+    gradients = torch.autograd.grad(ours.square().sum(), parameters)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), parameters))
+
+
+def test_each_head_begins_at_its_offset():
+    seen = Windows(H, [-2.0, 0.0, 3.0], 0.7)(T).softmax(-1)  # scores of 0: the windows alone
+    middle = T // 2
+    assert seen[:, middle].argmax(-1).tolist() == [middle - 2, middle, middle + 3]
+    assert (seen[:, middle].max(-1).values > 0.5).all()
+    assert seen[0, 0].argmax() == 0  # what would lie before the utterance is its first frame
+
+
+def test_a_window_far_outside_leaves_attention_as_it_is():
+    """So a short utterance has no NaN, and sees what it has."""
+    module = SelfAttention(E, H, windows={"offsets": [5000.0] * H, "width": 0.7}).double()
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    with_windows = module(x)
+    module.windows = None
+    torch.testing.assert_close(with_windows, module(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_finite_over_a_long_utterance(dtype):
+    module = SelfAttention(E, H, windows=GIVEN).to(dtype)
+    x = torch.randn(1, 1999, E, dtype=dtype, requires_grad=True)
+    out = module(x)
+    out.float().square().sum().backward()
+    assert out.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in module.parameters())
+
+
+def test_bad_settings_have_one_clear_line():
+    with pytest.raises(ValueError, match=r"^2 offsets of windows: 3 heads need one each$"):
+        Windows(3, [1.0, 2.0], 0.7)
+    for width in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=r"^a window's width must be above 0, not "):
+            Windows(1, [1.0], width)
