@@ -59,6 +59,8 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run or sweep folder")
     parser.add_argument("--out", type=Path, help="folder of the report (SWEEP/compare or compare)")
     parser.add_argument("--levels", nargs="+", metavar="LOSS", help="instead of the automatic ones")
+    apart = "settings that, like the seed, may differ within a group, e.g. train.init"
+    parser.add_argument("--ignore", nargs="+", metavar="KEY", default=[], help=apart)
     parser.add_argument("--curve", default=VALID, help=f"the loss on validation ({VALID})")
     args = parser.parse_intermixed_args()
     wanted = None if args.levels is None else [_level(text) for text in args.levels]
@@ -69,16 +71,23 @@ def main() -> int:
     if all(run.fault for run in runs):
         raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")
     notes: list[str] = []
-    settings = make_settings(runs, args.curve, notes)
+    settings = make_settings(runs, args.curve, notes, args.ignore)
     write(out, settings, runs, args.curve, wanted, notes)
     return 0
 
 
-def make_settings(runs: Sequence[Run], curve: str, notes: list[str]) -> list[Setting]:
-    """The groups of the runs with readable recipes, those of another world flagged."""
+def make_settings(
+    runs: Sequence[Run], curve: str, notes: list[str], ignore: Sequence[str] = ()
+) -> list[Setting]:
+    """The groups of the runs with readable recipes, those of another world flagged.
+
+    Runs of a group may differ in `ignore`. UserError for a key that no run has.
+    """
     known = [run for run in runs if run.settings is not None]
     keys = {key for run in known for key in run.settings or {}}
-    idle = {"seed", *(key for key in keys if is_among(key, NOT_LEARNING))}
+    if unknown := [key for key in ignore if key not in keys]:
+        raise UserError(f"--ignore {unknown[0]}: no run has such a setting")
+    idle = {"seed", *ignore, *(key for key in keys if is_among(key, NOT_LEARNING))}
     groups = group([run.settings or {} for run in known], ignore=idle)
     usual = Counter(run.world for run in known if not run.fault).most_common(1)[0][0]
     settings = []

@@ -244,6 +244,19 @@ def test_long_names_are_spelled_out_once(tmp_path, commands):
     assert ">B. train.batch_seconds=30.0 " in picture  # a picture is often shown without its tables
 
 
+def test_seeds_that_went_on_from_starts_of_their_own_can_be_pooled(tmp_path, commands):
+    for seed, norm in ((1, "ba"), (2, "ba"), (1, "none"), (2, "none")):
+        begun = f"train.init=runs/{norm}{seed}"
+        folder = tmp_path / "s" / f"{norm}{seed}"
+        make_run(folder, [f"model.listener.norm={norm}", f"seed={seed}", begun], falling(0.1))
+    text = tmp_path / "s" / "compare" / "compare.md"
+    report(commands, tmp_path / "s")
+    assert [row[1] for row in rows(text.read_text(), "Validation loss")] == ["1"] * 4
+    report(commands, tmp_path / "s", "--ignore", "train.init")
+    pooled = rows(text.read_text(), "Validation loss")
+    assert [row[:2] for row in pooled] == [["listener.norm=ba", "2"], ["listener.norm=none", "2"]]
+
+
 def test_one_seed_in_common_says_nothing_of_other_seeds(tmp_path, commands):
     """However sure the difference of the two models is."""
     for norm, wrong in (("ba", 0), ("none", 40)):
@@ -323,6 +336,7 @@ def test_health_of_the_layers_is_the_mean_of_runs_and_directions(two_groups, com
         (["empty"], "empty: no run and no folder of runs"),
         (["bad"], "none of the 1 runs can be compared"),
         (["good", "--levels", "x"], "--levels x: must be numbers"),
+        (["good", "--ignore", "train.begin"], "--ignore train.begin: no run has such a setting"),
     ],
 )
 def test_mistakes_are_one_line(arguments, line, tmp_path, commands, monkeypatch):
