@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def make_settings(
-    runs: Sequence[Run], curve: str, notes: list[str], ignore: Sequence[str] = ()
+    runs: Sequence[Run], curve: str, notes: list[str], ignore: Sequence[str]
 ) -> list[Setting]:
     """The groups of the runs with readable recipes, those of another world flagged.
 
