@@ -12,7 +12,7 @@ from matplotlib.image import imsave
 from asr.data.batch import Batch, Example, Utterances, collate, load
 from asr.data.corpus import Corpus
 from asr.data.plan import plan_evaluation
-from asr.data.statistics import measure
+from asr.data.statistics import of_split
 from asr.data.text import labels_of
 from asr.decoding.health import Health, health
 from asr.errors import UserError
@@ -119,9 +119,7 @@ def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Ite
     Statistics per speaker are taken over the split itself, as at training over its corpus; the
     recogniser keeps them in place of those it had.
     """
-    if recipe.features.mvn == "speaker":
-        recognizer.front_end.norm.groups = {}
-        measure(corpus, recognizer.front_end, recipe.data.workers)
+    recognizer.front_end = of_split(recognizer.front_end, corpus, recipe.data.workers)
     utterances = Utterances(corpus, recognizer.front_end, recognizer.tokenizer, recipe.seed)
     plan = plan_evaluation(corpus.seconds, recipe.decode.batch_seconds)
     return load(utterances, plan.batches, recipe.data.workers)

@@ -7,6 +7,7 @@ from pathlib import Path
 from asr import build, command, corpora, derived
 from asr.data.batch import Utterances, load
 from asr.data.plan import plan_evaluation
+from asr.data.statistics import of_split
 from asr.errors import UserError
 from asr.models.pruning import Kept, check_count, every_other, prune, residual_alphas, search
 from asr.models.transformer import Transformer
@@ -85,7 +86,8 @@ def spread(whole: tuple[int, int], counts: tuple[int, ...], how: str) -> Kept:
 def validation_loss(recognizer: Recognizer, recipe: SpeechRecipe) -> Score:
     """The loss by which checkpoints are chosen, in nats per token of the validation split."""
     corpus = corpora.corpus(recipe.data, recipe.data.valid, "valid")
-    heard = Utterances(corpus, recognizer.front_end, recognizer.tokenizer, recipe.seed)
+    front_end = of_split(recognizer.front_end, corpus, recipe.data.workers)
+    heard = Utterances(corpus, front_end, recognizer.tokenizer, recipe.seed)
     plan = plan_evaluation(corpus.seconds, recipe.decode.batch_seconds)
 
     def score(model: Transformer) -> float:

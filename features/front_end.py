@@ -7,6 +7,7 @@ Shapes: S samples, T frames, F features per frame.
 """
 
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -54,10 +55,18 @@ class FrontEnd:
         """The waveform (S,) of a file; AudioError where there is none to be had."""
         return read_audio(path, self.sample_rate, self.max_seconds)
 
-    def measure(self, waveform: Tensor, speaker: str | None = None) -> None:
-        """Counts an utterance of the training corpus into the statistics of the normalisation."""
-        if self.norm.needs_statistics:
-            self.norm.add(self.extract(waveform), speaker)
+    def to_measure(
+        self, waveform: Tensor, speaker: str | None = None, speeds: Iterable[float] = (1.0,)
+    ) -> list[tuple[Tensor, str | None]]:
+        """(S,) -> what to add to the normalisation's statistics: features (T, F) and whose.
+
+        A speaker's are kept apart for every one of `speeds`; those of the corpus are at speed 1.
+        """
+        if self.norm.kind != "speaker":
+            return [(self.extract(waveform), speaker)]
+        return [
+            (self.extract(change_speed(waveform, speed)), voice(speaker, speed)) for speed in speeds
+        ]
 
     def features(self, waveform: Tensor, speaker: str | None = None) -> Tensor:
         """(S,) -> (T, F) as evaluation needs it: nothing is drawn at random.
@@ -69,14 +78,19 @@ class FrontEnd:
     def augmented(
         self, waveform: Tensor, speaker: str | None, speed: float, generator: torch.Generator
     ) -> Tensor:
-        """(S,) -> (T, F) as training sees it: speed, noise, features, normalisation, masks.
-
-        Statistics of a speaker or of the corpus are those at speed 1.
-        """
+        """(S,) -> (T, F) as training sees it: speed, noise, features, normalisation, masks."""
         waveform = change_speed(waveform, speed)
         if self.noise is not None:
             lowest, highest = self.noise
             draw = float(torch.rand((), generator=generator))
             waveform = add_noise(waveform, lowest + draw * (highest - lowest), generator)
-        features = self.norm(self.extract(waveform, generator), speaker)
+        features = self.norm(self.extract(waveform, generator), voice(speaker, speed))
         return features if self.spec_augment is None else self.spec_augment(features, generator)
+
+
+def voice(speaker: str | None, speed: float) -> str | None:
+    """Whose statistics a speaker has at a speed: another pitch is another voice's, as in Kaldi.
+
+    No manifest's speaker has a tab in its name.
+    """
+    return speaker if speaker is None or speed == 1.0 else f"{speaker}\t{speed:g}"

@@ -22,6 +22,7 @@ from asr.recipe import read_recipe
 from asr.recognizer import Recognizer
 from asr.scoring.files import evaluation_name, write_evaluation
 from asr.scoring.wer import score
+from asr.tasks.speech import speech_task
 from asr.training.checkpoint import list_checkpoints
 
 
@@ -79,6 +80,20 @@ def test_a_speaker_s_statistics_are_those_of_the_split(tiny):
                 expected = (raw[name] - frames.mean(0)) / frames.std(0, correction=0)
                 found = batch.features[row, : batch.lengths[row]]
                 torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_validation_knows_its_speakers_as_evaluation_does(tiny, tmp_path):
+    task = speech_task(read_recipe(tiny, ["features.mvn=speaker"]), tmp_path, resume=False)
+    other = speech_task(read_recipe(tiny), tmp_path, resume=False)
+    judge = batches(task.recognizer, task.heard.corpus, task.recipe)
+    for ours, expected, by_itself in zip(task.valid(), judge, other.valid(), strict=True):
+        assert torch.equal(ours.features, expected.features) and ours.ids == by_itself.ids
+        assert not torch.allclose(ours.features, by_itself.features, atol=0.1)
+
+
+def test_a_run_that_knew_no_speakers_can_be_decoded_by_speaker(tiny, tiny_run, commands, tmp_path):
+    overrides = ("features.mvn=speaker", "--out", tmp_path)
+    assert commands(evaluate, tiny_run, "--split", "test", *overrides)[0] == 0
 
 
 def test_a_column_that_is_not_there_is_one_line(tiny, tiny_run, commands, tmp_path):

@@ -72,11 +72,25 @@ def test_statistics_are_measured_over_the_corpus(kind):
         with pytest.raises(StatisticsError, match="no statistics were measured"):
             front.features(waveforms[0], "ann")
     for waveform in waveforms:
-        front.measure(waveform, "ann")
+        for features, whose in front.to_measure(waveform, "ann"):
+            front.norm.add(features, whose)
     frames = torch.cat([front.extract(waveform) for waveform in waveforms]).double()
     judge = (front.extract(waveforms[0]) - frames.mean(0)) / frames.std(0, correction=0)
     ours = front.features(waveforms[0], "ann")
     torch.testing.assert_close(ours, judge.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_speaker_has_statistics_of_each_speed():
+    front, ann, bob = FrontEnd(Fbank(), MeanVarianceNorm("speaker")), *torch.randn(2, 7_919) * 0.1
+    for whose, waveform in (("ann", ann), ("ann", -bob), ("bob", bob)):
+        for features, voice in front.to_measure(waveform, whose, (0.9, 1.0)):
+            front.norm.add(features, voice)
+    for speed in (0.9, 1.0):
+        mine, other = (front.extract(change_speed(w, speed)) for w in (ann, -bob))
+        frames = torch.cat([mine, other]).double()
+        judge = (mine - frames.mean(0)) / frames.std(0, correction=0)
+        ours = front.augmented(ann, "ann", speed, seeded())
+        torch.testing.assert_close(ours, judge.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_an_utterance_shorter_than_a_window_has_no_frames():

@@ -227,8 +227,8 @@ class Counted:
     def load(self, path):
         return path.stem
 
-    def extract(self, name):
-        return name
+    def to_measure(self, name, speaker, speeds):
+        return [(name, speaker)]
 
     def add(self, features, speaker):
         self.seen.append(features)

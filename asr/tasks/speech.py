@@ -17,7 +17,7 @@ from asr import build, corpora
 from asr.data.batch import Batch, Epochs, Utterances, collate, load
 from asr.data.content import SHA256, Content, sha256_of_files
 from asr.data.plan import Item, plan_evaluation
-from asr.data.statistics import measure
+from asr.data.statistics import measure, of_split
 from asr.data.text import about, labels_of, load_tokenizer
 from asr.nn.memory import Memory
 from asr.recognizer import STATISTICS, Recognizer
@@ -185,7 +185,7 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
         init, text = recipe.train.init, recipe.text
         part = training.sample(VOCABULARY_UTTERANCES)
         tokenizer = kept_vocabulary(init, text) if init else build.tokenizer(text, part.texts)
-        measure(training, front_end, data.workers)
+        measure(training, front_end, data.workers, recipe.features.speed)
     for part in (training, valid):
         texts = part.sample(CHECKED_TEXTS).texts
         corpora.check_text(texts, [tokenizer.unknown(text) for text in texts], part.path)
@@ -197,6 +197,6 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
         recipe,
         objective,
         build.epochs(recipe, Utterances(training, front_end, tokenizer, recipe.seed)),
-        Utterances(valid, front_end, tokenizer, recipe.seed),
+        Utterances(valid, of_split(front_end, valid, data.workers), tokenizer, recipe.seed),
         Recognizer(objective.model, tokenizer, front_end, recipe.decode, lm=lm),
     )
