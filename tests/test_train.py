@@ -333,8 +333,9 @@ def test_broken_audio_is_named_skipped_and_counted(tiny, commands, tmp_path):
     ids=["global-bpe", "speaker-mfcc", "slaney-without-ctc-beam", "tied-bf16", "transformer"],
 )  # fmt: skip
 def test_every_way_through_trains_evaluates_and_transcribes(overrides, tiny, commands, tmp_path):
-    code, *_ = commands(train, tiny, "--run", tmp_path, "train.steps=2", *overrides)
-    assert code == 0
+    code, out, _ = commands(train, tiny, "--run", tmp_path, "train.steps=2", *overrides)
+    told = any(text in overrides for text in ("features.mvn=global", "features.mvn=speaker"))
+    assert code == 0 and told == ("measuring features" in out)
     code, out, _ = commands(evaluate, tmp_path, "--split", "test")
     assert code == 0 and "WER" in out
     code, out, _ = commands(transcribe, tmp_path, tiny.parent / "test-0.flac")

@@ -16,6 +16,7 @@ import torch
 from asr import build, corpora
 from asr.data.batch import Batch, Epochs, Utterances, collate, load
 from asr.data.content import SHA256, Content, sha256_of_files
+from asr.data.corpus import Corpus
 from asr.data.plan import Item, plan_evaluation
 from asr.data.statistics import measure, of_split
 from asr.data.text import about, labels_of, load_tokenizer
@@ -30,6 +31,7 @@ from asr.tasks.vocabulary import kept_vocabulary
 from asr.training.log import Log
 from asr.training.objective import SpeechObjective, shift
 from asr.training.position import Position
+from features.front_end import FrontEnd
 
 INSPECTED = 4  # utterances that train.health looks at
 # Of a larger corpus, so many utterances, evenly spread, are looked at before training begins.
@@ -185,7 +187,7 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
         init, text = recipe.train.init, recipe.text
         part = training.sample(VOCABULARY_UTTERANCES)
         tokenizer = kept_vocabulary(init, text) if init else build.tokenizer(text, part.texts)
-        measure(training, front_end, data.workers, recipe.features.speed)
+        _measure(training, front_end, recipe)
     for part in (training, valid):
         texts = part.sample(CHECKED_TEXTS).texts
         corpora.check_text(texts, [tokenizer.unknown(text) for text in texts], part.path)
@@ -200,3 +202,10 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
         Utterances(valid, of_split(front_end, valid, data.workers), tokenizer, recipe.seed),
         Recognizer(objective.model, tokenizer, front_end, recipe.decode, lm=lm),
     )
+
+
+def _measure(training: Corpus, front_end: FrontEnd, recipe: SpeechRecipe) -> None:
+    """The statistics of the training corpus, and a word of it, for all its audio may be read."""
+    if front_end.norm.needs_statistics:
+        print(f"measuring features for mvn: {recipe.features.mvn}", flush=True)
+        measure(training, front_end, recipe.data.workers, recipe.features.speed)
