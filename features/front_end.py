@@ -58,12 +58,7 @@ class FrontEnd:
     def to_measure(
         self, waveform: Tensor, speaker: str | None = None, speeds: Iterable[float] = (1.0,)
     ) -> list[tuple[Tensor, str | None]]:
-        """(S,) -> what to add to the normalisation's statistics: features (T, F) and whose.
-
-        A speaker's are kept apart for every one of `speeds`; those of the corpus are at speed 1.
-        """
-        if self.norm.kind != "speaker":
-            return [(self.extract(waveform), speaker)]
+        """(S,) -> what to add to the normalisation's statistics: features (T, F) and whose."""
         return [
             (self.extract(change_speed(waveform, speed)), voice(speaker, speed)) for speed in speeds
         ]

@@ -73,8 +73,8 @@ class MeanVarianceNorm:
     kind        mean and variance of
     none        nothing: features stay as they are
     utterance   the utterance itself
-    speaker     all utterances added for its speaker; a speaker that was never added, as every
-                speaker of a test set, falls back to the utterance itself
+    speaker     all utterances added for its speaker; where none were, or no speaker is told, the
+                utterance itself
     global      all utterances added; StatisticsError while there are none
     """
 

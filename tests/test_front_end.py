@@ -81,10 +81,11 @@ def test_statistics_are_measured_over_the_corpus(kind):
 
 
 def test_a_speaker_has_statistics_of_each_speed():
-    front, ann, bob = FrontEnd(Fbank(), MeanVarianceNorm("speaker")), *torch.randn(2, 7_919) * 0.1
-    for whose, waveform in (("ann", ann), ("ann", -bob), ("bob", bob)):
-        for features, voice in front.to_measure(waveform, whose, (0.9, 1.0)):
-            front.norm.add(features, voice)
+    front = FrontEnd(Fbank(), MeanVarianceNorm("speaker"))
+    ann, bob = 0.1 * torch.randn(2, 7_919, generator=seeded())
+    for speaker, waveform in (("ann", ann), ("ann", -bob), ("bob", bob)):
+        for features, whose in front.to_measure(waveform, speaker, (0.9, 1.0)):
+            front.norm.add(features, whose)
     for speed in (0.9, 1.0):
         mine, other = (front.extract(change_speed(w, speed)) for w in (ann, -bob))
         frames = torch.cat([mine, other]).double()

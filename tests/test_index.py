@@ -228,7 +228,7 @@ class Counted:
         return path.stem
 
     def to_measure(self, name, speaker, speeds):
-        return [(name, speaker)]
+        return [(name, speaker)] * len(speeds)
 
     def add(self, features, speaker):
         self.seen.append(features)
@@ -240,6 +240,13 @@ def test_a_large_corpus_is_measured_by_a_sample(kind, seen, large, monkeypatch):
     front_end = Counted(kind)
     statistics.measure(read_manifest(large), front_end, workers=0)
     assert front_end.seen == (seen or [str(n) for n in range(41)])  # each speaker needs their own
+
+
+@pytest.mark.parametrize(("kind", "times"), [("global", 1), ("speaker", 2)])
+def test_only_speakers_are_measured_at_every_speed(kind, times, large):
+    front_end = Counted(kind)
+    statistics.measure(read_manifest(large), front_end, workers=0, speeds=(0.9, 1.0))
+    assert front_end.seen == [str(n) for n in range(41) for _ in range(times)]
 
 
 def test_lengths_choose_utterances_without_reading_them(large, monkeypatch):

@@ -1,4 +1,4 @@
-"""Mean and variance of the training features, streamed by the loader's workers."""
+"""Mean and variance of a corpus' features, streamed by the loader's workers."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -38,13 +38,14 @@ def measure(
 ) -> None:
     """Add the readable utterances to the front end's normalisation, where that needs any.
 
-    Statistics of the whole corpus are taken from MEASURED utterances where it has more, evenly
-    spread; those of its speakers from all, since each needs their own, at every one of `speeds`.
+    Statistics of the whole corpus are taken at speed 1 and from MEASURED utterances where it has
+    more, evenly spread; those of its speakers from all, since each needs their own, and for every
+    one of `speeds` apart.
     """
     if not front_end.norm.needs_statistics:
         return
     if front_end.norm.kind == "global":
-        corpus = corpus.sample(MEASURED)
+        corpus, speeds = corpus.sample(MEASURED), (1.0,)
     loader = DataLoader(
         _Raw(corpus, front_end, speeds),
         batch_size=16,
