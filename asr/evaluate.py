@@ -144,6 +144,8 @@ def facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
     yield "checkpoint", f"{about['decode']['checkpoint']}, of step {_steps(evaluation)}"
     for key in ("beam", "ctc_weight", "length_penalty"):
         yield key.replace("_", " "), str(about["decode"][key])
+    if len(about["decode"]["speeds"]) > 1:
+        yield "speeds", " ".join(f"{speed:g}" for speed in about["decode"]["speeds"])
     if about["decode"]["lm"] and about["decode"]["lm_weight"]:
         yield "language model", f"{about['decode']['lm']}, weight {about['decode']['lm_weight']}"
     if about["wer_interval_over_speakers"]:

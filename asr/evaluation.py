@@ -119,16 +119,20 @@ def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Ite
     Statistics per speaker are taken over the split itself, as at training over its corpus; the
     recogniser keeps them in place of those it had.
     """
-    recognizer.front_end = of_split(recognizer.front_end, corpus, recipe.data.workers)
-    utterances = Utterances(corpus, recognizer.front_end, recognizer.tokenizer, recipe.seed)
-    plan = plan_evaluation(corpus.seconds, recipe.decode.batch_seconds)
-    return load(utterances, plan.batches, recipe.data.workers)
+    workers, decode = recipe.data.workers, recipe.decode
+    front_end = of_split(recognizer.front_end, corpus, workers, decode.speeds)
+    recognizer.front_end = front_end
+    utterances = Utterances(
+        corpus, front_end, recognizer.tokenizer, recipe.seed, others=decode.others
+    )
+    plan = plan_evaluation(corpus.seconds, decode.batch_seconds)
+    return load(utterances, plan.batches, workers)
 
 
 def decode(recognizer: Recognizer, batch: Batch) -> list[Heard]:
     """One batch, in its order."""
     memory = recognizer.encode(batch)
-    found = recognizer.hypotheses(memory)
+    found = recognizer.hypotheses(memory, recognizer.encode_others(batch))
     ctc = recognizer.ctc_texts(memory) or [""] * len(found)
     window = max(1, round(1 / recognizer.frame_seconds))
     weights = recognizer.attention(memory, [best.tokens for best in found])

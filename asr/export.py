@@ -97,6 +97,8 @@ def _rows(file: Path) -> Iterator[str]:
         decode = wide["decode"]
         keys = ("beam", "ctc_weight", *(["lm_weight"] if decode["lm"] else []))
         settings = [f"{key} {decode[key]}" for key in keys]
+        if len(speeds := decode.get("speeds", [1.0])) > 1:
+            settings.append(f"speeds {' '.join(f'{speed:g}' for speed in speeds)}")
         parts = {", ".join(["all", *settings]): found | wide}
         for groups in wide["groups"].values():
             parts |= groups

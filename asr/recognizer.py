@@ -7,6 +7,7 @@ print(recognizer.transcribe("hello.wav").text)
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -154,33 +155,37 @@ class Recognizer:
         seconds = np.array([len(waveform) / rate for waveform in waveforms])
         for planned in plan_evaluation(seconds, self.decode.batch_seconds).batches:
             rows = [item.index for item in planned if not is_silent(waveforms[item.index], rate)]
-            features = {row: self.front_end.features(waveforms[row]) for row in rows}
-            features = {row: values for row, values in features.items() if len(values)}
-            if features:
-                none = torch.zeros(0, dtype=torch.long)
-                memory = self.encode(
-                    collate([Example("", values, none) for values in features.values()])
-                )
-                told = self.transcripts(memory, self.hypotheses(memory))
-                for row, transcript in zip(features, told, strict=True):
-                    found[row] = transcript
+            speeds, none = self.decode.others, torch.zeros(0, dtype=torch.long)
+            heard = {row: self.front_end.at_speeds(waveforms[row], None, speeds) for row in rows}
+            heard = {row: features for row, features in heard.items() if len(features[0])}
+            if heard:
+                batch = collate([Example("", own, none, more) for own, *more in heard.values()])
+                memory = self.encode(batch)
+                best = self.hypotheses(memory, self.encode_others(batch))
+                for row, told in zip(heard, self.transcripts(memory, best), strict=True):
+                    found[row] = told
         return found
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Memory:
         """What the encoder makes of a batch, without dropout."""
         self.model.eval()
-        batch = batch.to(self.device)
-        return self.model.encode(batch.features, batch.lengths)
+        return self.model.encode(batch.features.to(self.device), batch.lengths.to(self.device))
 
-    def hypotheses(self, memory: Memory) -> list[Hypothesis]:
+    def encode_others(self, batch: Batch) -> list[Memory]:
+        """The same of the batch at each other speed that it was read at."""
+        return [self.encode(replace(batch, features=f, lengths=n)) for f, n in batch.others]
+
+    def hypotheses(self, memory: Memory, others: Sequence[Memory] = ()) -> list[Hypothesis]:
         """The best hypothesis of every utterance, searched for as `decode` says."""
-        return [best for best, *_ in self.nbest(memory, self.decode, 1)]
+        return [best for best, *_ in self.nbest(memory, self.decode, 1, others)]
 
     @torch.no_grad()
-    def nbest(self, memory: Memory, decode: Decode, most: int) -> list[list[Hypothesis]]:
+    def nbest(
+        self, memory: Memory, decode: Decode, most: int, others: Sequence[Memory] = ()
+    ) -> list[list[Hypothesis]]:
         """Up to `most` hypotheses of every utterance, best first."""
-        return search(self.model, memory, decode, self.lm, most)
+        return search(self.model, memory, decode, self.lm, most, others)
 
     @torch.no_grad()
     def transcripts(self, memory: Memory, found: Sequence[Hypothesis]) -> list[Transcript]:

@@ -1,5 +1,6 @@
 """From the settings under `decode:` to a search, and to the language model that they name."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -25,21 +26,29 @@ GREEDY = Decode().model_dump(include=SEARCH - FREE)
 
 @torch.no_grad()
 def search(
-    model: nn.Module, memory: Memory, decode: Decode, lm: Scorer | None = None, nbest: int = 1
+    model: nn.Module,
+    memory: Memory,
+    decode: Decode,
+    lm: Scorer | None = None,
+    nbest: int = 1,
+    others: Sequence[Memory] = (),
 ) -> list[list[Hypothesis]]:
     """Up to `nbest` hypotheses of every utterance, best first, one at least.
 
-    lm: what `language_scorer` gave; decode.lm_weight is its weight. Raises UserError as the
-    searches do.
+    lm: what `language_scorer` gave; decode.lm_weight is its weight. others: the same utterances at
+    other speeds, with at least one frame wherever `memory` has one; CTC alone takes none. Raises
+    UserError as the searches do.
     """
     if decode.search == "ctc":
         return _ctc(model, memory, decode, nbest)
     settings = decode.model_dump(include=SEARCH)
     weighted = [(decode.lm_weight, lm)] if lm is not None and decode.lm_weight else []
-    if not weighted and GREEDY.items() <= settings.items():
+    if not weighted and not others and GREEDY.items() <= settings.items():
         return [[best] for best in greedy(model, memory, max_ratio=decode.max_ratio)]
-    ctc = model.ctc(memory) if decode.ctc_weight else None
-    return beam_search(model, memory, ctc=ctc, scorers=weighted, nbest=nbest, **settings)
+    (_, ctc), *also = [(m, model.ctc(m) if decode.ctc_weight else None) for m in (memory, *others)]
+    return beam_search(
+        model, memory, ctc=ctc, others=also, scorers=weighted, nbest=nbest, **settings
+    )
 
 
 def _ctc(model: nn.Module, memory: Memory, decode: Decode, nbest: int) -> list[list[Hypothesis]]:

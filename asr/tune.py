@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from asr.data.corpus import Corpus
 from asr.decoding.score import Ranking
@@ -144,9 +145,9 @@ def nbests(
     for batch in batches(recognizer, corpus, recipe):
         faults |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
-            memory = recognizer.encode(batch)
+            memory, others = recognizer.encode(batch), recognizer.encode_others(batch)
             for own, decode in zip(found, decodes, strict=True):
-                nbest = recognizer.nbest(memory, decode, decode.beam)
+                nbest = recognizer.nbest(memory, decode, decode.beam, others)
                 own |= zip(batch.ids, nbest, strict=True)
     if not found[0]:
         raise UserError(corpus.unreadable)
@@ -215,15 +216,18 @@ def save(run: Path, decode: Decode, setting: Setting) -> dict[str, str]:
     lm = decode.lm if setting.get("lm_weight") else recipe.decode.lm
     found = Decode.model_validate({**decode.model_dump(), **setting, "lm": lm})
     before, after = recipe.decode.model_dump(mode="json"), found.model_dump(mode="json")
-    changed = {
-        key: "null" if value is None else str(value)
-        for key, value in after.items()
-        if value != before[key]
-    }
+    changed = {key: _override(value) for key, value in after.items() if value != before[key]}
     if changed:
         recipe = recipe.model_copy(update={"decode": found})
         replace_files(run, {"recipe.yaml": as_yaml(recipe)})
     return changed
+
+
+def _override(value: Any) -> str:
+    """As it is typed on a command line, without a space where it is a list."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_override, value))}]"
+    return "null" if value is None else str(value)
 
 
 def head(setting: Setting) -> tuple[str, ...]:

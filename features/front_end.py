@@ -7,7 +7,7 @@ Shapes: S samples, T frames, F features per frame.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,12 +63,25 @@ class FrontEnd:
             (self.extract(change_speed(waveform, speed)), voice(speaker, speed)) for speed in speeds
         ]
 
-    def features(self, waveform: Tensor, speaker: str | None = None) -> Tensor:
+    def features(self, waveform: Tensor, speaker: str | None = None, speed: float = 1.0) -> Tensor:
         """(S,) -> (T, F) as evaluation needs it: nothing is drawn at random.
 
         Raises StatisticsError where the normalisation lacks its statistics.
         """
-        return self.norm(self.extract(waveform), speaker)
+        return self.norm(self.extract(change_speed(waveform, speed)), voice(speaker, speed))
+
+    def at_speeds(
+        self, waveform: Tensor, speaker: str | None, others: Sequence[float]
+    ) -> tuple[Tensor, ...]:
+        """(S,) -> `features` (T, F) at speed 1 and at each of `others`.
+
+        A speed at which so little audio leaves no frame has those of speed 1.
+        """
+        plain = self.features(waveform, speaker)
+        if not len(plain):
+            return (plain,) * (1 + len(others))
+        heard = (self.features(waveform, speaker, speed) for speed in others)
+        return (plain, *(features if len(features) else plain for features in heard))
 
     def augmented(
         self, waveform: Tensor, speaker: str | None, speed: float, generator: torch.Generator

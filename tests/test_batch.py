@@ -159,6 +159,19 @@ def test_a_grid_only_adds_padding(frames, tokens, shape):
         assert torch.equal(getattr(rounded, name), getattr(plain, name))
 
 
+def test_other_speeds_are_padded_each_by_itself():
+    a, c = (example(name, frames, [4]) for name, frames in (("a", 3), ("c", 7)))
+    slow, fast = ([torch.randn(n, 5) for n in lengths] for lengths in ((4, 8), (2, 6)))
+    others = list(zip(slow, fast, strict=True))
+    batch = collate([a._replace(others=others[0]), Broken("b", "x"), c._replace(others=others[1])])
+    for own, features in ((slow, batch.others[0]), (fast, batch.others[1])):
+        padded, lengths = features
+        assert lengths.tolist() == [len(x) for x in own] and len(padded) == 2
+        for row, x in zip(padded, own, strict=True):
+            assert torch.equal(row[: len(x)], x) and not row[len(x) :].any()
+    assert collate([a, c]).others == collate([Broken("b", "x")]).others == ()
+
+
 def test_a_batch_of_broken_ones_is_empty():
     for grid in (0.0, 0.5):
         batch = collate([Broken("b", "x"), Broken("c", "y")], grid=grid)

@@ -24,6 +24,9 @@ from asr.scoring.files import evaluation_name, write_evaluation
 from asr.scoring.wer import score
 from asr.tasks.speech import speech_task
 from asr.training.checkpoint import list_checkpoints
+from features.augment import change_speed
+
+SPEEDS = "decode.speeds=[0.9,1.0,1.1]"
 
 
 def heard(folder):
@@ -31,22 +34,24 @@ def heard(folder):
         return list(csv.DictReader(file, delimiter="\t"))
 
 
-def errors(commands, run, split, out):
-    assert commands(evaluate, run, "--split", split, "--out", out, "--pictures", "0")[0] == 0
+def errors(commands, run, split, out, *more):
+    assert commands(evaluate, run, "--split", split, "--out", out, "--pictures", "0", *more)[0] == 0
     return json.loads((out / "score.json").read_text())["errors"]
 
 
-def test_tuning_writes_settings_that_are_no_worse(tiny, tiny_run, commands, tmp_path):
+@pytest.mark.parametrize("more", [(), (SPEEDS,)], ids=["once", "at three speeds"])
+def test_tuning_writes_settings_that_are_no_worse(more, tiny, tiny_run, commands, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
-    before = errors(commands, run, "valid", tmp_path / "before")
-    code, out, _ = commands(evaluate, run, "--split", "valid", "--tune")
+    before = errors(commands, run, "valid", tmp_path / "before", *more)
+    code, out, _ = commands(evaluate, run, "--split", "valid", "--tune", *more)
     assert code == 0
     told = dict(re.findall(r"decode\.(\w+)=(\S+)", out))
     decode = read_recipe(run / "recipe.yaml").decode
     assert {"beam", "ctc_weight", "length_penalty"} <= told.keys()
+    assert [f"decode.speeds={told.pop('speeds')}"] == list(more) if more else "speeds" not in told
     assert all(float(value) == getattr(decode, key) for key, value in told.items())
-    assert errors(commands, run, "valid", tmp_path / "after") <= before
+    assert errors(commands, run, "valid", tmp_path / "after", *more) <= before
     changed = read_recipe(run / "recipe.yaml").model_copy(update={"decode": None})
     assert changed == read_recipe(tiny_run / "recipe.yaml").model_copy(update={"decode": None})
 
@@ -94,6 +99,37 @@ def test_validation_knows_its_speakers_as_evaluation_does(tiny, tmp_path):
 def test_a_run_that_knew_no_speakers_can_be_decoded_by_speaker(tiny, tiny_run, commands, tmp_path):
     overrides = ("features.mvn=speaker", "--out", tmp_path)
     assert commands(evaluate, tiny_run, "--split", "test", *overrides)[0] == 0
+
+
+@pytest.mark.parametrize("mvn", ["utterance", "speaker"])
+def test_a_split_is_read_at_every_speed(mvn, tiny):
+    """A speaker has at each speed the statistics of that speed."""
+    recipe = read_recipe(tiny, [f"features.mvn={mvn}", SPEEDS])
+    recognizer, corpus = tone_recognizer(), read_manifest(tiny.parent / "test.tsv")
+    recognizer.front_end = front_end = build.front_end(recipe.features)
+    waves = {u.id: front_end.load(u.audio) for u in corpus}
+    (batch,) = batches(recognizer, corpus, recipe)
+    for speed, (features, lengths) in zip((0.9, 1.1), batch.others, strict=True):
+        raw = {name: front_end.extract(change_speed(wave, speed)) for name, wave in waves.items()}
+        for row, name in enumerate(batch.ids):
+            speaker = next(u.speaker for u in corpus if u.id == name)
+            mates = [u.id for u in corpus if u.speaker == speaker and mvn == "speaker"] or [name]
+            frames = torch.cat([raw[mate] for mate in mates])
+            expected = (raw[name] - frames.mean(0)) / frames.std(0, correction=0)
+            found = features[row, : lengths[row]]
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_at_several_speeds_files_say_what_the_split_says(tiny, tiny_run, commands, tmp_path):
+    settings = (SPEEDS, "decode.beam=3", "decode.ctc_weight=0.3")
+    assert commands(evaluate, tiny_run, "--split", "test", *settings, "--out", tmp_path)[0] == 0
+    recognizer = Recognizer.load(tiny_run, settings)
+    corpus = read_manifest(tiny.parent / "test.tsv")
+    told = dict(recognizer.transcribe_files([u.audio for u in corpus]))
+    assert [told[u.audio].text for u in corpus] == [row["hypothesis"] for row in heard(tmp_path)]
+    once = Recognizer.load(tiny_run, settings[1:])
+    assert any(once.transcribe(u.audio).score != told[u.audio].score for u in corpus)
+    assert "speeds" in (tmp_path / "page.html").read_text()
 
 
 def test_a_column_that_is_not_there_is_one_line(tiny, tiny_run, commands, tmp_path):

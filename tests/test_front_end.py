@@ -39,6 +39,23 @@ def test_evaluation_is_log_mel_normalised_and_the_same_every_time(path):
     assert ours.shape == (front.num_frames(57_331 / 44_100), front.size) == (128, 41)
 
 
+def test_other_speeds_are_features_of_the_waveform_played_so(path):
+    front = FrontEnd(Fbank(num_mel_bins=41), MeanVarianceNorm("utterance"))
+    waveform = front.load(path)
+    plain, slow, fast = front.at_speeds(waveform, "ann", (0.9, 1.1))
+    assert torch.equal(plain, front.features(waveform))
+    for ours, speed in ((slow, 0.9), (fast, 1.1)):
+        assert torch.equal(ours, front.features(change_speed(waveform, speed)))
+    assert len(fast) < len(plain) < len(slow)
+
+
+@pytest.mark.parametrize(("samples", "frames"), [(0, 0), (399, 0), (400, 1), (431, 1)])
+def test_what_is_too_short_at_another_speed_is_heard_as_it_is(samples, frames):
+    front = FrontEnd(Fbank(), MeanVarianceNorm("none"))
+    plain, fast = front.at_speeds(torch.randn(samples, generator=seeded()), None, (1.1,))
+    assert len(plain) == frames and torch.equal(plain, fast)
+
+
 def test_training_adds_speed_noise_and_masks_in_that_order(path):
     augment = SpecAugment(time_masks=3, time_width=11)
     front = FrontEnd(

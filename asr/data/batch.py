@@ -30,11 +30,12 @@ TOKEN_GRID = 8  # tokens a batch is padded to a multiple of, where its seconds a
 
 
 class Example(NamedTuple):
-    """One utterance, ready: features (T, F), tokens (U,)."""
+    """One utterance, ready: features (T, F), tokens (U,); others: features at other speeds."""
 
     id: str
     features: Tensor
     tokens: Tensor
+    others: Sequence[Tensor] = ()
 
 
 class Broken(NamedTuple):
@@ -49,6 +50,7 @@ class Batch:
     """features (B, T, F), lengths (B,), tokens (B, U) without <sos> and <eos>, token_lengths (B,).
 
     Padding is 0 in features and <blank> in tokens. `seconds` is the audio of the real frames.
+    others: features (B, T', F) and lengths (B,) of the same utterances at each other speed.
     """
 
     size_key: ClassVar = "train.batch_seconds"
@@ -60,6 +62,7 @@ class Batch:
     token_lengths: Tensor
     seconds: float
     broken: tuple[Broken, ...] = field(default=())
+    others: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -74,22 +77,34 @@ class Batch:
 
 
 class Utterances(Dataset):
-    """Reads one planned Item: audio -> features and text -> tokens."""
+    """Reads one planned Item: audio -> features and text -> tokens.
+
+    others: speeds at which every utterance is read besides, where nothing is augmented.
+    """
 
     def __init__(
-        self, corpus: Corpus, front_end: FrontEnd, tokenizer: Tokenizer, seed: int
+        self,
+        corpus: Corpus,
+        front_end: FrontEnd,
+        tokenizer: Tokenizer,
+        seed: int,
+        others: Sequence[float] = (),
     ) -> None:
         self.corpus, self.front_end, self.tokenizer, self.seed = corpus, front_end, tokenizer, seed
+        self.others = others
 
     def __len__(self) -> int:
         return len(self.corpus)
 
     def __getitem__(self, item: Item) -> Example | Broken:
         utterance = self.corpus[item.index]
+        others: Sequence[Tensor] = ()
         try:
             waveform = self.front_end.load(utterance.audio)
             if item.epoch == 0:
-                features = self.front_end.features(waveform, utterance.speaker)
+                features, *others = self.front_end.at_speeds(
+                    waveform, utterance.speaker, self.others
+                )
             else:
                 chance = random_of(self.seed, item.epoch, utterance.id)
                 features = self.front_end.augmented(waveform, utterance.speaker, item.speed, chance)
@@ -98,7 +113,7 @@ class Utterances(Dataset):
         if len(features) == 0:
             return Broken(utterance.id, f"{utterance.audio}: shorter than one frame")
         tokens = torch.tensor(self.tokenizer.encode(utterance.text), dtype=torch.long)
-        return Example(utterance.id, features, tokens)
+        return Example(utterance.id, features, tokens, others)
 
 
 def random_of(seed: int, epoch: int, name: str) -> torch.Generator:
@@ -131,7 +146,13 @@ def collate(
         torch.tensor([len(example.tokens) for example in good], dtype=torch.long),
         sum(frames) * frame_seconds,
         broken,
+        tuple(map(_padded, zip(*(example.others for example in good), strict=True))),
     )
+
+
+def _padded(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """B of (T, F) -> (B, T, F), lengths (B,)."""
+    return pad_sequence(list(features), batch_first=True), torch.tensor([len(x) for x in features])
 
 
 def _widened(padded: Tensor, multiple: int) -> Tensor:

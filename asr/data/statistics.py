@@ -57,7 +57,9 @@ def measure(
             front_end.norm.add(features, speaker)
 
 
-def of_split(front_end: FrontEnd, corpus: Corpus, workers: int) -> FrontEnd:
+def of_split(
+    front_end: FrontEnd, corpus: Corpus, workers: int, speeds: Sequence[float] = (1.0,)
+) -> FrontEnd:
     """The front end that knows the speakers of that split, and no other, where it tells speakers.
 
     Any other normalisation is the same for every split.
@@ -66,7 +68,7 @@ def of_split(front_end: FrontEnd, corpus: Corpus, workers: int) -> FrontEnd:
         return front_end
     own = copy(front_end)
     own.norm = MeanVarianceNorm("speaker", front_end.norm.variance)
-    measure(corpus, own, workers)
+    measure(corpus, own, workers, speeds)
     return own
 
 

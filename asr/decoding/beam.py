@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from asr.decoding.ctc_prefix import CTCPrefixScorer
+from asr.decoding.ensemble import Ensemble
 from asr.decoding.follow import FollowRules
 from asr.decoding.living import Growth
 from asr.decoding.pool import Pool
@@ -83,12 +84,15 @@ def beam_search(
     beam: int = 8,
     *,
     ctc: Tensor | None = None,
+    others: Sequence[tuple[Memory, Tensor | None]] = (),
     scorers: Sequence[tuple[float, Scorer]] = (),
     **settings: Any,
 ) -> list[list[Hypothesis]]:
     """The nbest best hypotheses of every utterance, best first; settings: see BeamSettings.
 
-    ctc: the CTC head's log-probs (B, T, V); scorers: weights and scorers, such as language models.
+    ctc: the CTC head's log-probs (B, T, V); others: the same utterances as heard in another way,
+    such as at another speed, each with its ctc; the search follows the mean (ensemble.py), and
+    frames are counted in `memory`. scorers: weights and scorers, such as language models.
     Hypothesis.parts: the model, CTC where it has a weight, then scorers in their order. An
     utterance without a frame gives one empty hypothesis.
 
@@ -98,7 +102,13 @@ def beam_search(
     chosen = BeamSettings(beam, **settings)
     pools = [Pool(chosen.nbest) for _ in memory.valid]
     active, kept = heard(memory)
-    weighted = [(1 - chosen.ctc_weight, model), *_ctc(ctc, chosen.ctc_weight, active), *scorers]
+    heads = [ctc, *(head for _, head in others)]
+    memories = [kept, *(Memory(own.states[active], own.valid[active]) for own, _ in others)]
+    weighted = [
+        (1 - chosen.ctc_weight, _mean([model] * len(memories), memories)),
+        *_ctc(heads, memories, chosen.ctc_weight, active),
+        *scorers,
+    ]
     growth = chosen.growth(weighted)
     if len(active):
         shortest = length_limits(kept.valid, chosen.min_ratio, chosen.min_constant)
@@ -107,9 +117,16 @@ def beam_search(
     return [pool.hypotheses or [Hypothesis((), 0.0, True)] for pool in pools]
 
 
-def _ctc(ctc: Tensor | None, weight: float, active: Tensor) -> list[tuple[float, Scorer]]:
+def _mean(scorers: Sequence[Scorer], memories: Sequence[Memory]) -> Scorer:
+    """One scorer for each memory -> one for all."""
+    return scorers[0] if len(scorers) == 1 else Ensemble(list(zip(scorers, memories, strict=True)))
+
+
+def _ctc(
+    heads: Sequence[Tensor | None], memories: Sequence[Memory], weight: float, active: Tensor
+) -> list[tuple[float, Scorer]]:
     if not weight:
         return []
-    if ctc is None:
+    if any(head is None for head in heads):
         raise UserError(f"ctc_weight is {weight}, but this model has no CTC head; set it to 0")
-    return [(weight, CTCPrefixScorer(ctc[active]))]
+    return [(weight, _mean([CTCPrefixScorer(head[active]) for head in heads], memories))]

@@ -16,6 +16,7 @@ from asr.runs.folder import finished, last_error, names_of, recipe_of
 from asr.scoring.events import Curve, event_files, read_scalars
 from asr.scoring.files import Evaluation, read_evaluation
 from asr.scoring.groups import value_text
+from asr.settings import Decode
 from asr.training.checkpoint import choose, list_checkpoints, read_training
 
 TRAIN, VALID = "train/nats", "valid/nats"
@@ -160,7 +161,8 @@ def went_on(run: Path, about: Mapping[str, Any]) -> bool:
 def how_decoded(about: Mapping[str, Any]) -> dict[str, str]:
     """What an evaluation says of its search, and of settings other than the run's own."""
     decode = about.get("decode")
-    found = dict(decode) if isinstance(decode, dict) else {}
+    # An evaluation from before a setting was made knew what is now its default.
+    found = Decode().model_dump(mode="json") | decode if isinstance(decode, dict) else {}
     found.pop("batch_seconds", None)
     other = [change.partition("=") for change in about.get("overrides", ())]
     found |= {key: value for key, _, value in other if not key.startswith(("decode.", "data."))}

@@ -8,6 +8,7 @@ Rate = Annotated[float, Field(ge=0.0, lt=1.0)]  # a dropout-like probability
 Weight = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Speed = Annotated[float, Field(ge=0.5, le=2.0)]
 Natural = Annotated[int, Field(ge=0, le=1_000_000_000)]
 
 

@@ -5,9 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asr.settings.base import Natural, Positive, Settings, Weight
-
-Speed = Annotated[float, Field(ge=0.5, le=2.0)]
+from asr.settings.base import Natural, Positive, Settings, Speed, Weight
 
 
 class Data(Settings):

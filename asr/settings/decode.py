@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from asr.settings.base import Count, Natural, Positive, Settings, Weight
+from asr.settings.base import Count, Natural, Positive, Settings, Speed, Weight
 
 
 class Decode(Settings):
@@ -14,6 +14,9 @@ class Decode(Settings):
     checkpoint: Literal["best", "last"] = "best"
     average: Count = 1  # checkpoints averaged: the best ones, or the last ones
     batch_seconds: Positive = 240.0
+    # Each utterance is heard at all of these, and the search follows the mean of what is heard;
+    # validation in training hears at 1 alone.
+    speeds: Annotated[tuple[Speed, ...], Field(min_length=1, max_length=20)] = (1.0,)
     search: Literal["beam", "ctc"] = "beam"  # ctc: its head alone, by prefix beam search
     beam: Annotated[int, Field(ge=1, le=1000)] = 1
     ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
@@ -38,3 +41,16 @@ class Decode(Settings):
     # Longer audio is cut at pauses into pieces of at most so many seconds; null: data.max_seconds.
     longest: Annotated[float, Field(ge=1.0)] | None = None
     overlap: Annotated[float, Field(ge=0.0)] = 2.0  # seconds, where nobody pauses
+
+    @property
+    def others(self) -> list[float]:
+        """The speeds besides 1."""
+        return [speed for speed in self.speeds if speed != 1.0]
+
+    @model_validator(mode="after")
+    def _speeds_go_around_one(self) -> "Decode":
+        if 1.0 not in self.speeds or len(set(self.speeds)) < len(self.speeds):
+            raise ValueError(f"speeds {list(self.speeds)} must differ, and 1.0 be one of them")
+        if len(self.speeds) > 1 and self.search == "ctc":
+            raise ValueError("speeds are averaged by search=beam, not by search=ctc: leave one")
+        return self

@@ -1,0 +1,110 @@
+"""The mean of several hearings, against brute force over every sentence of a small space."""
+
+import itertools
+
+import pytest
+from test_beam import WORDS, V, ctc_sentence, random_ctc
+from toy_speller import ToySpeller, alone, toy_memory
+
+from asr.decoding.beam import beam_search
+from asr.errors import UserError
+from asr.tokens import EOS
+
+FRAMES = ((7, 5), (6, 4), (11, 8))  # of two utterances, at three speeds
+WEIGHT = 0.3
+
+
+def views(*frames):
+    """Another memory and CTC for each row of frames."""
+    memories = [toy_memory(*lengths, seed=n + 1) for n, lengths in enumerate(frames)]
+    return [(memory, random_ctc(memory, seed=n)) for n, memory in enumerate(memories)]
+
+
+def of(one, utterance):
+    """(memory, CTC) of one utterance, without padding."""
+    memory = alone(one[0], utterance)
+    return memory, one[1][utterance : utterance + 1, : memory.valid.shape[1]]
+
+
+def searched(model, heard, beam, **settings):
+    (memory, ctc), *others = heard
+    return beam_search(model, memory, beam, ctc=ctc, others=others, **settings)
+
+
+def brute_force(model, heard, longest):
+    """One utterance: [(score, tokens)] by a loop over sentences and what each hearing says."""
+    found = []
+    for length in range(longest + 1):
+        for tokens in itertools.product(WORDS, repeat=length):
+            scores = []
+            for memory, ctc in heard:
+                rows, _ = model.spell(memory, tokens)
+                said = sum(float(rows[u, token]) for u, token in enumerate([*tokens, EOS]))
+                scores.append((1 - WEIGHT) * said + WEIGHT * ctc_sentence(ctc[0], tokens))
+            found.append((sum(scores) / len(scores), tokens))
+    return sorted(found, reverse=True)
+
+
+def test_a_beam_as_wide_as_the_space_is_brute_force():
+    model, heard = ToySpeller(V, sharpness=2.0, seed=4), views(*FRAMES)
+    ours = searched(model, heard, 250, nbest=5, max_ratio=0, max_constant=4, ctc_weight=WEIGHT)
+    for b, hypotheses in enumerate(ours):
+        judge = brute_force(model, [of(one, b) for one in heard], 4)[:5]
+        assert [h.tokens for h in hypotheses] == [tokens for _, tokens in judge]
+        assert [h.score for h in hypotheses] == pytest.approx([s for s, _ in judge], abs=1e-6)
+        first = brute_force(model, [of(heard[0], b)], 4)[:5]
+        assert [tokens for _, tokens in first] != [tokens for _, tokens in judge]
+
+
+EVERYTHING = {
+    "length_penalty": 0.6,
+    "coverage_penalty": 0.05,
+    "eos_threshold": 1.5,
+    "ctc_weight": WEIGHT,
+}
+
+
+def test_the_same_heard_thrice_is_heard_once():
+    model, (one,) = ToySpeller(V, sharpness=1.5), views((13, 3, 7))
+    judge = searched(model, [one], 4, nbest=3, **EVERYTHING)
+    for ours, other in zip(
+        searched(model, [one] * 3, 4, nbest=3, **EVERYTHING), judge, strict=True
+    ):
+        assert [h.tokens for h in ours] == [h.tokens for h in other]
+        assert [h.score for h in ours] == pytest.approx([h.score for h in other], abs=1e-9)
+        assert [h.covered for h in ours] == pytest.approx([h.covered for h in other], abs=1e-9)
+
+
+def test_batch_mates_change_nothing_nor_one_that_is_not_heard():
+    model, heard = ToySpeller(V, sharpness=1.5), views((13, 0, 3, 11), (11, 0, 2, 13))
+    together = searched(model, heard, 4, nbest=3, **EVERYTHING)
+    assert [h.tokens for h in together[1]] == [()]
+    for b in (0, 2, 3):
+        (judge,) = searched(model, [of(one, b) for one in heard], 4, nbest=3, **EVERYTHING)
+        assert [h.tokens for h in together[b]] == [h.tokens for h in judge]
+        assert [h.score for h in together[b]] == pytest.approx([h.score for h in judge], abs=1e-6)
+
+
+def test_what_one_speed_has_no_frames_for_is_not_said():
+    """To CTC a sentence is no longer than its frames, at any of the speeds."""
+    model, heard = ToySpeller(V), views((11,), (2,))
+    (hypotheses,) = searched(model, heard, 30, nbest=30, max_constant=4, ctc_weight=0.5)
+    assert hypotheses and max(len(h.tokens) for h in hypotheses) == 2
+
+
+def test_every_hearing_needs_its_ctc():
+    memory, ctc = views((7, 5))[0]
+    with pytest.raises(UserError, match=r"ctc_weight is 0\.3, but this model has no CTC head"):
+        beam_search(ToySpeller(V), memory, 3, ctc=ctc, others=[(memory, None)], ctc_weight=0.3)
+
+
+def test_ctc_of_each_speed_is_read_over_its_own_frames():
+    """A search by CTC alone says what is likeliest to the mean of torch's losses."""
+    heard = views((5,), (7,))
+    (best, *_), *_ = searched(
+        ToySpeller(V), heard, 250, max_ratio=0, max_constant=3, ctc_weight=1.0
+    )
+    sentences = [s for n in range(4) for s in itertools.product(WORDS, repeat=n)]
+    mean = {s: sum(ctc_sentence(ctc[0], s) for _, ctc in heard) / 2 for s in sentences}
+    assert best.tokens == max(mean, key=mean.get)
+    assert best.score == pytest.approx(mean[best.tokens], abs=1e-6)
