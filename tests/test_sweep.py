@@ -212,21 +212,24 @@ def test_a_folder_in_use_is_left_alone(tmp_path, monkeypatch):
     second.process.wait()
 
 
-def test_two_sweeps_in_one_folder_are_refused(tiny, commands, tmp_path, stand_in):
+def test_two_sweeps_in_one_folder_are_refused(tiny, commands, tmp_path, stand_in, monkeypatch):
     """Whatever the grid of the second; and the folder is free again once the first has ended."""
-    train = tiny.parent / "train.tsv"
-    first = (sweep, tiny, f"data.train={train}", "train.steps=300", "--out", tmp_path)
+    monkeypatch.setattr(sweep, "_PATIENCE", 0.2)
+    steps, train = tmp_path / "run" / "steps", tiny.parent / "train.tsv"
+    first = (sweep, tiny, f"data.train={train}", "train.steps=100000", "--out", tmp_path)
     refused = []
 
     def second():
         command = [sys.executable, "-m", "asr.sweep", str(tiny), "seed=8", "--out", str(tmp_path)]
         refused.append(subprocess.run(command, capture_output=True, text=True, check=False))
+        os.kill(os.getpid(), signal.SIGTERM)  # the first works on until the second has answered
 
-    with once((tmp_path / "run" / "steps").exists, second):
-        assert commands(*first)[0] == 0
+    with once(steps.exists, second):
+        assert commands(*first)[0] == 130
     assert refused[0].returncode == 2 and not refused[0].stdout
     assert f"error: {tmp_path}: another sweep is at work in it" in refused[0].stderr
     assert not (tmp_path / "seed=8").exists()
+    steps.write_text("." * 99_990)
     assert commands(*first)[0] == 0
 
 
