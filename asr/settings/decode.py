@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from asr.settings.base import Count, Natural, Positive, Settings, Speed, Weight
 
@@ -14,10 +14,10 @@ class Decode(Settings):
     checkpoint: Literal["best", "last"] = "best"
     average: Count = 1  # checkpoints averaged: the best ones, or the last ones
     batch_seconds: Positive = 240.0
+    search: Literal["beam", "ctc"] = "beam"  # ctc: its head alone, by prefix beam search
     # Each utterance is heard at all of these, and the search follows the mean of what is heard;
     # validation in training hears at 1 alone.
     speeds: Annotated[tuple[Speed, ...], Field(min_length=1, max_length=20)] = (1.0,)
-    search: Literal["beam", "ctc"] = "beam"  # ctc: its head alone, by prefix beam search
     beam: Annotated[int, Field(ge=1, le=1000)] = 1
     ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
     lm: Path | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, kenlm's binary)
@@ -47,10 +47,11 @@ class Decode(Settings):
         """The speeds besides 1."""
         return [speed for speed in self.speeds if speed != 1.0]
 
-    @model_validator(mode="after")
-    def _speeds_go_around_one(self) -> "Decode":
-        if 1.0 not in self.speeds or len(set(self.speeds)) < len(self.speeds):
-            raise ValueError(f"speeds {list(self.speeds)} must differ, and 1.0 be one of them")
-        if len(self.speeds) > 1 and self.search == "ctc":
-            raise ValueError("speeds are averaged by search=beam, not by search=ctc: leave one")
-        return self
+    @field_validator("speeds")
+    @classmethod
+    def _go_around_one(cls, speeds: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        if 1.0 not in speeds or len(set(speeds)) < len(speeds):
+            raise ValueError("they must differ, and 1.0 be one of them")
+        if len(speeds) > 1 and info.data.get("search") == "ctc":
+            raise ValueError("search=ctc hears at one: set decode.speeds=[1.0] or search=beam")
+        return speeds
