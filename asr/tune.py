@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from asr.data.corpus import Corpus
 from asr.decoding.score import Ranking
@@ -20,6 +19,7 @@ from asr.evaluation import batches
 from asr.recipe import as_yaml, read_recipe
 from asr.recognizer import Recognizer
 from asr.scoring.files import percent, replace_files
+from asr.scoring.groups import value_text
 from asr.scoring.parts import table
 from asr.scoring.wer import score
 from asr.search import widest_beam
@@ -216,18 +216,11 @@ def save(run: Path, decode: Decode, setting: Setting) -> dict[str, str]:
     lm = decode.lm if setting.get("lm_weight") else recipe.decode.lm
     found = Decode.model_validate({**decode.model_dump(), **setting, "lm": lm})
     before, after = recipe.decode.model_dump(mode="json"), found.model_dump(mode="json")
-    changed = {key: _override(value) for key, value in after.items() if value != before[key]}
+    changed = {key: value_text(value) for key, value in after.items() if value != before[key]}
     if changed:
         recipe = recipe.model_copy(update={"decode": found})
         replace_files(run, {"recipe.yaml": as_yaml(recipe)})
     return changed
-
-
-def _override(value: Any) -> str:
-    """As it is typed on a command line, without a space where it is a list."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_override, value))}]"
-    return "null" if value is None else str(value)
 
 
 def head(setting: Setting) -> tuple[str, ...]:

@@ -3,12 +3,11 @@
 import itertools
 
 import pytest
-from test_beam import WORDS, V, ctc_sentence, random_ctc
+from test_beam import WORDS, V, brute_force, ctc_sentence, random_ctc
 from toy_speller import ToySpeller, alone, toy_memory
 
 from asr.decoding.beam import beam_search
 from asr.errors import UserError
-from asr.tokens import EOS
 
 FRAMES = ((7, 5), (6, 4), (11, 8))  # of two utterances, at three speeds
 WEIGHT = 0.3
@@ -31,28 +30,22 @@ def searched(model, heard, beam, **settings):
     return beam_search(model, memory, beam, ctc=ctc, others=others, **settings)
 
 
-def brute_force(model, heard, longest):
-    """One utterance: [(score, tokens)] by a loop over sentences and what each hearing says."""
-    found = []
-    for length in range(longest + 1):
-        for tokens in itertools.product(WORDS, repeat=length):
-            scores = []
-            for memory, ctc in heard:
-                rows, _ = model.spell(memory, tokens)
-                said = sum(float(rows[u, token]) for u, token in enumerate([*tokens, EOS]))
-                scores.append((1 - WEIGHT) * said + WEIGHT * ctc_sentence(ctc[0], tokens))
-            found.append((sum(scores) / len(scores), tokens))
-    return sorted(found, reverse=True)
+def mean_brute_force(model, heard, longest):
+    """One utterance: [(score, tokens)], best first; the mean over what was heard."""
+    found = [brute_force(model, m, longest, ctc=c[0], ctc_weight=WEIGHT) for m, c in heard]
+    each = [{tokens: score for score, tokens in sentences} for sentences in found]
+    means = ((sum(one[tokens] for one in each) / len(each), tokens) for tokens in each[0])
+    return sorted(means, reverse=True)
 
 
 def test_a_beam_as_wide_as_the_space_is_brute_force():
     model, heard = ToySpeller(V, sharpness=2.0, seed=4), views(*FRAMES)
     ours = searched(model, heard, 250, nbest=5, max_ratio=0, max_constant=4, ctc_weight=WEIGHT)
     for b, hypotheses in enumerate(ours):
-        judge = brute_force(model, [of(one, b) for one in heard], 4)[:5]
+        judge = mean_brute_force(model, [of(one, b) for one in heard], 4)[:5]
         assert [h.tokens for h in hypotheses] == [tokens for _, tokens in judge]
         assert [h.score for h in hypotheses] == pytest.approx([s for s, _ in judge], abs=1e-6)
-        first = brute_force(model, [of(heard[0], b)], 4)[:5]
+        first = mean_brute_force(model, [of(heard[0], b)], 4)[:5]
         assert [tokens for _, tokens in first] != [tokens for _, tokens in judge]
 
 

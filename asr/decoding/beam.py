@@ -24,7 +24,7 @@ from asr.decoding.follow import FollowRules
 from asr.decoding.living import Growth
 from asr.decoding.pool import Pool
 from asr.decoding.score import Ranking
-from asr.decoding.search import Hypothesis, Scorer, SearchModel, heard, length_limits
+from asr.decoding.search import Hypothesis, Scorer, SearchModel, heard, length_limits, only
 from asr.errors import UserError
 from asr.nn.memory import Memory
 
@@ -103,7 +103,7 @@ def beam_search(
     pools = [Pool(chosen.nbest) for _ in memory.valid]
     active, kept = heard(memory)
     heads = [ctc, *(head for _, head in others)]
-    memories = [kept, *(Memory(own.states[active], own.valid[active]) for own, _ in others)]
+    memories = [kept, *(only(own, active) for own, _ in others)]
     weighted = [
         (1 - chosen.ctc_weight, _mean([model] * len(memories), memories)),
         *_ctc(heads, memories, chosen.ctc_weight, active),

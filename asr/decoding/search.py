@@ -71,9 +71,14 @@ def heard(memory: Memory) -> tuple[Tensor, Memory]:
     The others say nothing: no attention can be formed over no frames.
     """
     kept = memory.valid.any(dim=1).nonzero().squeeze(1)
+    return kept, only(memory, kept)
+
+
+def only(memory: Memory, kept: Tensor) -> Memory:
+    """The utterances kept (B',), in order; the memory itself, not a copy, where they are all."""
     if len(kept) == len(memory.valid):
-        return kept, memory
-    return kept, Memory(memory.states[kept], memory.valid[kept])
+        return memory
+    return Memory(memory.states[kept], memory.valid[kept])
 
 
 def checked(log_probs: Tensor) -> Tensor:
