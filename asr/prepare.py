@@ -1,4 +1,4 @@
-"""Make manifests: python -m asr.prepare librispeech|tsv|shards|spoken-numbers|mnist --to DIR"""
+"""Make manifests: python -m asr.prepare librispeech|tsv|spoken-numbers|... --to DIR"""
 
 import argparse
 import sys

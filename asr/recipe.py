@@ -1,5 +1,6 @@
-"""YAML file + `key.path=value` overrides -> a validated Recipe.
+"""Every key of a recipe with its value: python -m asr.recipe RECIPE.yaml [key.path=value ...]
 
+YAML file + overrides -> a validated Recipe.
 A recipe may name another as its `base:` and then holds only what differs. A model whose `kind`
 differs from the base's replaces it whole, since its keys belong to another thing.
 Only plain YAML is read: no tags, no anchors, no environment variables, no code.
@@ -202,7 +203,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def main() -> int:
-    """python -m asr.recipe FILE [key.path=value ...]: every key of a recipe with its value."""
+    """Prints the recipe; 2 where it is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m asr.recipe", description="Show every key of a recipe with its value."
     )
