@@ -51,3 +51,17 @@ def test_half_precision_of_a_step_touches_the_products_alone():
     assert h.dtype == c.dtype == torch.float32
     assert not torch.equal(h, judge(x, state)[0])
     torch.testing.assert_close(h, judge(x, state)[0], atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_gradients_asked_for_one_by_one_are_those_asked_for_together(backend):
+    """One product over all steps: what a pass before left there must not be in it."""
+    cell, _ = pair("ba", backend)
+    x, state = torch.randn(2, 5, dtype=torch.float64, requires_grad=True), None
+    weights = cell.loop_weights()
+    for _ in range(3):
+        state = cell(x, state, None, weights)
+    inputs = (x, cell.weight_hh, cell.bias_ih)
+    together = torch.autograd.grad(state[0].sum(), inputs, retain_graph=True)
+    alone = [torch.autograd.grad(state[0].sum(), one, retain_graph=True)[0] for one in inputs]
+    torch.testing.assert_close(tuple(alone), together)

@@ -17,6 +17,7 @@ class LoopWeight:
 
     def __init__(self, weight: Tensor) -> None:
         self.rows: list[tuple[Tensor, Tensor]] = []  # of each step backwards: x, gradient of y
+        self._pass = -1
         learns = torch.is_grad_enabled() and weight.requires_grad
         self.weight = _Gather.apply(weight, self.rows) if learns else weight
         self._matrix = self.weight.detach()
@@ -26,6 +27,17 @@ class LoopWeight:
         if torch.is_grad_enabled():
             return _Linear.apply(x, self.weight, self, dtype)
         return product(x, self.matrix(dtype).mT)
+
+    def add(self, x: Tensor, dy: Tensor) -> None:
+        """A step of the backward pass that runs now.
+
+        A pass before it that asked for other gradients alone has left its steps here.
+        """
+        now = torch._C._current_graph_task_id()
+        if now != self._pass:
+            self.rows.clear()
+        self._pass = now
+        self.rows.append((x, dy))
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight without its history, converted once."""
@@ -82,5 +94,5 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         x, _ = ctx.saved_tensors
         matrix = ctx.of.matrix(ctx.dtype)
-        ctx.of.rows.append((x, dy.to(matrix.dtype)))
+        ctx.of.add(x, dy.to(matrix.dtype))
         return product(dy, matrix), None, None, None
