@@ -185,6 +185,12 @@ MISTAKES = {
     r"c has shape \(4, 2, 8\); expected \(4, 2, 7\)": lambda: call(
         state=(torch.zeros(4, 2, 7), torch.zeros(4, 2, 8))
     ),
+    "h is torch.float16, the LSTM's weights are torch.float32": lambda: call(
+        state=(torch.zeros(4, 2, 7).half(), torch.zeros(4, 2, 7))
+    ),
+    "c is on meta, the LSTM's weights are on cpu": lambda: call(
+        state=(torch.zeros(4, 2, 7), torch.zeros(4, 2, 7, device="meta"))
+    ),
 }
 
 

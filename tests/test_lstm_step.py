@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_lstm_backends import HERE, NORMS, gradients
 
-from asr.nn.lstm import LayerNormLSTMCell
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
 
 def pair(norm, backend, **settings):
@@ -65,3 +65,33 @@ def test_gradients_asked_for_one_by_one_are_those_asked_for_together(backend):
     together = torch.autograd.grad(state[0].sum(), inputs, retain_graph=True)
     alone = [torch.autograd.grad(state[0].sum(), one, retain_graph=True)[0] for one in inputs]
     torch.testing.assert_close(tuple(alone), together)
+
+
+H, C = torch.randn(2, 11), torch.randn(2, 11)
+MISFITS = {
+    "x is torch.float64, the LSTM's weights are torch.float32": (H, C, None, torch.float64),
+    "h is torch.float64, the LSTM's weights are torch.float32": (H.double(), C, None),
+    "c is torch.float16, the LSTM's weights are torch.float32": (H, C.half(), None),
+    "c is on meta, the LSTM's weights are on cpu": (H, C.to("meta"), None),
+    r"h has shape \(1, 11\); expected \(2, 11\)": (H[:1], C, None),
+    r"c has shape \(7, 11\); expected \(2, 11\)": (H, torch.randn(7, 11), None),
+    r"mask has shape \(1, 11\); expected \(2, 11\)": (H, C, torch.ones(1, 11)),
+    "mask is torch.float64, the LSTM's weights are torch.float32": (
+        H,
+        C,
+        torch.ones(2, 11).double(),
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("message", MISFITS)
+def test_what_does_not_fit_a_step_is_named(message, backend):
+    """C++ would read it from wherever it is, as long as it should be."""
+    h, c, mask, *dtype = MISFITS[message]
+    x = torch.randn(2, 5, dtype=dtype[0] if dtype else None)
+    with pytest.raises(ValueError, match=message):
+        LayerNormLSTMCell(5, 11, backend=backend)(x, (h, c), mask)
+    if mask is None:
+        with pytest.raises(ValueError, match=message):
+            LayerNormLSTM(5, 11, backend=backend).step(x, (h[None], c[None]))

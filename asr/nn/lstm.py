@@ -98,6 +98,7 @@ class LayerNormLSTM(nn.Module):
         """One more frame in one direction, for a search: no dropout, nothing transposed.
 
         x (N, I), state (h, c) each (L, N, H) -> output (N, H), next state.
+        Raises ValueError where a shape, dtype or device does not fit.
         """
         assert self.directions == 1, "the backward direction needs the whole sequence"
         states = []
@@ -133,18 +134,12 @@ class LayerNormLSTM(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if x.dim() != 3 or x.shape[2] != self.input_size or 0 in x.shape:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected (B, T, {self.input_size})")
-        own = self.weight_hh_l0
-        if x.device != own.device:
-            raise ValueError(f"x is on {x.device}, the LSTM's weights are on {own.device}")
-        mixed = torch.is_autocast_enabled(x.device.type)
-        if x.dtype != own.dtype and not mixed:
-            raise ValueError(f"x is {x.dtype}, the LSTM's weights are {own.dtype}")
+        choice.check_place("x", x, self.weight_hh_l0)
 
     def _check_state(self, state: State, x: Tensor) -> State:
         for name, part in zip("hc", state, strict=True):
-            if part.shape != self._state_shape(x):
-                expected = self._state_shape(x)
-                raise ValueError(f"{name} has shape {tuple(part.shape)}; expected {expected}")
+            choice.check_shape(name, part, self._state_shape(x))
+            choice.check_place(name, part, self.weight_hh_l0)
         return state
 
 

@@ -54,7 +54,7 @@ class LayerNormLSTMCell(nn.Module):
 
         mask (B, H) is what dropout_mask gave, weights what loop_weights gave at the beginning of
         the sequence.
-        Raises ValueError where a shape does not fit.
+        Raises ValueError where a shape, dtype or device does not fit.
         """
         if x.dim() != 2 or x.shape[1] != self.input_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected (B, {self.input_size})")

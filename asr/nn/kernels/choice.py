@@ -62,15 +62,23 @@ def run_layer(name: str, batch: Batch, weights: list[Weights], setting: Setting)
 def run_step(
     name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: Setting
 ) -> State:
-    """One time step: x (B, I), state of two (B, H) -> the next state; in C++ or as reference."""
+    """One time step: x (B, I), state of two (B, H) -> the next state; in C++ or as reference.
+
+    Raises ValueError where a shape, dtype or device does not fit.
+    """
     own = weights.bias_hh  # the matrices may be those of a loop
+    check_place("x", x, own)
+    for part, one in zip(("h", "c", "mask"), (*state, mask), strict=True):
+        if one is not None:
+            check_place(part, one, own)
+            check_shape(part, one, (x.shape[0], own.shape[0] // 4))
     setting, mixed = _under_autocast(setting, own)
     if choose(name, setting, own) != "cpu":  # a step has no loop that other backends could save
         return reference.step(x, state, mask, weights, setting)
     if not mixed:
         return cpu_step.step(x, state, mask, weights, setting)
     with torch.autocast(own.device.type, enabled=False):
-        x, h, c = (part.to(own.dtype) for part in (x, *state))
+        x, h, c, mask = (_cast(part, own.dtype) for part in (x, *state, mask))
         return cpu_step.step(x, (h, c), mask, weights, setting)
 
 
@@ -78,6 +86,23 @@ def run_spell(given: cpu_spell.Inputs, cells: list[Weights], fixed: cpu_spell.Fi
     """A speller's steps along given tokens, where a step is chosen to run in C++."""
     setting, _ = _under_autocast(fixed.setting, cells[0].bias_hh)
     return cpu_spell.spell(given, cells, fixed._replace(setting=setting))
+
+
+def check_place(name: str, part: Tensor, own: Tensor) -> None:
+    """Raises ValueError where a part lies elsewhere than the weights, or has another dtype.
+
+    Autocast alone may bring another dtype. C++ would read either as what it is not.
+    """
+    if part.device != own.device:
+        raise ValueError(f"{name} is on {part.device}, the LSTM's weights are on {own.device}")
+    if part.dtype != own.dtype and not torch.is_autocast_enabled(own.device.type):
+        raise ValueError(f"{name} is {part.dtype}, the LSTM's weights are {own.dtype}")
+
+
+def check_shape(name: str, part: Tensor, expected: tuple[int, ...]) -> None:
+    """Raises ValueError where a part has another shape."""
+    if part.shape != expected:
+        raise ValueError(f"{name} has shape {tuple(part.shape)}; expected {expected}")
 
 
 def choose(name: str, setting: Setting, like: Tensor) -> str:
