@@ -15,11 +15,11 @@ __all__ = ["pytestmark"]
 
 def test_a_graph_that_is_dropped_gives_its_memory_back():
     ours, (states, valid, tokens) = speller(SIZES[0]), drawn(SIZES[0])
-    before = buffers.POOL._lent
+    before = buffers.POOL.lent()
     outputs = ours.at_once(Memory(states, valid), tokens)
-    assert buffers.POOL._lent > before
+    assert buffers.POOL.lent() > before
     del outputs
-    assert buffers.POOL._lent == before
+    assert buffers.POOL.lent() == before
 
 
 def test_changing_what_backward_reads_is_an_error():

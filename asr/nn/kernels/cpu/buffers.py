@@ -5,6 +5,7 @@ a training step. What a graph held goes back to the pool when the graph dies.
 """
 
 import threading
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ class Pool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[Tensor] = []
+        self._returned: deque[Tensor] = deque()
         self._lent = self._most = 0  # bytes
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of at least `count` elements, its values arbitrary."""
         with self._lock:
+            self._take_back()
             fits = [b for b in self._free if b.dtype == dtype and count <= b.numel() <= 2 * count]
             buffer = min(fits, key=Tensor.numel, default=None)
             if buffer is not None:
@@ -34,11 +37,21 @@ class Pool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Takes a buffer back."""
+        """Takes a buffer back, without the lock: garbage may be collected while `take` holds it."""
+        self._returned.append(buffer)
+
+    def lent(self) -> int:
+        """Bytes that are lent now."""
         with self._lock:
+            self._take_back()
+            return self._lent
+
+    def _take_back(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
             self._lent -= buffer.nbytes
             self._free.append(buffer)
-            self._trim()
+        self._trim()
 
     def _trim(self) -> None:
         """Drops the longest unused buffers beyond what was ever lent at once."""
@@ -53,7 +66,9 @@ class Lease:
     """Some buffers, given back when the lease dies."""
 
     def __init__(self, dtype: torch.dtype, **counts: int) -> None:
-        self.buffers = {name: POOL.take(count, dtype) for name, count in counts.items()}
+        self.buffers: dict[str, Tensor] = {}
+        for name, count in counts.items():  # where memory ends, those before it go back
+            self.buffers[name] = POOL.take(count, dtype)
 
     def __getitem__(self, name: str) -> Tensor | None:
         return self.buffers.get(name)

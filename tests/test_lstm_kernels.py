@@ -1,0 +1,40 @@
+"""What the C++ kernels alone can get wrong: work dealt out, memory used again, what is loaded."""
+
+import threading
+
+import pytest
+import torch
+from test_lstm_choice import CPU
+
+from asr.nn.kernels.cpu.buffers import Lease, Pool
+
+pytestmark = CPU
+
+
+def test_what_dies_is_given_back_without_waiting():
+    """Garbage may be collected, and a graph die, in a thread that holds the pool's lock."""
+    pool = Pool()
+    buffer = pool.take(7, torch.float32)
+    with pool._lock:
+        giving = threading.Thread(target=pool.give, args=(buffer,), daemon=True)
+        giving.start()
+        giving.join(20)
+        assert not giving.is_alive()
+    assert pool.lent() == 0
+    assert pool.take(7, torch.float32) is buffer
+
+
+def test_the_pool_keeps_no_more_than_was_lent_at_once():
+    pool = Pool()
+    for count in (64, 640, 6400):
+        pool.give(pool.take(count, torch.float32))
+    pool.lent()
+    assert sum(b.nbytes for b in pool._free) == pool._most
+
+
+def test_memory_that_ends_in_the_middle_of_a_lease_is_given_back(monkeypatch):
+    pool = Pool()
+    monkeypatch.setattr("asr.nn.kernels.cpu.buffers.POOL", pool)
+    with pytest.raises(RuntimeError):
+        Lease(torch.float32, ah=7, raw=1 << 60)
+    assert pool.lent() == 0
