@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from test_lstm_backends import gradients, make
 from test_lstm_choice import CPU
 
 from asr.nn.kernels.cpu.buffers import Lease, Pool
@@ -38,3 +39,13 @@ def test_memory_that_ends_in_the_middle_of_a_lease_is_given_back(monkeypatch):
     with pytest.raises(RuntimeError):
         Lease(torch.float32, ah=7, raw=1 << 60)
     assert pool.lent() == 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of dynamo's own, hidden
+def test_torch_compile_leaves_the_kernels_alone():
+    lstm, x = make("ba", "cpu", layers=2), torch.randn(2, 5, 3)
+    expected = lstm(x)[0]
+    found = torch.compile(lstm, backend="eager")(x)[0]
+    weights = list(lstm.parameters())
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, gradients([found], weights), gradients([expected], weights)))

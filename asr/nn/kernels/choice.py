@@ -8,6 +8,8 @@ it cannot run at all is an error. On a GPU "auto" is `python` until `cuda` has b
 import functools
 import logging
 import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +33,22 @@ LAYERS = {
 NAMES = ("auto", *LAYERS)
 VARIABLE = "LAYERNORM_LSTM_BACKEND"
 State = tuple[Tensor, Tensor]
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """For torch.compile, which cannot follow what C++ is given by its address.
+
+    torch.compiler.disable is asked for only then: it takes seconds to import.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def backends() -> dict[str, str | None]:
@@ -47,6 +65,7 @@ def check_name(name: str) -> str:
     return name
 
 
+@_untraced
 def run_layer(name: str, batch: Batch, weights: list[Weights], setting: Setting) -> Result:
     """One layer, all directions. Raises UserError where the backend asked for cannot run."""
     own = weights[0].weight_hh
@@ -59,6 +78,7 @@ def run_layer(name: str, batch: Batch, weights: list[Weights], setting: Setting)
         return LAYERS[chosen](batch, weights, setting)
 
 
+@_untraced
 def run_step(
     name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: Setting
 ) -> State:
@@ -82,6 +102,7 @@ def run_step(
         return cpu_step.step(x, (h, c), mask, weights, setting)
 
 
+@_untraced
 def run_spell(given: cpu_spell.Inputs, cells: list[Weights], fixed: cpu_spell.Fixed) -> Spelled:
     """A speller's steps along given tokens, where a step is chosen to run in C++."""
     setting, _ = _under_autocast(fixed.setting, cells[0].bias_hh)
@@ -105,6 +126,7 @@ def check_shape(name: str, part: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {tuple(part.shape)}; expected {expected}")
 
 
+@_untraced
 def choose(name: str, setting: Setting, like: Tensor) -> str:
     """The backend for weights like `like`. Raises UserError where the one asked for cannot run."""
     name = _from_environment() if name == "auto" else name
