@@ -7,6 +7,7 @@ import torch
 from test_lstm_backends import gradients, make
 from test_lstm_choice import CPU
 
+from asr.nn.kernels.cpu import build
 from asr.nn.kernels.cpu.buffers import Lease, Pool
 
 pytestmark = CPU
@@ -49,3 +50,19 @@ def test_torch_compile_leaves_the_kernels_alone():
     weights = list(lstm.parameters())
     assert torch.equal(found, expected)
     assert all(map(torch.equal, gradients([found], weights), gradients([expected], weights)))
+
+
+def test_a_temporary_folder_of_another_is_not_used(tmp_path, monkeypatch):
+    """What lies in the cache is run."""
+    own = tmp_path / "own"
+    assert build._own_folder(own).stat().st_mode & 0o777 == 0o700
+    assert build._own_folder(own) == own
+    own.chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    for folder in (own, tmp_path / "link"):
+        with pytest.raises((RuntimeError, OSError)):
+            build._own_folder(folder)
+    own.chmod(0o700)
+    monkeypatch.setattr("os.getuid", lambda: own.stat().st_uid + 1)
+    with pytest.raises(RuntimeError, match="not ours alone; set LAYERNORM_LSTM_CACHE"):
+        build._own_folder(own)

@@ -1,8 +1,9 @@
 """Compiles the kernels once per machine and version and loads them.
 
-The library lies in $LAYERNORM_LSTM_CACHE, else in ~/.cache/layernorm_asr, under a name made of
-the sources, the flags, torch's version and the processor's features. Several processes may ask
-at once: one compiles under a file lock, which ends with its process, the others wait.
+The library lies in $LAYERNORM_LSTM_CACHE, else in ~/.cache/layernorm_asr, or, where that cannot be
+written, in a temporary folder of ours alone. Its name is made of the sources, the flags, torch's
+version and the processor's features. Several processes may ask at once: one compiles under a file
+lock, which ends with its process, the others wait.
 
 $LAYERNORM_LSTM_MARCH names another processor than this one to compile for, as the compiler's
 -march does: x86-64-v3 is AVX2.
@@ -15,6 +16,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -48,8 +50,11 @@ def obstacle() -> str | None:
     """Why nothing can be compiled here; None where it can, or need not be any more."""
     if _failures:
         return _failures[0]
-    if _library_path().exists():
-        return None
+    try:
+        if _library_path().exists():
+            return None
+    except (OSError, RuntimeError) as error:
+        return _reason(error)
     tools = {os.environ.get("CXX", "c++"): "C++ compiler", "ninja": "ninja"}
     for tool, role in tools.items():
         if shutil.which(tool) is None:
@@ -118,7 +123,18 @@ def _cache_folder() -> Path:
             return home / "layernorm_asr"
     except (OSError, RuntimeError):
         pass
-    return Path(tempfile.gettempdir()) / f"layernorm_asr_{os.getuid()}"
+    return _own_folder(Path(tempfile.gettempdir()) / f"layernorm_asr_{os.getuid()}")
+
+
+def _own_folder(folder: Path) -> Path:
+    """Made where everybody may write, hence perhaps by another, whose library would run as us."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise RuntimeError(
+            f"{folder} is not ours alone; set LAYERNORM_LSTM_CACHE to another folder"
+        )
+    return folder
 
 
 def _processor() -> str:
