@@ -7,13 +7,44 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_lstm_backends import NORMS, gradients, make, start_of
 from test_lstm_choice import CPU
 
 from asr.nn.kernels.cpu import build
 from asr.nn.kernels.cpu.buffers import Lease, Pool
+from asr.nn.kernels.cpu.library import has_bf16
 
 pytestmark = CPU
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("norm", NORMS)
+def test_many_ragged_utterances_in_several_threads_are_the_references(norm, threads):
+    """More rows than the backward pass takes at once, in more than one worker's share."""
+    B, T = 23, 61
+    judge, ours = (make(norm, backend, gain=0.3).double() for backend in ("reference", "cpu"))
+    x = torch.randn(B, T, 3, dtype=torch.float64, requires_grad=True)
+    lengths = torch.randint(1, T + 1, (B,)).tolist()
+    start, before, found = start_of(judge, B), torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    try:
+        for lstm in (judge, ours):
+            output, state = lstm(x, lengths, tuple(start))
+            found.append([output, *state, *gradients((output, *state), (x, *lstm.parameters()))])
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found[1], found[0], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.skipif(not has_bf16(), reason="this processor multiplies no bf16")
+def test_bf16_is_not_left_out():
+    exact, half = (make("ba", "cpu", size=(13, 37), precision=p) for p in ("fp32", "bf16"))
+    x = torch.randn(5, 11, 13, requires_grad=True)
+    outputs = exact(x)[0], half(x)[0]
+    assert not torch.equal(*outputs)
+    found = [gradients([y], [x])[0] for y in (half(x)[0], outputs[1], outputs[0])]
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
 def test_what_dies_is_given_back_without_waiting():

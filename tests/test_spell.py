@@ -94,6 +94,17 @@ def test_rounding_errors_are_those_of_single_steps(norm, bf16):
     assert 0 < at_once <= 1.2 * by_step
 
 
+@pytest.mark.skipif(not cpu_spell.library.has_bf16(), reason="this processor multiplies no bf16")
+def test_bf16_is_not_left_out(monkeypatch):
+    found, library = [], cpu_spell.library
+    for kind in (library.kind_of_products, lambda x, setting: library.kind_of(x)):
+        monkeypatch.setattr(library, "kind_of_products", kind)
+        ours, given = speller(SIZES[0], dtype=torch.float32), drawn(SIZES[0], torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(all_of(ours, Speller.at_once, *given))
+    assert not any(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["additive", "location"])
 def test_gradcheck_of_every_input(kind):
     sizes = (2, 5, 3, 2, 3, 2, 5)
