@@ -30,7 +30,7 @@ from asr.settings import ImageRecipe, Recipe, SpeechRecipe
 
 LOCK = ".lock"
 PYTHON = (sys.executable, "-m")  # what every command begins with
-_PATIENCE = 5.0  # seconds that a stopped run has to close its files
+_PATIENCE = 600.0  # seconds that a stopped run has to end its step and save
 
 
 def main() -> int:
@@ -171,22 +171,33 @@ def sweep(jobs: Sequence[Job], at_once: int, out: Path) -> int:
                     running.append(job)
             running = [job for job in running if _goes_on(job, threads, failed)]
             time.sleep(0.1)
-    except KeyboardInterrupt:
-        stop([job.process for job in running if job.process])
+    except KeyboardInterrupt as asked:
+        processes = [job.process for job in running if job.process]
+        print(f"{len(processes)} runs save and end; once more ends them at once", flush=True)
+        stop(processes, told=not asked.args)  # a terminal's has no name
         print("stopped; the same command goes on from here", flush=True)
         raise
     _report(jobs, failed, out)
     return 1 if failed else 0
 
 
-def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes: a terminal's Ctrl-C has reached them too, another signal has not."""
-    for last_word in (lambda p: None, subprocess.Popen.terminate, subprocess.Popen.kill):
+def stop(processes: Sequence[subprocess.Popen[bytes]], told: bool) -> None:
+    """End the processes; `told`: a terminal's Ctrl-C has reached them too, another signal has not.
+
+    A training saves after the first signal that it gets, and a second one ends it unsaved.
+    """
+    words = (subprocess.Popen.terminate, subprocess.Popen.kill)
+    try:
+        for word in (subprocess.Popen.poll, *words) if told else words:
+            for process in processes:
+                word(process)
+            end = time.monotonic() + _PATIENCE
+            while time.monotonic() < end and any(p.poll() is None for p in processes):
+                time.sleep(0.05)
+    except KeyboardInterrupt:
         for process in processes:
-            last_word(process)
-        end = time.monotonic() + _PATIENCE
-        while time.monotonic() < end and any(p.poll() is None for p in processes):
-            time.sleep(0.05)
+            process.kill()
+        raise
 
 
 def _begin(job: Job, threads: int, failed: dict[str, str]) -> bool:
@@ -226,7 +237,7 @@ def _report(jobs: Sequence[Job], failed: dict[str, str], out: Path) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _cores() -> int:

@@ -205,11 +205,43 @@ def test_a_folder_in_use_is_left_alone(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="another process is training in its folder"):
             second.start(1)
     finally:
-        sweep.stop([first.process])
+        sweep.stop([first.process], told=False)
     assert first.process.returncode == -signal.SIGTERM
     assert second.start(1)  # the lock ended with its process
     second.process.kill()
     second.process.wait()
+
+
+LONG_STEP = """
+import sys, time
+from asr.training.signals import Stop
+with Stop() as stop:
+    print("works", flush=True)
+    while not stop.asked:
+        time.sleep(0.01)
+    time.sleep(5.5)  # the step that is under way
+sys.exit(3)  # saved
+"""
+
+
+def test_a_training_that_ctrl_c_has_reached_is_left_to_end_its_step(tmp_path, monkeypatch):
+    (job,) = sleepers(tmp_path, 1, monkeypatch, LONG_STEP)
+    assert job.start(1)
+    wait_for(lambda: "works" in (job.folder / "console.log").read_text().splitlines())
+    job.process.send_signal(signal.SIGINT)
+    sweep.stop([job.process], told=True)
+    assert job.process.returncode == 3
+
+
+def test_whoever_does_not_want_to_wait_asks_again(tmp_path, monkeypatch):
+    (job,) = sleepers(tmp_path, 1, monkeypatch, LONG_STEP.replace("5.5", "500"))
+    assert job.start(1)
+    wait_for(lambda: "works" in (job.folder / "console.log").read_text().splitlines())
+    again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    again.start()
+    with pytest.raises(KeyboardInterrupt):
+        sweep.stop([job.process], told=False)
+    assert job.process.wait() == -signal.SIGKILL
 
 
 def test_two_sweeps_in_one_folder_are_refused(tiny, commands, tmp_path, stand_in, monkeypatch):
