@@ -219,7 +219,7 @@ with Stop() as stop:
     print("works", flush=True)
     while not stop.asked:
         time.sleep(0.01)
-    time.sleep(5.5)  # the step that is under way
+    time.sleep(1.0)  # the step that is under way
 sys.exit(3)  # saved
 """
 
@@ -234,7 +234,7 @@ def test_a_training_that_ctrl_c_has_reached_is_left_to_end_its_step(tmp_path, mo
 
 
 def test_whoever_does_not_want_to_wait_asks_again(tmp_path, monkeypatch):
-    (job,) = sleepers(tmp_path, 1, monkeypatch, LONG_STEP.replace("5.5", "500"))
+    (job,) = sleepers(tmp_path, 1, monkeypatch, LONG_STEP.replace("1.0", "500"))
     assert job.start(1)
     wait_for(lambda: "works" in (job.folder / "console.log").read_text().splitlines())
     again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
