@@ -44,7 +44,8 @@ def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = No
         if not weight.isfinite().all():
             raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
     best, size = checkpoints[0], sum(weight.numel() for weight in model.parameters())
-    lines = [f"# {to.resolve().name}", "", *text, *card(run, recipe, best.step, size)]
+    steps = [checkpoint.step for checkpoint in checkpoints]
+    lines = [f"# {to.resolve().name}", "", *text, *card(run, recipe, steps, size)]
     derived.write_run(to, exported_recipe(recipe, to), recognizer, None, best.step, best.loss)
     (to / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if recipe.decode.lm:
@@ -64,44 +65,53 @@ def exported_recipe(recipe: SpeechRecipe, to: Path) -> Recipe:
     tree = recipe.model_dump(mode="json")
     tree["run"] = to.resolve().name
     tree["data"] |= {"corpus": None, "train": None, "valid": None, "test": {}}
-    tree["train"]["init"] = None
+    tree["train"] |= {"init": None, "device": "auto"}
     tree["decode"] |= {"lm": None, "average": 1}
     return validate(tree, f"--to {to}")
 
 
-def card(run: Path, recipe: SpeechRecipe, step: int, size: int) -> Iterator[str]:
-    """What the run folder itself knows: model, cost, and every evaluation that lies in it."""
+def card(run: Path, recipe: SpeechRecipe, steps: Sequence[int], size: int) -> Iterator[str]:
+    """What the run folder itself knows: model, cost, and what was evaluated with these weights."""
     curves = read_scalars(run, {HOURS, SECONDS})
     hours, seconds = (curves[n].values[-1] if len(curves[n]) else None for n in (HOURS, SECONDS))
-    yield f"A {recipe.model.kind} model of {size / 1e6:.2f} M parameters in fp16, step {step:,}."
+    millions = f"{size / 1e6:.2f} M parameters"
+    yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
     if hours is not None and seconds is not None:
         yield (
             f"Training took {seconds / 3600:.1f} hours for {hours:.0f} hours of audio, repetitions "
             f"counted ({3600 * hours / seconds:.0f} times real time)."
         )
     yield from ("", "    python -m asr.transcribe THIS_FOLDER file.wav", "")
-    files = sorted(run.glob("evaluate/*/score.json"))
-    if files:
+    rows = [row for file in sorted(run.glob("evaluate/*/score.json")) for row in _rows(file, steps)]
+    if rows:
         yield "| split | part | words | WER | 95 % over utterances | over speakers |"
         yield "|---|---|---:|---:|---|---|"
-    for file in files:
-        yield from _rows(file)
+    yield from rows
     yield from ("", "`recipe.yaml` holds every setting; the manifests' paths are left out.")
 
 
-def _rows(file: Path) -> Iterator[str]:
-    """A line for the split and one for each of its groups (asr.evaluate --by)."""
+def _rows(file: Path, steps: Sequence[int]) -> Iterator[str]:
+    """A line for the split and one for each of its groups (asr.evaluate --by).
+
+    None where it was decoded with other checkpoints than those of `steps`.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         wide = found["about"]
+        if (decoded := wide.get("steps", steps)) != steps:
+            was, now = (" ".join(map(str, found)) for found in (decoded, steps))
+            print(
+                f"not in the card: {file} is of step {was}, not {now}; evaluate again, then export"
+            )
+            return
         decode = wide["decode"]
         keys = ("beam", "ctc_weight", *(["lm_weight"] if decode["lm"] else []))
         settings = [f"{key} {decode[key]}" for key in keys]
         if len(speeds := decode.get("speeds", [1.0])) > 1:
             settings.append(f"speeds {' '.join(f'{speed:g}' for speed in speeds)}")
         parts = {", ".join(["all", *settings]): found | wide}
-        for groups in wide["groups"].values():
-            parts |= groups
+        for column, groups in wide["groups"].items():
+            parts |= {f"{column} {name}": group for name, group in groups.items()}
         for name, part in parts.items():
             cells = (file.parent.name, name, f"{part['words']:,}", percent(part["wer"]))
             spans = (part.get("wer_interval"), part.get("wer_interval_over_speakers"))

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from asr import evaluate, export, train, transcribe
-from asr.recognizer import Recognizer
+from asr.recognizer import Recognizer, run_recipe
 from asr.training.checkpoint import SUMS, WEIGHTS, list_checkpoints
 
 
@@ -40,7 +40,8 @@ def test_the_weights_are_those_decoded_with_in_fp16(tiny_run, commands, tmp_path
 
 def test_it_is_a_run_without_the_machine(tiny, tiny_run, commands, tmp_path):
     to = tmp_path / "small"
-    assert commands(export, tiny_run, "--to", to)[0] == 0
+    assert commands(export, tiny_run, "--to", to, "train.device=cuda:1")[0] == 0
+    assert run_recipe(to).train.device == "auto"
     for path in to.rglob("*"):
         assert path.is_dir() or str(tiny.parent).encode() not in path.read_bytes(), path
     heard = commands(transcribe, to, tiny.parent / "test-0.flac")
@@ -63,12 +64,35 @@ def test_the_card_says_what_the_run_knows(tiny, run, commands, tmp_path):
     found = json.loads((run / "evaluate/test/score.json").read_text())
     rows = [line.split(" | ") for line in card.splitlines() if line.startswith("| test |")]
     speakers = found["about"]["groups"]["speaker"]
-    assert [row[1] for row in rows[1:]] == sorted(speakers) and len(speakers) > 1
+    assert [row[1] for row in rows[1:]] == [f"speaker {name}" for name in sorted(speakers)]
+    assert len(speakers) > 1
     assert [row[3] for row in rows] == [
         f"{100 * part['wer']:.2f} %" for part in (found, *speakers.values())
     ]
     low, high = found["wer_interval"]
     assert rows[0][4] == f"{100 * low:.2f} % to {100 * high:.2f} %"
+
+
+def test_rates_of_other_checkpoints_are_not_in_the_card(run, commands, tmp_path):
+    assert commands(evaluate, run, "--split", "test")[0] == 0
+    for number, (average, there) in enumerate((("1", True), ("2", False))):
+        to = tmp_path / str(number)
+        code, said, _ = commands(export, run, "--to", to, f"decode.average={average}")
+        assert code == 0 and ("not in the card" in said) is not there
+        assert ("| test |" in (to / "README.md").read_text()) is there
+
+
+def test_groups_of_two_columns_do_not_hide_each_other(tiny, run, commands, tmp_path):
+    lines = (tiny.parent / "test.tsv").read_text().splitlines()
+    added = [f"{line}\t{'ab'[n % 2]}\t{'ba'[n // 2 % 2]}" for n, line in enumerate(lines[1:])]
+    table = tiny.parent / "columns.tsv"
+    table.write_text("\n".join([f"{lines[0]}\tnoisy\tnative", *added]) + "\n")
+    assert commands(evaluate, run, "--split", table, "--by", "noisy", "--by", "native")[0] == 0
+    table.unlink()
+    assert commands(export, run, "--to", tmp_path / "to")[0] == 0
+    card = (tmp_path / "to" / "README.md").read_text()
+    for part in ("noisy a", "noisy b", "native a", "native b"):
+        assert f"| columns | {part} |" in card
 
 
 def overflow(run):
