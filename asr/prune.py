@@ -57,7 +57,7 @@ def prune_run(
     if recipe.model.kind != "transformer":
         raise UserError(f"{run}: a {recipe.model.kind} model; only a transformer can be pruned")
     derived.check_new(to)
-    recognizer = Recognizer.load(run, overrides)
+    recognizer = Recognizer.load(run, [*overrides, "decode.lm=null"])
     model = recognizer.model
     whole = (len(model.encoder.layers), len(model.decoder.layers))
     counts = tuple(n if k is None else k for n, k in zip(whole, keep, strict=True))
@@ -102,11 +102,15 @@ def validation_loss(recognizer: Recognizer, recipe: SpeechRecipe) -> Score:
 
 
 def pruned_recipe(recipe: SpeechRecipe, model: Transformer, to: Path) -> Recipe:
-    """The run's recipe with the layers that the model has left, under the new folder's name."""
+    """The run's recipe with the layers that the model has left, under the new folder's name.
+
+    The average of checkpoints is taken already.
+    """
     tree = recipe.model_dump(mode="json")
     tree["run"] = to.resolve().name
     tree["model"]["encoder_layers"] = len(model.encoder.layers)
     tree["model"]["decoder_layers"] = len(model.decoder.layers)
+    tree["decode"]["average"] = 1
     if recipe.model.residual_scale == "deepnet":  # would follow the new counts
         tree["model"]["residual_scale"] = residual_alphas(model)
     return checked(tree, f"--to {to}")

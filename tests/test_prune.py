@@ -31,7 +31,7 @@ def run(tiny, tmp_path_factory):
 
 
 def layers_of(run):
-    model = Recognizer.load(run).model
+    model = Recognizer.load(run, ["decode.lm=null"]).model
     return model.encoder.layers, model.decoder.layers
 
 
@@ -53,12 +53,14 @@ def test_every_other_keeps_the_rule_s_layers_with_their_weights(run, commands, t
 
 def test_a_pruned_run_is_an_ordinary_run(tiny, run, commands, tmp_path):
     half = tmp_path / "half"
-    assert commands(prune, run, "--to", half, "--encoder", 4, "--decoder", 2)[0] == 0
+    settings = ("decode.average=2", "decode.lm=away")  # which pruning does not need
+    assert commands(prune, run, "--to", half, "--encoder", 4, "--decoder", 2, *settings)[0] == 0
     recipe = yaml.safe_load((half / "recipe.yaml").read_text())
     assert recipe["run"] == "half" and recipe["model"]["encoder_layers"] == 4
-    code, out, _ = commands(evaluate, half, "--split", "test")
+    code, out, _ = commands(evaluate, half, "--split", "test", "decode.lm=null")
     assert code == 0 and "WER" in out and (half / "evaluate/test/score.json").is_file()
-    assert commands(transcribe, half, tiny.parent / "test-0.flac")[0] == 0
+    assert commands(transcribe, half, tiny.parent / "test-0.flac", "decode.lm=null")[0] == 0
+    assert "decode.average" not in out  # which asked for two, of which the one is the mean
     twice = tmp_path / "twice"
     assert commands(prune, half, "--to", twice, "--encoder", 2)[0] == 0
     assert len(layers_of(twice)[0]) == 2
