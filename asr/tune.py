@@ -213,7 +213,7 @@ def save(run: Path, decode: Decode, setting: Setting) -> dict[str, str]:
     """
     recipe = read_recipe(run / "recipe.yaml")
     # A language model that does not help need not be loaded.
-    lm = decode.lm if setting.get("lm_weight") else recipe.decode.lm
+    lm = recipe.decode.lm if setting.get("lm_weight") == 0 else decode.lm
     found = Decode.model_validate({**decode.model_dump(), **setting, "lm": lm})
     before, after = recipe.decode.model_dump(mode="json"), found.model_dump(mode="json")
     changed = {key: value_text(value) for key, value in after.items() if value != before[key]}

@@ -18,7 +18,7 @@ from tone_model import ToneModel, tone_recognizer
 from asr import evaluate, tune
 from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.decoding.search import Hypothesis
-from asr.recipe import read_recipe
+from asr.recipe import read_recipe, write_recipe
 from asr.recognizer import Recognizer
 
 A, B, C = 5, 6, 7  # tokens of tone_model.SYMBOLS
@@ -177,3 +177,13 @@ def test_what_cannot_be_read_is_left_out_and_said(tiny, tiny_run, commands, tmp_
     write_manifest(tmp_path / "none.tsv", [bad])
     line = commands.refused(evaluate, run, "--split", tmp_path / "none.tsv", "--tune")
     assert line == f"{tmp_path / 'none.tsv'}: none of its 1 utterances could be read"
+
+
+def test_a_language_model_that_was_taken_out_stays_out(tiny_run, tmp_path):
+    recipe = read_recipe(tiny_run / "recipe.yaml", ["decode.lm=away", "decode.lm_weight=0.3"])
+    write_recipe(recipe, tmp_path / "recipe.yaml")
+    without = recipe.decode.model_copy(update={"lm": None})
+    told = tune.save(tmp_path, without, {"beam": 8, "ctc_weight": 0.25})
+    decode = read_recipe(tmp_path / "recipe.yaml").decode
+    assert (decode.lm, decode.beam) == (None, 8) and told["lm"] == "null"
+    assert tune.save(tmp_path, recipe.decode, {"beam": 8, "lm_weight": 0.2})["lm"] == "away"
