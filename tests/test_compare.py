@@ -14,8 +14,10 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
+from asr.errors import UserError
 from asr.recipe import read_recipe, write_recipe
 from asr.runs.reading import HOURS, SECONDS, TRAIN, VALID
+from asr.scoring.comparison import pooled
 from asr.scoring.curves import band, choose_levels, first_below, median_reached
 from asr.scoring.events import Curve, read_scalars, scalar_event, write_events
 from asr.scoring.files import write_evaluation
@@ -508,3 +510,10 @@ def test_an_evaluation_of_older_checkpoints_is_named(steps, stale, two_groups, c
     for step in (20, 30):
         save_checkpoint(two_groups / "ba-1", nn.Linear(2, 3), None, step, 1.0, {})
     assert ("of older checkpoints than the run has now" in report(commands, two_groups)) is stale
+
+
+def test_runs_scored_against_different_texts_are_not_pooled():
+    first, mended = (score([text, "b"], ["a", "b"], ["1", "2"]) for text in ("a", "c"))
+    assert pooled([first, first]).wer == 0
+    with pytest.raises(UserError, match="its runs were evaluated against different texts"):
+        pooled([first, mended])

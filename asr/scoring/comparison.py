@@ -173,13 +173,15 @@ def pooled(scores: Sequence[Score], draws: int = 1000) -> Score:
     """One Score of several runs on one split: each utterance's counts summed over the runs.
 
     Drawing utterances then draws the same ones of every run. Raises UserError where the runs were
-    scored on different utterances.
+    scored on different utterances, or against different references.
     """
     if len(scores) == 1:
         return scores[0]
     rows = [{u.id: u for u in score.utterances} for score in scores]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise UserError("its runs were evaluated on different utterances; evaluate them again")
+    if any(row[u.id].reference != u.reference for row in rows for u in scores[0].utterances):
+        raise UserError("its runs were evaluated against different texts; evaluate them again")
     return summarize(
         [
             replace(u, **{c: sum(getattr(row[u.id], c) for row in rows) for c in COUNTS})
@@ -193,7 +195,7 @@ def _pooled_interval(scores: Sequence[Score]) -> str:
     try:
         interval = pooled(scores).wer_interval
     except UserError:
-        return "runs differ in utterances"
+        return "runs differ in utterances or texts"
     return DASH if interval is None else between(interval)
 
 
