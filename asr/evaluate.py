@@ -13,6 +13,7 @@ from asr.data.table import read_rows
 from asr.errors import UserError
 from asr.evaluation import Evaluation, attention_uri, evaluate, health_columns
 from asr.recognizer import Recognizer, run_recipe
+from asr.scoring.alignment import tidy
 from asr.scoring.files import (
     between,
     evaluation_name,
@@ -99,9 +100,12 @@ def check_writable(folder: Path) -> None:
 def result_of(run: Path, name: str, corpus: Corpus) -> Score:
     """What a run's evaluation of the same split gave. UserError where it is of another split."""
     found = read_evaluation(run / "evaluate" / name).score
-    if {u.id for u in found.utterances} != set(corpus.ids):
+    texts = dict(zip(corpus.ids, map(tidy, corpus.texts), strict=True))
+    there = {u.id: u.reference for u in found.utterances}
+    if there != texts:
+        what = "utterances" if there.keys() != texts.keys() else "texts"
         raise UserError(
-            f"--against {run}: its evaluation {name} is of other utterances than {corpus.path}; "
+            f"--against {run}: its evaluation {name} is of other {what} than {corpus.path}; "
             "evaluate it on that manifest first"
         )
     return found

@@ -187,13 +187,19 @@ def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path
     assert str(tmp_path) in line
 
 
-def test_against_other_utterances_nothing_is_decoded(tiny, tiny_run, commands, tmp_path):
-    """A manifest of the same name elsewhere: said at once, not after the search."""
-    other = tmp_path / "other"
-    write_evaluation(other / "evaluate" / "test", score(["a b"], ["a b"]))
-    out = tmp_path / "e"
+@pytest.mark.parametrize("what", ["utterances", "texts"])
+def test_against_what_is_of_other_speech_nothing_is_decoded(
+    what, tiny, tiny_run, commands, tmp_path, monkeypatch
+):
+    """A manifest of that name elsewhere, or mended since: said at once, not after the search."""
+    there = read_manifest(tiny.parent / "test.tsv")
+    texts = [f"{text} a" for text in there.texts]
+    other, out = tmp_path / "other", tmp_path / "e"
+    ids = there.ids if what == "texts" else None
+    write_evaluation(other / "evaluate" / "test", score(texts, texts, ids))
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_: pytest.fail("decoded in vain"))
     line = commands.refused(evaluate, tiny_run, "--split", "test", "--against", other, "--out", out)
-    assert "is of other utterances than" in line and not out.exists()
+    assert f"is of other {what} than" in line and not out.exists()
 
 
 def test_the_result_says_what_it_is_of(tiny, tiny_run, commands, tmp_path):
