@@ -137,7 +137,9 @@ def check_names(files: list[Path]) -> None:
 def content(path: Path, transcript: Transcript, kind: str) -> str:
     """A transcript as a file of that kind."""
     if kind == "json":
-        return json.dumps(as_plain(path, transcript), ensure_ascii=False) + "\n"
+        text = json.dumps(as_plain(path, transcript), ensure_ascii=False) + "\n"
+        # A name's bytes that are no text become \udcXX, which JSON reads as Python wrote them.
+        return text.encode(errors="backslashreplace").decode()
     if kind == "text":
         return f"{transcript.text}\n"
     return {"srt": srt, "vtt": webvtt}[kind](make_cues(transcript.words))

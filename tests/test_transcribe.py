@@ -1,6 +1,7 @@
 """asr.transcribe's formats, judged by libraries that read them, and what it refuses."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -45,6 +46,16 @@ def test_json_has_words_with_times_and_confidence(recordings, commands, tmp_path
         assert 0 <= word["start"] < word["end"] and 0 < word["confidence"] <= 1
     commands(transcribe, "run", recordings["one"], "--format", "json", "--out", tmp_path)
     assert json.loads((tmp_path / "one.json").read_text()) == told
+
+
+def test_a_name_that_is_no_text_is_read_back_from_json(recordings, commands, tmp_path):
+    name = recordings["one"].rename(os.fsdecode(bytes(tmp_path / "one") + b"\xff.wav"))
+    for number in range(2):  # to a file, then to the screen
+        folder = ["--out", tmp_path / "out"] if number == 0 else []
+        code, told, _ = commands(transcribe, "run", name, "--json", *folder)
+        assert code == 0
+    for text in (next((tmp_path / "out").iterdir()).read_text(), told):
+        assert json.loads(text)["audio"] == str(name)
 
 
 def test_subtitles_of_several_recordings_need_a_folder(recordings, commands):
