@@ -302,6 +302,14 @@ def test_the_true_last_step_is_on_the_curves(tiny, commands, tmp_path, monkeypat
     assert [step for step, _ in curve(tmp_path, "train/nats")] == [last]
 
 
+def test_a_sound_model_is_traced_without_a_word(tiny, commands, tmp_path):
+    """By the kernels that a recipe gets, which give outputs that nobody uses."""
+    kernels = [f"model.{part}.backend=auto" for part in ("listener", "speller")]
+    given = ["--run", tmp_path, "train.debug=nan", "train.steps=1", *kernels]
+    code, out, err = commands(train, tiny, *given)
+    assert code == 0 and "finished at step 1" in out and not err
+
+
 def test_the_alarm_says_what_to_try(tiny, commands, tmp_path):
     alarm = ["train.alarm.steps=1", "train.alarm.diagonality=1.0", "train.steps=1"]
     _, out, _ = commands(train, tiny, "--run", tmp_path, *alarm)

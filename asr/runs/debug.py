@@ -131,7 +131,9 @@ class Tracer:
                 tensor.register_hook(lambda gradient: self._gradient(passed, gradient))
         return self.passed[id(tensor)]
 
-    def _gradient(self, passed: Passed, gradient: Tensor) -> None:
+    def _gradient(self, passed: Passed, gradient: Tensor | None) -> None:
+        if gradient is None:  # of an output of C++ that nobody used
+            return
         # The innermost of the modules that read it stands last.
         place = passed.consumers[-1] if passed.consumers else passed.producer
         self._check(gradient, place, "the gradient that comes out of the backward pass of {} is")
