@@ -80,7 +80,7 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
         details = error.errors(include_url=False)
     first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
     keys = plain_keys(first["loc"])
-    if any(
+    if keys and any(
         keys[: len(changed)] == changed or changed[: len(keys)] == keys for changed in overridden
     ):
         place = "command line"

@@ -156,6 +156,7 @@ def test_a_wrong_key_type_or_range_is_named(read, more, message):
         ("{kind: las, speller: {norm: batch}}", "model.speller.norm = 'batch': should be 'none',"),
         ("{kind: las, listener: {layers: 2, pyramid: [3]}}", "must name different layers of 1 to"),
         ("{kind: las, listener: {pyramid: [2, 2]}}", "must name different layers"),
+        ("{kind: las, listener: {pyramid: [], norm_layers: pyramid}}", "no layer has the norm"),
         ("{kind: las, speller: {recurrent_gain: 0}}", "should be greater than 0"),
         ("{kind: las, ctc_weight: 1.5}", "model.ctc_weight = 1.5"),
         ("{kind: los}", "model"),
@@ -173,6 +174,15 @@ def test_decoding_with_a_ctc_head_needs_one(read, decode):
     assert read(PLAIN, f"decode.{decode}").model.ctc_weight > 0
     headless = [f"decode.{decode}", "model.ctc_weight=0"]
     assert f"decode.{decode} needs a CTC head" in refusal(read, PLAIN, *headless)
+
+
+def test_keys_that_do_not_go_together_are_the_files_and_named_alone(read):
+    """Whatever else the command line changes."""
+    text = (
+        PLAIN.replace("{kind: las}", "{kind: las, ctc_weight: 0}") + "decode: {ctc_weight: 0.3}\n"
+    )
+    found = refusal(read, text, "seed=2")
+    assert ".yaml: decode.ctc_weight=0.3 needs a CTC head" in found and "command line" not in found
 
 
 @pytest.mark.parametrize("kind", ["los", "", "1"])

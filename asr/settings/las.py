@@ -27,6 +27,10 @@ class Listener(Lstm):
             raise ValueError(
                 f"pyramid {list(self.pyramid)} must name different layers of 1 to {self.layers}"
             )
+        if self.norm_layers == "pyramid" and self.norm != "none" and not self.pyramid:
+            raise ValueError(
+                "norm_layers pyramid needs a pyramid: without one no layer has the norm"
+            )
         return self
 
     @property

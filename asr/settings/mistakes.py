@@ -26,6 +26,8 @@ def explain(detail: ErrorDetails, keys: tuple[str, ...], kind: type[Recipe]) -> 
     if detail["type"] == "missing":
         return f"{name} is missing."
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if not keys:  # of several groups, which the message names
+        return f"{message}."
     value = repr(detail["input"])
     return f"{name} = {value if len(value) < 60 else value[:57] + '...'}: {message}."
 
