@@ -1,8 +1,10 @@
 """Small images: the IDX reader against bytes made by hand, the tasks from recipe to score."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
+import re
 import struct
 import threading
 from functools import partial
@@ -242,6 +244,28 @@ def test_draw_from_recipe_to_score(recipes, tmp_path):
     score = json.loads((tmp_path / "run/evaluate/test/score.json").read_text())
     low, high = score["nats_interval"]
     assert score["images"] == 360 and low < score["nats"] < high
+
+
+def test_images_in_the_order_of_their_classes_are_refused(recipes, tmp_path, monkeypatch):
+    """Those held out for validation, the last tenth, would be of classes that are never learned."""
+    recipe = read_recipe(recipes / "rows.yaml")
+    training, test = images.read(recipe.data)
+    order = training.labels.argsort()
+    training = dataclasses.replace(
+        training, pixels=training.pixels[order], labels=training.labels[order]
+    )
+    monkeypatch.setattr(images, "read", lambda data: (training, test))
+    with pytest.raises(UserError, match=r"have classes 0 to [78] alone.*; shuffle the training"):
+        train.train(recipe, tmp_path / "run")
+
+
+def test_going_on_at_an_epochs_end_validates_once(recipes, tmp_path, capsys):
+    for steps in (6, 8):  # an epoch has six
+        recipe = read_recipe(recipes / "rows.yaml", [f"train.steps={steps}"])
+        assert train.train(recipe, tmp_path / "run", resume=steps > 6) == 0
+    said = capsys.readouterr().out
+    assert "1293 training images" in said  # in batches of 256
+    assert re.findall(r"^step (\d+)  validation", said, re.M) == ["6", "8"]
 
 
 def test_a_users_mistakes(recipes, tmp_path, commands):

@@ -114,7 +114,7 @@ class Training:
 
     def after_epoch(self, position: Position) -> None:
         """Validate, unless that goes by steps."""
-        if not self.settings.validate_every:
+        if not self.settings.validate_every and self.validated != position.step:
             self.check()
 
     def check(self) -> None:

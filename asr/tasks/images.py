@@ -178,8 +178,13 @@ def image_task(recipe: ImageRecipe, run: Path, resume: bool) -> ImageTask:
     kept = len(training) - max(1, round(recipe.data.valid * len(training)))
     held_out = training.part("valid", slice(kept, None))
     training = training.part("train", slice(None, kept))
-    torch.manual_seed(recipe.seed)
     size, classes = tuple(test.pixels.shape[1:]), int(training.labels.max()) + 1
+    if max(held_out.labels.max(), test.labels.max()) >= classes:
+        raise UserError(
+            f"data.folder: the first {kept} images, to learn from, have classes 0 to {classes - 1} "
+            "alone, the others more; shuffle the training images"
+        )
+    torch.manual_seed(recipe.seed)
     objective = build.image_objective(recipe, size, classes)
     epochs = ImageEpochs(training, recipe.data.batch, recipe.seed, recipe.data.shift)
     task = DrawTask if recipe.model.kind == "draw" else ClassTask
