@@ -10,7 +10,7 @@ does it, cannot give.
 import os
 import re
 import tarfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 BLOCK = 512  # bytes: what precedes a member in a tar is a header of this size
@@ -51,6 +51,7 @@ def read_member(member: Member) -> bytes:
         header = tarfile.TarInfo.frombuf(block[:BLOCK], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         raise PackedError("the tar is damaged: no file begins there") from None
-    if not header.isreg() or header.size != member.size or header.name != member.name:
+    same = PurePosixPath(header.name) == PurePosixPath(member.name)  # a path has lost its ./
+    if not header.isreg() or header.size != member.size or not same:
         raise PackedError(f"the tar has another file there, {header.name!r}; was it packed anew?")
     return block[BLOCK:]

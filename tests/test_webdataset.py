@@ -87,6 +87,22 @@ def test_what_we_pack_is_such_a_tar(folder, tmp_path):
         assert torch.equal(read_audio(one.audio), read_audio(other.audio))
 
 
+def test_tars_of_a_folder_itself_are_read(tmp_path):
+    """`tar -cf x.tar .` calls its files ./a.wav; a length that is told spares no look at them."""
+    about = json.dumps({"text": "told", "duration": 0.5}).encode()
+    files = {
+        "./a.flac": flac(8000, 0),
+        "./a.json": about,
+        "./b.flac": flac(9000, 1),
+        "./b.txt": b"b",
+    }
+    write_tar(tmp_path / "set" / "x.tar", files)
+    found = webdataset.write(tmp_path / "set", tmp_path / "to")
+    corpus = read_manifest(found.manifest)
+    assert corpus.texts == ["told", "b"] and not found.left_out
+    assert [len(read_audio(u.audio)) for u in corpus] == [8000, 9000]
+
+
 def refusal(folder, to):
     with pytest.raises(UserError) as caught:
         webdataset.write(folder, to)
