@@ -162,8 +162,9 @@ def test_steps_epochs_and_what_lies_between():
     assert (position.step, position.epoch, position.utterances) == (6, 3, 20)
     assert position.audio_seconds == 10.0 and position.train_seconds > 0
     assert objective.steps == [0, 1, 2, 3, 4, 5]
-    assert planned_steps(few, Limits(epochs=2, accumulate=2)) == 6
-    assert planned_steps(few, Limits(epochs=2, steps=99)) == 99
+    assert planned_steps(few, Limits(epochs=2, accumulate=2), Position()) == 6
+    assert planned_steps(few, Limits(epochs=2, accumulate=2), position) == 6
+    assert planned_steps(few, Limits(epochs=2, steps=99), Position()) == 99
 
 
 def test_steps_override_epochs():
@@ -186,6 +187,28 @@ def test_the_schedule_sets_the_rate_from_step_1_and_from_progress():
     assert asked == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
     assert [step.lr for _, step in seen.steps] == [0.01, 0.02, 0.03, 0.04]
     assert optimizer.param_groups[0]["lr"] == 0.04
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
+def test_the_schedule_goes_on_where_the_corpus_is_whatever_a_step_takes(before, after):
+    """Begun with one number of batches a step (or ranks), gone on with another."""
+    asked, seen = [], Seen()
+    few, position = Few([batch(n) for n in range(12)]), Position()
+    objective = Frames()
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.0)
+
+    def schedule(step, progress):
+        asked.append(progress)
+        return 0.0
+
+    given = objective, few, optimizer, schedule, position
+    fit(*given, Limits(epochs=1, accumulate=before), seen.between)
+    fit(*given, Limits(epochs=3, accumulate=after), seen.between)
+    first = [n * before / 12 for n in range(1, 12 // before + 1)]
+    rest = [1 / 3 + n * after / 36 for n in range(1, 24 // after + 1)]
+    assert asked == pytest.approx(first + rest) and asked[-1] == 1.0
+    planned = planned_steps(few, Limits(epochs=3, accumulate=after), Position(12 // before, 2))
+    assert planned == position.step == len(asked)
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])

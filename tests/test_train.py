@@ -295,7 +295,7 @@ def test_fine_tuning_says_what_it_does_not_use_or_cannot(tiny, tiny_run, command
 
 def test_the_true_last_step_is_on_the_curves(tiny, commands, tmp_path, monkeypatch):
     """Though more steps were planned than the later epochs have batches for."""
-    monkeypatch.setattr(training_run, "planned_steps", lambda epochs, limits: 99)
+    monkeypatch.setattr(training_run, "planned_steps", lambda epochs, limits, position: 99)
     code, out, _ = commands(train, tiny, "--run", tmp_path, "train.log_every=100")
     last = list_checkpoints(tmp_path)[-1].step
     assert code == 0 and f"step {last}/{last}  epoch 2  " in out and "  0.0 min left" in out

@@ -67,7 +67,7 @@ class Training:
         if world() > 1:
             build.share_layer_drop(self.task.objective, self.task.recipe.seed)
         more = self._restore(start) if start else []
-        total = planned_steps(self.task.epochs, self.limits)
+        total = planned_steps(self.task.epochs, self.limits, self.position)
         here = self.run, self.settings.log_every, total, self.position.step
         with self.stop, Log(*here) if is_first() else Silence() as self.log:
             for line in (*notes, *more, self._greeting(start is not None)):

@@ -42,17 +42,16 @@ def fit(
     many utterances cannot be read, a batch does not fit in memory, or gradients stay non-finite.
     """
     device = next(objective.parameters()).device
-    total = planned_steps(epochs, limits)
     allowed = allowed_broken(limits, sum(map(len, epochs.plan(1).batches)))
     bad = 0
     while not _finished(position, limits):
-        begin = time.perf_counter()
+        begin, batches = time.perf_counter(), len(epochs.plan(position.epoch).batches)
         for group, read in _steps(epochs, position, limits.accumulate, between):
             if read.asked:
                 return
             count(position, read, allowed, between.note)
             objective.set_step(position.step)
-            lr = schedule(position.step + 1, min((position.step + 1) / total, 1.0))
+            lr = schedule(position.step + 1, progress(position, limits, batches))
             readable = [batch.to(device) for batch in group if len(batch)]
             step = take_step(objective, readable, optimizer, lr, limits, between.note)
             position.step += 1
@@ -142,11 +141,25 @@ def groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
         yield group
 
 
-def planned_steps(epochs: Epochs, limits: Limits) -> int:
-    """Steps of the whole run; by epochs, as if all were as long as the first."""
+def progress(position: Position, limits: Limits, batches: int) -> float:
+    """The share of the run that is done with the step whose batches were counted last, 0 to 1.
+
+    `batches` is what the epoch has. By epochs it is the share of the corpus, so that a run that
+    goes on with more ranks, or other steps, follows the same schedule.
+    """
+    if limits.steps is not None:
+        return min((position.step + 1) / limits.steps, 1.0)
+    return min((position.epoch - 1 + position.batch / batches) / limits.epochs, 1.0)
+
+
+def planned_steps(epochs: Epochs, limits: Limits, position: Position) -> int:
+    """Steps of the whole run, those that are done included; by epochs, as if all were alike."""
     if limits.steps is not None:
         return limits.steps
-    return limits.epochs * math.ceil(len(epochs.plan(1).batches) / (limits.accumulate * world()))
+    batches, at_once = len(epochs.plan(1).batches), limits.accumulate * world()
+    whole = math.ceil(batches / at_once)
+    here = math.ceil(max(0, batches - position.batch) / at_once)
+    return position.step + max(0, here + (limits.epochs - position.epoch) * whole)
 
 
 def _finished(position: Position, limits: Limits) -> bool:
