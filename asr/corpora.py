@@ -1,5 +1,6 @@
 """The manifests a recipe names: made where they are built in, checked, cut to length."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from asr.data.corpora import spoken_numbers
 from asr.data.corpus import Corpus, read_manifest
 from asr.errors import UserError
 from asr.settings import Data
+from asr.training.distributed import is_first
 
+MOST_UNKNOWN = 0.5  # of a text's letters
+MOST_SHOWN = 20  # letters
 PREPARE = {
     None: "python -m asr.prepare tsv MANIFEST.tsv --to {folder}",
     "spoken-numbers": "python -m asr.prepare spoken-numbers --to {folder}",
@@ -47,18 +51,42 @@ def split(data: Data, name: str) -> Corpus:
 
 
 def within(whole: Corpus, low: float, high: float) -> Corpus:
-    """The utterances between two lengths in seconds. UserError where none is left."""
+    """The utterances between two lengths in seconds, and a line of those that are not.
+
+    UserError where none is left.
+    """
     kept = (whole.seconds >= low) & (whole.seconds <= high)
     if not kept.any():
         raise UserError(
             f"{whole.path}: no utterance between data.min_seconds = {low:g} "
             f"and data.max_seconds = {high:g}"
         )
-    return whole if kept.all() else whole.take(np.flatnonzero(kept))
+    if kept.all():
+        return whole
+    if is_first():
+        out = whole.seconds[~kept]
+        print(
+            f"{whole.path}: {len(out)} of {len(whole)} utterances ({out.sum() / 3600:.2f} of "
+            f"{whole.seconds.sum() / 3600:.2f} h) are left out: shorter than data.min_seconds = "
+            f"{low:g} or longer than data.max_seconds = {high:g}",
+            flush=True,
+        )
+    return whole.take(np.flatnonzero(kept))
 
 
 def check_text(texts: Sequence[str], unknown: Sequence[str], path: Path | None) -> None:
-    """UserError where a split's text has no character of the vocabulary."""
-    letters = set("".join(texts)) - {" "}
-    if letters and letters <= set("".join(unknown)):
-        raise UserError(f"{path}: its text has no character that the training text has; check case")
+    """Says which letters of a split the vocabulary lacks, if any; UserError where it lacks most.
+
+    `unknown`: those of each text.
+    """
+    count = Counter("".join(texts).replace(" ", ""))
+    lost = {letter: count[letter] for letter in set("".join(unknown)) & set(count)}
+    if not lost:
+        return
+    share = sum(lost.values()) / count.total()
+    shown = " ".join(sorted(lost, key=lambda letter: (-lost[letter], letter))[:MOST_SHOWN])
+    line = f"{path}: {100 * share:.3g} % of its letters are none that the model knows: {shown}"
+    if share > MOST_UNKNOWN:
+        raise UserError(f"{line}; check case and language (asr.prepare tsv --text upper, lower)")
+    if is_first():
+        print(line, flush=True)

@@ -249,10 +249,12 @@ def test_only_speakers_are_measured_at_every_speed(kind, times, large):
     assert front_end.seen == [str(n) for n in range(41) for _ in range(times)]
 
 
-def test_lengths_choose_utterances_without_reading_them(large, monkeypatch):
+def test_lengths_choose_utterances_without_reading_them(large, monkeypatch, capsys):
     corpus = read_manifest(large)
     monkeypatch.setattr(index.Rows, "__getitem__", lambda *arguments: pytest.fail("read"))
     assert corpora.within(corpus, 0.1, 35.0) is corpus
+    capsys.readouterr()
     assert len(corpora.within(corpus, 0.3, 1.3)) == 9  # both limits included
+    assert f"{large}: 32 of 41 utterances (" in capsys.readouterr().out
     with pytest.raises(UserError, match="no utterance between"):
         corpora.within(corpus, 7, 7.1)

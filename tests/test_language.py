@@ -168,7 +168,18 @@ def test_mistakes_are_one_clear_line(commands, folder, change, message):
 def test_a_text_in_other_letters_is_named(commands, folder):
     Characters.train(["abc xyz"]).save(folder / "speech")
     line = commands.refused(train, make_recipe(folder), f"text.run={folder / 'speech'}")
-    assert "train.txt.gz: its text has no character that the training text has; check case" in line
+    assert "train.txt.gz: 100 % of its letters are none that the model knows: " in line
+
+
+def test_what_is_too_long_is_counted_and_samples_fit_learned_positions(commands, folder):
+    recipe = make_recipe(folder, "transformer")
+    lengths = [len(line) for line in (*make_lines(41), *make_lines(7, seed=5))]
+    longest = sorted(lengths)[20]
+    given = [f"data.max_bytes={longest}", "model.positions=learned", "model.max_positions=60"]
+    code, out, err = commands(train, recipe, "--run", folder / "run", "train.steps=1", *given)
+    assert code == 0, err
+    rest = sum(length > longest for length in lengths)
+    assert f"{48 - rest} sentences ({rest} more are over data.max_bytes = {longest})" in out
 
 
 def test_a_damaged_text_is_named(commands, folder):

@@ -1,10 +1,12 @@
 """Vocabularies: special tokens, round trips, what is unknown, saving, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import sentencepiece
 
+from asr import corpora
 from asr.data.text import Characters, SentencePieces, load_tokenizer
 from asr.errors import UserError
 from asr.tokens import BLANK, EOS, SOS, SPECIAL, UNK
@@ -137,3 +139,17 @@ def test_a_model_of_other_special_tokens_is_refused(tmp_path):
     prefix.with_suffix(".model").rename(tmp_path / "tokenizer.model")
     with pytest.raises(UserError, match="first pieces"):
         load_tokenizer(tmp_path)
+
+
+def test_letters_that_are_not_known_are_told_and_many_are_refused(tokenizer, capsys):
+    """The vocabularies know capitals alone."""
+
+    def check(*texts):
+        corpora.check_text(texts, [tokenizer.unknown(text) for text in texts], Path("x.tsv"))
+        return capsys.readouterr().out
+
+    assert check("THE HAT", "", "A CAT") == ""
+    told = "x.tsv: 30 % of its letters are none that the model knows: \u00dc \u00e9\n"
+    assert check("TH\u00dc H\u00dcT", "CAT\u00e9") == told  # 3 of 10
+    with pytest.raises(UserError, match=r"x\.tsv: 66.7 % of its letters .*: a e h t; check case"):
+        check("The Hat")

@@ -69,10 +69,14 @@ class LanguageTask:
     def describe(self) -> str:
         """The corpus in a few words."""
         plan, lines = self.epochs.plan(1), self.epochs.sentences
+        learned = len(plan.batches.order)
+        rest = len(lines) - learned
+        over = f" ({rest} more are over data.max_bytes = {self.epochs.longest})" if rest else ""
         megabytes = sum(len(text.text) for text in lines.texts) / 1e6
         return (
-            f"{len(lines)} sentences of {megabytes:.3g} MB, vocabulary of {self.tokenizer.size}, "
-            f"{len(plan.batches)} batches an epoch, {100 * plan.padding:.1f} % padding"
+            f"{learned} sentences{over} of {megabytes:.3g} MB, vocabulary of "
+            f"{self.tokenizer.size}, {len(plan.batches)} batches an epoch, "
+            f"{100 * plan.padding:.1f} % padding"
         )
 
     def prepare(self, run: Path) -> None:
@@ -92,7 +96,11 @@ class LanguageTask:
         self.objective.eval()
         model, chance = self.objective.model, torch.Generator().manual_seed(self.recipe.seed)
         device = next(model.parameters()).device
-        said = sample(model, self.recipe.train.samples, LONGEST_SAMPLE, chance, device)
+        places = getattr(
+            self.recipe.model, "max_positions", LONGEST_SAMPLE
+        )  # where they are learned
+        longest = min(LONGEST_SAMPLE, places)
+        said = sample(model, self.recipe.train.samples, longest, chance, device)
         log.text("samples", "\n\n".join(map(self.tokenizer.decode, said)), position.step)
         return {}
 
