@@ -58,16 +58,24 @@ def read_audio(
     """
     name = _printable(path)
     with _open(path) as sound:
-        limit = math.inf if max_seconds is None else max_seconds * sound.samplerate
-        blocks, count = [], 0
-        for block in _blocks(sound, name):
-            blocks.append(block)
-            count += len(block)
-            if count > limit:
-                raise AudioError(f"{name}: longer than the limit of {max_seconds:g} seconds")
-        rate = sound.samplerate
+        blocks, rate = list(_limited(sound, name, max_seconds)), sound.samplerate
     samples = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
     return from_samples(samples, rate, sample_rate, name)
+
+
+def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = None) -> float:
+    """Duration by what can be decoded, a block at a time in memory.
+
+    Raises AudioError as `read_audio` does.
+    """
+    name, count = _printable(path), 0
+    with _open(path) as sound:
+        for block in _limited(sound, name, max_seconds):
+            _check_values(torch.from_numpy(block), name)
+            count += len(block)
+        if not count:
+            raise NoSamples(f"{name}: no audio, 0 samples")
+        return count / sound.samplerate
 
 
 def audio_seconds(path: str | os.PathLike[str]) -> float:
@@ -97,11 +105,7 @@ def from_samples(
     array = samples.numpy(force=True) if isinstance(samples, Tensor) else samples
     waveform = torch.from_numpy(np.array(array, dtype=np.float32))
     _check_shape(tuple(waveform.shape), name)
-    peak = float(waveform.abs().max())
-    if not math.isfinite(peak):
-        raise AudioError(f"{name}: holds samples that are NaN or infinite")
-    if peak > MAX_PEAK:
-        raise AudioError(f"{name}: samples reach {peak:.4g}; scale floating-point audio to [-1, 1]")
+    _check_values(waveform, name)
     mono = waveform if waveform.ndim == 1 else waveform.mean(dim=1)
     return resample(mono, rate, sample_rate).clamp(-1.0, 1.0)
 
@@ -161,6 +165,19 @@ def _source(path: str | os.PathLike[str], name: str) -> tuple[bytes | BytesIO, b
         return os.fsencode(path), file.read(4)  # a name need not be text
 
 
+def _limited(
+    sound: soundfile.SoundFile, name: str, max_seconds: float | None
+) -> Iterator[np.ndarray]:
+    """The blocks of a file, which AudioError ends soon after `max_seconds`."""
+    limit = math.inf if max_seconds is None else max_seconds * sound.samplerate
+    count = 0
+    for block in _blocks(sound, name):
+        count += len(block)
+        if count > limit:
+            raise AudioError(f"{name}: longer than the limit of {max_seconds:g} seconds")
+        yield block
+
+
 def _blocks(sound: soundfile.SoundFile, name: str) -> Iterator[np.ndarray]:
     """The rest of the file, averaged over channels, (S,) float32 at a time."""
     length = max(1, min(sound.frames, BLOCK_VALUES // sound.channels))
@@ -200,6 +217,14 @@ def _check_shape(shape: tuple[int, ...], name: str) -> None:
     if shape[1:] > shape[:1]:
         told = f"shape {shape} would be {shape[0]} samples of {shape[1]} channels"
         raise AudioError(f"{name}: {told}; pass (samples, channels), so .T of this one")
+
+
+def _check_values(waveform: Tensor, name: str) -> None:
+    peak = float(waveform.abs().max())
+    if not math.isfinite(peak):
+        raise AudioError(f"{name}: holds samples that are NaN or infinite")
+    if peak > MAX_PEAK:
+        raise AudioError(f"{name}: samples reach {peak:.4g}; scale floating-point audio to [-1, 1]")
 
 
 def _whole_rate(rate: float, name: str) -> int:

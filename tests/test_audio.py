@@ -16,6 +16,7 @@ from features.audio import (
     AudioError,
     NoSamples,
     audio_seconds,
+    decoded_seconds,
     from_samples,
     read_audio,
 )
@@ -321,3 +322,18 @@ def test_damaged_files_give_sound_or_a_clear_error(tmp_path, kind):
             assert heard.isfinite().all()
             assert heard.abs().max() <= 1
     assert refused > 0
+
+
+def test_a_long_file_is_measured_in_the_memory_of_a_block(tmp_path):
+    """A small file may hold hours of silence, and a table name many of them."""
+    seconds, rate = 2400, 16_000
+    soundfile.write(tmp_path / "long.flac", np.zeros(seconds * rate, np.float32), rate)
+    tracemalloc.start()
+    try:
+        assert decoded_seconds(tmp_path / "long.flac") == seconds
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < seconds * rate * 4 / 2  # half of the samples alone
+    with pytest.raises(AudioError, match="longer than the limit of 7 seconds"):
+        decoded_seconds(tmp_path / "long.flac", 7)

@@ -103,6 +103,7 @@ FAULTS = [
     ("d\tcut.flac\tText\t\ts\tr", "cut.flac: broken, or shorter than its header claims"),
     ("d\tzero.wav\tText\t\ts\tr", "zero.wav: no audio, 0 samples"),
     ("d\tnan.wav\tText\t\ts\tr", "nan.wav: holds samples that are NaN"),
+    ("d\tshort.wav\tText\t\ts\tr", "0.31 milliseconds long, too short for a manifest"),
     ("d\ta.wav\t\t1\ts\tr", "the text is empty"),
     ("d\ta.wav\t  \t1\ts\tr", "the text is empty"),
     ("\ta.wav\tText\t1\ts\tr", "the id is empty"),
@@ -125,6 +126,7 @@ def spoil(folder):
     whole = record(folder / "whole.flac", 3.0).read_bytes()
     (folder / "cut.flac").write_bytes(whole[: len(whole) // 2])
     soundfile.write(folder / "zero.wav", np.zeros(0), 16000)
+    soundfile.write(folder / "short.wav", np.zeros(5), 16000)
     soundfile.write(folder / "nan.wav", np.full(99, np.nan), 16000, subtype="FLOAT")
 
 

@@ -21,11 +21,11 @@ from asr.data.corpus import audio_field, link_audio
 from asr.data.manifest import COLUMNS, leaves
 from asr.data.table import read_rows, write_rows
 from asr.errors import UserError
-from features.audio import AudioError, audio_seconds, read_audio
+from features.audio import AudioError, audio_seconds, decoded_seconds
 
 REQUIRED = ("id", "audio", "text")
 TOLERANCE = 0.1  # seconds between the table and the file
-RATE = 16000  # at which a file is decoded to see whether it can be
+SHORTEST = 0.0005  # seconds: less would be 0.000 in the manifest
 
 
 @dataclass(slots=True)
@@ -131,9 +131,12 @@ def _measure(checked: Checked, headers_only: bool, max_seconds: float | None) ->
 
     def look(row: Mapping[str, str]) -> float | str:
         try:
-            found = _seconds(_place(row, checked), headers_only, max_seconds)
+            place = _place(row, checked)
+            found = audio_seconds(place) if headers_only else decoded_seconds(place, max_seconds)
         except AudioError as error:
             return str(error)
+        if found < SHORTEST:
+            return f"{1000 * found:.2g} milliseconds long, too short for a manifest"
         if max_seconds is not None and found > max_seconds:
             return f"{found:.2f} seconds long, over the limit of {max_seconds:g}"
         if row.get("seconds") and abs(float(row["seconds"]) - found) > TOLERANCE:
@@ -157,12 +160,6 @@ def _measure(checked: Checked, headers_only: bool, max_seconds: float | None) ->
                 rows[line]["seconds"] = f"{found:.3f}"
     for line in checked.faults:
         rows.pop(line, None)
-
-
-def _seconds(path: Path, headers_only: bool, max_seconds: float | None) -> float:
-    if headers_only:
-        return audio_seconds(path)
-    return len(read_audio(path, RATE, max_seconds)) / RATE
 
 
 def write(checked: Checked, to: str | Path, case: str = "as-is") -> Path:
