@@ -151,9 +151,9 @@ def test_too_few_subwords(tiny, run, commands, manifest):
 def test_text_with_no_known_characters(tiny, run, tiny_run, commands, manifest):
     path = manifest(rows(3, text="AB C"))
     line = commands.refused(train, tiny, "--run", run, f"data.valid={path}")
-    assert line.startswith(f"{path}: its text has no character that the training text has")
+    assert line.startswith(f"{path}: 100 % of its letters are none that the model knows")
     line = commands.refused(evaluate, tiny_run, "--split", path, "--out", run)
-    assert line.startswith(f"{path}: its text has no character that the training text has")
+    assert line.startswith(f"{path}: 100 % of its letters are none that the model knows")
 
 
 def test_utterances_outside_the_limits(tiny, run, commands):
