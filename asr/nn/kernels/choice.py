@@ -70,7 +70,7 @@ def run_layer(name: str, batch: Batch, weights: list[Weights], setting: Setting)
     """One layer, all directions. Raises UserError where the backend asked for cannot run."""
     own = weights[0].weight_hh
     setting, mixed = _under_autocast(setting, own)
-    chosen = choose(name, setting, own)
+    chosen = _choose(name, setting, own)
     if not mixed or chosen == "reference":  # which autocast serves as it does any module
         return LAYERS[chosen](batch, weights, setting)
     with torch.autocast(own.device.type, enabled=False):
@@ -88,12 +88,13 @@ def run_step(
     """
     own = weights.bias_hh  # the matrices may be those of a loop
     check_place("x", x, own)
-    for part, one in zip(("h", "c", "mask"), (*state, mask), strict=True):
+    shape = (x.shape[0], own.shape[0] // 4)
+    for part, one in (("h", state[0]), ("c", state[1]), ("mask", mask)):
         if one is not None:
             check_place(part, one, own)
-            check_shape(part, one, (x.shape[0], own.shape[0] // 4))
+            check_shape(part, one, shape)
     setting, mixed = _under_autocast(setting, own)
-    if choose(name, setting, own) != "cpu":  # a step has no loop that other backends could save
+    if _choose(name, setting, own) != "cpu":  # a step has no loop that other backends could save
         return reference.step(x, state, mask, weights, setting)
     if not mixed:
         return cpu_step.step(x, state, mask, weights, setting)
@@ -129,6 +130,10 @@ def check_shape(name: str, part: Tensor, expected: tuple[int, ...]) -> None:
 @_untraced
 def choose(name: str, setting: Setting, like: Tensor) -> str:
     """The backend for weights like `like`. Raises UserError where the one asked for cannot run."""
+    return _choose(name, setting, like)
+
+
+def _choose(name: str, setting: Setting, like: Tensor) -> str:
     name = _from_environment() if name == "auto" else name
     if name == "reference":
         return name
