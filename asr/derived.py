@@ -33,6 +33,14 @@ def check_new(to: Path) -> None:
         raise UserError(f"--to {to}: is there already; name a new folder")
 
 
+def plain_recipe(recipe: Recipe, to: Path) -> dict[str, Any]:
+    """The recipe's keys under the folder's name; its one checkpoint is the average already."""
+    tree = recipe.model_dump(mode="json")
+    tree["run"] = to.resolve().name
+    tree["decode"]["average"] = 1
+    return tree
+
+
 def write_run(
     to: Path,
     recipe: Recipe,

@@ -61,12 +61,11 @@ def _text(told: Path | None) -> list[str]:
 
 
 def exported_recipe(recipe: SpeechRecipe, to: Path) -> Recipe:
-    """The run's recipe without what lies on this machine alone; the average is taken already."""
-    tree = recipe.model_dump(mode="json")
-    tree["run"] = to.resolve().name
+    """The run's recipe without what lies on this machine alone."""
+    tree = derived.plain_recipe(recipe, to)
     tree["data"] |= {"corpus": None, "train": None, "valid": None, "test": {}}
     tree["train"] |= {"init": None, "device": "auto"}
-    tree["decode"] |= {"lm": None, "average": 1}
+    tree["decode"]["lm"] = None
     return validate(tree, f"--to {to}")
 
 

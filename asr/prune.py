@@ -102,15 +102,10 @@ def validation_loss(recognizer: Recognizer, recipe: SpeechRecipe) -> Score:
 
 
 def pruned_recipe(recipe: SpeechRecipe, model: Transformer, to: Path) -> Recipe:
-    """The run's recipe with the layers that the model has left, under the new folder's name.
-
-    The average of checkpoints is taken already.
-    """
-    tree = recipe.model_dump(mode="json")
-    tree["run"] = to.resolve().name
+    """The run's recipe with the layers that the model has left."""
+    tree = derived.plain_recipe(recipe, to)
     tree["model"]["encoder_layers"] = len(model.encoder.layers)
     tree["model"]["decoder_layers"] = len(model.decoder.layers)
-    tree["decode"]["average"] = 1
     if recipe.model.residual_scale == "deepnet":  # would follow the new counts
         tree["model"]["residual_scale"] = residual_alphas(model)
     return checked(tree, f"--to {to}")
