@@ -70,7 +70,7 @@ def run_layer(name: str, batch: Batch, weights: list[Weights], setting: Setting)
     """One layer, all directions. Raises UserError where the backend asked for cannot run."""
     own = weights[0].weight_hh
     setting, mixed = _under_autocast(setting, own)
-    chosen = _choose(name, setting, own)
+    chosen = choose(name, setting, own)
     if not mixed or chosen == "reference":  # which autocast serves as it does any module
         return LAYERS[chosen](batch, weights, setting)
     with torch.autocast(own.device.type, enabled=False):
@@ -94,7 +94,7 @@ def run_step(
             check_place(part, one, own)
             check_shape(part, one, shape)
     setting, mixed = _under_autocast(setting, own)
-    if _choose(name, setting, own) != "cpu":  # a step has no loop that other backends could save
+    if choose(name, setting, own) != "cpu":  # a step has no loop that other backends could save
         return reference.step(x, state, mask, weights, setting)
     if not mixed:
         return cpu_step.step(x, state, mask, weights, setting)
@@ -130,10 +130,6 @@ def check_shape(name: str, part: Tensor, expected: tuple[int, ...]) -> None:
 @_untraced
 def choose(name: str, setting: Setting, like: Tensor) -> str:
     """The backend for weights like `like`. Raises UserError where the one asked for cannot run."""
-    return _choose(name, setting, like)
-
-
-def _choose(name: str, setting: Setting, like: Tensor) -> str:
     name = _from_environment() if name == "auto" else name
     if name == "reference":
         return name

@@ -51,7 +51,6 @@ class Pool:
             buffer = self._returned.popleft()
             self._lent -= buffer.nbytes
             self._free.append(buffer)
-        self._trim()
 
     def _trim(self) -> None:
         """Drops the longest unused buffers beyond what was ever lent at once."""
