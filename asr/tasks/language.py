@@ -96,10 +96,8 @@ class LanguageTask:
         self.objective.eval()
         model, chance = self.objective.model, torch.Generator().manual_seed(self.recipe.seed)
         device = next(model.parameters()).device
-        places = getattr(
-            self.recipe.model, "max_positions", LONGEST_SAMPLE
-        )  # where they are learned
-        longest = min(LONGEST_SAMPLE, places)
+        # Where places are learned there are no more than these.
+        longest = min(LONGEST_SAMPLE, getattr(self.recipe.model, "max_positions", LONGEST_SAMPLE))
         said = sample(model, self.recipe.train.samples, longest, chance, device)
         log.text("samples", "\n\n".join(map(self.tokenizer.decode, said)), position.step)
         return {}
