@@ -1,5 +1,6 @@
 """Fixtures that several files share: a tiny corpus, a run trained on it, and the commands."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -51,3 +52,7 @@ def tiny_run(tiny, tmp_path_factory) -> Path:
 def commands(monkeypatch, capsys) -> Commands:
     """Runs a command's main in this process."""
     return Commands(monkeypatch, capsys)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()

@@ -1,6 +1,7 @@
 """Trainings by several ranks over gloo, for test_distributed.py.
 
-    python tests/rank_trainings.py FOLDER SCENARIO      prints what happened as JSON
+    python tests/rank_trainings.py FOLDER      for each scenario named on a line of its input
+                                               a line of JSON: what happened in FOLDER/SCENARIO
 
 All are forked from this process (benchmarks/forks.py), which saves seconds of imports for each.
 """
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +31,8 @@ from asr.runs import training_run  # noqa: E402
 from asr.training import loop  # noqa: E402
 from asr.training.objective import SpeechObjective  # noqa: E402
 
+PLACE = Path(sys.argv[1])
+RECIPE = PLACE / "tiny.yaml"
 PATIENCE = 60.0  # seconds
 # Nothing is drawn but what depends on (seed, epoch, utterance): masks, speed, noise of the audio.
 STILL = ["model.listener.dropout=0", "model.listener.recurrent_dropout=0"]
@@ -49,11 +53,11 @@ Patch = Callable[[int], object]  # of a rank, before it trains
 
 
 def start(count: int, folder: Path, name: str, *more: str, patch: Patch = id) -> list[Process]:
-    """`count` ranks of the folder's tiny recipe -> their processes; output in FOLDER/NAME.RANK."""
+    """`count` ranks of the tiny recipe -> their processes; output in FOLDER/NAME.RANK."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line = [str(folder / "tiny.yaml"), *COMMON, *more, "--run", str(folder / name)]
+    line = [str(RECIPE), *COMMON, *more, "--run", str(folder / name)]
 
     def main_of(rank: int) -> Callable[[], int]:
         def main() -> int:
@@ -124,7 +128,7 @@ def faults(folder: Path) -> dict:
 
         SpeechObjective.forward = full
 
-    unreadable = [f"data.train={broken(folder, 1)}", f"data.valid={broken(folder, 2, 'valid')}"]
+    unreadable = [f"data.train={broken(1)}", f"data.valid={broken(2, 'valid')}"]
     unreadable += ["decode.batch_seconds=0.3"]  # each utterance of validation is a batch
     return {
         "skipped": run(2, folder, "skipped", *whole, "train.bad_steps=3", patch=poison(4)),
@@ -133,15 +137,15 @@ def faults(folder: Path) -> dict:
         "wide": run(2, folder, "wide", *whole),
         "few": run(3, folder, "few", *whole, "train.batch_seconds=100"),
         "unreadable": run(2, folder, "unreadable", *whole, *unreadable),
-        "too many": run(2, folder, "too many", *whole, f"data.train={broken(folder, 9)}"),
+        "too many": run(2, folder, "too many", *whole, f"data.train={broken(9)}"),
     }
 
 
-def broken(folder: Path, count: int, split: str = "train") -> Path:
+def broken(count: int, split: str = "train") -> Path:
     """A split's manifest with so many files more that are not there."""
-    lines = (folder / f"{split}.tsv").read_text().splitlines()
+    lines = (PLACE / f"{split}.tsv").read_text().splitlines()
     lines += [f"bad{n}\ts0\tmissing{n}.flac\t0.400\tab" for n in range(count)]
-    path = folder / f"{split}-broken{count}.tsv"
+    path = PLACE / f"{split}-broken{count}.tsv"
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -184,14 +188,25 @@ def end(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
+@cache
+def straight() -> list[int | None]:
+    """Two ranks undisturbed, everything that draws at random on: PLACE/straight."""
+    return run(2, PLACE, "straight", *EVENTFUL)
+
+
+def unlike_straight(folder: Path) -> list[str]:
+    """Where the end of the run in this folder is another one."""
+    return differences(state(folder), state(PLACE / "straight"))
+
+
 def ends(folder: Path) -> dict:
-    """A rank that fails, is killed, or gets a signal; everything that draws at random is on."""
+    """A rank that fails, is killed, or gets a signal."""
     common = EVENTFUL
 
     def fail() -> None:
         raise ValueError("a fault of our own")
 
-    seen: dict = {"straight": run(2, folder, "straight", *common)}
+    seen: dict = {"straight": straight()}
     for name, what in {"failed": fail, "killed": end(signal.SIGKILL)}.items():
         begin = time.monotonic()
         seen[name] = run(2, folder, name, *common, patch=at(5, what))
@@ -201,21 +216,21 @@ def ends(folder: Path) -> dict:
     seen["validating"] = run(2, folder, "validating", *common, patch=ask)
     for name in ("killed", "signalled", "validating"):
         seen[f"{name} resumed"] = run(2, folder, name, *common, "--resume")
-        seen[f"{name} differs"] = differences(state(folder / name), state(folder / "straight"))
+        seen[f"{name} differs"] = unlike_straight(folder / name)
     return seen
 
 
 def torchrun(folder: Path) -> dict:
     """The same killed rank, started again by torchrun itself."""
-    common = [str(folder / "tiny.yaml"), *COMMON, *EVENTFUL]
-    seen: dict = {"straight": run(2, folder, "straight", *EVENTFUL)}
+    common = [str(RECIPE), *COMMON, *EVENTFUL]
+    seen: dict = {"straight": straight()}
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     # Looking more often, torchrun may end the other rank before that has said what it knows.
     line += ["--standalone", "--monitor-interval=1", "--", __file__, "worker"]
     line += [*common, "--run", str(folder / "again")]
     ended = subprocess.run(line, capture_output=True, text=True)
     seen |= {"code": ended.returncode, "out": ended.stdout, "err": ended.stderr}
-    return seen | {"differs": differences(state(folder / "again"), state(folder / "straight"))}
+    return seen | {"differs": unlike_straight(folder / "again")}
 
 
 def worker() -> None:
@@ -277,10 +292,15 @@ SCENARIOS = {
     "torchrun": torchrun,
 }
 
+
+def main() -> None:
+    make_corpus(PLACE)
+    make_recipe(PLACE)
+    for name in map(str.strip, sys.stdin):
+        folder = PLACE / name
+        folder.mkdir()
+        print(json.dumps(SCENARIOS[name](folder)), flush=True)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "worker":
-        worker()
-    place = Path(sys.argv[1])
-    make_corpus(place)
-    make_recipe(place)
-    print(json.dumps(SCENARIOS[sys.argv[2]](place)))
+    worker() if sys.argv[1] == "worker" else main()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,19 +29,25 @@ SCRIPT = Path(__file__).parent / "rank_trainings.py"
 @pytest.fixture(scope="module")
 def saw(tmp_path_factory):
     """saw(scenario) -> what rank_trainings.py saw, and its folder."""
-    known = {}
+    place = tmp_path_factory.mktemp("ranks")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    errors = place / "errors"
+    with errors.open("w") as told:
+        line = [sys.executable, str(SCRIPT), str(place)]
+        process = subprocess.Popen(line, **pipes, stderr=told, env=env)
 
+    @cache
     def run(scenario):
-        if scenario not in known:
-            folder = tmp_path_factory.mktemp(scenario)
-            line = [sys.executable, str(SCRIPT), str(folder), scenario]
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            ended = subprocess.run(line, capture_output=True, text=True, env=env)
-            assert ended.returncode == 0, ended.stdout + ended.stderr
-            known[scenario] = json.loads(ended.stdout), folder
-        return known[scenario]
+        process.stdin.write(f"{scenario}\n")
+        found = process.stdout.readline()
+        assert found, errors.read_text()
+        return json.loads(found), place / scenario
 
-    return run
+    with process:
+        yield run
+        process.stdin.close()
+    assert process.returncode == 0, errors.read_text()
 
 
 @pytest.fixture(scope="module", params=["las", "transformer"])

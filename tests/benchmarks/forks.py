@@ -3,6 +3,7 @@
 Whoever forks must not compute with torch before: its threads do not live on in the child.
 """
 
+import gc
 import os
 import resource
 import signal
@@ -51,6 +52,7 @@ def fork(
     limits: resource.RLIMIT_... -> value.
     """
     with out.open("a") as said, (err or out).open("a") as complained:
+        gc.freeze()  # or each child's collector reads, and so copies, all that was imported
         pid = os.fork()
         if pid:
             return Process(pid)
