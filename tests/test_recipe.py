@@ -9,6 +9,7 @@ import yaml
 from asr.recipe import RecipeError, _leaves, as_yaml, flat, main, read_recipe, write_recipe
 from asr.settings import SpeechRecipe
 
+RECIPES = Path(__file__).parents[1] / "recipes"
 PLAIN = "run: x\ndata: {train: a.tsv}\nmodel: {kind: las}\n"
 
 
@@ -185,6 +186,18 @@ def test_keys_that_do_not_go_together_are_the_files_and_named_alone(read):
     assert ".yaml: decode.ctc_weight=0.3 needs a CTC head" in found and "command line" not in found
 
 
+@pytest.mark.parametrize("recipe", ["demo_lm", "mnist_rows", "draw"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("batch_seconds", "60"), ("guide", "{}"), ("alarm", "{steps: 0}")]
+)
+def test_what_speech_alone_has_is_refused_elsewhere(recipe, key, value, tmp_path):
+    place, written = RECIPES / f"{recipe}.yaml", tmp_path / "recipe.yaml"
+    write_recipe(read_recipe(place), written)
+    assert key in written.read_text() and read_recipe(written) == read_recipe(place)
+    with pytest.raises(RecipeError, match=f"train.{key} is for task speech alone: leave it out"):
+        read_recipe(place, [f"train.{key}={value}"])
+
+
 @pytest.mark.parametrize("kind", ["los", "", "1"])
 def test_an_unknown_model_kind_names_the_known(read, kind):
     found = refusal(read, f"run: x\ndata: {{train: a.tsv}}\nmodel: {{kind: '{kind}'}}\n")
@@ -307,7 +320,7 @@ def test_the_command_shows_a_recipe_or_says_what_is_wrong(
 
 
 def test_a_recipe_that_comes_with_the_project_repeats_no_key_of_its_base():
-    for path in sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml")):
+    for path in sorted(RECIPES.glob("*.yaml")):
         tree = yaml.safe_load(path.read_text())
         if "base" in tree:
             base, own = flat(read_recipe(path.parent / tree.pop("base"))), flat(read_recipe(path))
@@ -317,7 +330,7 @@ def test_a_recipe_that_comes_with_the_project_repeats_no_key_of_its_base():
 
 
 def test_the_recipes_that_come_with_the_project_are_valid():
-    recipes = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+    recipes = sorted(RECIPES.glob("*.yaml"))
     assert recipes
     for path in recipes:
         read_recipe(path)

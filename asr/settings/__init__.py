@@ -10,7 +10,7 @@ from asr.settings.decode import Decode
 from asr.settings.images import Draw, ImageData, Rows
 from asr.settings.language import LanguageData, LanguageModel, LanguageText
 from asr.settings.las import Las
-from asr.settings.train import Train
+from asr.settings.train import OF_SPEECH, Train
 from asr.settings.transformer import Transformer
 
 Model = Annotated[Las | Transformer, Field(discriminator="kind")]
@@ -30,6 +30,19 @@ class Recipe(Settings):
         if not name or name.startswith(("/", ".")) or ".." in name.split("/"):
             raise ValueError(f"{name!r} must be a plain folder name, it is put under runs/")
         return name
+
+
+class SilentRecipe(Recipe):
+    """A task without audio."""
+
+    @model_validator(mode="after")
+    def _nothing_of_speech(self) -> "SilentRecipe":
+        """A value other than the default would be taken and change nothing."""
+        usual = Train()
+        for key, instead in OF_SPEECH.items():
+            if getattr(self.train, key) != getattr(usual, key):
+                raise ValueError(f"train.{key} is for task speech alone: leave it out{instead}")
+        return self
 
 
 class SpeechRecipe(Recipe):
@@ -54,7 +67,7 @@ class SpeechRecipe(Recipe):
         return self
 
 
-class ImageRecipe(Recipe):
+class ImageRecipe(SilentRecipe):
     """Small images: their classes, read row by row, or a model that draws such images."""
 
     task: Literal["images"]
@@ -68,7 +81,7 @@ class ImageRecipe(Recipe):
         return self
 
 
-class LanguageRecipe(Recipe):
+class LanguageRecipe(SilentRecipe):
     """A language model."""
 
     task: Literal["language"]

@@ -75,3 +75,14 @@ class Train(Settings):
     alarm: Alarm = Alarm()
     health: Natural = 0  # look inside gates, norms and attention every so many validations; 0 never
     debug: Literal["nan"] | None = None  # nan: stop at the first value that is not finite, slow
+
+
+# What only utterances have, and what other tasks have in its place.
+OF_SPEECH = {
+    "batch_seconds": " (data.batch_bytes sizes batches of text, data.batch those of images)",
+    "round_seconds": "",
+    "short_first": "",
+    "guide": "",
+    "wer_utterances": "",
+    "alarm": "",
+}
