@@ -23,7 +23,7 @@ from asr.scoring.events import Curve, read_scalars, scalar_event, write_events
 from asr.scoring.files import write_evaluation
 from asr.scoring.groups import group, short_names
 from asr.scoring.report import Table, html, markdown
-from asr.scoring.spread import holm, paired_t, spread
+from asr.scoring.spread import holm, paired_t, seeds_needed, spread
 from asr.scoring.wer import score
 from asr.training.checkpoint import save_checkpoint
 
@@ -121,6 +121,8 @@ def test_losses_levels_and_differences_are_the_known_ones(two_groups, commands):
     assert pair[4] == f"{low:+.4f} to {high:+.4f}"
     assert judged.pvalue < 0.001 and pair[5].replace("&lt;", "<") == "< 0.001"
     assert pair[-1] == rates[-1] == "yes"
+    assert pair[-2] == "2"  # 0.45 with a spread of 0.001
+    assert rates[-2] == "–"  # no seed differs from another
     assert float(rates[2]) == pytest.approx(100 * 11 / 60, abs=0.01)
 
 
@@ -272,7 +274,7 @@ def test_one_seed_in_common_says_nothing_of_other_seeds(tmp_path, commands):
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
     (loss,) = rows(text, "Is the difference real? best loss")
     (rate,) = rows(text, "Is the difference real? WER of test")
-    assert loss[3:] == ["1", "–", "–", "–", "unknown: one seed"]
+    assert loss[3:] == ["1", "–", "–", "–", "–", "unknown: one seed"]
     assert rate[3:7] == ["1", "–", "–", "–"] and rate[-1] == "unknown: one seed"
     assert "&lt; 0.001" in rate  # of these two models it is
 
@@ -409,6 +411,22 @@ def test_t_intervals_and_paired_tests_agree_with_scipy():
         assert paired_t(a, b).p == pytest.approx(stats.ttest_rel(b, a).pvalue)
     assert spread([2.0]).interval is None and paired_t([1.0], [2.0]) is None
     assert paired_t([1.0, 2.0], [1.0, 2.0]).p == 1
+
+
+@pytest.mark.parametrize(("effect", "sd"), [(2.3, 1.0), (-0.13, 0.17), (0.5, 1.0)])
+def test_the_seeds_needed_show_it_in_four_of_five_repetitions(effect, sd):
+    """Judged by experiments that were drawn: with that many seeds, and with one fewer."""
+    random, needed = np.random.default_rng(5), seeds_needed(effect, sd)
+    for count, low, high in ((needed, 0.79, 1.0), (needed - 1, 0.0, 0.81)):
+        drawn = random.normal(effect, sd, size=(20_000, count))
+        share = np.mean(stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05)
+        assert low < share < high, (count, share)
+
+
+def test_seeds_needed_at_its_edges():
+    assert seeds_needed(1e9, 1e-9) == 2 and seeds_needed(-1e9, 1e-9) == 2
+    assert seeds_needed(0.0, 1.0) is None and seeds_needed(0.01, 1.0) is None
+    assert seeds_needed(0.1, 1.0) > 700  # (1.96 + 0.84)² / 0.1² = 784 with a known spread
 
 
 def test_holm_by_hand():

@@ -13,7 +13,7 @@ from asr.scoring.comparison import DASH, Member, Setting, pooled
 from asr.scoring.files import between
 from asr.scoring.report import Table
 from asr.scoring.significance import paired_bootstrap
-from asr.scoring.spread import holm, paired_t
+from asr.scoring.spread import MOST_SEEDS, POWER, holm, paired_t, seeds_needed
 
 _MOST_IN_PAIRS = 10  # groups: 45 pairs
 _ALPHA = 0.05
@@ -36,6 +36,7 @@ class Difference:
     seeds: int  # that both have
     mean: float  # second minus first
     over_seeds: Evidence | None
+    needed: str = DASH  # seeds that would show such a difference
     over_utterances: Evidence | None = None
 
 
@@ -88,8 +89,7 @@ def wer_differences(settings: Sequence[Setting], split: str, notes: list[str]) -
             continue
         seeds = _by_seed(first, second, both, lambda member: member.scores[split].wer)
         here = Evidence(test.interval, test.p)
-        names = (first.short, second.short)
-        found.append(Difference(*names, len(both), test.wer, seeds.over_seeds, here))
+        found.append(replace(seeds, mean=test.wer, over_utterances=here))
     return found
 
 
@@ -109,28 +109,24 @@ def difference_table(figure: str, found: Sequence[Difference], points: bool = Fa
         cells = [d.first, d.second, form.format(unit * d.mean), str(d.seeds)]
         cells += _cells(d.over_seeds, of_seeds, form, unit)
         cells += _cells(d.over_utterances, of_utterances, form, unit) if rates else []
-        rows.append((*cells, _verdict(of_seeds, of_utterances)))
+        rows.append((*cells, d.needed, _verdict(of_seeds, of_utterances)))
     shown = ", points" * (unit == 100)
-    head = [
-        "first",
-        "second",
-        f"second minus first{shown}",
-        "seeds",
-        "95 % over seeds",
-        "p",
-        "p (Holm)",
-    ]
-    head += ["95 % over utterances", "p", "p (Holm)"] if rates else []
+    test = ["p", "p (Holm)"]
+    head = ["first", "second", f"second minus first{shown}", "seeds", "95 % over seeds", *test]
+    head += ["95 % over utterances", *test] if rates else []
+    head += ["seeds needed", "real"]
     note = (
         "Runs of the same seed are paired. Over seeds: t test, for other seeds too. p (Holm) holds "
         "for all pairs of the table together; real: p (Holm) over seeds is below 0.05. With one "
-        "seed in common nothing is known of other seeds."
+        "seed in common nothing is known of other seeds. Seeds needed: so many show such a "
+        f"difference, tested alone, in {100 * POWER:.0f} % of repetitions, if it and its spread "
+        "are truly as seen here; few seeds tell that but roughly."
     )
     more = (
         " Over utterances: bootstrap of the errors summed over the seeds, which speaks for these "
         "trained models only: another seed can turn such a difference round."
     )
-    return Table(f"Is the difference real? {figure}", (*head, "real"), rows, note + more * rates)
+    return Table(f"Is the difference real? {figure}", head, rows, note + more * rates)
 
 
 def _pairs(
@@ -166,7 +162,14 @@ def _by_seed(
     test = paired_t(*values)
     mean = sum(b - a for a, b in zip(*values, strict=True)) / len(pairs)
     evidence = Evidence(test.interval, test.p) if test else None
-    return Difference(first.short, second.short, len(pairs), mean, evidence)
+    needed = _needed(test.mean, test.sd) if test else DASH
+    return Difference(first.short, second.short, len(pairs), mean, evidence, needed)
+
+
+def _needed(mean: float, sd: float) -> str:
+    if not sd:
+        return DASH
+    return str(seeds_needed(mean, sd) or f"> {MOST_SEEDS:,}")
 
 
 def _corrected(tests: Iterable[Evidence | None]) -> list[float | None]:

@@ -1,16 +1,16 @@
-"""Means over a few seeds: t intervals, the paired t test, and Holm's correction for many tests.
-
-Student's distribution has, for a whole number of degrees of freedom, a closed form: Abramowitz &
-Stegun 1964, 26.7.3 and 26.7.4.
-"""
+"""Means over a few seeds: t intervals, the paired t test with its power, and Holm's correction."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import nctdtr, stdtr, stdtrit
 
 from asr.scoring.bootstrap import LEVEL
+
+POWER = 0.8  # of a planned experiment, as is usual (Cohen 1988)
+MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def spread(values: Sequence[float]) -> Spread:
     if count < 2:
         return Spread(count, mean, None, None)
     sd = float(np.std(values, ddof=1))
-    half = t_quantile((1 + LEVEL) / 2, count - 1) * sd / math.sqrt(count)
+    half = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * sd / math.sqrt(count)
     return Spread(count, mean, sd, (mean - half, mean + half))
 
 
@@ -41,6 +41,7 @@ class PairedT:
     interval: tuple[float, float]
     p: float
     pairs: int
+    sd: float  # of the differences
 
 
 def paired_t(first: Sequence[float], second: Sequence[float]) -> PairedT | None:
@@ -55,8 +56,23 @@ def paired_t(first: Sequence[float], second: Sequence[float]) -> PairedT | None:
         p = 0.0 if differences.mean else 1.0
     else:
         t = differences.mean / differences.sd * math.sqrt(differences.count)
-        p = 1 - _within(abs(t), differences.count - 1)
-    return PairedT(differences.mean, differences.interval, p, differences.count)
+        p = 2 * float(stdtr(differences.count - 1, -abs(t)))
+    return PairedT(differences.mean, differences.interval, p, differences.count, differences.sd)
+
+
+def seeds_needed(mean: float, sd: float) -> int | None:
+    """The fewest pairs of seeds with which the paired t test would show such a difference.
+
+    Shown: p below 1 - LEVEL in a share POWER of all repetitions, where `mean` and `sd` are truly
+    those of the differences, sd above 0. None above MOST_SEEDS.
+    """
+    counts = np.arange(2, MOST_SEEDS + 1)
+    limit = stdtrit(counts - 1, (1 + LEVEL) / 2)
+    away = np.minimum(abs(mean) / sd * np.sqrt(counts), 1e4)  # nctdtr overflows far beyond
+    # A difference of the other sign is shown so seldom that it counts for nothing here.
+    power = 1 - nctdtr(counts - 1, away, limit)
+    enough = np.flatnonzero(power >= POWER)
+    return int(counts[enough[0]]) if len(enough) else None
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -66,27 +82,3 @@ def holm(p: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p) - rank) * p[place]))
         adjusted[place] = largest
     return adjusted
-
-
-def t_quantile(share: float, freedom: int) -> float:
-    """The t below which `share` (above one half) of Student's distribution lies."""
-    low, high = 0.0, 1.0
-    while _within(high, freedom) < 2 * share - 1:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < 2 * share - 1 else (low, middle)
-    return (low + high) / 2
-
-
-def _within(t: float, freedom: int) -> float:
-    """The probability between -t and t."""
-    angle = math.atan2(t, math.sqrt(freedom))
-    square = math.cos(angle) ** 2
-    odd = freedom % 2
-    term, total = (math.cos(angle) if odd else 1.0), 0.0
-    for k in range(1 + odd, freedom, 2):
-        total += term
-        term *= square * k / (k + 1)
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
