@@ -12,7 +12,7 @@ from asr.data.corpus import Corpus, Utterance
 from asr.data.table import read_rows
 from asr.errors import UserError
 from asr.evaluation import Evaluation, attention_uri, evaluate, health_columns
-from asr.recognizer import Recognizer, run_recipe
+from asr.recognizer import Recognizer
 from asr.scoring.alignment import tidy
 from asr.scoring.files import (
     between,
@@ -25,6 +25,7 @@ from asr.scoring.page import write_page
 from asr.scoring.parts import group_lines
 from asr.scoring.significance import verdict
 from asr.scoring.wer import Score
+from asr.trained import run_recipe
 from asr.tune import tune
 from features.packed import member_of
 
@@ -150,6 +151,8 @@ def facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
         yield key.replace("_", " "), str(about["decode"][key])
     if len(about["decode"]["speeds"]) > 1:
         yield "speeds", " ".join(f"{speed:g}" for speed in about["decode"]["speeds"])
+    if about["decode"]["ensemble"]:
+        yield "ensemble with", " ".join(about["decode"]["ensemble"])
     if about["decode"]["lm"] and about["decode"]["lm_weight"]:
         yield "language model", f"{about['decode']['lm']}, weight {about['decode']['lm_weight']}"
     if about["wer_interval_over_speakers"]:

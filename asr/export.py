@@ -7,11 +7,12 @@ from pathlib import Path
 from asr import command, derived
 from asr.errors import UserError
 from asr.recipe import validate
-from asr.recognizer import Recognizer, run_recipe
+from asr.recognizer import Recognizer
 from asr.runs.reading import HOURS, SECONDS
 from asr.scoring.events import read_scalars
 from asr.scoring.files import between, percent
 from asr.settings import Recipe, SpeechRecipe
+from asr.trained import run_recipe
 from asr.training.checkpoint import choose
 
 
@@ -37,7 +38,8 @@ def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = No
     recipe = run_recipe(run, overrides)
     derived.check_new(to)
     text = _text(told)
-    recognizer = Recognizer.load(run, [*overrides, "decode.lm=null", "train.device=cpu"])
+    alone = ["decode.lm=null", "decode.ensemble=[]", "train.device=cpu"]
+    recognizer = Recognizer.load(run, [*overrides, *alone])
     checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
     model = recognizer.model.half()
     for name, weight in model.state_dict().items():
@@ -50,6 +52,8 @@ def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = No
     (to / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if recipe.decode.lm:
         print(f"without the language model {recipe.decode.lm}: pass it on as a run of its own")
+    for other in recipe.decode.ensemble:
+        print(f"without {other} of its ensemble: pass it on as a run of its own")
     print(f"the run is in {to}")
 
 
@@ -65,7 +69,7 @@ def exported_recipe(recipe: SpeechRecipe, to: Path) -> Recipe:
     tree = derived.plain_recipe(recipe, to)
     tree["data"] |= {"corpus": None, "train": None, "valid": None, "test": {}}
     tree["train"] |= {"init": None, "device": "auto"}
-    tree["decode"]["lm"] = None
+    tree["decode"] |= {"lm": None, "ensemble": []}
     return validate(tree, f"--to {to}")
 
 
@@ -108,6 +112,8 @@ def _rows(file: Path, steps: Sequence[int]) -> Iterator[str]:
         settings = [f"{key} {decode[key]}" for key in keys]
         if len(speeds := decode.get("speeds", [1.0])) > 1:
             settings.append(f"speeds {' '.join(f'{speed:g}' for speed in speeds)}")
+        if others := decode.get("ensemble"):
+            settings.append(f"{len(others)} more in an ensemble")
         parts = {", ".join(["all", *settings]): found | wide}
         for column, groups in wide["groups"].items():
             parts |= {f"{column} {name}": group for name, group in groups.items()}

@@ -13,8 +13,9 @@ from asr.models.pruning import Kept, check_count, every_other, prune, residual_a
 from asr.models.transformer import Transformer
 from asr.recipe import as_yaml
 from asr.recipe import validate as checked
-from asr.recognizer import Recognizer, run_recipe
+from asr.recognizer import Recognizer
 from asr.settings import Recipe, SpeechRecipe
+from asr.trained import run_recipe
 from asr.training.checkpoint import TRAINING, choose, read_training
 from asr.training.loop import validate
 from asr.training.objective import SpeechObjective, means
@@ -57,7 +58,7 @@ def prune_run(
     if recipe.model.kind != "transformer":
         raise UserError(f"{run}: a {recipe.model.kind} model; only a transformer can be pruned")
     derived.check_new(to)
-    recognizer = Recognizer.load(run, [*overrides, "decode.lm=null"])
+    recognizer = Recognizer.load(run, [*overrides, "decode.lm=null", "decode.ensemble=[]"])
     model = recognizer.model
     whole = (len(model.encoder.layers), len(model.decoder.layers))
     counts = tuple(n if k is None else k for n, k in zip(whole, keep, strict=True))

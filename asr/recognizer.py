@@ -7,7 +7,6 @@ print(recognizer.transcribe("hello.wav").text)
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -19,24 +18,22 @@ from torch.nn.utils.rnn import pad_sequence
 from asr import build
 from asr.data.batch import Batch, Example, collate
 from asr.data.plan import plan_evaluation
-from asr.data.text import Tokenizer, about, load_tokenizer
+from asr.data.text import Tokenizer, load_tokenizer
 from asr.decoding.ctc import ctc_greedy
 from asr.decoding.long import cut_at_pauses, is_silent
 from asr.decoding.search import Hypothesis, Scorer
 from asr.decoding.times import fits
-from asr.errors import UserError
 from asr.nn.memory import Memory
-from asr.recipe import read_recipe
 from asr.search import language_scorer, search
-from asr.settings import Decode, SpeechRecipe
+from asr.settings import Decode
 from asr.tokens import BLANK, SOS
-from asr.training.checkpoint import choose, load_weights
+from asr.trained import STATISTICS, run_ensemble, run_front_end, run_model, run_recipe
 from asr.transcript import NOTHING, Transcript, joined, timed
 from features.audio import AudioError, NoSamples, from_samples
 from features.front_end import FrontEnd
 
 MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
-STATISTICS = "features.safetensors"
+Others = Sequence[tuple[nn.Module, Memory]]  # a model, and what it made of the utterances
 
 
 class Recognizer:
@@ -44,7 +41,7 @@ class Recognizer:
 
     longest: seconds of audio that the model hears at once; more is cut at pauses. lm: what
     asr.search.language_scorer gives for `decode`. steps: of the checkpoints whose mean the model
-    is, none where it is not from a run folder.
+    is, none where it is not from a run folder. ensemble: models that the search follows as well.
     """
 
     def __init__(
@@ -56,9 +53,11 @@ class Recognizer:
         longest: float = 30.0,
         lm: Scorer | None = None,
         steps: Sequence[int] = (),
+        ensemble: Sequence[nn.Module] = (),
     ) -> None:
         self.model, self.tokenizer, self.front_end = model, tokenizer, front_end
         self.decode, self.longest, self.lm, self.steps = decode, longest, lm, tuple(steps)
+        self.ensemble = tuple(ensemble)
         self.device = next(model.parameters()).device
 
     @classmethod
@@ -70,19 +69,13 @@ class Recognizer:
         """
         run = Path(run)
         recipe = run_recipe(run, overrides)
-        decode = recipe.decode
-        tokenizer = load_tokenizer(run)
-        front_end = build.front_end(recipe.features)
-        if front_end.norm.kind == "global":  # speakers of the training corpus are met no more
-            front_end.norm.load(run / STATISTICS)
-        model = build.speech_model(recipe.model, front_end.size, tokenizer.size)
-        chosen = choose(run, decode.checkpoint, decode.average)
-        load_weights(model, chosen, about(tokenizer))
-        device = build.device(recipe.train.device)
+        decode, tokenizer = recipe.decode, load_tokenizer(run)
+        front_end = run_front_end(run, recipe)
+        model, steps = run_model(run, recipe, front_end.size, tokenizer)
+        ensemble = run_ensemble(recipe, front_end, tokenizer, overrides)
         longest = decode.longest or max(1.0, recipe.data.max_seconds)
-        lm = language_scorer(decode, tokenizer, device)
-        steps = [checkpoint.step for checkpoint in chosen]
-        return cls(model.to(device), tokenizer, front_end, decode, longest, lm, steps)
+        lm = language_scorer(decode, tokenizer, build.device(recipe.train.device))
+        return cls(model, tokenizer, front_end, decode, longest, lm, steps, ensemble)
 
     def save(self, run: Path) -> None:
         """Vocabulary and statistics: with recipe and checkpoints all that `load` needs."""
@@ -172,17 +165,21 @@ class Recognizer:
         self.model.eval()
         return self.model.encode(batch.features.to(self.device), batch.lengths.to(self.device))
 
-    def encode_others(self, batch: Batch) -> list[Memory]:
-        """The same of the batch at each other speed that it was read at."""
-        return [self.encode(replace(batch, features=f, lengths=n)) for f, n in batch.others]
+    @torch.no_grad()
+    def encode_others(self, batch: Batch) -> Others:
+        """What every model of the ensemble makes of it at every speed, but what `encode` gives."""
+        self.model.eval()
+        read = [(f.to(self.device), n.to(self.device)) for f, n in batch.readings]
+        each = [(model, *reading) for model in (self.model, *self.ensemble) for reading in read]
+        return [(model, model.encode(features, lengths)) for model, features, lengths in each[1:]]
 
-    def hypotheses(self, memory: Memory, others: Sequence[Memory] = ()) -> list[Hypothesis]:
+    def hypotheses(self, memory: Memory, others: Others = ()) -> list[Hypothesis]:
         """The best hypothesis of every utterance, searched for as `decode` says."""
         return [best for best, *_ in self.nbest(memory, self.decode, 1, others)]
 
     @torch.no_grad()
     def nbest(
-        self, memory: Memory, decode: Decode, most: int, others: Sequence[Memory] = ()
+        self, memory: Memory, decode: Decode, most: int, others: Others = ()
     ) -> list[list[Hypothesis]]:
         """Up to `most` hypotheses of every utterance, best first."""
         return search(self.model, memory, decode, self.lm, most, others)
@@ -238,13 +235,3 @@ def real_frames(values: Tensor, valid: Tensor) -> list[Tensor]:
     """values (B, T, V), valid (B, T) -> (T', V) of each utterance, on the CPU."""
     frames = valid.sum(dim=1).tolist()
     return [row[:length].float().cpu() for row, length in zip(values, frames, strict=True)]
-
-
-def run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
-    """The resolved recipe of a run. UserError where the folder is no run that recognises speech."""
-    if not (run / "recipe.yaml").is_file():
-        raise UserError(f"{run}: no recipe.yaml in it, so it is no run folder")
-    recipe = read_recipe(run / "recipe.yaml", overrides)
-    if not isinstance(recipe, SpeechRecipe):
-        raise UserError(f"{run}: a run of the task {recipe.task}; only speech can be transcribed")
-    return recipe

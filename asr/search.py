@@ -31,13 +31,13 @@ def search(
     decode: Decode,
     lm: Scorer | None = None,
     nbest: int = 1,
-    others: Sequence[Memory] = (),
+    others: Sequence[tuple[nn.Module, Memory]] = (),
 ) -> list[list[Hypothesis]]:
     """Up to `nbest` hypotheses of every utterance, best first, one at least.
 
     lm: what `language_scorer` gave; decode.lm_weight is its weight. others: the same utterances at
-    other speeds, with at least one frame wherever `memory` has one; CTC alone takes none. Raises
-    UserError as the searches do.
+    other speeds or in other models, each memory with the model that made it; CTC alone takes none.
+    Raises UserError as the searches do.
     """
     if decode.search == "ctc":
         return _ctc(model, memory, decode, nbest)
@@ -45,7 +45,10 @@ def search(
     weighted = [(decode.lm_weight, lm)] if lm is not None and decode.lm_weight else []
     if not weighted and not others and GREEDY.items() <= settings.items():
         return [[best] for best in greedy(model, memory, max_ratio=decode.max_ratio)]
-    (_, ctc), *also = [(m, model.ctc(m) if decode.ctc_weight else None) for m in (memory, *others)]
+    (*_, ctc), *also = [
+        (own, there, own.ctc(there) if decode.ctc_weight else None)
+        for own, there in ((model, memory), *others)
+    ]
     return beam_search(
         model, memory, ctc=ctc, others=also, scorers=weighted, nbest=nbest, **settings
     )

@@ -17,8 +17,9 @@ from asr import command
 from asr.bulk import job, work
 from asr.decoding.subtitles import make_cues, srt, webvtt
 from asr.errors import UserError
-from asr.recognizer import Recognizer, run_recipe
+from asr.recognizer import Recognizer
 from asr.scoring.files import replace_files
+from asr.trained import run_recipe
 from asr.transcript import Transcript, as_plain
 
 SUFFIXES = {"text": "txt", "json": "json", "srt": "srt", "vtt": "vtt"}

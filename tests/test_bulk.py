@@ -19,7 +19,7 @@ from asr.bulk import work
 from asr.bulk.claims import Claims
 from asr.bulk.job import Job, identity, open_folder, read_list
 from asr.errors import UserError
-from asr.recognizer import run_recipe
+from asr.trained import run_recipe
 
 WORDS = ["abc", "cab", "bca", "a", "b", "acb", "ab", "ba", "c", "bac", "cb"]
 

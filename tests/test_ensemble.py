@@ -9,7 +9,7 @@ from toy_speller import ToySpeller, alone, toy_memory
 from asr.decoding.beam import beam_search
 from asr.errors import UserError
 
-FRAMES = ((7, 5), (6, 4), (11, 8))  # of two utterances, at three speeds
+FRAMES = ((7, 5), (6, 4), (11, 8))  # of two utterances, heard three times
 WEIGHT = 0.3
 
 
@@ -25,27 +25,35 @@ def of(one, utterance):
     return memory, one[1][utterance : utterance + 1, : memory.valid.shape[1]]
 
 
-def searched(model, heard, beam, **settings):
+def searched(model, heard, beam, more=(), **settings):
+    """more: the models that hear after the first, where it is not that one."""
     (memory, ctc), *others = heard
+    models = more or [model] * len(others)
+    others = [(own, *one) for own, one in zip(models, others, strict=True)]
     return beam_search(model, memory, beam, ctc=ctc, others=others, **settings)
 
 
-def mean_brute_force(model, heard, longest):
+def mean_brute_force(models, heard, longest):
     """One utterance: [(score, tokens)], best first; the mean over what was heard."""
-    found = [brute_force(model, m, longest, ctc=c[0], ctc_weight=WEIGHT) for m, c in heard]
+    found = [
+        brute_force(model, m, longest, ctc=c[0], ctc_weight=WEIGHT)
+        for model, (m, c) in zip(models, heard, strict=True)
+    ]
     each = [{tokens: score for score, tokens in sentences} for sentences in found]
     means = ((sum(one[tokens] for one in each) / len(each), tokens) for tokens in each[0])
     return sorted(means, reverse=True)
 
 
-def test_a_beam_as_wide_as_the_space_is_brute_force():
-    model, heard = ToySpeller(V, sharpness=2.0, seed=4), views(*FRAMES)
-    ours = searched(model, heard, 250, nbest=5, max_ratio=0, max_constant=4, ctc_weight=WEIGHT)
+@pytest.mark.parametrize("seeds", [(4, 4, 4), (4, 5, 7)], ids=["one model", "three models"])
+def test_a_beam_as_wide_as_the_space_is_brute_force(seeds):
+    models, heard = [ToySpeller(V, sharpness=2.0, seed=seed) for seed in seeds], views(*FRAMES)
+    limits = {"nbest": 5, "max_ratio": 0, "max_constant": 4, "ctc_weight": WEIGHT}
+    ours = searched(models[0], heard, 250, models[1:], **limits)
     for b, hypotheses in enumerate(ours):
-        judge = mean_brute_force(model, [of(one, b) for one in heard], 4)[:5]
+        judge = mean_brute_force(models, [of(one, b) for one in heard], 4)[:5]
         assert [h.tokens for h in hypotheses] == [tokens for _, tokens in judge]
         assert [h.score for h in hypotheses] == pytest.approx([s for s, _ in judge], abs=1e-6)
-        first = mean_brute_force(model, [of(heard[0], b)], 4)[:5]
+        first = mean_brute_force(models[:1], [of(heard[0], b)], 4)[:5]
         assert [tokens for _, tokens in first] != [tokens for _, tokens in judge]
 
 
@@ -86,9 +94,19 @@ def test_what_one_speed_has_no_frames_for_is_not_said():
 
 
 def test_every_hearing_needs_its_ctc():
-    memory, ctc = views((7, 5))[0]
+    (memory, ctc), model = views((7, 5))[0], ToySpeller(V)
     with pytest.raises(UserError, match=r"ctc_weight is 0\.3, but this model has no CTC head"):
-        beam_search(ToySpeller(V), memory, 3, ctc=ctc, others=[(memory, None)], ctc_weight=0.3)
+        beam_search(model, memory, 3, ctc=ctc, others=[(model, memory, None)], ctc_weight=0.3)
+
+
+def test_what_one_model_has_no_frame_of_is_not_said():
+    """Of whom only one reduces so many frames that none is left."""
+    model, heard = ToySpeller(V), views((7, 1, 5), (4, 0, 3))
+    found = searched(model, heard, 4, nbest=2, **EVERYTHING)
+    assert [h.tokens for h in found[1]] == [()]
+    for b in (0, 2):
+        (judge,) = searched(model, [of(one, b) for one in heard], 4, nbest=2, **EVERYTHING)
+        assert [h.tokens for h in found[b]] == [h.tokens for h in judge]
 
 
 def test_ctc_of_each_speed_is_read_over_its_own_frames():

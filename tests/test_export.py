@@ -9,7 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from asr import evaluate, export, train, transcribe
-from asr.recognizer import Recognizer, run_recipe
+from asr.recognizer import Recognizer
+from asr.trained import run_recipe
 from asr.training.checkpoint import SUMS, WEIGHTS, list_checkpoints
 
 

@@ -27,7 +27,7 @@ TABLE = {
 # These see the recipe, as the commands do, but neither a command nor each other.
 ALL = set(TABLE) | {"asr.build"}
 TABLE["asr.runs"] = ALL
-TABLE["asr.tasks"] = ALL | {"asr.corpora", "asr.recognizer", "asr.search"}
+TABLE["asr.tasks"] = ALL | {"asr.corpora", "asr.recognizer", "asr.search", "asr.trained"}
 TABLE["asr.bulk"] = ALL | {"asr.recognizer", "asr.transcript"}
 
 

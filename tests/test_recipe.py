@@ -141,6 +141,8 @@ def test_what_is_written_reads_back_the_same(tmp_path, read):
         ("decode: {speeds: [1.0, 1.0]}", "decode.speeds = [1.0, 1.0]: they must differ, and"),
         ("decode: {speeds: [1.0, 3.0]}", "decode.speeds.1 = 3.0"),
         ("decode: {speeds: [1, 0.9], search: ctc}", "decode.speeds = [1, 0.9]: search=ctc hears"),
+        ("decode: {ensemble: [a], search: ctc}", "decode.ensemble = ['a']: search=ctc follows one"),
+        ("decode: {ensemble: a}", "decode.ensemble = 'a'"),
     ],
 )
 def test_a_wrong_key_type_or_range_is_named(read, more, message):

@@ -24,9 +24,8 @@ from asr.data.corpus import read_manifest
 from asr.errors import UserError
 from asr.scoring.files import replace_files
 from asr.settings import SpeechRecipe
+from asr.settings.data import TRAINING_ONLY
 from asr.training.checkpoint import WEIGHTS, Checkpoint, choose
-
-TRAINING_ONLY = {"spec_augment", "speed", "noise"}  # of the features
 
 
 @dataclass(frozen=True)
@@ -110,18 +109,21 @@ def read_list(path: Path, allow_outside: bool = False) -> list[str]:
 def identity(run: Path, recipe: SpeechRecipe) -> dict[str, Any]:
     """What transcripts depend on: the weights, what they are shown and how they are decoded.
 
-    A language model counts by its content, wherever it lies. Raises UserError where there is none.
+    A language model and an ensemble's runs count by their content, wherever they lie. Raises
+    UserError where there is none.
     """
     decode, features = recipe.decode, recipe.features
-    chosen = choose(run, decode.checkpoint, decode.average)
+    weights, *others = (
+        _sha256s(choose(one, decode.checkpoint, decode.average)) for one in (run, *decode.ensemble)
+    )
     keys = {
-        "decode": decode.model_dump(mode="json", exclude={"batch_seconds", "lm"}),
+        "decode": decode.model_dump(mode="json", exclude={"batch_seconds", "lm", "ensemble"}),
         "features": features.model_dump(mode="json", exclude=TRAINING_ONLY),
         "data": recipe.data.model_dump(mode="json", include={"max_seconds"}),
     }
     settings = {f"{group}.{key}": tree[key] for group, tree in keys.items() for key in tree}
     lm = None if decode.lm is None else _sha256_of_language_model(decode.lm)
-    return {"weights": _sha256s(chosen), "decode.lm": lm, **settings}
+    return {"weights": weights, "decode.ensemble": others or None, "decode.lm": lm, **settings}
 
 
 def _sha256s(checkpoints: Iterable[Checkpoint]) -> list[str]:

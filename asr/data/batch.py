@@ -64,6 +64,11 @@ class Batch:
     broken: tuple[Broken, ...] = field(default=())
     others: tuple[tuple[Tensor, Tensor], ...] = ()
 
+    @property
+    def readings(self) -> list[tuple[Tensor, Tensor]]:
+        """Features and lengths of all: speed 1, then the others."""
+        return [(self.features, self.lengths), *self.others]
+
     def __len__(self) -> int:
         return len(self.ids)
 

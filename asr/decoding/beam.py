@@ -24,7 +24,7 @@ from asr.decoding.follow import FollowRules
 from asr.decoding.living import Growth
 from asr.decoding.pool import Pool
 from asr.decoding.score import Ranking
-from asr.decoding.search import Hypothesis, Scorer, SearchModel, heard, length_limits, only
+from asr.decoding.search import Hypothesis, Scorer, SearchModel, heard, length_limits
 from asr.errors import UserError
 from asr.nn.memory import Memory
 
@@ -84,28 +84,28 @@ def beam_search(
     beam: int = 8,
     *,
     ctc: Tensor | None = None,
-    others: Sequence[tuple[Memory, Tensor | None]] = (),
+    others: Sequence[tuple[SearchModel, Memory, Tensor | None]] = (),
     scorers: Sequence[tuple[float, Scorer]] = (),
     **settings: Any,
 ) -> list[list[Hypothesis]]:
     """The nbest best hypotheses of every utterance, best first; settings: see BeamSettings.
 
     ctc: the CTC head's log-probs (B, T, V); others: the same utterances as heard in another way,
-    such as at another speed, each with its ctc; the search follows the mean (ensemble.py), and
-    frames are counted in `memory`. scorers: weights and scorers, such as language models.
-    Hypothesis.parts: the model, CTC where it has a weight, then scorers in their order. An
-    utterance without a frame gives one empty hypothesis.
+    at another speed or by another model, each with its model and ctc; the search follows the mean
+    (ensemble.py), and frames are counted in `memory`. scorers: weights and scorers, such as
+    language models. Hypothesis.parts: the model, CTC where it has a weight, then scorers in their
+    order. An utterance without a frame in one of the memories gives one empty hypothesis.
 
     Raises UserError for a setting out of range, a ctc_weight without ctc, a scorer of another
     vocabulary, a coverage_penalty without attention, and NaN from the model.
     """
     chosen = BeamSettings(beam, **settings)
     pools = [Pool(chosen.nbest) for _ in memory.valid]
-    active, kept = heard(memory)
-    heads = [ctc, *(head for _, head in others)]
-    memories = [kept, *(only(own, active) for own, _ in others)]
+    models, whole, heads = zip((model, memory, ctc), *others, strict=True)
+    active, memories = heard(*whole)
+    kept = memories[0]
     weighted = [
-        (1 - chosen.ctc_weight, _mean([model] * len(memories), memories)),
+        (1 - chosen.ctc_weight, _mean(models, memories)),
         *_ctc(heads, memories, chosen.ctc_weight, active),
         *scorers,
     ]

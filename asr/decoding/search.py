@@ -65,13 +65,14 @@ def length_limits(valid: Tensor, ratio: float, constant: float) -> Tensor:
     return (valid.sum(dim=1) * ratio + constant).floor().clamp_min(0).long()
 
 
-def heard(memory: Memory) -> tuple[Tensor, Memory]:
-    """The utterances with at least one real frame: their numbers (B',) and their memory.
+def heard(*memories: Memory) -> tuple[Tensor, list[Memory]]:
+    """The utterances with a real frame in every memory: their numbers (B',) and their memories.
 
     The others say nothing: no attention can be formed over no frames.
     """
-    kept = memory.valid.any(dim=1).nonzero().squeeze(1)
-    return kept, only(memory, kept)
+    real = torch.stack([memory.valid.any(dim=1) for memory in memories])
+    kept = real.all(dim=0).nonzero().squeeze(1)
+    return kept, [only(memory, kept) for memory in memories]
 
 
 def only(memory: Memory, kept: Tensor) -> Memory:
@@ -99,7 +100,7 @@ def greedy(
     hypothesis. Raises UserError where the model gives NaN.
     """
     results = [Hypothesis((), 0.0, True)] * len(memory.valid)
-    active, memory = heard(memory)
+    active, (memory,) = heard(memory)
     if len(active) == 0:
         return results
     limits = length_limits(memory.valid, max_ratio, max_constant)

@@ -33,6 +33,9 @@ class SpecAugment(Settings):
     time_fraction: Weight = 0.2  # a time mask never covers more of its utterance than this
 
 
+TRAINING_ONLY = {"spec_augment", "speed", "noise"}  # of the features
+
+
 class Features(Settings):
     """The acoustic front end, the same for every model."""
 

@@ -18,6 +18,8 @@ class Decode(Settings):
     # Each utterance is heard at all of these, and the search follows the mean of what is heard;
     # validation in training hears at 1 alone.
     speeds: Annotated[tuple[Speed, ...], Field(min_length=1, max_length=20)] = (1.0,)
+    # Runs of the same vocabulary and features, such as other seeds, that are part of that mean.
+    ensemble: Annotated[tuple[Path, ...], Field(max_length=20)] = ()
     beam: Annotated[int, Field(ge=1, le=1000)] = 1
     ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
     lm: Path | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, kenlm's binary)
@@ -55,3 +57,10 @@ class Decode(Settings):
         if len(speeds) > 1 and info.data.get("search") == "ctc":
             raise ValueError("search=ctc hears at one: set decode.speeds=[1.0] or search=beam")
         return speeds
+
+    @field_validator("ensemble")
+    @classmethod
+    def _follow_a_beam(cls, runs: tuple[Path, ...], info: ValidationInfo) -> tuple[Path, ...]:
+        if runs and info.data.get("search") == "ctc":
+            raise ValueError("search=ctc follows one run: set decode.ensemble=[] or search=beam")
+        return runs

@@ -21,13 +21,14 @@ from asr.data.plan import Item, plan_evaluation
 from asr.data.statistics import measure, of_split
 from asr.data.text import about, labels_of, load_tokenizer
 from asr.nn.memory import Memory
-from asr.recognizer import STATISTICS, Recognizer
+from asr.recognizer import Recognizer
 from asr.scoring.pictures import attention_picture, diagonality, feature_picture
 from asr.scoring.wer import score
 from asr.search import language_scorer
 from asr.settings import SpeechRecipe
 from asr.tasks.room import check_room
 from asr.tasks.vocabulary import kept_vocabulary
+from asr.trained import STATISTICS
 from asr.training.log import Log
 from asr.training.objective import SpeechObjective, shift
 from asr.training.position import Position

@@ -208,7 +208,8 @@ def measure_run(run: Path) -> None:
     import torch
 
     from asr import corpora
-    from asr.recognizer import Recognizer, run_recipe
+    from asr.recognizer import Recognizer
+    from asr.trained import run_recipe
 
     torch.set_num_threads(1)
     corpus = corpora.split(run_recipe(run).data, "test")

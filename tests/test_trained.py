@@ -1,0 +1,184 @@
+"""Runs heard together, against the mean of what torch says of each alone; and what forbids it."""
+
+import csv
+import json
+import shutil
+
+import pytest
+import torch
+from test_fusion import save_language_run
+from torch.nn.functional import ctc_loss
+
+from asr import build, evaluate
+from asr.bulk.job import identity
+from asr.data.corpus import read_manifest
+from asr.data.text import Characters, about
+from asr.evaluation import batches
+from asr.recipe import validate, write_recipe
+from asr.recognizer import Recognizer
+from asr.tokens import BLANK, EOS, SOS
+from asr.trained import STATISTICS, run_recipe
+from asr.training.checkpoint import save_checkpoint
+from features.normalize import MeanVarianceNorm
+
+TRANSFORMER = {"kind": "transformer", "d_model": 8, "heads": 2, "feed_forward": 13}
+TRANSFORMER |= {"encoder_layers": 2, "decoder_layers": 1}
+WEIGHT = 0.3
+SEARCH = [f"decode.ctc_weight={WEIGHT}", "decode.beam=3"]
+# With these a hypothesis' score is the sum of what its tokens were given.
+SUMS = ["decode.length_penalty=0", "decode.eos_threshold=null", "decode.speeds=[0.9,1.0,1.1]"]
+
+
+def save_run(run, like, seed=5, tokenizer=None, **changes):
+    """An untrained run with the recipe of another, but for `changes` group by group."""
+    tree = run_recipe(like).model_dump(mode="json")
+    for group, keys in changes.items():
+        tree[group] = keys if group == "model" and "kind" in keys else {**tree[group], **keys}
+    recipe, tokenizer = validate(tree, "test"), tokenizer or Recognizer.load(like).tokenizer
+    run.mkdir()
+    tokenizer.save(run)
+    write_recipe(recipe, run / "recipe.yaml")
+    torch.manual_seed(seed)
+    features = build.front_end(recipe.features).size
+    model = build.speech_model(recipe.model, features, tokenizer.size)
+    for weight in model.parameters():
+        weight.data.mul_(2.0)  # untrained, but of decided opinion
+    save_checkpoint(run, model, {}, 1, 1.0, about(tokenizer))
+    return run
+
+
+def together(*runs):
+    return f"decode.ensemble=[{','.join(map(str, runs))}]"
+
+
+def said_alone(model, memory, tokens):
+    """What one model gives a sentence (U,), of one utterance: decoder and CTC, as searched."""
+    logits = model.decode(memory, torch.tensor([[SOS, *tokens]]))
+    each = logits.log_softmax(dim=2)[0].gather(1, torch.tensor([*tokens, EOS])[:, None])
+    ctc, lengths = model.ctc(memory).transpose(0, 1), torch.tensor([memory.valid.shape[1]])
+    loss = ctc_loss(
+        ctc, torch.tensor([tokens]), lengths, torch.tensor([len(tokens)]), BLANK, reduction="none"
+    )
+    return (1 - WEIGHT) * float(each.sum()) - WEIGHT * float(loss)
+
+
+@torch.no_grad()
+def test_a_sentence_has_the_mean_of_what_each_run_gives_it_alone(tiny, tiny_run, tmp_path):
+    """Two families, three speeds: six hearings."""
+    other = save_run(tmp_path / "other", tiny_run, model=TRANSFORMER)
+    ours = Recognizer.load(tiny_run, [*SEARCH, *SUMS, together(other)])
+    corpus, recipe = read_manifest(tiny.parent / "test.tsv"), run_recipe(tiny_run, SUMS)
+    recipe = recipe.model_copy(
+        update={"decode": recipe.decode.model_copy(update={"batch_seconds": 0.1})}
+    )
+    models = [Recognizer.load(run).model.eval() for run in (tiny_run, other)]
+    compared = 0
+    for batch in batches(ours, corpus, recipe):  # of one utterance each
+        (found,) = ours.hypotheses(ours.encode(batch), ours.encode_others(batch))
+        if found.tokens:
+            hearings = [(m, m.encode(f, n)) for m in models for f, n in batch.readings]
+            alone = [said_alone(m, memory, found.tokens) for m, memory in hearings]
+            assert len(set(alone)) == 6
+            assert found.score == pytest.approx(sum(alone) / 6, abs=1e-3)
+            compared += 1
+    assert compared > 1
+
+
+def test_a_run_beside_itself_is_alone(tiny, tiny_run):
+    corpus = read_manifest(tiny.parent / "test.tsv")
+    alone, twice = (Recognizer.load(tiny_run, [*SEARCH, *o]) for o in ([], [together(tiny_run)]))
+    for utterance in corpus:
+        one, two = alone.transcribe(utterance.audio), twice.transcribe(utterance.audio)
+        assert one.text == two.text and one.score == pytest.approx(two.score, abs=1e-4)
+
+
+def test_features_changed_on_the_command_line_are_those_of_all(tiny_run, tmp_path):
+    other = save_run(tmp_path / "other", tiny_run, model=TRANSFORMER)
+    changed = ["features.mvn=speaker", "model.listener.dropout=0", together(other)]
+    assert len(Recognizer.load(tiny_run, changed).ensemble) == 1
+
+
+def test_files_say_what_the_split_says(tiny, tiny_run, commands, tmp_path):
+    settings = [*SEARCH, together(save_run(tmp_path / "other", tiny_run))]
+    out = tmp_path / "out"
+    assert commands(evaluate, tiny_run, "--split", "test", *settings, "--out", out)[0] == 0
+    with (out / "hypotheses.tsv").open(newline="") as file:
+        rows = {row["id"]: row["hypothesis"] for row in csv.DictReader(file, delimiter="\t")}
+    recognizer = Recognizer.load(tiny_run, settings)
+    corpus = read_manifest(tiny.parent / "test.tsv")
+    told = dict(recognizer.transcribe_files([u.audio for u in corpus]))
+    assert {u.id: told[u.audio].text for u in corpus} == rows
+    alone = Recognizer.load(tiny_run, SEARCH)
+    assert any(alone.transcribe(u.audio).score != told[u.audio].score for u in corpus)
+    decode = json.loads((out / "score.json").read_text())["about"]["decode"]
+    assert decode["ensemble"] == [str(tmp_path / "other")]
+    assert "ensemble with" in (out / "page.html").read_text()
+
+
+def test_the_first_run_s_choice_of_checkpoints_holds_for_all(tiny_run, tmp_path):
+    other = shutil.copytree(tiny_run, tmp_path / "other")
+    for average in (1, 2):
+        overrides = [f"decode.average={average}"]
+        ours = Recognizer.load(tiny_run, [*overrides, together(other)]).ensemble[0].state_dict()
+        judge = Recognizer.load(other, overrides).model.state_dict()
+        assert all(torch.equal(ours[name], weight) for name, weight in judge.items())
+
+
+def of_other_words(tmp_path, like):
+    return save_run(tmp_path / "other", like, tokenizer=Characters.train(["xyz"]))
+
+
+def of_other_features(tmp_path, like):
+    return save_run(tmp_path / "other", like, features={"mel_bins": 13, "mvn": "none"})
+
+
+def without_ctc(tmp_path, like):
+    return save_run(tmp_path / "other", like, model={"ctc_weight": 0.0})
+
+
+def of_language(tmp_path, like):
+    save_language_run(tmp_path / "other", Recognizer.load(like).tokenizer)
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (of_other_words, "its vocabulary is not the first run's; it cannot be heard beside it"),
+        (of_other_features, "features.mel_bins, features.mvn of it are not the first run's; "),
+        (without_ctc, "it has no CTC head such as the first run's; "),
+        (of_language, "a run of the task language; only speech can be transcribed"),
+        (lambda tmp_path, _: tmp_path / "other", "no recipe.yaml in it, so it is no run folder"),
+    ],
+)
+def test_what_cannot_be_heard_together_is_one_line(
+    make, reason, tiny_run, commands, tmp_path, monkeypatch
+):
+    other = make(tmp_path, tiny_run)
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_: pytest.fail("decoded in vain"))
+    line = commands.refused(evaluate, tiny_run, "--split", "test", together(other))
+    assert line.startswith(f"decode.ensemble: {other}: {reason}")
+
+
+def test_statistics_of_the_corpus_must_be_the_same(tiny_run, tmp_path):
+    runs = [save_run(tmp_path / n, tiny_run, features={"mvn": "global"}) for n in ("a", "b", "c")]
+    for run, seed in zip(runs, (1, 1, 2), strict=True):
+        norm = MeanVarianceNorm("global")
+        norm.add(torch.randn(29, 11, generator=torch.Generator().manual_seed(seed)))
+        norm.save(run / STATISTICS)
+    assert len(Recognizer.load(runs[0], [together(runs[1])]).ensemble) == 1
+    with pytest.raises(Exception, match=f"the statistics in {STATISTICS} are not the first run's"):
+        Recognizer.load(runs[0], [together(runs[2])])
+
+
+def test_a_list_s_transcripts_depend_on_the_weights_of_all(tiny_run, tmp_path):
+    other = save_run(tmp_path / "other", tiny_run)
+    plain = identity(tiny_run, run_recipe(tiny_run))
+    both = identity(tiny_run, run_recipe(tiny_run, [together(other)]))
+    assert [key for key in both if both[key] != plain[key]] == ["decode.ensemble"]
+    other.rename(tmp_path / "moved")
+    moved = run_recipe(tiny_run, [together(tmp_path / "moved")])
+    assert identity(tiny_run, moved) == both
+    shutil.rmtree(tmp_path / "moved")
+    save_run(tmp_path / "moved", tiny_run, seed=6)
+    assert identity(tiny_run, moved)["decode.ensemble"] != both["decode.ensemble"]
