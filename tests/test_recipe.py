@@ -196,8 +196,20 @@ def test_what_speech_alone_has_is_refused_elsewhere(recipe, key, value, tmp_path
     place, written = RECIPES / f"{recipe}.yaml", tmp_path / "recipe.yaml"
     write_recipe(read_recipe(place), written)
     assert key in written.read_text() and read_recipe(written) == read_recipe(place)
-    with pytest.raises(RecipeError, match=f"train.{key} is for task speech alone: leave it out"):
+    task = "language" if recipe == "demo_lm" else "images"
+    with pytest.raises(RecipeError, match=f"train.{key} changes nothing in task {task}: "):
         read_recipe(place, [f"train.{key}={value}"])
+
+
+def test_what_images_have_no_use_for_is_refused():
+    """Of what text needs, and DRAW of what classes need."""
+    rows, draw = RECIPES / "mnist_rows.yaml", RECIPES / "draw.yaml"
+    for place in (rows, draw):
+        with pytest.raises(RecipeError, match=r"train\.samples changes nothing in task images"):
+            read_recipe(place, ["train.samples=2"])
+    assert read_recipe(rows, ["train.label_smoothing=0.2"]).train.label_smoothing == 0.2
+    with pytest.raises(RecipeError, match=r"train\.label_smoothing changes nothing in task images"):
+        read_recipe(draw, ["train.label_smoothing=0.2"])
 
 
 @pytest.mark.parametrize("kind", ["los", "", "1"])

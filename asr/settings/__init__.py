@@ -10,7 +10,7 @@ from asr.settings.decode import Decode
 from asr.settings.images import Draw, ImageData, Rows
 from asr.settings.language import LanguageData, LanguageModel, LanguageText
 from asr.settings.las import Las
-from asr.settings.train import OF_SPEECH, Train
+from asr.settings.train import ALONE, OF_SPEECH, Train
 from asr.settings.transformer import Transformer
 
 Model = Annotated[Las | Transformer, Field(discriminator="kind")]
@@ -35,13 +35,17 @@ class Recipe(Settings):
 class SilentRecipe(Recipe):
     """A task without audio."""
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """Keys under `train:` that change nothing here, each with what there is instead."""
+        return OF_SPEECH
+
     @model_validator(mode="after")
-    def _nothing_of_speech(self) -> "SilentRecipe":
-        """A value other than the default would be taken and change nothing."""
+    def _nothing_idle(self) -> "SilentRecipe":
         usual = Train()
-        for key, instead in OF_SPEECH.items():
+        for key, instead in self.idle.items():
             if getattr(self.train, key) != getattr(usual, key):
-                raise ValueError(f"train.{key} is for task speech alone: leave it out{instead}")
+                raise ValueError(f"train.{key} changes nothing in task {self.task}: {instead}")
         return self
 
 
@@ -73,6 +77,12 @@ class ImageRecipe(SilentRecipe):
     task: Literal["images"]
     data: ImageData = ImageData()
     model: Annotated[Rows | Draw, Field(discriminator="kind")]
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Those of speech, samples of text, and the smoothing of labels, of which DRAW has none."""
+        labels = {"label_smoothing": ALONE} if self.model.kind == "draw" else {}
+        return OF_SPEECH | {"samples": ALONE} | labels
 
     @model_validator(mode="after")
     def _draw_is_black_and_white(self) -> "ImageRecipe":

@@ -77,12 +77,13 @@ class Train(Settings):
     debug: Literal["nan"] | None = None  # nan: stop at the first value that is not finite, slow
 
 
+ALONE = "leave it out"
 # What only utterances have, and what other tasks have in its place.
 OF_SPEECH = {
-    "batch_seconds": " (data.batch_bytes sizes batches of text, data.batch those of images)",
-    "round_seconds": "",
-    "short_first": "",
-    "guide": "",
-    "wer_utterances": "",
-    "alarm": "",
+    "batch_seconds": "data.batch_bytes sizes batches of text, data.batch those of images",
+    "round_seconds": ALONE,
+    "short_first": ALONE,
+    "guide": ALONE,
+    "wer_utterances": ALONE,
+    "alarm": ALONE,
 }
