@@ -11,6 +11,8 @@ from asr.recognizer import Recognizer
 from asr.settings import Recipe
 from asr.training.checkpoint import save_checkpoint
 
+ALONE = ("decode.lm=null", "decode.ensemble=[]")  # overrides: the run as it is made into another
+
 
 def arguments(
     prog: str, description: str, source: str, target: str, examples: str

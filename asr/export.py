@@ -38,8 +38,7 @@ def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = No
     recipe = run_recipe(run, overrides)
     derived.check_new(to)
     text = _text(told)
-    alone = ["decode.lm=null", "decode.ensemble=[]", "train.device=cpu"]
-    recognizer = Recognizer.load(run, [*overrides, *alone])
+    recognizer = Recognizer.load(run, [*overrides, *derived.ALONE, "train.device=cpu"])
     checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
     model = recognizer.model.half()
     for name, weight in model.state_dict().items():

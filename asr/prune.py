@@ -58,7 +58,7 @@ def prune_run(
     if recipe.model.kind != "transformer":
         raise UserError(f"{run}: a {recipe.model.kind} model; only a transformer can be pruned")
     derived.check_new(to)
-    recognizer = Recognizer.load(run, [*overrides, "decode.lm=null", "decode.ensemble=[]"])
+    recognizer = Recognizer.load(run, [*overrides, *derived.ALONE])
     model = recognizer.model
     whole = (len(model.encoder.layers), len(model.decoder.layers))
     counts = tuple(n if k is None else k for n, k in zip(whole, keep, strict=True))

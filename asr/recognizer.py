@@ -7,7 +7,7 @@ print(recognizer.transcribe("hello.wav").text)
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from asr.decoding.long import cut_at_pauses, is_silent
 from asr.decoding.search import Hypothesis, Scorer
 from asr.decoding.times import fits
 from asr.nn.memory import Memory
-from asr.search import language_scorer, search
+from asr.search import Others, language_scorer, search
 from asr.settings import Decode
 from asr.tokens import BLANK, SOS
 from asr.trained import STATISTICS, run_ensemble, run_front_end, run_model, run_recipe
@@ -33,7 +33,6 @@ from features.audio import AudioError, NoSamples, from_samples
 from features.front_end import FrontEnd
 
 MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
-Others = Sequence[tuple[nn.Module, Memory]]  # a model, and what it made of the utterances
 
 
 class Recognizer:
@@ -159,19 +158,19 @@ class Recognizer:
                     found[row] = told
         return found
 
-    @torch.no_grad()
     def encode(self, batch: Batch) -> Memory:
         """What the encoder makes of a batch, without dropout."""
-        self.model.eval()
-        return self.model.encode(batch.features.to(self.device), batch.lengths.to(self.device))
+        return self._encode(self.model, batch.features, batch.lengths)
 
-    @torch.no_grad()
     def encode_others(self, batch: Batch) -> Others:
         """What every model of the ensemble makes of it at every speed, but what `encode` gives."""
-        self.model.eval()
-        read = [(f.to(self.device), n.to(self.device)) for f, n in batch.readings]
-        each = [(model, *reading) for model in (self.model, *self.ensemble) for reading in read]
-        return [(model, model.encode(features, lengths)) for model, features, lengths in each[1:]]
+        _, *more = product((self.model, *self.ensemble), batch.readings)
+        return [(model, self._encode(model, *reading)) for model, reading in more]
+
+    @torch.no_grad()
+    def _encode(self, model: nn.Module, features: Tensor, lengths: Tensor) -> Memory:
+        model.eval()
+        return model.encode(features.to(self.device), lengths.to(self.device))
 
     def hypotheses(self, memory: Memory, others: Others = ()) -> list[Hypothesis]:
         """The best hypothesis of every utterance, searched for as `decode` says."""

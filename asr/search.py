@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from asr.data.text import Tokenizer
 from asr.decoding.beam import BeamSettings, beam_search
@@ -17,6 +17,7 @@ from asr.settings import Decode
 from asr.tasks.language import load_language_model
 from asr.tokens import SPECIAL
 
+Others = Sequence[tuple[nn.Module, Memory]]  # a model, and what it made of the utterances
 SEARCH = {field.name for field in fields(BeamSettings)} & set(Decode.model_fields)
 # Greedy search heeds max_ratio; with one hypothesis the others have nothing to rank or wait for.
 FREE = {"max_ratio", "patience", "length_penalty", "token_reward"}
@@ -31,7 +32,7 @@ def search(
     decode: Decode,
     lm: Scorer | None = None,
     nbest: int = 1,
-    others: Sequence[tuple[nn.Module, Memory]] = (),
+    others: Others = (),
 ) -> list[list[Hypothesis]]:
     """Up to `nbest` hypotheses of every utterance, best first, one at least.
 
@@ -45,13 +46,12 @@ def search(
     weighted = [(decode.lm_weight, lm)] if lm is not None and decode.lm_weight else []
     if not weighted and not others and GREEDY.items() <= settings.items():
         return [[best] for best in greedy(model, memory, max_ratio=decode.max_ratio)]
-    (*_, ctc), *also = [
-        (own, there, own.ctc(there) if decode.ctc_weight else None)
-        for own, there in ((model, memory), *others)
-    ]
-    return beam_search(
-        model, memory, ctc=ctc, others=also, scorers=weighted, nbest=nbest, **settings
-    )
+
+    def ctc(own: nn.Module, there: Memory) -> Tensor | None:
+        return own.ctc(there) if decode.ctc_weight else None
+
+    heads = {"ctc": ctc(model, memory), "others": [(*one, ctc(*one)) for one in others]}
+    return beam_search(model, memory, **heads, scorers=weighted, nbest=nbest, **settings)
 
 
 def _ctc(model: nn.Module, memory: Memory, decode: Decode, nbest: int) -> list[list[Hypothesis]]:

@@ -71,7 +71,7 @@ def run_ensemble(
             model, _ = run_model(run, own, front_end.size, tokenizer)
         except UserError as error:
             raise UserError(f"decode.ensemble: {error}") from None
-        models.append(model.eval())
+        models.append(model)
     return models
 
 

@@ -1,24 +1,24 @@
 """Runs heard together, against the mean of what torch says of each alone; and what forbids it."""
 
-import csv
 import json
 import shutil
 
 import pytest
 import torch
+from test_evaluate import heard
 from test_fusion import save_language_run
 from torch.nn.functional import ctc_loss
 
 from asr import build, evaluate
 from asr.bulk.job import identity
 from asr.data.corpus import read_manifest
-from asr.data.text import Characters, about
+from asr.data.text import Characters
+from asr.derived import write_run
 from asr.evaluation import batches
-from asr.recipe import validate, write_recipe
+from asr.recipe import validate
 from asr.recognizer import Recognizer
 from asr.tokens import BLANK, EOS, SOS
 from asr.trained import STATISTICS, run_recipe
-from asr.training.checkpoint import save_checkpoint
 from features.normalize import MeanVarianceNorm
 
 TRANSFORMER = {"kind": "transformer", "d_model": 8, "heads": 2, "feed_forward": 13}
@@ -27,6 +27,7 @@ WEIGHT = 0.3
 SEARCH = [f"decode.ctc_weight={WEIGHT}", "decode.beam=3"]
 # With these a hypothesis' score is the sum of what its tokens were given.
 SUMS = ["decode.length_penalty=0", "decode.eos_threshold=null", "decode.speeds=[0.9,1.0,1.1]"]
+SHORT = "decode.batch_seconds=0.1"
 
 
 def save_run(run, like, seed=5, tokenizer=None, **changes):
@@ -35,15 +36,12 @@ def save_run(run, like, seed=5, tokenizer=None, **changes):
     for group, keys in changes.items():
         tree[group] = keys if group == "model" and "kind" in keys else {**tree[group], **keys}
     recipe, tokenizer = validate(tree, "test"), tokenizer or Recognizer.load(like).tokenizer
-    run.mkdir()
-    tokenizer.save(run)
-    write_recipe(recipe, run / "recipe.yaml")
+    front_end = build.front_end(recipe.features)
     torch.manual_seed(seed)
-    features = build.front_end(recipe.features).size
-    model = build.speech_model(recipe.model, features, tokenizer.size)
+    model = build.speech_model(recipe.model, front_end.size, tokenizer.size)
     for weight in model.parameters():
         weight.data.mul_(2.0)  # untrained, but of decided opinion
-    save_checkpoint(run, model, {}, 1, 1.0, about(tokenizer))
+    write_run(run, recipe, Recognizer(model, tokenizer, front_end, recipe.decode), {}, 1, 1.0)
     return run
 
 
@@ -67,10 +65,7 @@ def test_a_sentence_has_the_mean_of_what_each_run_gives_it_alone(tiny, tiny_run,
     """Two families, three speeds: six hearings."""
     other = save_run(tmp_path / "other", tiny_run, model=TRANSFORMER)
     ours = Recognizer.load(tiny_run, [*SEARCH, *SUMS, together(other)])
-    corpus, recipe = read_manifest(tiny.parent / "test.tsv"), run_recipe(tiny_run, SUMS)
-    recipe = recipe.model_copy(
-        update={"decode": recipe.decode.model_copy(update={"batch_seconds": 0.1})}
-    )
+    corpus, recipe = read_manifest(tiny.parent / "test.tsv"), run_recipe(tiny_run, [*SUMS, SHORT])
     models = [Recognizer.load(run).model.eval() for run in (tiny_run, other)]
     compared = 0
     for batch in batches(ours, corpus, recipe):  # of one utterance each
@@ -102,8 +97,7 @@ def test_files_say_what_the_split_says(tiny, tiny_run, commands, tmp_path):
     settings = [*SEARCH, together(save_run(tmp_path / "other", tiny_run))]
     out = tmp_path / "out"
     assert commands(evaluate, tiny_run, "--split", "test", *settings, "--out", out)[0] == 0
-    with (out / "hypotheses.tsv").open(newline="") as file:
-        rows = {row["id"]: row["hypothesis"] for row in csv.DictReader(file, delimiter="\t")}
+    rows = {row["id"]: row["hypothesis"] for row in heard(out)}
     recognizer = Recognizer.load(tiny_run, settings)
     corpus = read_manifest(tiny.parent / "test.tsv")
     told = dict(recognizer.transcribe_files([u.audio for u in corpus]))
