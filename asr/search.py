@@ -50,8 +50,15 @@ def search(
     def ctc(own: nn.Module, there: Memory) -> Tensor | None:
         return own.ctc(there) if decode.ctc_weight else None
 
-    heads = {"ctc": ctc(model, memory), "others": [(*one, ctc(*one)) for one in others]}
-    return beam_search(model, memory, **heads, scorers=weighted, nbest=nbest, **settings)
+    return beam_search(
+        model,
+        memory,
+        ctc=ctc(model, memory),
+        others=[(*one, ctc(*one)) for one in others],
+        scorers=weighted,
+        nbest=nbest,
+        **settings,
+    )
 
 
 def _ctc(model: nn.Module, memory: Memory, decode: Decode, nbest: int) -> list[list[Hypothesis]]:
