@@ -10,7 +10,7 @@ SETTINGS = (
     {"norm_position": "post", "norm": "rms", "activation": "gelu", "positions": "learned"},
     {"norm": "scale", "fixnorm": True, "tied": True, "residual_scale": 1.3},
     {"norm_position": "post", "residual_scale": "deepnet", "reduction": 6, "activation": "swish"},
-    {"encoder_windows": {"offsets": [-1.5, 2], "width": 0.7}},
+    {"encoder_windows": {"offsets": [-1.5, 2], "width": 0.7}, "encoder_convolution": 5},
 )
 
 

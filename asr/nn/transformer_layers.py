@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from asr.nn.activation import make_activation
+from asr.nn.convolution import ConvolutionModule
 from asr.nn.drop import VShape, kept_layers
 from asr.nn.dropout import Dropout, check_rate
 from asr.nn.multihead import CrossAttention, KeyValue, SelfAttention
@@ -51,17 +52,20 @@ class FeedForward(nn.Sequential):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention, then feed-forward."""
+    """Self-attention, a convolution module where one is given, then feed-forward."""
 
     def __init__(
         self,
         self_attention: SelfAttention,
         feed_forward: FeedForward,
         residual: Callable[[], Residual],
+        convolution: ConvolutionModule | None = None,
     ) -> None:
         super().__init__()
         self.self_attention = self_attention
         self.around_self_attention = residual()
+        self.convolution = convolution
+        self.around_convolution = None if convolution is None else residual()
         self.feed_forward = feed_forward
         self.around_feed_forward = residual()
 
@@ -69,6 +73,9 @@ class EncoderLayer(nn.Module):
         """x (B, T, E), valid (B, 1, 1, T) bool -> (B, T, E)."""
         around = self.around_self_attention
         x = around.leave(x, self.self_attention(around.enter(x), valid))
+        if self.convolution is not None:
+            around = self.around_convolution
+            x = around.leave(x, self.convolution(around.enter(x), valid[:, 0, 0]))
         around = self.around_feed_forward
         return around.leave(x, self.feed_forward(around.enter(x)))
 
@@ -177,6 +184,7 @@ class LayerSettings:
     feed_forward_dropout: behind the activation; drop_head: a rate or a VShape.
     activation: relu | gelu | swish; norm: layer | rms | scale; norm_position: pre | post.
     encoder_windows: where its heads look first, as asr/nn/windows.py takes it.
+    encoder_convolution: frames that a convolution module behind self-attention sees; odd.
     """
 
     heads: int = 4
@@ -189,11 +197,15 @@ class LayerSettings:
     norm: str = "layer"
     norm_position: str = "pre"
     encoder_windows: Mapping[str, Any] | None = None
+    encoder_convolution: int | None = None
 
     def encoder(self, size: int, count: int, scale: Scale, layer_drop: float) -> Stack:
         """A stack of `count` encoder layers of this size."""
         parts = (partial(SelfAttention, windows=self.encoder_windows),)
-        layers = [EncoderLayer(*self._parts(size, scale, parts)) for _ in range(count)]
+        layers = [
+            EncoderLayer(*self._parts(size, scale, parts), self._convolution(size, scale))
+            for _ in range(count)
+        ]
         return Stack(layers, self._last_norm(size), layer_drop)
 
     def decoder(self, size: int, count: int, scale: Scale, layer_drop: float) -> Stack:
@@ -211,6 +223,11 @@ class LayerSettings:
             size, self.feed_forward, self.activation, self.feed_forward_dropout, scale.gain
         )
         yield partial(Residual, size, self.norm, self.norm_position, scale.alpha, self.dropout)
+
+    def _convolution(self, size: int, scale: Scale) -> ConvolutionModule | None:
+        if self.encoder_convolution is None:
+            return None
+        return ConvolutionModule(size, self.encoder_convolution, self.norm, scale.gain)
 
     def _last_norm(self, size: int) -> nn.Module | None:
         return make_norm(self.norm, size) if self.norm_position == "pre" else None

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, ValidationInfo, WrapValidator, fiel
 from asr.settings.base import Count, Natural, Positive, Rate, Settings, Weight
 
 Depth = Annotated[int, Field(ge=1, le=200)]
+Kernel = Annotated[int, Field(ge=1, le=255)]
 
 
 def _or_say(message: str) -> WrapValidator:
@@ -100,6 +101,8 @@ class Transformer(Settings):
     layer_drop: LayerDrop = 0.0
     drop_head: DropHead = 0.0
     encoder_windows: Windows | None = None  # learned Gaussian windows on self-attention
+    # Frames that a convolution module in each encoder layer sees, odd; null for none
+    encoder_convolution: Kernel | None = None
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0 leaves the CTC head out
 
     @field_validator("heads")
@@ -110,6 +113,13 @@ class Transformer(Settings):
             fitting = ", ".join(str(n) for n in range(1, 17) if size % n == 0)
             raise ValueError(f"must divide d_model = {size}: choose {fitting}")
         return heads
+
+    @field_validator("encoder_convolution")
+    @classmethod
+    def _has_a_middle(cls, kernel: int | None) -> int | None:
+        if kernel is not None and kernel % 2 == 0:
+            raise ValueError(f"must be odd: choose {kernel - 1} or {kernel + 1}")
+        return kernel
 
     @field_validator("encoder_windows")
     @classmethod

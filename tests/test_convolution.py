@@ -1,0 +1,122 @@
+"""The convolution module against a loop over frames, neighbours and channels."""
+
+import pytest
+import torch
+from reference_transformer import linear, norm
+from torch import nn
+
+from asr.nn.convolution import ConvolutionModule
+from asr.nn.residual import Residual, Scale
+from asr.nn.transformer_layers import LayerSettings
+
+E, KERNEL, T, B = 7, 5, 13, 3
+LENGTHS = [T, 11, 2]
+NORMS = ("layer", "rms", "scale")
+
+
+def module(kind="layer", kernel=KERNEL):
+    """Moved a little from where it starts."""
+    torch.manual_seed(0)
+    made = ConvolutionModule(E, kernel, kind).double()
+    for parameter in made.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return made
+
+
+def valid():
+    return torch.arange(T) < torch.tensor(LENGTHS)[:, None]
+
+
+def slow(made, kind, x):
+    """One utterance (T, E): Gulati et al. 2020, figure 2, behind the residual's own norm."""
+    wide, gate = linear(x, *made.gated[0].parameters()).chunk(2, -1)
+    gated = wide / (1 + torch.exp(-gate))
+    frames = []
+    for t in range(len(x)):
+        seen = made.depthwise.bias.clone()
+        for k in range(KERNEL):
+            neighbour = t + k - KERNEL // 2
+            if 0 <= neighbour < len(x):
+                seen = seen + made.depthwise.weight[:, 0, k, 0] * gated[neighbour]
+        frames.append(seen)
+    normed = norm(kind, list(made.norm.parameters()), torch.stack(frames))
+    return linear(normed / (1 + torch.exp(-normed)), *made.out.parameters())
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_equals_a_slow_loop_with_gradients(kind):
+    made = module(kind)
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    out = made(x, valid())
+    ours = torch.cat([row[:n] for row, n in zip(out, LENGTHS, strict=True)])
+    expected = torch.cat([slow(made, kind, row[:n]) for row, n in zip(x, LENGTHS, strict=True)])
+    torch.testing.assert_close(ours, expected)
+    parameters = list(made.parameters())
+    gradients = torch.autograd.grad(ours.square().sum(), parameters)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), parameters))
+
+
+@torch.no_grad()
+def test_padding_and_batch_mates_change_nothing():
+    made, x = module(), torch.randn(B, T, E, dtype=torch.float64)
+    batched = made(x.masked_fill(~valid()[..., None], float("nan")), valid())
+    for row, length in enumerate(LENGTHS):
+        alone = made(x[row : row + 1, :length], torch.ones(1, length, dtype=torch.bool))
+        torch.testing.assert_close(batched[row, :length], alone[0])
+
+
+@torch.no_grad()
+def test_a_frame_sees_half_a_kernel_to_each_side():
+    made, x = module(), torch.randn(1, T, E, dtype=torch.float64)
+    everywhere = torch.ones(1, T, dtype=torch.bool)
+    before = made(x, everywhere)
+    x[:, 6] += 1.0
+    changed = ~torch.isclose(before, made(x, everywhere)).all(-1)[0]
+    assert changed.nonzero().flatten().tolist() == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("shape", [(0, T), (B, 0)])
+def test_nothing_to_hear_gives_nothing(shape):
+    out = module()(torch.zeros(*shape, E, dtype=torch.float64), torch.ones(shape).bool())
+    assert out.shape == (*shape, E)
+
+
+def test_half_precision_is_finite():
+    made = module().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = made(100 * torch.randn(B, T, E), valid())
+    out.float().square().sum().backward()
+    assert out.isfinite().all() and all(p.grad.isfinite().all() for p in made.parameters())
+
+
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_an_encoder_layer_has_it_between_attention_and_feed_forward(position):
+    torch.manual_seed(1)
+    settings = LayerSettings(
+        heads=1, feed_forward=11, norm="rms", norm_position=position, encoder_convolution=KERNEL
+    )
+    layer = settings.encoder(E, 1, Scale(1.5, 0.3), 0.0).layers[0].double().eval()
+    x, seen = torch.randn(B, T, E, dtype=torch.float64), valid()[:, None, None]
+    parts = [
+        (layer.around_self_attention, lambda y: layer.self_attention(y, seen)),
+        (layer.around_convolution, lambda y: layer.convolution(y, valid())),
+        (layer.around_feed_forward, layer.feed_forward),
+    ]
+    expected = x
+    for around, sublayer in parts:
+        assert isinstance(around, Residual) and around.alpha == 1.5
+        expected = around.leave(expected, sublayer(around.enter(expected)))
+    torch.testing.assert_close(layer(x, seen), expected)
+    assert sum(type(m).__name__ == "RMSNorm" for m in layer.modules()) == 4  # one within
+
+
+def test_without_it_a_layer_has_no_weights_of_it():
+    plain = LayerSettings(heads=1).encoder(E, 1, Scale(1.0), 0.0)
+    assert not [name for name in plain.state_dict() if "convolution" in name]
+    assert not any(isinstance(m, nn.Conv2d) for m in plain.modules())
+
+
+@pytest.mark.parametrize("kernel", [0, 4, -3])
+def test_a_kernel_without_a_middle_is_refused(kernel):
+    with pytest.raises(ValueError, match=rf"^convolution over {kernel} frames: take an odd number"):
+        ConvolutionModule(E, kernel)
