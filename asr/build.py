@@ -8,7 +8,8 @@ import torch
 from torch import nn, optim
 
 from asr import settings
-from asr.data.batch import Epochs, Utterances
+from asr.data.corpus import Corpus
+from asr.data.loader import Epochs, Utterances
 from asr.data.text import Characters, SentencePieces, Tokenizer
 from asr.errors import UserError
 from asr.models.draw import Draw
@@ -27,7 +28,7 @@ from asr.training import optim as rates
 from asr.training.image_objective import BoundObjective, ClassObjective
 from asr.training.language_objective import LanguageObjective
 from asr.training.loop import Limits
-from asr.training.objective import Guide, SpeechObjective
+from asr.training.objective import Consistency, Guide, SpeechObjective
 from features.augment import SpecAugment
 from features.fbank import Fbank, Frames, Mfcc, SlaneyMel
 from features.front_end import FrontEnd
@@ -115,7 +116,8 @@ def speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> Sp
     model = speech_model(recipe.model, features, vocabulary)
     train = recipe.train
     guide = Guide(**train.guide.model_dump()) if train.guide else None
-    objective = SpeechObjective(model, recipe.model.ctc_weight, train.label_smoothing, guide)
+    agree = Consistency(**train.consistency.model_dump()) if train.consistency else None
+    objective = SpeechObjective(model, recipe.model.ctc_weight, train.label_smoothing, guide, agree)
     return objective.to(device(train.device))
 
 
@@ -165,11 +167,14 @@ def device(name: str) -> torch.device:
     return chosen
 
 
-def epochs(recipe: SpeechRecipe, utterances: Utterances) -> Epochs:
+def epochs(
+    recipe: SpeechRecipe, corpus: Corpus, front_end: FrontEnd, tokenizer: Tokenizer
+) -> Epochs:
     """The training corpus in batches."""
     train = recipe.train
+    views = 2 if train.consistency else 1
     return Epochs(
-        utterances,
+        Utterances(corpus, front_end, tokenizer, recipe.seed, views=views),
         train.batch_seconds,
         recipe.features.speed,
         train.short_first,

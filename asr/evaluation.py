@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from matplotlib.image import imsave
 
-from asr.data.batch import Batch, Example, Utterances, collate, load
+from asr.data.batch import Batch, Example, collate
 from asr.data.corpus import Corpus
+from asr.data.loader import Utterances, load
 from asr.data.plan import plan_evaluation
 from asr.data.statistics import of_split
 from asr.data.text import labels_of

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asr import build, command, corpora, derived
-from asr.data.batch import Utterances, load
+from asr.data.loader import Utterances, load
 from asr.data.plan import plan_evaluation
 from asr.data.statistics import of_split
 from asr.errors import UserError

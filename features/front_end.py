@@ -84,16 +84,26 @@ class FrontEnd:
         return (plain, *(features if len(features) else plain for features in heard))
 
     def augmented(
-        self, waveform: Tensor, speaker: str | None, speed: float, generator: torch.Generator
-    ) -> Tensor:
-        """(S,) -> (T, F) as training sees it: speed, noise, features, normalisation, masks."""
+        self,
+        waveform: Tensor,
+        speaker: str | None,
+        speed: float,
+        generator: torch.Generator,
+        views: int = 1,
+    ) -> tuple[Tensor, ...]:
+        """(S,) -> (T, F) as training sees it: speed, noise, features, normalisation, masks.
+
+        Of several `views` only the masks differ.
+        """
         waveform = change_speed(waveform, speed)
         if self.noise is not None:
             lowest, highest = self.noise
             draw = float(torch.rand((), generator=generator))
             waveform = add_noise(waveform, lowest + draw * (highest - lowest), generator)
         features = self.norm(self.extract(waveform, generator), voice(speaker, speed))
-        return features if self.spec_augment is None else self.spec_augment(features, generator)
+        if self.spec_augment is None:
+            return (features,) * views
+        return tuple(self.spec_augment(features, generator) for _ in range(views))
 
 
 def voice(speaker: str | None, speed: float) -> str | None:

@@ -10,16 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asr.data.batch import (
-    Broken,
-    Epochs,
-    Example,
-    Utterances,
-    collate,
-    load,
-    random_of,
-)
+from asr.data.batch import Broken, Example, collate
 from asr.data.corpus import Corpus, Utterance
+from asr.data.loader import Epochs, Utterances, load, random_of
 from asr.data.plan import Item, plan_epoch, plan_evaluation
 from asr.data.text import Characters
 from asr.tokens import BLANK
@@ -172,6 +165,23 @@ def test_other_speeds_are_padded_each_by_itself():
     assert collate([a, c]).others == collate([Broken("b", "x")]).others == ()
 
 
+def test_both_views_are_the_rows_of_one_batch():
+    a, c = (example(name, frames, [4] * frames) for name, frames in (("a", 3), ("c", 7)))
+    views = [torch.randn(n, 5) for n in (3, 7)]
+    a, c = (x._replace(again=view) for x, view in zip((a, c), views, strict=True))
+    batch = collate([a, Broken("b", "x"), c], grid=0.1)
+    both = batch.both_views()
+    assert both.ids == ("a", "c", "a", "c") and both.seconds == batch.seconds
+    for row, x in enumerate((a.features, c.features, *views)):
+        assert int(both.lengths[row]) == len(x)
+        assert torch.equal(both.features[row, : len(x)], x)
+        assert not both.features[row, len(x) :].any() and both.features.size(1) == 10
+        assert both.tokens[row].tolist() == batch.tokens[row % 2].tolist()
+        assert both.token_lengths[row] == batch.token_lengths[row % 2]
+    assert batch.to(torch.device("cpu")).again is not None
+    assert collate([a._replace(again=None)]).again is None
+
+
 def test_a_batch_of_broken_ones_is_empty():
     for grid in (0.0, 0.5):
         batch = collate([Broken("b", "x"), Broken("c", "y")], grid=grid)
@@ -253,6 +263,20 @@ def test_an_epoch_on_a_grid_reads_the_same_utterances(utterances):
     (plain, widths), (rounded, on_grid) = of(0.0), of(0.4)
     assert plain == rounded
     assert all(width % 40 == 0 for width in on_grid) and len(on_grid) < len(widths)
+
+
+def test_a_second_view_changes_nothing_else(utterances):
+    u = utterances
+    twice = Utterances(u.corpus, u.front_end, u.tokenizer, u.seed, views=2)
+    batches = list(epochs(twice).batches(2))
+    assert_same(read(batches), read(epochs(u).batches(2)))
+    batches = [batch for batch in batches if len(batch)]
+    again = {name: view for b in batches for name, view in zip(b.ids, b.again, strict=True)}
+    assert all(batch.again.shape == batch.features.shape for batch in batches)
+    assert any(not torch.equal(batch.again, batch.features) for batch in batches)
+    for batch in (b for b in epochs(twice, workers=2).batches(2, skip=1) if len(b)):
+        for name, view in zip(batch.ids, batch.again, strict=True):
+            assert torch.equal(view, again[name])
 
 
 def test_broken_and_too_short_are_named(utterances):

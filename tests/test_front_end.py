@@ -62,21 +62,31 @@ def test_training_adds_speed_noise_and_masks_in_that_order(path):
         Fbank(num_mel_bins=41), MeanVarianceNorm("utterance"), spec_augment=augment, noise=(7, 13)
     )
     waveform, generator = front.load(path), seeded(5)
-    ours = front.augmented(waveform, "ann", 0.9, seeded(5))
+    (ours,) = front.augmented(waveform, "ann", 0.9, seeded(5))
     snr = 7 + 6 * float(torch.rand((), generator=generator))
     noisy = add_noise(change_speed(waveform, 0.9), snr, generator)
     assert torch.equal(ours, augment(front.features(noisy), generator))
-    assert torch.equal(front.augmented(waveform, "ann", 0.9, seeded(5)), ours)
-    assert not torch.equal(front.augmented(waveform, "ann", 0.9, seeded(6)), ours)
+    assert torch.equal(front.augmented(waveform, "ann", 0.9, seeded(5))[0], ours)
+    assert not torch.equal(front.augmented(waveform, "ann", 0.9, seeded(6))[0], ours)
     assert len(ours) == front.num_frames(len(waveform) / 16_000, speed=0.9)
+
+
+def test_of_two_views_only_the_masks_differ(path):
+    augment = SpecAugment(time_masks=3, time_width=11)
+    front = FrontEnd(Fbank(num_mel_bins=41), MeanVarianceNorm("utterance"), noise=(7, 13))
+    waveform, generator = front.load(path), seeded(5)
+    (bare,) = front.augmented(waveform, "ann", 0.9, generator)
+    front.spec_augment = augment
+    first, second = front.augmented(waveform, "ann", 0.9, seeded(5), views=2)
+    assert torch.equal(first, augment(bare, generator))
+    assert torch.equal(second, augment(bare, generator)) and not torch.equal(first, second)
 
 
 def test_with_nothing_switched_on_training_is_evaluation(path):
     front = FrontEnd(Fbank(), MeanVarianceNorm("utterance"))
     waveform = front.load(path)
-    assert torch.equal(
-        front.augmented(waveform, None, 1.0, seeded()), front.features(waveform, None)
-    )
+    (ours,) = front.augmented(waveform, None, 1.0, seeded())
+    assert torch.equal(ours, front.features(waveform, None))
 
 
 @pytest.mark.parametrize("kind", ["speaker", "global"])
@@ -107,14 +117,15 @@ def test_a_speaker_has_statistics_of_each_speed():
         mine, other = (front.extract(change_speed(w, speed)) for w in (ann, -bob))
         frames = torch.cat([mine, other]).double()
         judge = (mine - frames.mean(0)) / frames.std(0, correction=0)
-        ours = front.augmented(ann, "ann", speed, seeded())
+        (ours,) = front.augmented(ann, "ann", speed, seeded())
         torch.testing.assert_close(ours, judge.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_an_utterance_shorter_than_a_window_has_no_frames():
     front = FrontEnd(Fbank(), MeanVarianceNorm("utterance"), spec_augment=SpecAugment())
     assert front.features(torch.zeros(399)).shape == (0, 80)
-    assert front.augmented(torch.zeros(399), None, 1.1, seeded()).shape == (0, 80)
+    for view in front.augmented(torch.zeros(399), None, 1.1, seeded(), views=2):
+        assert view.shape == (0, 80)
     assert front.num_frames(399 / 16_000) == 0
 
 

@@ -1,7 +1,7 @@
 """What does not fit in memory is cut in two, once, without changing the sum."""
 
 import weakref
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 
 import pytest
 import torch
@@ -108,9 +108,11 @@ def test_other_errors_are_not_swallowed():
 @pytest.mark.parametrize("size", [2, 5, 7])
 def test_halves_have_all_rows(size):
     whole = batch(1, size=size)
+    whole = replace(whole, again=torch.randn_like(whole.features))
     first, second = cut(whole)
     assert first.ids + second.ids == whole.ids and len(first) - len(second) in (0, 1)
     assert torch.equal(torch.cat([first.features, second.features]), whole.features)
+    assert torch.equal(torch.cat([first.again, second.again]), whole.again)
     assert torch.equal(torch.cat([first.token_lengths, second.token_lengths]), whole.token_lengths)
     assert first.seconds + second.seconds == pytest.approx(whole.seconds)
 

@@ -1,6 +1,7 @@
 """The objective against torch's own cross_entropy and ctc_loss, mean by mean."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from asr.data.batch import Batch
 from asr.nn.memory import Memory
 from asr.tokens import BLANK, EOS, SOS
 from asr.training.objective import (
+    Consistency,
     Guide,
     SpeechObjective,
     Sum,
     add,
+    apart,
     cross_entropy,
     ctc_loss,
     means,
@@ -191,6 +194,72 @@ def test_the_guide_holds_in_training_before_its_last_step():
     sums = told(3, training=True)
     torch.testing.assert_close(sums["objective"].total, plain)
     assert "off_diagonal" not in sums
+
+
+def divergence(wanted, found):
+    """KL(wanted || found) over V, by torch's own distributions."""
+    pair = [torch.distributions.Categorical(logits=logits) for logits in (wanted, found)]
+    return torch.distributions.kl_divergence(*pair)
+
+
+def test_apart_is_the_divergence_both_ways_of_real_places():
+    torch.manual_seed(6)
+    scores = torch.randn(2 * B, T, V, dtype=torch.float64, requires_grad=True)
+    real = (torch.arange(T) < torch.tensor([13, 7, 0])[:, None]).repeat(2, 1)
+    ours = apart(scores.log_softmax(-1), real)
+    a, b = scores.chunk(2)
+    judge = (divergence(a.detach(), b) + divergence(b.detach(), a))[real[:B]].sum()
+    torch.testing.assert_close(ours, judge)
+    (found,), (expected,) = (torch.autograd.grad(x, scores) for x in (ours, judge))
+    torch.testing.assert_close(found, expected)
+    assert found[real].any() and not found[~real].any()
+
+
+def test_views_that_agree_cost_nothing():
+    log_probs = torch.randn(B, T, V).log_softmax(-1).repeat(2, 1, 1)
+    assert float(apart(log_probs, torch.ones(2 * B, T).bool())) == pytest.approx(0, abs=1e-4)
+
+
+def test_two_views_are_learned_from_and_compared_in_training_only():
+    torch.manual_seed(7)
+    logits = torch.randn(2 * B, U + 1, V)
+    raw = torch.randn(2 * B, T, V).log_softmax(-1)
+    valid = (torch.arange(T) < torch.tensor([13, 7, 3])[:, None]).repeat(2, 1)
+    targets = shift(TOKENS, LENGTHS)[1].repeat(2, 1)
+    two = replace(batch(), again=torch.ones(B, T, F))
+
+    class Listener(Parrot):
+        def encode(self, features, lengths):
+            self.heard = features
+            return Memory(features, self.valid[: len(features)])
+
+        def decode(self, memory, tokens):
+            return self.logits[: len(tokens)]
+
+        def ctc(self, memory):
+            return self.log_probs[: len(memory.states)]
+
+    parrot = Listener(logits, raw, valid)
+    objective = SpeechObjective(parrot, 0.3, 0.1, consistency=Consistency(ctc=0.7, decoder=1.3))
+    plain = SpeechObjective(parrot, 0.3, 0.1)
+    once = plain(two)
+    for name, value in objective.eval()(two).items():
+        torch.testing.assert_close(value, once[name])
+    assert torch.equal(parrot.heard, two.features)
+    sums = objective.train()(two)
+    assert torch.equal(parrot.heard, torch.cat([two.features, two.again]))
+    said, heard = apart(logits.log_softmax(-1), targets != BLANK), apart(raw, valid)
+    loss = cross_entropy(logits, targets, 0.1)["objective"].total
+    ctc = ctc_loss(raw, valid.sum(1), TOKENS.repeat(2, 1), LENGTHS.repeat(2))
+    expected = 0.7 * (loss + 1.3 * said) + 0.3 * (ctc + 0.7 * heard)
+    torch.testing.assert_close(sums["objective"].total, expected)
+    torch.testing.assert_close(
+        (sums["decoder_apart"].total, sums["ctc_apart"].total), (said, heard)
+    )
+    assert {int(s.count) for s in sums.values()} == {20}  # every token in both views
+    parrot.log_probs = None
+    parrot.ctc = lambda memory: None
+    assert "ctc_apart" not in objective(two)
 
 
 def test_sums_add_up_before_they_are_divided():

@@ -190,7 +190,8 @@ def test_keys_that_do_not_go_together_are_the_files_and_named_alone(read):
 
 @pytest.mark.parametrize("recipe", ["demo_lm", "mnist_rows", "draw"])
 @pytest.mark.parametrize(
-    ("key", "value"), [("batch_seconds", "60"), ("guide", "{}"), ("alarm", "{steps: 0}")]
+    ("key", "value"),
+    [("batch_seconds", "60"), ("guide", "{}"), ("consistency", "{}"), ("alarm", "{steps: 0}")],
 )
 def test_what_speech_alone_has_is_refused_elsewhere(recipe, key, value, tmp_path):
     place, written = RECIPES / f"{recipe}.yaml", tmp_path / "recipe.yaml"

@@ -11,8 +11,8 @@ import torch
 from tiny_speech import make_corpus, make_recipe
 
 from asr import evaluate, prepare, train, transcribe
-from asr.data.batch import Epochs, Utterances
 from asr.data.corpus import read_manifest
+from asr.data.loader import Epochs, Utterances
 from asr.data.shards import pack
 from asr.data.text import Characters
 from asr.errors import UserError

@@ -337,8 +337,11 @@ def test_broken_audio_is_named_skipped_and_counted(tiny, commands, tmp_path):
         ["model.attention=dot", "model.speller.tied=true", "train.precision=bf16"],
         ["model={kind: transformer, d_model: 8, heads: 2, feed_forward: 11, encoder_layers: 1,"
          " decoder_layers: 1}"],
+        ["model={kind: transformer, d_model: 8, heads: 2, feed_forward: 11, encoder_layers: 1,"
+         " decoder_layers: 1, encoder_convolution: 5}", "train.consistency={}"],
     ],
-    ids=["global-bpe", "speaker-mfcc", "slaney-without-ctc-beam", "tied-bf16", "transformer"],
+    ids=["global-bpe", "speaker-mfcc", "slaney-without-ctc-beam", "tied-bf16", "transformer",
+         "convolution-consistency"],
 )  # fmt: skip
 def test_every_way_through_trains_evaluates_and_transcribes(overrides, tiny, commands, tmp_path):
     code, out, _ = commands(train, tiny, "--run", tmp_path, "train.steps=2", *overrides)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from asr.data.batch import start_worker
+from asr.data.loader import start_worker
 from asr.data.sentences import SentenceBatch, Sentences
 from asr.errors import UserError
 

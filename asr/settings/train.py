@@ -38,6 +38,16 @@ class Guide(Settings):
     steps: Count = 1000
 
 
+class Consistency(Settings):
+    """Each utterance is heard twice, masked otherwise, and both should be heard alike.
+
+    A batch then takes twice the memory and time: halve batch_seconds.
+    """
+
+    ctc: Annotated[float, Field(ge=0.0)] = 0.2  # beside the CTC loss (Yao et al. 2024)
+    decoder: Annotated[float, Field(ge=0.0)] = 0.5  # beside the cross-entropy (Liang et al. 2021)
+
+
 class Alarm(Settings):
     """Says so when attention has not found the diagonal."""
 
@@ -60,6 +70,7 @@ class Train(Settings):
     bad_steps: Count = 10  # steps without a finite gradient, in a row, that stop the run
     label_smoothing: Rate = 0.1
     guide: Guide | None = None
+    consistency: Consistency | None = None
     short_first: bool = True  # first epoch from the shortest utterance to the longest
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
@@ -84,6 +95,7 @@ OF_SPEECH = {
     "round_seconds": ALONE,
     "short_first": ALONE,
     "guide": ALONE,
+    "consistency": ALONE,
     "wer_utterances": ALONE,
     "alarm": ALONE,
 }

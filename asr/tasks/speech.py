@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from asr import build, corpora
-from asr.data.batch import Batch, Epochs, Utterances, collate, load
+from asr.data.batch import Batch, collate
 from asr.data.content import SHA256, Content, sha256_of_files
 from asr.data.corpus import Corpus
+from asr.data.loader import Epochs, Utterances, load
 from asr.data.plan import Item, plan_evaluation
 from asr.data.statistics import measure, of_split
 from asr.data.text import about, labels_of, load_tokenizer
@@ -199,7 +200,7 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
     return SpeechTask(
         recipe,
         objective,
-        build.epochs(recipe, Utterances(training, front_end, tokenizer, recipe.seed)),
+        build.epochs(recipe, training, front_end, tokenizer),
         Utterances(valid, of_split(front_end, valid, data.workers), tokenizer, recipe.seed),
         Recognizer(objective.model, tokenizer, front_end, recipe.decode, lm=lm),
     )

@@ -45,6 +45,18 @@ class Guide:
     steps: int = 1000  # no hint from this step on
 
 
+@dataclass(frozen=True)
+class Consistency:
+    """What it costs that two maskings of an utterance are heard differently.
+
+    ctc: beside the CTC loss (CR-CTC, Yao et al. 2024, arXiv:2410.05101; its alpha); decoder: beside
+    the cross-entropy, as R-Drop (Liang et al. 2021, arXiv:2106.14448), which masks nothing.
+    """
+
+    ctc: float = 0.2
+    decoder: float = 0.5
+
+
 class SpeechObjective(nn.Module):
     """Label-smoothed cross-entropy of the decoder and CTC of the encoder, per target token.
 
@@ -61,6 +73,7 @@ class SpeechObjective(nn.Module):
         ctc_weight: float,
         label_smoothing: float,
         guide: Guide | None = None,
+        consistency: Consistency | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -68,6 +81,7 @@ class SpeechObjective(nn.Module):
         self.label_smoothing = label_smoothing
         self.guide = guide
         self.guided = guide is not None
+        self.consistency = consistency
 
     def set_step(self, step: int) -> None:
         """Tell the model which training step, counted from 0, comes next."""
@@ -75,29 +89,68 @@ class SpeechObjective(nn.Module):
         self.guided = self.guide is not None and step < self.guide.steps
 
     def forward(self, batch: Batch) -> dict[str, Sum]:
-        """-> objective, nats, accuracy, and ctc where there is a CTC head."""
+        """-> objective, nats, accuracy, and ctc where there is a CTC head.
+
+        In training, with consistency, each utterance is heard twice and counts twice.
+        """
+        compared = self.training and self.consistency is not None
+        batch = batch.both_views() if compared else batch
         memory = self.model.encode(batch.features, batch.lengths)
         inputs, targets = shift(batch.tokens, batch.token_lengths)
-        sums = self._decoder_loss(memory, inputs, targets)
+        logits, sums = self._decoder_loss(memory, inputs, targets)
+        if compared:
+            said = logits.log_softmax(-1)
+            add_loss(sums, "decoder_apart", apart(said, targets != BLANK), self.consistency.decoder)
         log_probs = self.model.ctc(memory)
-        if log_probs is not None:
-            frames = memory.valid.sum(dim=1)
-            total = ctc_loss(log_probs.float(), frames, batch.tokens, batch.token_lengths)
-            loss, count = sums["objective"]
-            mixed = (1 - self.ctc_weight) * loss + self.ctc_weight * total
-            sums |= {"objective": Sum(mixed, count), "ctc": Sum(total.detach(), count)}
+        if log_probs is None:
+            return sums
+        frames = memory.valid.sum(dim=1)
+        heard = ctc_loss(log_probs.float(), frames, batch.tokens, batch.token_lengths)
+        loss, count = sums["objective"]
+        sums["objective"] = Sum((1 - self.ctc_weight) * loss, count)
+        add_loss(sums, "ctc", heard, self.ctc_weight)
+        if compared:
+            weight = self.ctc_weight * self.consistency.ctc
+            add_loss(sums, "ctc_apart", apart(log_probs.float(), memory.valid), weight)
         return sums
 
-    def _decoder_loss(self, memory: Any, inputs: Tensor, targets: Tensor) -> dict[str, Sum]:
+    def _decoder_loss(
+        self, memory: Any, inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, dict[str, Sum]]:
+        """-> logits (B, U, V) in float32, and their sums, with what the guide adds."""
         if not (self.training and self.guided):
-            logits = self.model.decode(memory, inputs)
-            return cross_entropy(logits.float(), targets, self.label_smoothing)
+            logits = self.model.decode(memory, inputs).float()
+            return logits, cross_entropy(logits, targets, self.label_smoothing)
         logits, weights = self.model.decode_and_attend(memory, inputs)
-        sums = cross_entropy(logits.float(), targets, self.label_smoothing)
+        logits = logits.float()
+        sums = cross_entropy(logits, targets, self.label_smoothing)
         off = off_diagonal(weights.float(), targets != BLANK, memory.valid, self.guide.width)
-        loss, count = sums["objective"]
-        guided = Sum(loss + self.guide.weight * off, count)
-        return sums | {"objective": guided, "off_diagonal": Sum(off.detach(), count)}
+        add_loss(sums, "off_diagonal", off, self.guide.weight)
+        return logits, sums
+
+
+def add_loss(sums: dict[str, Sum], name: str, total: Tensor, weight: float) -> None:
+    """`total` weighs so much in the objective, and is logged under its name."""
+    loss, count = sums["objective"]
+    sums["objective"] = Sum(loss + weight * total, count)
+    sums[name] = Sum(total.detach(), count)
+
+
+def apart(log_probs: Tensor, real: Tensor) -> Tensor:
+    """KL(a || b) + KL(b || a) of the first and the second half of the rows, summed.
+
+    log_probs (2 B, N, V), real (2 B, N), alike in both halves. The left side of each is a target
+    and has no gradient, as in CR-CTC.
+    """
+    a, b = log_probs.chunk(2)
+    real = real.chunk(2)[0]
+    a, b = a[real], b[real]
+    return kl(a, b) + kl(b, a)
+
+
+def kl(wanted: Tensor, found: Tensor) -> Tensor:
+    """KL divergence of log-probabilities (..., V) `found` from the target `wanted`, summed."""
+    return functional.kl_div(found, wanted.detach(), reduction="sum", log_target=True)
 
 
 def shift(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Ending a run when somebody asks for it: SIGTERM (a cluster, `kill`) or SIGINT (Ctrl-C).
 
 The first signal lets the step that is under way finish, the second ends the process at once. A
-child process inherits neither wish: the loader's workers see to themselves (asr/data/batch.py).
+child process inherits neither wish: the loader's workers see to themselves (asr/data/loader.py).
 """
 
 import signal
