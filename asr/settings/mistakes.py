@@ -26,6 +26,9 @@ def explain(detail: ErrorDetails, keys: tuple[str, ...], kind: type[Recipe]) -> 
     if detail["type"] == "missing":
         return f"{name} is missing."
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        inner = _siblings((*detail["loc"], ""), kind)
+        message = f"should hold keys of its own, {{{inner[0]}: VALUE, ...}}"
     if not keys:  # of several groups, which the message names
         return f"{message}."
     value = repr(detail["input"])
