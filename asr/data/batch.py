@@ -77,12 +77,11 @@ class Batch:
     def both_views(self) -> "Batch":
         """`features` and `again` as the first and the second half of one batch of 2 B rows."""
         twice = {
-            name: getattr(self, name).repeat(2, *(1,) * (getattr(self, name).dim() - 1))
+            name: torch.cat([getattr(self, name)] * 2)
             for name in ("lengths", "tokens", "token_lengths")
         }
-        return replace(
-            self, ids=self.ids * 2, features=torch.cat([self.features, self.again]), **twice
-        )
+        features = torch.cat([self.features, self.again])
+        return replace(self, ids=self.ids * 2, features=features, again=None, **twice)
 
 
 def collate(

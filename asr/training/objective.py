@@ -104,14 +104,14 @@ class SpeechObjective(nn.Module):
         log_probs = self.model.ctc(memory)
         if log_probs is None:
             return sums
-        frames = memory.valid.sum(dim=1)
-        heard = ctc_loss(log_probs.float(), frames, batch.tokens, batch.token_lengths)
+        log_probs, frames = log_probs.float(), memory.valid.sum(dim=1)
+        heard = ctc_loss(log_probs, frames, batch.tokens, batch.token_lengths)
         loss, count = sums["objective"]
         sums["objective"] = Sum((1 - self.ctc_weight) * loss, count)
         add_loss(sums, "ctc", heard, self.ctc_weight)
         if compared:
             weight = self.ctc_weight * self.consistency.ctc
-            add_loss(sums, "ctc_apart", apart(log_probs.float(), memory.valid), weight)
+            add_loss(sums, "ctc_apart", apart(log_probs, memory.valid), weight)
         return sums
 
     def _decoder_loss(
