@@ -72,9 +72,58 @@ def test_samples_become_utterances(folder, tmp_path, inside):
         judge, _ = soundfile.read(io.BytesIO(flac(count, seed)), dtype="float32")
         assert torch.equal(read_audio(utterance.audio), torch.from_numpy(judge))
     said = [line.partition(":")[2][1:] for line in found.left_out]
-    assert said[:2] == ["3 has no text", "4 has no audio"]
+    assert said[:2] == ["3: has no text", "4: has no audio"]
     assert said[2].startswith("5: ") and "not readable as audio" in said[2]
-    assert said[3:] == ["6 has no text"]
+    assert said[3:] == ["6: its .json cannot be read as JSON"]
+
+
+def test_recordings_that_share_a_name_are_not_given_each_others_texts(tmp_path):
+    files = {}
+    for number, times in enumerate(("0.00-1.00", "0.50-2.50", "4.00-4.50")):
+        files[f"rec_{times}.flac"] = flac(8000, number)
+        files[f"rec_{times}.txt"] = f"text {number}".encode()
+    write_tar(tmp_path / "set" / "x.tar", files)
+    found = webdataset.write(tmp_path / "set", tmp_path / "to")
+    assert read_manifest(found.manifest).texts == ["text 2"]
+    (said,) = found.left_out  # neither the first nor the second
+    assert said.startswith("x.tar: rec_0: 2 files of one kind")
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "fault"),
+    [
+        ("txt", "café".encode("latin-1"), "its .txt is not UTF-8 text (unexpected end of data)"),
+        ("json", '{"text": "ü"}'.encode("utf-16"), "its .json is not UTF-8 text"),
+        ("json", b"[" * 200_000, "its .json cannot be read as JSON"),
+        ("json", b'{"text": null}', "has no text"),
+        ("json", b'{"text": ["A", "B"]}', "has no text"),
+        ("json", b'{"text": "A", "seconds": "long"}', "seconds is 'long', not a number"),
+        ("json", b'{"text": "A", "seconds": 0.0001}', "0.1 milliseconds long"),
+        ("json", b'{"text": "A", "id": "good"}', "another sample of the id 'good'"),
+    ],
+)
+def test_an_odd_sample_is_left_out_and_costs_no_other(tmp_path, kind, content, fault):
+    files = {
+        "1.flac": flac(8000, 0),
+        "1.json": b'\xef\xbb\xbf{"text": "HI", "id": "good", "speaker": null}',
+        "2.flac": flac(8000, 1),
+        f"2.{kind}": content,
+    }
+    write_tar(tmp_path / "set" / "x.tar", files)
+    found = webdataset.write(tmp_path / "set", tmp_path / "to")
+    (utterance,) = read_manifest(found.manifest)
+    assert (utterance.id, utterance.speaker, utterance.text) == ("good", "good", "HI")
+    (said,) = found.left_out
+    assert fault in said
+
+
+def test_a_null_id_is_no_id_and_a_byte_order_mark_no_text(tmp_path):
+    files = {"1.flac": flac(8000, 0), "1.json": b'{"text": "A", "id": null}'}
+    files |= {"2.flac": flac(8000, 1), "2.txt": b"\xef\xbb\xbfHI"}
+    files |= {"3.flac": flac(8000, 2), "3.json": b'{"text": "C", "id": null}'}
+    write_tar(tmp_path / "set" / "x.tar", files)
+    corpus = read_manifest(webdataset.write(tmp_path / "set", tmp_path / "to").manifest)
+    assert corpus.ids == ["x-1", "x-2", "x-3"] and corpus.texts == ["A", "HI", "C"]
 
 
 def test_what_we_pack_is_such_a_tar(folder, tmp_path):
@@ -119,7 +168,7 @@ def test_bad_tars_are_one_line(folder, tmp_path):
         assert f"{tar}: damaged, or no uncompressed tar" in refusal(folder, to)
     write_tar(folder / "x-0.tar", {"4.txt": b"no sound"})
     tar.unlink()
-    assert "no sample has both audio and text: x-0.tar: 4 has no audio" in refusal(folder, to)
+    assert "no sample has both audio and text: x-0.tar: 4: has no audio" in refusal(folder, to)
     (folder / "x-0.tar").unlink()
     assert refusal(folder, to) == f"{folder}: there is no .tar in it"
 

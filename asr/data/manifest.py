@@ -20,7 +20,7 @@ from asr.errors import UserError
 
 COLUMNS = ("id", "speaker", "audio", "seconds", "text")
 BLOCK = 1 << 20  # characters read at once
-
+SHORTEST = 0.0005  # seconds: less would be written as 0.000
 
 # The fields of n rows, column by column in the order of COLUMNS: plain lists of strings, since a
 # tuple a row would have the garbage collector walk over all of them time and again.
@@ -149,6 +149,13 @@ def parse_seconds(field: str) -> float:
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError(f"seconds is {field!r}; a length must be above 0")
     return seconds
+
+
+def seconds_field(seconds: float) -> str:
+    """A length as manifests hold it; ValueError (as parse_seconds) for one too short for that."""
+    if seconds < SHORTEST:
+        raise ValueError(f"{1000 * seconds:.2g} milliseconds long, too short for a manifest")
+    return f"{seconds:.3f}"
 
 
 def leaves(audio: str, root: Path) -> bool:

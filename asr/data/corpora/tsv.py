@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.progress import track
 
 from asr.data.corpus import audio_field, link_audio
-from asr.data.manifest import COLUMNS, leaves
+from asr.data.manifest import COLUMNS, leaves, seconds_field
 from asr.data.table import read_rows, write_rows
 from asr.errors import UserError
 from features.audio import AudioError, audio_seconds, decoded_seconds
 
 REQUIRED = ("id", "audio", "text")
 TOLERANCE = 0.1  # seconds between the table and the file
-SHORTEST = 0.0005  # seconds: less would be 0.000 in the manifest
 
 
 @dataclass(slots=True)
@@ -133,10 +132,9 @@ def _measure(checked: Checked, headers_only: bool, max_seconds: float | None) ->
         try:
             place = _place(row, checked)
             found = audio_seconds(place) if headers_only else decoded_seconds(place, max_seconds)
-        except AudioError as error:
+            seconds_field(found)
+        except (AudioError, ValueError) as error:
             return str(error)
-        if found < SHORTEST:
-            return f"{1000 * found:.2g} milliseconds long, too short for a manifest"
         if max_seconds is not None and found > max_seconds:
             return f"{found:.2f} seconds long, over the limit of {max_seconds:g}"
         if row.get("seconds") and abs(float(row["seconds"]) - found) > TOLERANCE:
@@ -157,7 +155,7 @@ def _measure(checked: Checked, headers_only: bool, max_seconds: float | None) ->
             if isinstance(found, str):
                 checked.faults[line] = found
             else:
-                rows[line]["seconds"] = f"{found:.3f}"
+                rows[line]["seconds"] = seconds_field(found)
     for line in checked.faults:
         rows.pop(line, None)
 

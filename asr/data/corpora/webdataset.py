@@ -2,6 +2,8 @@
 
 A sample is the files that stand one behind another under one name up to its first point: audio, and
 the text as .txt or as "text" in .json, which may also say id, speaker and seconds (or duration).
+Names with more points, such as times, may make one sample of several recordings; it is left out,
+for nothing tells which text is whose.
 Only the tars' headers and these small files are read, and of audio whose length nobody tells, that.
 """
 
@@ -11,10 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from asr.data.corpus import audio_field, link_audio
-from asr.data.manifest import COLUMNS, parse_seconds
+from asr.data.manifest import COLUMNS, parse_seconds, seconds_field
 from asr.data.table import write_rows
 from asr.errors import UserError
 from features.audio import AudioError, audio_seconds
@@ -44,10 +45,14 @@ def write(folder: str | Path, to: str | Path) -> Found:
     if not tars:
         raise UserError(f"{folder}: there is no .tar in it")
     shown = link_audio(found.manifest, folder)
-    rows = [row for tar in tars for row in _rows(tar, shown, found)]
+    rows: dict[str, tuple[str, ...]] = {}
+    for tar in tars:
+        for row in _rows(tar, shown, found):
+            if rows.setdefault(row[0], row) is not row:
+                found.left_out.append(f"{tar.name}: another sample of the id {row[0]!r}")
     if not rows:
         raise UserError(f"{folder}: no sample has both audio and text: {found.left_out[0]}")
-    write_rows(found.manifest, COLUMNS, rows)
+    write_rows(found.manifest, COLUMNS, rows.values())
     return found
 
 
@@ -69,38 +74,56 @@ def _rows(tar: Path, shown: Path, found: Found) -> Iterator[tuple[str, ...]]:
 def _row(
     file: tarfile.TarFile, files: list[tarfile.TarInfo], tar: Path, where: str, found: Found
 ) -> tuple[str, ...] | None:
-    """The fields of COLUMNS of one sample, the id empty where it tells none; None where it lacks
-    audio or text, which is noted."""
-    audio = next((member for member in files if _split(member.name)[1] in AUDIO), None)
-    about: dict[str, Any] = {}
-    for member in files:
-        if _split(member.name)[1] in SIDE and member.size <= MOST_SIDE:
-            about |= _told(file, member)
-    text = " ".join(str(about.get("text", "")).split())
-    if audio is None or not text:
-        found.left_out.append(f"{where} has no {'text' if audio else 'audio'}")
-        return None
-    place = tar / f"{_name(file, audio)}@{audio.offset_data}+{audio.size}"
+    """The fields of COLUMNS of one sample, the id empty where it tells none; None where it cannot
+    be an utterance, and why is noted."""
     try:
+        audio, about = _audio(files), _about(file, files)
+        text = " ".join(about.get("text", "").split())
+        if audio is None or not text:
+            raise ValueError(f"has no {'text' if audio else 'audio'}")
+        place = tar / f"{_name(file, audio)}@{audio.offset_data}+{audio.size}"
         told = about.get("seconds", about.get("duration"))
-        seconds = audio_seconds(place) if told is None else parse_seconds(str(told))
+        seconds = seconds_field(audio_seconds(place) if told is None else parse_seconds(told))
     except (AudioError, ValueError) as error:
         found.left_out.append(f"{where}: {error}")
         return None
-    name = str(about.get("id", ""))
-    shown = audio_field(place, found.manifest)
-    return name, str(about.get("speaker") or name or where), shown, f"{seconds:.3f}", text
+    name = about.get("id", "")
+    speaker = about.get("speaker") or name or where
+    return name, speaker, audio_field(place, found.manifest), seconds, text
 
 
-def _told(file: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:
-    content = file.extractfile(member).read().decode(errors="replace")
-    if _split(member.name)[1] == "txt":
+def _audio(files: list[tarfile.TarInfo]) -> tarfile.TarInfo | None:
+    """The recording of a sample. ValueError where it has two of a kind."""
+    kinds = [_split(member.name)[1] for member in files]
+    recordings = [i for i, kind in enumerate(kinds) if kind in AUDIO]
+    most = max(len(recordings), *map(kinds.count, SIDE))
+    if most > 1:
+        raise ValueError(f"{most} files of one kind; names must differ before their first point")
+    return files[recordings[0]] if recordings else None
+
+
+def _about(file: tarfile.TarFile, files: list[tarfile.TarInfo]) -> dict[str, str]:
+    """What the small files beside the audio tell. ValueError where one cannot be read."""
+    about: dict[str, str] = {}
+    for member in files:
+        kind = _split(member.name)[1]
+        if kind in SIDE and member.size <= MOST_SIDE:
+            try:
+                about |= _told(file.extractfile(member).read().decode("utf-8-sig"), kind)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"its .{kind} is not UTF-8 text ({error.reason})") from None
+    return about
+
+
+def _told(content: str, kind: str) -> dict[str, str]:
+    if kind == "txt":
         return {"text": content}
     try:
         about = json.loads(content)
-    except ValueError:
-        return {}
-    return about if isinstance(about, dict) else {}
+    except (ValueError, RecursionError):
+        raise ValueError("its .json cannot be read as JSON") from None
+    told = about.items() if isinstance(about, dict) else ()
+    return {key: str(value) for key, value in told if isinstance(value, str | int | float)}
 
 
 def _split(name: str) -> tuple[str, str]:
