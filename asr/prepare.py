@@ -116,7 +116,7 @@ def _add_tsv(kinds: Kinds) -> None:
     parser.add_argument(
         "--headers-only",
         action="store_true",
-        help="believe the audio files' headers; faster, but a file that breaks off passes",
+        help="believe the audio files' headers; faster, but any file that breaks off passes",
     )
     parser.add_argument("--max-seconds", type=float, help="longer recordings are a fault")
     parser.add_argument(

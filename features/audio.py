@@ -9,6 +9,7 @@ Shapes: S samples, C channels.
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
@@ -35,6 +36,11 @@ MAX_PEAK = 8.0
 MAX_FILTER_TAPS = 2**20
 # What libsndfile reports where the header does not know (FLAC written to a pipe).
 UNKNOWN_FRAMES = 2**63 - 1
+# What it notes of WAV, RF64, W64, AIFF and AU with fewer bytes than their header says, before it
+# believes the file. One written to a pipe knows no length either, and says something from here on.
+FEWER_BYTES = re.compile(r"(?:data|SSND|Data Size|[Rr]iff(?: size)?) +: (\d+) \(should be (\d+)\)")
+PIPED_BYTES = 2**31 - 2**20
+TOLERANCE = 0.1  # seconds between header and content: lossy coders pad
 # How WAV, FLAC, OGG and AIFF begin; what begins otherwise may be MP3, whose decoder is a talker.
 QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
 
@@ -66,7 +72,8 @@ def read_audio(
 def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = None) -> float:
     """Duration by what can be decoded, a block at a time in memory.
 
-    Raises AudioError as `read_audio` does.
+    Raises AudioError as `read_audio` does, and for a file that holds less than its header says:
+    it breaks off. Of OGG, whose header says nothing, no more than a broken page shows.
     """
     name, count = _printable(path), 0
     with _open(path) as sound:
@@ -75,7 +82,20 @@ def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = No
             count += len(block)
         if not count:
             raise NoSamples(f"{name}: no audio, 0 samples")
-        return count / sound.samplerate
+        said, found = _said_frames(sound) / sound.samplerate, count / sound.samplerate
+        if said > found + TOLERANCE:
+            raise AudioError(
+                f"{name}: breaks off: its header says {said:.3f} seconds and {found:.3f} are there"
+            )
+        return found
+
+
+def _said_frames(sound: soundfile.SoundFile) -> float:
+    """By the header; 0 where it does not know."""
+    for said, there in FEWER_BYTES.findall(sound.extra_info):
+        if int(said) < PIPED_BYTES:
+            return sound.frames * int(said) / max(1, int(there))
+    return 0 if sound.frames == UNKNOWN_FRAMES else sound.frames
 
 
 def audio_seconds(path: str | os.PathLike[str]) -> float:

@@ -222,6 +222,34 @@ def test_cut_off_files_give_what_is_there_or_an_error(tmp_path):
             assert 0 < len(read_audio(path)) < 3 * 16_000
 
 
+@pytest.mark.parametrize("kind", ["WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "FLAC", "MP3"])
+def test_a_file_that_breaks_off_is_told_from_a_whole_one(tmp_path, kind):
+    path = tmp_path / f"cut.{kind}"
+    soundfile.write(path, sines(16_000, 1, seconds=3), 16_000, format=kind)
+    assert decoded_seconds(path) == pytest.approx(3, abs=0.1)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(
+        AudioError, match=f"cut[.]{kind}: (broken|breaks off: its header says (3|2.99))"
+    ):
+        decoded_seconds(path)
+
+
+@pytest.mark.parametrize("kind", ["VORBIS", "OPUS"])
+def test_ogg_knows_no_length_and_is_never_said_to_break_off_while_whole(tmp_path, kind):
+    for rate in (8_000, 48_000):
+        samples = sines(rate, 1, seconds=3)
+        soundfile.write(tmp_path / "a.ogg", samples, rate, format="OGG", subtype=kind)
+        assert decoded_seconds(tmp_path / "a.ogg") == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**32 - 1])
+def test_a_wav_written_to_a_pipe_does_not_break_off(tmp_path, size):
+    content = wav(size, bytes(2 * 16_000), rate=16_000)
+    (tmp_path / "pipe.wav").write_bytes(content)
+    assert decoded_seconds(tmp_path / "pipe.wav") == pytest.approx(1, abs=0.01)
+
+
 BAD = {
     "empty.wav": (b"", "the file is empty"),
     "header.wav": (wav(0, b""), "no audio, 0 samples"),
