@@ -4,7 +4,7 @@ Shapes: T memory frames, U tokens, V vocabulary; one utterance at a time.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Transcript:
     tokens: tuple[int, ...]
     times: tuple[float, ...] = ()  # at which each token begins
     words: tuple[Word, ...] = ()
+    seconds: float = 0.0  # of audio
 
 
 NOTHING = Transcript("", 0.0, ())
@@ -71,8 +72,9 @@ def joined(
     pieces: Sequence[Piece], transcripts: Sequence[Transcript], sample_rate: int
 ) -> Transcript:
     """The transcripts of a recording's pieces, each timed from its own start -> the whole."""
+    seconds = pieces[-1].end / sample_rate if pieces else 0.0
     if len(pieces) == 1:
-        return transcripts[0]
+        return replace(transcripts[0], seconds=seconds)
     words = join_words(pieces, [transcript.words for transcript in transcripts], sample_rate)
     moved = (
         [piece.start / sample_rate + time for time in transcript.times]
@@ -84,12 +86,14 @@ def joined(
         tuple(chain.from_iterable(transcript.tokens for transcript in transcripts)),
         tuple(chain.from_iterable(moved)),
         tuple(words),
+        seconds,
     )
 
 
 def as_plain(path: Path, transcript: Transcript) -> dict[str, Any]:
     """What JSON takes: times in milliseconds' precision, confidence in three digits."""
     plain = {"audio": str(path), **asdict(transcript)}
+    plain["seconds"] = round(transcript.seconds, 3)
     plain["times"] = [round(time, 3) for time in transcript.times]
     plain["words"] = [
         {name: value if name == "text" else round(value, 3) for name, value in word.items()}

@@ -14,7 +14,6 @@ from asr.recognizer import Recognizer
 from asr.scoring.files import replace_files
 from asr.training.memory import is_out_of_memory
 from asr.transcript import Transcript, as_plain
-from features.audio import AudioError, audio_seconds
 
 FAILURES = "failures.tsv"
 TOLD = 10  # failures that are said at the end; the file has all
@@ -98,11 +97,7 @@ def _heard(recognizer: Recognizer, files: Sequence[str]) -> dict[str, dict[str, 
 
 
 def _row(path: Path, transcript: Transcript) -> dict[str, Any]:
-    try:
-        seconds = round(audio_seconds(path), 3)
-    except AudioError:  # of good form, but empty
-        seconds = 0.0
-    return {"seconds": seconds, **as_plain(path, transcript), "audio": _name(path)}
+    return {**as_plain(path, transcript), "audio": _name(path)}
 
 
 def _failure(path: Path, reason: str) -> dict[str, Any]:
