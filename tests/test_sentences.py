@@ -1,6 +1,7 @@
 """Texts of sentences: what is read, from where, in which order."""
 
 import gzip
+import os
 import pickle
 
 import numpy as np
@@ -61,10 +62,35 @@ def test_a_changed_text_is_indexed_anew(tmp_path, monkeypatch):
     assert read_lines(path)[0] == "OLD LINE"
     write(path, ["NEWER", "LINES"])
     assert [read_lines(path)[i] for i in (0, 1)] == ["NEWER", "LINES"]
-    elsewhere = tmp_path / "elsewhere"
-    assert len(read_lines(path, elsewhere)) == 2
-    assert (elsewhere / "a.txt.lines" / "text").read_text() == "NEWER\nLINES\n"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "a.txt.lines", "elsewhere"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "a.txt.lines"]
+
+
+def test_texts_of_one_name_share_no_index(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sentences, "SMALL", 0)
+    paths = [tmp_path / name / "a.txt" for name in ("one", "two")]
+    for path in paths:
+        path.parent.mkdir()
+        write(path, [path.parent.name])
+    for _ in range(2):
+        read = [read_lines(path, tmp_path / "cache") for path in paths]
+        assert [pickle.loads(pickle.dumps(lines))[0] for lines in read] == ["one", "two"]
+    assert capsys.readouterr().out.count("indexing") == 2
+    assert [p.name for path in paths for p in path.parent.iterdir()] == ["a.txt", "a.txt"]
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(sentences, "SMALL", 0)
+    path = write(tmp_path / "a.txt", ["ONE"])
+    (tmp_path / f".a.txt.lines.{os.getpid()}").mkdir()
+    assert read_lines(path)[0] == "ONE"
+    assert (tmp_path / "a.txt.lines").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_manifests_empty_texts_are_left_out(tmp_path):
+    read = read_lines(manifest(tmp_path / "a.tsv", ["HI", "", "YO"]))
+    assert [read[i] for i in range(len(read))] == ["HI", "YO"]
+    with pytest.raises(UserError, match=r"b\.tsv: holds no sentence"):
+        read_lines(manifest(tmp_path / "b.tsv", ["", ""]))
 
 
 def test_lines_are_cleaned(tmp_path):

@@ -15,7 +15,6 @@ N utterances.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from typing import IO, Any
 import numpy as np
 
 from asr.data.manifest import COLUMNS, read_blocks
-from asr.data.table import whole
+from asr.data.table import own_name, whole
 from asr.errors import UserError
 
 SMALL = 16 << 20  # bytes of a manifest
@@ -90,8 +89,7 @@ def open_rows(path: Path, allow_outside: bool) -> Rows:
 
 def _cached(path: Path) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    return home / "layernorm-asr" / f"{path.stem}-{name}.index"
+    return home / "layernorm-asr" / f"{own_name(path)}.index"
 
 
 def _in_memory(path: Path, allow_outside: bool) -> Rows:

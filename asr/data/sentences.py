@@ -11,8 +11,8 @@ N lines, B sentences in a batch, U tokens.
 import gzip
 import json
 import math
-import os
 import shutil
+import tempfile
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from asr.data.batch import Broken
-from asr.data.table import read_rows
+from asr.data.table import own_name, read_rows
 from asr.data.text import Tokenizer
 from asr.errors import UserError
 from asr.tokens import BLANK
@@ -85,7 +85,7 @@ def read_lines(path: Path, cache: Path | None = None) -> Lines:
             text += line.encode() + b"\n"
             ends.append(len(text) - 1)
         return _not_empty(Lines(np.frombuffer(text, np.uint8), ends.array()), path)
-    folder = (cache or path.parent) / f"{path.name}.lines"
+    folder = cache / f"{own_name(path)}.lines" if cache else path.with_name(f"{path.name}.lines")
     source = {"version": VERSION, "size": about.st_size, "modified": about.st_mtime_ns}
     if not _is_index_of(folder, source):
         print(f"indexing the lines of {path} in {folder} (once)", flush=True)
@@ -102,7 +102,8 @@ def read_lines(path: Path, cache: Path | None = None) -> Lines:
 def clean_lines(path: Path) -> Iterator[str]:
     """Its sentences, words parted by single spaces."""
     if path.suffix == ".tsv":
-        yield from (" ".join(row["text"].split()) for _, row in read_rows(path, ["text"]))
+        texts = (" ".join(row["text"].split()) for _, row in read_rows(path, ["text"]))
+        yield from filter(None, texts)
         return
     try:
         if path.suffix != ".gz":
@@ -156,8 +157,8 @@ class _Numbers:
 
 def _write_index(path: Path, folder: Path, source: dict[str, int]) -> None:
     """Beside its place first: an index is there whole or not at all."""
-    part = folder.with_name(f".{folder.name}.{os.getpid()}")
-    part.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         ends, place = _Numbers(), 0
         with (part / "text").open("wb") as file:
@@ -166,6 +167,7 @@ def _write_index(path: Path, folder: Path, source: dict[str, int]) -> None:
                 ends.append(place - 1)
         np.save(part / "ends.npy", ends.array())
         (part / "source.json").write_text(json.dumps(source))
+        part.chmod(0o755)  # mkdtemp makes it private
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
     finally:

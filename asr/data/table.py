@@ -1,6 +1,7 @@
 """Tables as text: UTF-8, a header, columns parted by tabs, one row a line."""
 
 import contextlib
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,6 +103,11 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
+
+
+def own_name(path: Path) -> str:
+    """A name for what is kept of a file in another folder, which no file of that name shares."""
+    return f"{path.stem}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]}"
 
 
 def _line(fields: Sequence[str], path: Path) -> str:
