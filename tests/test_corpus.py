@@ -53,6 +53,11 @@ def test_columns_are_found_by_name_and_more_are_allowed(tmp_path):
     assert read_manifest(path)[0] == Utterance("a1", "anna", tmp_path / "a.wav", 1.0, "HI")
 
 
+def test_without_a_speaker_every_utterance_has_its_own(tmp_path):
+    rows = "".join(f"{name}\t{who}\t{name}.wav\t1\tHI\n" for name, who in (("a", ""), ("b", " ")))
+    assert read_manifest(manifest(tmp_path, HEADER + rows)).speakers == ["a", "b"]
+
+
 def test_spreadsheet_marks_and_line_ends_are_read(tmp_path):
     path = manifest(tmp_path, "\ufeff" + (HEADER + ROW).replace("\n", "\r\n"))
     assert read_manifest(path)[0].text == "HELLO THERE"

@@ -4,10 +4,11 @@ A manifest is a UTF-8 table with a header, columns parted by tabs, one utterance
 
     id  speaker  audio  seconds  text
 
-More columns are allowed and ignored. `audio` is relative to the manifest and must stay below its
-folder. That rule is about the text of the path: a symbolic link in the folder may lead elsewhere,
-because a link is made by whoever owns the folder (asr.prepare makes `NAME.audio` beside
-`NAME.tsv`) and not by the table. So a manifest from a stranger cannot name a file of yours.
+More columns are allowed and ignored. Where no speaker is told, every utterance has its own. `audio`
+is relative to the manifest and must stay below its folder. That rule is about the text of the path:
+a symbolic link in the folder may lead elsewhere, because a link is made by whoever owns the folder
+(asr.prepare makes `NAME.audio` beside `NAME.tsv`) and not by the table. So a manifest from a
+stranger cannot name a file of yours.
 
 Legend: N utterances.
 """
@@ -130,7 +131,7 @@ class _Listed(Sequence[Utterance]):
         # Once more: an index that a stranger's manifest came with may hold what no check has seen.
         check_row(row, self.root, f"row {index} of the index", self.allow_outside)
         name, speaker, audio, seconds, text = row
-        return Utterance(name, speaker, self.root / audio, float(seconds), text)
+        return Utterance(name, speaker or name, self.root / audio, float(seconds), text)
 
 
 def read_manifest(path: str | Path, allow_outside: bool = False) -> Corpus:
