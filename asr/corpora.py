@@ -16,7 +16,8 @@ MOST_UNKNOWN = 0.5  # of a text's letters
 MOST_SHOWN = 20  # letters
 PREPARE = {
     None: "python -m asr.prepare tsv MANIFEST.tsv --to {folder}",
-    "spoken-numbers": "python -m asr.prepare spoken-numbers --to {folder}",
+    "spoken-numbers": "python -m asr.prepare spoken-numbers --to {folder}, which has train.tsv, "
+    "valid.tsv and test.tsv",
     "librispeech": "python -m asr.prepare librispeech --to {folder} --subsets {split}",
     "mini-librispeech": "python -m asr.prepare librispeech --to {folder} --subsets {split}",
 }
@@ -34,8 +35,9 @@ def corpus(data: Data, path: Path | None, role: str) -> Corpus:
 
 
 def make_built_in(corpus: str | None, manifest: Path) -> None:
-    """The spoken numbers, where a recipe names them and they are not there yet."""
-    if corpus == "spoken-numbers" and not manifest.exists():
+    """The spoken numbers, where a recipe names one of their splits and it is not there yet."""
+    splits = spoken_numbers.VARIANTS
+    if corpus == "spoken-numbers" and manifest.stem in splits and not manifest.exists():
         print(f"making the spoken numbers in {manifest.parent} (once, under a minute)", flush=True)
         spoken_numbers.prepare(manifest.parent)
 

@@ -105,6 +105,9 @@ def test_a_missing_manifest_names_the_command_that_makes_it(split, tiny, run, co
     more = ["data.corpus=librispeech", f"data.{split}=/x/dev-clean.tsv"]
     line = commands.refused(train, tiny, "--run", run, *more)
     assert "python -m asr.prepare librispeech --to /x --subsets dev-clean" in line
+    more = ["data.corpus=spoken-numbers", f"data.{split}=/x/vlaid.tsv"]
+    line = commands.refused(train, tiny, "--run", run, *more)
+    assert line.endswith("spoken-numbers --to /x, which has train.tsv, valid.tsv and test.tsv")
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
