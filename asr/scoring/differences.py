@@ -21,9 +21,9 @@ _ALPHA = 0.05
 
 @dataclass(frozen=True)
 class Evidence:
-    """A paired test of a difference: its 95 % interval and two-sided p."""
+    """A paired test of a difference: its 95 % interval, where it has one, and two-sided p."""
 
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     p: float
 
 
@@ -116,11 +116,12 @@ def difference_table(figure: str, found: Sequence[Difference], points: bool = Fa
     head += ["95 % over utterances", *test] if rates else []
     head += ["seeds needed", "real"]
     note = (
-        "Runs of the same seed are paired. Over seeds: t test, for other seeds too. p (Holm) holds "
-        "for all pairs of the table together; real: p (Holm) over seeds is below 0.05. With one "
-        "seed in common nothing is known of other seeds. Seeds needed: so many show such a "
-        f"difference, tested alone, in {100 * POWER:.0f} % of repetitions, if it and its spread "
-        "are truly as seen here; few seeds tell that but roughly."
+        "Runs of the same seed are paired. Over seeds: t test, for other seeds too; where all "
+        "differ alike, which leaves no spread to judge by, sign test. p (Holm) holds for all pairs "
+        "of the table together; real: p (Holm) over seeds is below 0.05. With one seed in common "
+        "nothing is known of other seeds. Seeds needed: so many show such a difference, tested "
+        f"alone, in {100 * POWER:.0f} % of repetitions, if it and its spread are truly as seen "
+        "here; few seeds tell that but roughly."
     )
     more = (
         " Over utterances: bootstrap of the errors summed over the seeds, which speaks for these "
@@ -182,8 +183,11 @@ def _corrected(tests: Iterable[Evidence | None]) -> list[float | None]:
 def _cells(test: Evidence | None, corrected: float | None, form: str, unit: float) -> list[str]:
     if test is None or corrected is None:
         return [DASH] * 3
-    low, high = (unit * side for side in test.interval)
-    return [between((low, high), form), _p(test.p), _p(corrected)]
+    shown = DASH
+    if test.interval:
+        low, high = (unit * side for side in test.interval)
+        shown = between((low, high), form)
+    return [shown, _p(test.p), _p(corrected)]
 
 
 def _verdict(over_seeds: float | None, over_utterances: float | None) -> str:
