@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
+from asr.data.content import SHA256
 from asr.errors import UserError
 from asr.recipe import read_recipe, write_recipe
 from asr.runs.reading import HOURS, SECONDS, TRAIN, VALID
@@ -166,6 +168,24 @@ def test_another_vocabulary_is_flagged_and_left_out(two_groups, commands):
     text = (two_groups / "compare" / "compare.md").read_text()
     assert [row[2] for row in rows(text, "Validation loss")].count("not comparable") == 1
     assert "kind=bpe" not in text.split("## Until")[1].split("##")[0]
+
+
+@pytest.mark.parametrize("key", ["data.valid", "data.folder"])
+def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
+    two_groups, commands, monkeypatch, key
+):
+    """Also where the file of that name is now the same for all."""
+    monkeypatch.chdir(two_groups)
+    Path("valid.tsv").write_text("now the same for all\n")
+    for run in sorted(two_groups.glob("*-*")):
+        content = {"data.train": {SHA256: run.name}, key: {SHA256: run.name.partition("-")[0]}}
+        state = {"content": content, "position": {}}
+        save_checkpoint(run, nn.Linear(2, 3), state, 100, 0.5, {})
+    out = report(commands, two_groups)
+    assert "other validation data" in out and "not comparable" in out
+    assert (
+        "Is the difference real? best loss" not in (two_groups / "compare/compare.md").read_text()
+    )
 
 
 def test_runs_of_one_name_in_two_sweeps_are_two(tmp_path, commands):

@@ -4,12 +4,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from asr.data.content import SHA256
 from asr.errors import UserError
 from asr.recipe import flat
 from asr.runs.folder import finished, last_error, names_of, recipe_of
@@ -17,7 +19,7 @@ from asr.scoring.events import Curve, event_files, read_scalars
 from asr.scoring.files import Evaluation, read_evaluation
 from asr.scoring.groups import value_text
 from asr.settings import Decode
-from asr.training.checkpoint import choose, list_checkpoints, read_training
+from asr.training.checkpoint import TRAINING, choose, list_checkpoints, read_training
 
 TRAIN, VALID = "train/nats", "valid/nats"
 HOURS, SECONDS = "run/audio_hours", "run/train_seconds"  # what a run has cost so far
@@ -96,12 +98,30 @@ def fault(folder: Path, curves: dict[str, Curve], curve: str) -> str | None:
 
 
 def world(folder: Path, settings: dict[str, Any]) -> str:
-    """Validation data and vocabulary, told by their content where the files are there."""
-    manifest = Path(str(settings.get("data.valid")))
-    digest = hashlib.sha256(manifest.read_bytes() if manifest.is_file() else str(manifest).encode())
+    """Validation data and vocabulary, told by their content where that is known."""
+    digest = hashlib.sha256(_validated_on(folder) or _named(settings))
     for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
         digest.update(path.read_bytes() if path.is_file() else b"none")
     return digest.hexdigest()[:8]
+
+
+def _validated_on(folder: Path) -> bytes | None:
+    """The hash that the last checkpoint has of it; the files may have changed since."""
+    there = list_checkpoints(folder)
+    if not there or not (there[-1].folder / TRAINING).exists():
+        return None
+    with suppress(UserError):  # damaged
+        content = read_training(there[-1], mapped=True).get("content", {})
+        for key in ("data.valid", "data.folder"):  # of images, a part of the folder's
+            if key in content:
+                return str(content[key].get(SHA256)).encode()
+    return None
+
+
+def _named(settings: dict[str, Any]) -> bytes:
+    """What lies there now under the name that the recipe gives."""
+    manifest = Path(str(settings.get("data.valid")))
+    return manifest.read_bytes() if manifest.is_file() else str(manifest).encode()
 
 
 def cost(run: Run) -> Cost:
@@ -114,7 +134,7 @@ def cost(run: Run) -> Cost:
     there = list_checkpoints(run.folder)
     if not there:
         return Cost(*np.zeros((3, 0)))
-    place = read_training(there[-1])["position"]
+    place = read_training(there[-1], mapped=True)["position"]
     ends = (place["step"], place["audio_seconds"] / 3600, place["train_seconds"])
     return Cost(*(np.array([0.0, end]) for end in ends))
 

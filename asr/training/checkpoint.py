@@ -180,11 +180,14 @@ def load_weights(
     _fill(module, mean, checkpoints[-1].folder / WEIGHTS)
 
 
-def read_training(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What save_checkpoint was given as `training`. Raises UserError where it is damaged."""
+def read_training(checkpoint: Checkpoint, mapped: bool = False) -> dict[str, Any]:
+    """What save_checkpoint was given as `training`. Raises UserError where it is damaged.
+
+    mapped: its tensors, twice the weights, are left on the disk until somebody looks at them.
+    """
     path = checkpoint.folder / TRAINING
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch.load raises many kinds; all mean the same to a user
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: cannot be read as a training state ({reason})") from None
