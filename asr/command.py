@@ -11,8 +11,8 @@ from io import TextIOWrapper
 
 from asr.errors import UserError
 from asr.training.memory import is_out_of_memory
-from features.audio import AudioError
 from features.normalize import StatisticsError
+from features.samples import AudioError
 
 
 def run(main: Callable[[], int | None]) -> None:

@@ -29,8 +29,8 @@ from asr.settings import Decode
 from asr.tokens import BLANK, SOS
 from asr.trained import STATISTICS, run_ensemble, run_front_end, run_model, run_recipe
 from asr.transcript import NOTHING, Transcript, joined, timed
-from features.audio import AudioError, NoSamples, from_samples
 from features.front_end import FrontEnd
+from features.samples import AudioError, NoSamples, from_samples
 
 MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
 
@@ -87,7 +87,7 @@ class Recognizer:
     ) -> Transcript:
         """A file's path, or samples (S,) or (S, channels) in -1 to 1, at `rate` or the model's.
 
-        Raises features.audio.AudioError for a file or samples that cannot be read, such as
+        Raises features.samples.AudioError for a file or samples that cannot be read, such as
         (channels, samples). Audio that is empty, silent, or shorter than one frame gives an empty
         text.
         """

@@ -12,8 +12,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from fractions import Fraction
-from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 
@@ -21,19 +19,13 @@ import numpy as np
 import soundfile
 import torch
 from torch import Tensor
-from torchaudio.transforms import Resample
 
 from features.hush import hushed
 from features.packed import PackedError, member_of, read_member
+from features.samples import AudioError, NoSamples, check_values, from_samples, whole_rate
 
 # Values decoded at once, over all channels: 16 MB, and a whole utterance in nearly every case.
 BLOCK_VALUES = 2**22
-# A header is free to claim any rate, and resampling from 1 Hz would turn 1 MB into 30 GB.
-SAMPLE_RATES = (1_000, 1_000_000)
-# Lossy decoders overshoot full scale a little; beyond this the file is not scaled to [-1, 1].
-MAX_PEAK = 8.0
-# Taps of the largest bank of resampling filters; the usual rates need at most 282,240.
-MAX_FILTER_TAPS = 2**20
 # What libsndfile reports where the header does not know (FLAC written to a pipe).
 UNKNOWN_FRAMES = 2**63 - 1
 # What it notes of WAV, RF64, W64, AIFF and AU with fewer bytes than their header says, before it
@@ -43,14 +35,6 @@ PIPED_BYTES = 2**31 - 2**20
 TOLERANCE = 0.1  # seconds between header and content: lossy coders pad
 # How WAV, FLAC, OGG and AIFF begin; what begins otherwise may be MP3, whose decoder is a talker.
 QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
-
-
-class AudioError(Exception):
-    """One line: the file, and what is wrong with it."""
-
-
-class NoSamples(AudioError):
-    """Audio of good form that holds no sample: nothing to learn from, but easily transcribed."""
 
 
 def read_audio(
@@ -78,7 +62,7 @@ def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = No
     name, count = _printable(path), 0
     with _open(path) as sound:
         for block in _limited(sound, name, max_seconds):
-            _check_values(torch.from_numpy(block), name)
+            check_values(torch.from_numpy(block), name)
             count += len(block)
         if not count:
             raise NoSamples(f"{name}: no audio, 0 samples")
@@ -112,42 +96,6 @@ def audio_seconds(path: str | os.PathLike[str]) -> float:
         return frames / sound.samplerate
 
 
-def from_samples(
-    samples: np.ndarray | Tensor, rate: float, sample_rate: int = 16_000, name: str = "the waveform"
-) -> Tensor:
-    """Samples in memory, (S,) or (S, C) at `rate` -> (S',) float32 in [-1, 1] at `sample_rate`.
-
-    Values over full scale are clipped to it, after resampling, which overshoots at sharp edges.
-    Raises AudioError, beginning with `name`, for samples that are empty, not finite, of another
-    shape, fewer than channels, or not scaled to [-1, 1]; and for a rate that is not whole.
-    """
-    rate = _whole_rate(rate, name)
-    array = samples.numpy(force=True) if isinstance(samples, Tensor) else samples
-    waveform = torch.from_numpy(np.array(array, dtype=np.float32))
-    _check_shape(tuple(waveform.shape), name)
-    _check_values(waveform, name)
-    mono = waveform if waveform.ndim == 1 else waveform.mean(dim=1)
-    return resample(mono, rate, sample_rate).clamp(-1.0, 1.0)
-
-
-def resample(waveform: Tensor, rate: int, sample_rate: int) -> Tensor:
-    """(S,) at `rate` -> (ceil(S * sample_rate / rate),) at `sample_rate`, band-limited (Hann sinc).
-
-    Rates with no useful common divisor (44,101 to 16,000 Hz) would need gigabytes of filters; they
-    are met by the nearest ratio that does not, at most 0.05 % away, which no listener notices.
-    """
-    ratio = Fraction(rate, sample_rate)
-    ratio = ratio.limit_denominator(max(1, math.isqrt(int(MAX_FILTER_TAPS / ratio))))
-    if ratio == 1:
-        return waveform
-    return _resampler(ratio.numerator, ratio.denominator)(waveform)
-
-
-@lru_cache(maxsize=16)  # one entry holds at most 4 MB of filters
-def _resampler(old: int, new: int) -> Resample:
-    return Resample(old, new)
-
-
 def _open(path: str | os.PathLike[str]) -> soundfile.SoundFile:
     name = _printable(path)
     try:
@@ -157,7 +105,7 @@ def _open(path: str | os.PathLike[str]) -> soundfile.SoundFile:
     except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
         raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
     try:
-        _whole_rate(sound.samplerate, name)
+        whole_rate(sound.samplerate, name)
     except AudioError:
         sound.close()
         raise
@@ -226,34 +174,6 @@ def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int
 
 def _silence(needed: bool) -> AbstractContextManager[None]:
     return hushed() if needed else nullcontext()
-
-
-def _check_shape(shape: tuple[int, ...], name: str) -> None:
-    if len(shape) not in (1, 2):
-        raise AudioError(f"{name}: expected shape (samples,) or (samples, channels), got {shape}")
-    if not math.prod(shape):
-        raise NoSamples(f"{name}: no audio, 0 samples")
-    # The mean of a whole utterance over time would be heard as silence, and nobody told.
-    if shape[1:] > shape[:1]:
-        told = f"shape {shape} would be {shape[0]} samples of {shape[1]} channels"
-        raise AudioError(f"{name}: {told}; pass (samples, channels), so .T of this one")
-
-
-def _check_values(waveform: Tensor, name: str) -> None:
-    peak = float(waveform.abs().max())
-    if not math.isfinite(peak):
-        raise AudioError(f"{name}: holds samples that are NaN or infinite")
-    if peak > MAX_PEAK:
-        raise AudioError(f"{name}: samples reach {peak:.4g}; scale floating-point audio to [-1, 1]")
-
-
-def _whole_rate(rate: float, name: str) -> int:
-    lowest, highest = SAMPLE_RATES
-    if not lowest <= rate <= highest:
-        raise AudioError(f"{name}: sample rate {rate} Hz is outside {lowest} to {highest} Hz")
-    if rate != int(rate):
-        raise AudioError(f"{name}: sample rate {rate} Hz is not a whole number; round it")
-    return int(rate)
 
 
 def _printable(path: str | os.PathLike[str]) -> str:

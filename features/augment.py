@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from features.audio import resample
+from features.samples import resample
 
 SPEEDS = (0.25, 4.0)  # beyond these, speech is no longer speech
 

@@ -11,15 +11,8 @@ import pytest
 import soundfile
 import torch
 
-from features.audio import (
-    BLOCK_VALUES,
-    AudioError,
-    NoSamples,
-    audio_seconds,
-    decoded_seconds,
-    from_samples,
-    read_audio,
-)
+from features.audio import BLOCK_VALUES, audio_seconds, decoded_seconds, read_audio
+from features.samples import AudioError, NoSamples, from_samples
 
 SECONDS = 0.73
 WAV = [("WAV", subtype) for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")]

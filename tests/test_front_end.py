@@ -8,11 +8,11 @@ import soundfile
 import torch
 from torchaudio.compliance import kaldi
 
-from features.audio import AudioError
 from features.augment import SpecAugment, add_noise, change_speed
 from features.fbank import Fbank, Mfcc
 from features.front_end import FrontEnd
 from features.normalize import MeanVarianceNorm, StatisticsError
+from features.samples import AudioError
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -10,7 +10,7 @@ from tone_model import LETTER, spoken, tone_recognizer
 from asr.data.text import Characters, SentencePieces
 from asr.recognizer import Recognizer
 from asr.transcript import token_texts
-from features.audio import AudioError
+from features.samples import AudioError
 
 WORDS = ["abc", "cab", "bca", "ac", "b", "c", "a", "bab", "cb", "abcabc", "bc", "ca", "cbc"]
 FRAME = 0.04  # of memory

@@ -7,9 +7,10 @@ import pickle
 import numpy as np
 import pytest
 
-from asr.data import sentences
+from asr.data import lines as text_lines
+from asr.data.lines import read_lines
 from asr.data.sentence_plan import SentenceEpochs, plan_sentences
-from asr.data.sentences import Sentences, read_lines
+from asr.data.sentences import Sentences
 from asr.data.text import Characters
 from asr.errors import UserError
 
@@ -43,7 +44,7 @@ def manifest(path, lines):
 def test_every_kind_of_text_gives_its_lines(tmp_path, monkeypatch, capsys, name, large):
     lines = make_lines(211)
     path = (manifest if name.endswith("tsv") else write)(tmp_path / name, lines)
-    monkeypatch.setattr(sentences, "SMALL", 0 if large else 1 << 20)
+    monkeypatch.setattr(text_lines, "SMALL", 0 if large else 1 << 20)
     read = read_lines(path)
     assert [read[i] for i in range(len(read))] == lines
     assert read.lengths.tolist() == [len(line) for line in lines]
@@ -57,7 +58,7 @@ def test_every_kind_of_text_gives_its_lines(tmp_path, monkeypatch, capsys, name,
 
 
 def test_a_changed_text_is_indexed_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(sentences, "SMALL", 0)
+    monkeypatch.setattr(text_lines, "SMALL", 0)
     path = write(tmp_path / "a.txt", ["OLD LINE"])
     assert read_lines(path)[0] == "OLD LINE"
     write(path, ["NEWER", "LINES"])
@@ -66,7 +67,7 @@ def test_a_changed_text_is_indexed_anew(tmp_path, monkeypatch):
 
 
 def test_texts_of_one_name_share_no_index(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sentences, "SMALL", 0)
+    monkeypatch.setattr(text_lines, "SMALL", 0)
     paths = [tmp_path / name / "a.txt" for name in ("one", "two")]
     for path in paths:
         path.parent.mkdir()
@@ -79,7 +80,7 @@ def test_texts_of_one_name_share_no_index(tmp_path, monkeypatch, capsys):
 
 
 def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(sentences, "SMALL", 0)
+    monkeypatch.setattr(text_lines, "SMALL", 0)
     path = write(tmp_path / "a.txt", ["ONE"])
     (tmp_path / f".a.txt.lines.{os.getpid()}").mkdir()
     assert read_lines(path)[0] == "ONE"
@@ -107,7 +108,7 @@ def test_lines_are_cleaned(tmp_path):
     [
         ("a.txt", b"ok\n\xff\xfe\n", r"a\.txt:2: not UTF-8 text"),
         ("a.txt", b"\n \n", r"a\.txt: holds no sentence; one a line is expected"),
-        ("a.txt", b"A" * (sentences.LONGEST + 1), r"a\.txt:1: over 1048576 bytes long"),
+        ("a.txt", b"A" * (text_lines.LONGEST + 1), r"a\.txt:1: over 1048576 bytes long"),
         ("a.txt.gz", b"plain text", r"a\.txt\.gz: cannot be read: Not a gzipped file"),
         ("a.txt.gz", packed(b"ONE TWO\n" * 99)[:-9], r"a\.txt\.gz: cannot be read: "),
         ("a.txt.gz", packed(b"A\n" * 999_999), r"unpacks to more than \d+ bytes; is"),
@@ -118,7 +119,7 @@ def test_lines_are_cleaned(tmp_path):
 def test_a_text_that_cannot_be_used_is_one_line(
     tmp_path, monkeypatch, name, content, message, large
 ):
-    monkeypatch.setattr(sentences, "SMALL", 0 if large else 1 << 20)
+    monkeypatch.setattr(text_lines, "SMALL", 0 if large else 1 << 20)
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
@@ -128,7 +129,7 @@ def test_a_text_that_cannot_be_used_is_one_line(
 
 
 def test_a_place_where_no_index_can_be_written_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sentences, "SMALL", 0)
+    monkeypatch.setattr(text_lines, "SMALL", 0)
     path = write(tmp_path / "a.txt", ["ONE"])
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written: .*data\.cache=FOLDER"):

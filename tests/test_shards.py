@@ -16,12 +16,13 @@ from asr.data.loader import Epochs, Utterances
 from asr.data.shards import pack
 from asr.data.text import Characters
 from asr.errors import UserError
-from features.audio import AudioError, audio_seconds, read_audio
+from features.audio import audio_seconds, read_audio
 from features.augment import SpecAugment
 from features.fbank import Fbank
 from features.front_end import FrontEnd
 from features.normalize import MeanVarianceNorm
 from features.packed import Member, member_of
+from features.samples import AudioError
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from asr.data.batch import Batch, Broken, Example, collate
 from asr.data.corpus import Corpus
 from asr.data.plan import Item, Plan, plan_epoch
 from asr.data.text import Tokenizer
-from features.audio import AudioError
 from features.front_end import FrontEnd
+from features.samples import AudioError
 
 
 class Utterances(Dataset):

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from asr.data.corpus import Corpus
-from features.audio import AudioError
 from features.front_end import FrontEnd
 from features.normalize import MeanVarianceNorm
+from features.samples import AudioError
 
 MEASURED = 30_000  # utterances, about a hundred hours: their mean is that of any more
 

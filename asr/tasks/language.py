@@ -13,8 +13,9 @@ import torch
 
 from asr import build, corpora
 from asr.data.content import SHA256, Content, sha256_of_files
+from asr.data.lines import read_lines
 from asr.data.sentence_plan import SentenceEpochs
-from asr.data.sentences import SentenceBatch, Sentences, read_lines
+from asr.data.sentences import SentenceBatch, Sentences
 from asr.data.text import Tokenizer, about, load_tokenizer
 from asr.decoding.sample import sample
 from asr.errors import UserError

@@ -17,7 +17,8 @@ from asr.data.archive import unpack
 from asr.data.corpus import Utterance, link_audio, write_manifest
 from asr.data.download import fetch
 from asr.errors import UserError
-from features.audio import AudioError, audio_seconds
+from features.audio import audio_seconds
+from features.samples import AudioError
 
 URL = "https://www.openslr.org/resources"
 CORPUS = "LibriSpeech"  # the folder that every archive holds

@@ -21,7 +21,8 @@ from asr.data.corpus import audio_field, link_audio
 from asr.data.manifest import COLUMNS, leaves, seconds_field
 from asr.data.table import read_rows, write_rows
 from asr.errors import UserError
-from features.audio import AudioError, audio_seconds, decoded_seconds
+from features.audio import audio_seconds, decoded_seconds
+from features.samples import AudioError
 
 REQUIRED = ("id", "audio", "text")
 TOLERANCE = 0.1  # seconds between the table and the file

@@ -18,8 +18,9 @@ from asr.data.corpus import audio_field, link_audio
 from asr.data.manifest import COLUMNS, parse_seconds, seconds_field
 from asr.data.table import write_rows
 from asr.errors import UserError
-from features.audio import AudioError, audio_seconds
+from features.audio import audio_seconds
 from features.packed import BLOCK
+from features.samples import AudioError
 
 AUDIO = {"wav", "flac", "ogg", "opus", "mp3"}
 SIDE = {"txt", "json"}
