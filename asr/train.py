@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from asr import command
-from asr.recipe import read_recipe, write_recipe
+from asr.recipe import read_recipe
 from asr.runs.lock import only_training
 from asr.runs.resume import Start, find_start
 from asr.runs.task import Task
@@ -36,7 +36,7 @@ def main() -> int:
         prog="python -m asr.train",
         description="Train the model that a recipe describes.",
         epilog="Every key of a recipe can be overridden: train.optimizer.lr=3e-4 seed=2 ... "
-        "SIGTERM or Ctrl-C finish the step, save, and exit with code "
+        "SIGTERM, Ctrl-C or a closed terminal finish the step, save, and exit with code "
         f"{STOPPED}; a second one ends the run at once. Exit code 2: one line says what is wrong.",
     )
     parser.add_argument("recipe", type=Path, help="a recipe, e.g. recipes/demo.yaml")
@@ -85,8 +85,6 @@ def _open(
         start.set_damaged_aside()
     elif is_first():
         task.prepare(run)
-    if is_first():
-        write_recipe(recipe, run / "recipe.yaml")
     return training, start, notes
 
 

@@ -263,9 +263,11 @@ class TestResumingWithAnotherRecipe:
         assert code == 0 and "changed in the recipe: train.clip 5.0 -> 2.0" in out
         state = read_training(list_checkpoints(run)[-1])
         assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.1, 0.0]
+        before = (run / "recipe.yaml").read_bytes()
         assert "weights of another model" in commands.refused(
             train, *arguments, "model.listener.hidden=6"
         )
+        assert (run / "recipe.yaml").read_bytes() == before  # the weights' own
 
 
 class TestResumingOverOtherData:

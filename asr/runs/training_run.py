@@ -12,7 +12,7 @@ from typing import Any
 
 from asr import build
 from asr.errors import UserError
-from asr.recipe import as_yaml, flat
+from asr.recipe import as_yaml, flat, write_recipe
 from asr.runs import health
 from asr.runs.debug import stop_at_nan
 from asr.runs.resume import Start, fingerprint
@@ -67,11 +67,12 @@ class Training:
         if world() > 1:
             build.share_layer_drop(self.task.objective, self.task.recipe.seed)
         more = self._restore(start) if start else []
+        if is_first():  # not sooner: a recipe whose model does not fit must not replace the run's
+            write_recipe(self.task.recipe, self.run / "recipe.yaml")
         total = planned_steps(self.task.epochs, self.limits, self.position)
         here = self.run, self.settings.log_every, total, self.position.step
         with self.stop, Log(*here) if is_first() else Silence() as self.log:
-            for line in (*notes, *more, self._greeting(start is not None)):
-                self.log.note(line)
+            self.log.note(*notes, *more, self._greeting(start is not None))
             with suppress(Stopped):
                 self._train()
             if self.stop.asked_any():
@@ -128,8 +129,7 @@ class Training:
         try:
             sums, read = self.stop.broken_off_by_any(self._validate)
             losses = means(add_sums(sums)[0])
-            for line in left_out(Read.by_all(gather(read))):
-                log.note(line)
+            log.note(*left_out(Read.by_all(gather(read))))
             if not losses:
                 raise UserError(self.task.nothing_valid())
             shown = self.stop.broken_off_by_any(self._show)
@@ -141,8 +141,7 @@ class Training:
         log.scalars("valid", losses | shown, position.step)
         figures = "  ".join(f"{name} {value:.4f}" for name, value in (losses | shown).items())
         log.note(f"step {position.step}  validation: {figures}")
-        for line in health.alarm(self.settings.alarm, position.step, shown):
-            log.note(line)
+        log.note(*health.alarm(self.settings.alarm, position.step, shown))
         self.validated = position.step
         self.save(losses["nats"])
         give_back()
