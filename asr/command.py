@@ -7,8 +7,10 @@ Other exit codes: 0 all is well; 3 a signal ended training, which is saved
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from io import TextIOWrapper
 
+from asr import console
 from asr.errors import UserError
 from asr.training.memory import is_out_of_memory
 from features.normalize import StatisticsError
@@ -25,7 +27,7 @@ def run(main: Callable[[], int | None]) -> None:
     except (UserError, AudioError, StatisticsError) as error:
         code = _say(str(error))
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.silence()
         code = 0
     except OSError as error:
         code = _say(f"{error.filename or 'the system'}: {error.strerror or error}")
@@ -55,5 +57,6 @@ def _first(error: Exception) -> str:
 
 
 def _say(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # nobody is there to read it
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 2

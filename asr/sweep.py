@@ -19,6 +19,7 @@ from types import FrameType
 from typing import IO
 
 from asr import command, corpora
+from asr.console import say
 from asr.errors import UserError
 from asr.recipe import flat
 from asr.runs.cost import print_estimate
@@ -160,22 +161,22 @@ def sweep(jobs: Sequence[Job], at_once: int, out: Path) -> int:
     threads = max(1, _cores() // at_once)
     waiting, running, failed = deque(jobs), [], {}
     done = [job for job in jobs if job.next_command() is None]
-    print(f"{len(jobs)} runs in {out}, {len(done)} of them done already", flush=True)
+    say(f"{len(jobs)} runs in {out}, {len(done)} of them done already")
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.popleft()
                 job.begun = time.monotonic()
                 if job not in done and _begin(job, threads, failed):
-                    print(f"{job.trial.name}: begun", flush=True)
+                    say(f"{job.trial.name}: begun")
                     running.append(job)
             running = [job for job in running if _goes_on(job, threads, failed)]
             time.sleep(0.1)
     except KeyboardInterrupt as asked:
         processes = [job.process for job in running if job.process]
-        print(f"{len(processes)} runs save and end; once more ends them at once", flush=True)
+        say(f"{len(processes)} runs save and end; once more ends them at once")
         stop(processes, told=not asked.args)  # a terminal's has no name
-        print("stopped; the same command goes on from here", flush=True)
+        say("stopped; the same command goes on from here")
         raise
     _report(jobs, failed, out)
     return 1 if failed else 0
@@ -217,7 +218,7 @@ def _goes_on(job: Job, threads: int, failed: dict[str, str]) -> bool:
     if code and job.next_command():
         reason = last_error(job.folder).strip(" ()") or f"exit code {code}"
         failed[name] = f"{reason}; see {job.folder / CONSOLE}"
-        print(f"{name}: FAILED after {passed:.0f} s: {failed[name]}", flush=True)
+        say(f"{name}: FAILED after {passed:.0f} s: {failed[name]}")
         return False
     if finished(job.folder) is None:
         failed[name] = f"ended without finishing; see {job.folder / CONSOLE}"
@@ -225,15 +226,15 @@ def _goes_on(job: Job, threads: int, failed: dict[str, str]) -> bool:
     if _begin(job, threads, failed):
         return True
     left_out = f"; not all could be decoded, see {job.folder / CONSOLE}" if code else ""
-    print(f"{name}: done after {passed:.0f} s{left_out}", flush=True)
+    say(f"{name}: done after {passed:.0f} s{left_out}")
     return False
 
 
 def _report(jobs: Sequence[Job], failed: dict[str, str], out: Path) -> None:
-    print(f"{len(jobs) - len(failed)} of {len(jobs)} runs are done")
+    say(f"{len(jobs) - len(failed)} of {len(jobs)} runs are done")
     for name, reason in failed.items():
-        print(f"failed: {name}: {reason}")
-    print(f"compare:     python -m asr.compare {out}\nTensorBoard: tensorboard --logdir {out}")
+        say(f"failed: {name}: {reason}")
+    say(f"compare:     python -m asr.compare {out}\nTensorBoard: tensorboard --logdir {out}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import pty
 import re
 import threading
 import time
@@ -52,6 +53,25 @@ def test_curves_are_means_over_the_steps_between(tmp_path):
     assert curve(tmp_path, "run/learning_rate") == [(2, 0.5), (4, 0.25), (5, 0.5)]
     assert [value for _, value in curve(tmp_path, "run/epoch")] == [1, 2, 2]
     assert all(value > 0 for _, value in curve(tmp_path, "run/audio_per_second"))
+
+
+@pytest.mark.parametrize("open_console", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
+def test_a_run_goes_on_without_its_console(tmp_path, monkeypatch, open_console):
+    """Its reader has gone (`| head`, a `tee` that died with the connection), or it was closed."""
+    reader, writer = open_console()
+    with os.fdopen(writer, "w") as console:
+        monkeypatch.setattr("sys.stdout", console)
+        with Log(tmp_path, every=1, total_steps=2) as log:
+            log.note("read")
+            os.close(reader)
+            log.note("not read")
+            log.step(Position(step=1), step(6.0, 3))
+            log.note("nor this")
+        monkeypatch.undo()
+    said = (tmp_path / "train.log").read_text()
+    assert all(line in said for line in (" read\n", " not read\n", " nor this\n", "step 1/2"))
+    assert said.count("the console is gone") == 1
+    assert curve(tmp_path, "train/nats") == [(1, 2.0)]
 
 
 def test_lines_go_to_the_console_and_the_file(tmp_path, capsys):

@@ -160,6 +160,15 @@ def test_a_sweep_skips_what_is_done_and_names_what_failed(tiny, commands, tmp_pa
     assert code == 0 and "not all could be decoded" in said and "2 of 2 runs are done" in said
 
 
+def test_a_sweep_goes_on_without_its_console(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as console:
+        monkeypatch.setattr("sys.stdout", console)
+        assert sweep.sweep([], 1, tmp_path) == 0
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_sweep_stops_its_trainings(
     number, tiny, commands, tmp_path, stand_in, monkeypatch

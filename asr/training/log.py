@@ -5,7 +5,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from asr import console
 from asr.errors import UserError
 from asr.training.given import Step
 from asr.training.objective import Sum, add, means
@@ -25,7 +27,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class Log:
     """One run's log. Use it as a context, so that the files are closed whatever happens.
 
-    On a terminal a progress bar, elsewhere one line every `every` steps. Leaving the context raises
+    On a terminal a progress bar, elsewhere one line every `every` steps. The console is a copy of
+    train.log for whoever watches: a run goes on where that breaks off. Leaving the context raises
     UserError where a full disk is why.
     """
 
@@ -45,8 +48,9 @@ class Log:
     def __enter__(self) -> "Log":
         self.before = threading.excepthook
         threading.excepthook = self._in_thread
-        if self.progress:
-            self.progress.start()
+        with self._console():
+            if self.progress:
+                self.progress.start()
         return self
 
     def __exit__(
@@ -55,8 +59,9 @@ class Log:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.progress:
-            self.progress.stop()
+        with self._console():
+            if self.progress:
+                self.progress.stop()
         try:
             self.board.close()
             for handler in list(self.lines.handlers):
@@ -71,13 +76,15 @@ class Log:
                 "whole: make room, then go on with --resume"
             ) from None
 
-    def note(self, text: str) -> None:
-        """One line on the console and in train.log."""
-        self.lines.info(text)
-        if self.progress:
-            self.progress.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, flush=True)
+    def note(self, *texts: str) -> None:
+        """Lines on the console and in train.log."""
+        for text in texts:
+            self.lines.info(text)
+            with self._console():
+                if self.progress:
+                    self.progress.console.print(text, markup=False, highlight=False)
+                else:
+                    print(text, flush=True)
 
     def step(self, position: Position, step: Step, last: bool = False) -> None:
         """Count a step in; every so many, and behind the last one, say how it goes."""
@@ -145,12 +152,22 @@ class Log:
         speed = f"{rate:.0f}x real time" if rate else f"{self.steps / passed:.1f} steps/s"
         line = f"{place}  {loss}  {speed}"
         self.lines.info(line)
-        if self.progress:
-            places = {"completed": position.step, "total": self.total}
-            self.progress.update(self.task, description=f"{loss}  {speed}", **places)
-        else:
-            left = (self.total - position.step) * passed / self.steps
-            print(f"{line}  {left / 60:.1f} min left", flush=True)
+        with self._console():
+            if self.progress:
+                places = {"completed": position.step, "total": self.total}
+                self.progress.update(self.task, description=f"{loss}  {speed}", **places)
+            else:
+                left = (self.total - position.step) * passed / self.steps
+                print(f"{line}  {left / 60:.1f} min left", flush=True)
+
+    @contextmanager
+    def _console(self) -> Iterator[None]:
+        """For what is written there, which may be gone."""
+        try:
+            yield
+        except OSError as error:
+            console.silence()
+            self.lines.info(f"the console is gone ({error.strerror}); the run goes on")
 
     def _clear(self) -> None:
         self.sums: dict[str, Sum] = {}
