@@ -100,7 +100,8 @@ class Trainings:
     def one_signal(self, number: signal.Signals) -> list:
         """Exit code and checkpoints where the step may end."""
         process = self.hold(name := f"one-{number.name}")
-        os.kill(process.pid, number)
+        for _ in range(1 + (number == signal.SIGHUP)):
+            os.kill(process.pid, number)
         alive = process.wait(0.3) is None
         (self.folder / f"{name}.on").touch()
         return [alive, process.wait(PATIENCE), self.steps(name)]
@@ -130,7 +131,7 @@ if __name__ == "__main__":
         json.dumps(
             {
                 "lock": trainings.lock(),
-                **{number.name: trainings.one_signal(number) for number in both},
+                **{number.name: trainings.one_signal(number) for number in (*both, signal.SIGHUP)},
                 **{f"{a.name} {b.name}": trainings.two_signals(a, b) for a, b in pairs},
             }
         )

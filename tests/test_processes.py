@@ -12,7 +12,7 @@ import pytest
 from asr.training.signals import SIGNALS, Stop
 
 SCRIPT = Path(__file__).parent / "held_trainings.py"
-NAMES = ("SIGTERM", "SIGINT")
+NAMES = ("SIGTERM", "SIGINT", "SIGHUP")
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,21 @@ def test_after_the_first_signal_the_system_itself_ends_the_process(name):
     with Stop() as stop:
         os.kill(os.getpid(), signal.Signals[name])
         assert stop.asked == name
-        assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_DFL] * 2
+        assert [signal.getsignal(signal.Signals[each]) for each in NAMES[:2]] == [
+            signal.SIG_DFL
+        ] * 2
+        os.kill(os.getpid(), signal.SIGHUP)  # of a closed terminal, after the shell's
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_nohup_lets_a_run_live_on_without_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.asked is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(

@@ -129,11 +129,12 @@ def load(
 
 
 def start_worker(worker: int) -> None:
-    """One thread: more threads than cores made a step twenty times slower. And no Ctrl-C.
+    """One thread: more threads than cores made a step twenty times slower. No Ctrl-C, no SIGHUP.
 
     A signal to the whole group of processes is the trainer's to answer, which still needs a batch
     for the step it is in. Ended by SIGTERM, a worker leaves without the noise of a crash.
     """
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))

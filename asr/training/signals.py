@@ -1,7 +1,9 @@
-"""Ending a run when somebody asks for it: SIGTERM (a cluster, `kill`) or SIGINT (Ctrl-C).
+"""Ending a run when somebody asks for it: SIGTERM (a cluster, `kill`), SIGINT (Ctrl-C) or SIGHUP.
 
-The first signal lets the step that is under way finish, the second ends the process at once. A
-child process inherits neither wish: the loader's workers see to themselves (asr/data/loader.py).
+The first signal lets the step that is under way finish, the second ends the process at once. Only
+SIGHUP, of a terminal that is closed, is heard once, for shell and system both send it; and not at
+all under nohup. A child process inherits no wish: the loader's workers see to themselves
+(asr/data/loader.py).
 """
 
 import signal
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 from asr.training.distributed import gather
 
 Result = TypeVar("Result")
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(Exception):
@@ -32,8 +34,10 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Stop":
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = SIGNALS[: -1 if nohup else None]
         try:
-            self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._take) for number in heard}
         except ValueError:  # not the main thread
             self._before = {}
         return self
@@ -79,7 +83,7 @@ class Stop:
     def _take(self, number: int, frame: FrameType | None) -> None:
         # Left to the system, the second one waits for no Python: a backward pass may take a minute.
         for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         self.asked = signal.Signals(number).name
         if self._may_raise:
             self._may_raise = False
