@@ -10,6 +10,7 @@ import torch
 
 from asr import command
 from asr.recipe import read_recipe
+from asr.runs import launch
 from asr.runs.lock import only_training
 from asr.runs.resume import Start, find_start
 from asr.runs.task import Task
@@ -19,7 +20,7 @@ from asr.tasks.images import image_task
 from asr.tasks.language import language_task
 from asr.tasks.speech import speech_task
 from asr.training.checkpoint import choose, load_weights
-from asr.training.distributed import first_alone, is_first, joined, restarted
+from asr.training.distributed import first_alone, is_first, joined
 from asr.training.flat import bound_caches
 
 # The maker of each task: (recipe, run folder, whether the run is gone on with) -> Task.
@@ -61,9 +62,10 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     """
     bound_caches(rounded=recipe.train.round_seconds > 0.0)
     with joined(recipe.train.device), only_training(run) if is_first() else nullcontext():
-        again = restarted()
+        again = launch.started_again(run)
         with first_alone():
             training, start, notes = _open(recipe, run, resume or again, force)
+        launch.keep(run)
         return training.go(start, notes)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -139,6 +140,27 @@ def test_a_damaged_checkpoint_and_the_one_before_it(tiny, tiny_run, commands, tm
     assert_same_state(tmp_path, tiny_run)
     assert curve(tmp_path, "train/nats") == curve(tiny_run, "train/nats")
     assert curve(tmp_path, "valid/nats") == curve(tiny_run, "valid/nats")
+
+
+def test_torchrun_goes_on_with_what_it_began_and_with_nothing_else(
+    tiny, tiny_run, commands, tmp_path, monkeypatch
+):
+    """By what it tells its processes, here one: how often it started, and a folder of its own."""
+    run, more = tmp_path / "run", "train.epochs=3"
+    shutil.copytree(tiny_run, run)
+
+    def attempt(number, agent, *options):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{agent}/attempt_{number}/0/error.json")
+        return commands(train, tiny, "--run", run, more, *options)
+
+    for number in (0, 1):
+        code, _, err = attempt(number, "/logs/none_a")
+        assert code == 2 and "already holds a run; add --resume" in err
+    assert attempt(0, "/logs/none_b", "--resume")[0] == 0
+    assert attempt(1, "/logs/none_b")[0] == 0
+    assert attempt(1, "/logs/none_c")[0] == 2
+    assert attempt(1, "/logs/none_c", "--resume")[0] == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -52,14 +52,6 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def restarted() -> bool:
-    """Whether torchrun has started all anew since a rank failed (--max-restarts).
-
-    Only the machine of that rank counts it.
-    """
-    return any(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0))
-
-
 @contextmanager
 def joined(device: str) -> Iterator[None]:
     """Within, the processes that torchrun started are one training's ranks; `device` as in recipes.
