@@ -121,9 +121,16 @@ def save(run: Path, to: Path, recipe: SpeechRecipe, recognizer: Recognizer, loss
     training = None
     if (source.folder / TRAINING).exists():
         objective = SpeechObjective(recognizer.model, 0.0, 0.0)
-        training = read_training(source) | {
+        training = read_training(source)
+        data = training.get("content", {})
+        if run_recipe(run).data.valid != recipe.data.valid:
+            data = {key: what for key, what in data.items() if key != "data.valid"}
+        training |= {
             "recipe": as_yaml(recipe),
             "optimizer": build.optimizer(recipe.train, objective).state_dict(),  # without moments
+            "content": data,
+            "validated": -1,  # the whole model was
+            "metrics": {},
         }
     derived.write_run(to, recipe, recognizer, training, source.step, loss)
 

@@ -1,18 +1,19 @@
 """The command that leaves layers out of a trained run: what it writes is a run like any other."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 
 from asr import evaluate, export, prune, train, transcribe
-from asr.data.corpus import read_manifest
+from asr.data.corpus import read_manifest, write_manifest
 from asr.models.pruning import residual_alphas
 from asr.recipe import read_recipe
 from asr.recognizer import Recognizer
 from asr.tokens import EOS, SOS
-from asr.training.checkpoint import list_checkpoints
+from asr.training.checkpoint import list_checkpoints, read_training
 
 SIZES = "d_model: 6, heads: 2, feed_forward: 7, subsampling_channels: 2, ctc_weight: 0.3"
 MODEL = f"model={{kind: transformer, encoder_layers: 5, decoder_layers: 3, layer_drop: 0.2, {SIZES}"
@@ -77,6 +78,22 @@ def test_training_goes_on_from_a_pruned_run(tiny, run, commands, tmp_path):
     assert (
         commands(train, half / "recipe.yaml", f"train.init={half}", "--run", tmp_path / "t")[0] == 0
     )
+
+
+def test_a_pruned_run_is_measured_as_it_is_now(tiny, run, commands, tmp_path):
+    """Not with the figures of the whole one, though no step is left."""
+    half, valid = tmp_path / "half", tmp_path / "fewer.tsv"
+    corpus = read_manifest(tiny.parent / "valid.tsv")
+    write_manifest(valid, [replace(u, audio=tmp_path / u.audio.name) for u in corpus[:2]])
+    for utterance in corpus[:2]:
+        (tmp_path / utterance.audio.name).symlink_to(utterance.audio)
+    assert commands(prune, run, f"data.valid={valid}", "--to", half, "--encoder", 3)[0] == 0
+    code, out, _ = commands(train, half / "recipe.yaml", "--run", half, "--resume")
+    assert code == 0 and "step 3  validation: " in out
+    whole, small = (read_training(list_checkpoints(r)[-1]) for r in (run, half))
+    assert whole["metrics"]["valid/nats"] != small["metrics"]["valid/nats"]
+    assert small["content"]["data.valid"]["utterances"] == 2
+    assert small["content"]["data.train"] == whole["content"]["data.train"]
 
 
 def test_an_exported_run_is_pruned_without_a_training_state(tiny, run, commands, tmp_path):
