@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asr import command
-from asr.errors import UserError
+from asr.errors import UserError, writing
 from asr.runs.folder import expand
 from asr.runs.reading import (
     TRAIN,
@@ -212,8 +212,9 @@ def draw(
         for name, marks in ((curve, levels), (TRAIN, ()))
     ]
     png, svg = draw_curves(panels)
-    (out / "curves.png").write_bytes(png)
-    (out / "curves.svg").write_text(svg, encoding="utf-8")
+    with writing(out):
+        (out / "curves.png").write_bytes(png)
+        (out / "curves.svg").write_text(svg, encoding="utf-8")
     write_board(out / "board", bands, shown)
     note = (
         "Mean of the runs; the band reaches from the lowest to the highest. Dashed: the levels. "

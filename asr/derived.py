@@ -1,6 +1,7 @@
 """A run folder made from another one: what asr.prune and asr.export share."""
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from asr.errors import UserError
 from asr.recipe import write_recipe
 from asr.recognizer import Recognizer
 from asr.settings import Recipe
-from asr.training.checkpoint import save_checkpoint
+from asr.training.checkpoint import NotSaved, save_checkpoint
 
 ALONE = ("decode.lm=null", "decode.ensemble=[]")  # overrides: the run as it is made into another
 
@@ -50,9 +51,22 @@ def write_run(
     training: dict[str, Any] | None,
     step: int,
     loss: float,
+    card: str | None = None,
 ) -> None:
-    """An ordinary run folder, with one checkpoint; without `training` it cannot be resumed."""
-    to.mkdir(parents=True, exist_ok=True)
-    write_recipe(recipe, to / "recipe.yaml")
-    recognizer.save(to)
-    save_checkpoint(to, recognizer.model, training, step, loss, about(recognizer.tokenizer))
+    """An ordinary run folder, with one checkpoint; without `training` it cannot be resumed.
+
+    Raises UserError where it cannot be written, and leaves nothing of it.
+    """
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        write_recipe(recipe, to / "recipe.yaml")
+        recognizer.save(to)
+        save_checkpoint(to, recognizer.model, training, step, loss, about(recognizer.tokenizer))
+        if card:
+            (to / "README.md").write_text(card, encoding="utf-8")
+    except (OSError, NotSaved) as error:
+        shutil.rmtree(to, ignore_errors=True)  # it was empty
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"--to {to}: cannot be written ({reason}); make room, then do it again"
+        ) from None

@@ -46,9 +46,9 @@ def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = No
             raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
     best, size = checkpoints[0], sum(weight.numel() for weight in model.parameters())
     steps = [checkpoint.step for checkpoint in checkpoints]
-    lines = [f"# {to.resolve().name}", "", *text, *card(run, recipe, steps, size)]
-    derived.write_run(to, exported_recipe(recipe, to), recognizer, None, best.step, best.loss)
-    (to / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = [f"# {to.resolve().name}", "", *text, *card(run, recipe, steps, size), ""]
+    smaller, told_of = exported_recipe(recipe, to), "\n".join(lines)
+    derived.write_run(to, smaller, recognizer, None, best.step, best.loss, told_of)
     if recipe.decode.lm:
         print(f"without the language model {recipe.decode.lm}: pass it on as a run of its own")
     for other in recipe.decode.ensemble:

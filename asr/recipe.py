@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import ValidationError
 
-from asr.errors import UserError
+from asr.errors import UserError, writing
 from asr.settings import RECIPES, Recipe
 from asr.settings.mistakes import KINDS, explain, plain_keys
 
@@ -98,8 +98,9 @@ def _recipe_kind(tree: Mapping[str, Any], place: str) -> type[Recipe]:
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """The fully resolved recipe: every key, as a file that read_recipe takes; whole or not."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(as_yaml(recipe), encoding="utf-8")
-    part.replace(path)
+    with writing(path):
+        part.write_text(as_yaml(recipe), encoding="utf-8")
+        part.replace(path)
 
 
 def as_yaml(recipe: Recipe) -> str:

@@ -188,6 +188,15 @@ def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_named(two_groups, commands):
+    out = two_groups / "compare"
+    out.mkdir()
+    (out / "curves.png").symlink_to("/dev/full")
+    line = commands.refused(compare, two_groups)
+    assert line == f"{out}: No space left on device"
+
+
 def test_runs_of_one_name_in_two_sweeps_are_two(tmp_path, commands):
     """Each sweep calls its runs seed=1, seed=2; no curve is taken for the other's."""
     for norm, floor in (("none", 0.5), ("ba", 0.1)):

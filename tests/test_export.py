@@ -1,6 +1,7 @@
 """A run to pass on: the same words from half the bytes, and nothing of the machine it came from."""
 
 import json
+import resource
 import shutil
 
 import pytest
@@ -126,6 +127,20 @@ def test_what_cannot_be_exported(run, commands, tmp_path, spoil, more, words):
     code, _, err = commands(export, run, "--to", tmp_path / "to", *more)
     assert code == 2 and words in err and len(err.splitlines()) == 1
     assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("limit", [500, 5000])
+def test_a_full_disk_leaves_nothing_in_the_way_of_another_try(tiny_run, commands, tmp_path, limit):
+    """The system refuses every byte beyond the limit: of the recipe, or of the weights."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        code, _, err = commands(export, tiny_run, "--to", tmp_path / "to")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert code == 2 and err.startswith(f"error: --to {tmp_path / 'to'}: cannot be written (")
+    assert err.endswith("make room, then do it again\n") and "--resume" not in err
+    assert commands(export, tiny_run, "--to", tmp_path / "to")[0] == 0
 
 
 def test_nothing_is_written_over(tiny_run, commands):

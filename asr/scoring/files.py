@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asr.errors import UserError
+from asr.errors import UserError, writing
 from asr.scoring.alignment import Confusions, align, alignment_text, confusions
 from asr.scoring.bootstrap import LEVEL
 from asr.scoring.wer import COUNTS, Counts, Score, UtteranceScore, summarize
@@ -192,10 +192,11 @@ def replace_files(folder: Path, contents: Mapping[str, str]) -> None:
     """Write all files beside their places, then put each in place, in the order given."""
     written = {folder / f".{name}.{os.getpid()}": folder / name for name in contents}
     try:
-        for path, text in zip(written, contents.values(), strict=True):
-            path.write_text(text, encoding="utf-8", newline="\n")
-        for path, place in written.items():
-            path.replace(place)
+        with writing(folder):
+            for path, text in zip(written, contents.values(), strict=True):
+                path.write_text(text, encoding="utf-8", newline="\n")
+            for path, place in written.items():
+                path.replace(place)
     finally:
         for path in written:
             path.unlink(missing_ok=True)

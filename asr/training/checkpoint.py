@@ -31,6 +31,10 @@ TRAINING = "training.pt"
 SUMS = "sha256.json"
 
 
+class NotSaved(UserError):
+    """A checkpoint could not be written; what had been there is there still."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """One checkpoint on disk; `loss` is the validation loss in nats, infinite if not measured."""
@@ -51,7 +55,7 @@ def save_checkpoint(
     """Write RUN/checkpoints/STEP whole, or leave what was there.
 
     `about` goes into the metadata of the weights (vocabulary fingerprint). Without `training` there
-    are weights alone. Raises UserError where the disk is full or cannot be written.
+    are weights alone. Raises NotSaved where the disk is full or cannot be written.
     """
     folder = run / "checkpoints" / f"{step:08d}"
     part = folder.with_name(f".{folder.name}.part")
@@ -70,10 +74,7 @@ def save_checkpoint(
         _put(part, folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # each writer has its own
         shutil.rmtree(part, ignore_errors=True)
-        raise UserError(
-            f"{folder}: cannot be saved ({why_unwritten(error, folder)}); the checkpoint before it "
-            "is whole: make room, then go on with --resume"
-        ) from None
+        raise NotSaved(f"{folder}: cannot be saved ({why_unwritten(error, folder)})") from None
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise

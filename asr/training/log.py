@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from asr import console
 from asr.errors import UserError
+from asr.training.checkpoint import NotSaved
 from asr.training.given import Step
 from asr.training.objective import Sum, add, means
 from asr.training.position import Position
@@ -70,10 +71,12 @@ class Log:
         except OSError as broken:
             error = error or broken
         threading.excepthook = self.before
+        why = str(error) if isinstance(error, NotSaved) else None
         if isinstance(error, OSError) and error.errno in FULL:
+            why = f"{self.run}: its log cannot be written ({error.strerror})"
+        if why:
             raise UserError(
-                f"{self.run}: its log cannot be written ({error.strerror}); the last checkpoint is "
-                "whole: make room, then go on with --resume"
+                f"{why}; the last checkpoint is whole: make room, then go on with --resume"
             ) from None
 
     def note(self, *texts: str) -> None:
