@@ -1,6 +1,7 @@
 """Long audio of noise bursts and known pauses is cut at the pauses; words join exactly once."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -105,6 +106,95 @@ def test_words_of_an_overlap_come_once():
     words = join_words(pieces, [said("a b c d e fff"), said("ddd e f g h")], RATE)
     assert [w.text for w in words] == ["a", "b", "c", "d", "e", "f", "g", "h"]
     assert words[5].start == 5.0
+
+
+def placed(text):
+    """Words of 0.2 s, unless their ends are told: "THE@28.2 CAT@28.6-29.1"."""
+    words = []
+    for name, times in (word.split("@") for word in text.split()):
+        start, _, end = times.partition("-")
+        words.append(Word(name, float(start), float(end or float(start) + 0.2), 1.0))
+    return words
+
+
+def overlapping(left, right):
+    """What a piece up to second 30 and one from second 28 on say, joined; times from 0 s."""
+    pieces = [Piece(0, 30_000), Piece(28_000, 40_000)]
+    shifted = [Word(w.text, w.start - 28, w.end - 28, 1.0) for w in placed(right)]
+    return join_words(pieces, [placed(left), shifted], RATE)
+
+
+def test_a_word_said_again_later_is_no_agreement():
+    words = overlapping(
+        "SAW@27.4 THE@28.2 CAT@28.6 BITE@29.1 THE@29.6",
+        "A@28.2 CAP@28.6 BY@29.1 THE@29.6 DOG@30.2 TODAY@30.6",
+    )
+    assert " ".join(w.text for w in words) == "SAW THE CAT BITE THE DOG TODAY"
+
+
+def test_a_word_that_both_say_at_times_far_apart_is_no_agreement():
+    words = overlapping("SAW@27.4 THE@28.2 CAT@28.6", "BY@29.1 THE@29.6 DOG@30.2")
+    assert " ".join(w.text for w in words) == "SAW THE CAT BY THE DOG"
+
+
+def test_of_two_agreements_alike_the_nearer_in_time_counts():
+    words = overlapping("SO@27.4 NO@28.5 NO@28.8 ENT@29.8", "NO@28.8 ENTRY@29.9")
+    assert " ".join(w.text for w in words) == "SO NO NO ENTRY"
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("SAW@28.2 THE@28.9", "THE@28.6 CAT@28.7 SAT@29.5"),
+        ("SAW@28.2 THE@28.8", "CAT@28.7-29.4 SAT@29.5"),
+    ],
+    ids=["agreed", "halves"],
+)
+def test_no_word_starts_before_the_one_before_it(left, right):
+    """Both pieces time the words a little differently."""
+    words = overlapping(left, right)
+    assert " ".join(w.text for w in words) == "SAW THE CAT SAT"
+    assert [w.start for w in words] == sorted(w.start for w in words)
+    assert all(w.start <= w.end for w in words)
+
+
+def drawn(draw, start, end):
+    """Words of two letters that follow each other through those seconds."""
+    starts = sorted(draw.uniform(start, end) for _ in range(9))
+    ends = [*starts[1:], end]
+    return [
+        Word(draw.choice("ab"), a, a + draw.random() * (b - a), 1.0)
+        for a, b in zip(starts, ends, strict=True)
+    ]
+
+
+def best_join(left, right, start, end):
+    """Texts by trying every run of every length; where none fits, each has its half."""
+    middles = [[(w.start + w.end) / 2 for w in words] for words in (left, right)]
+    apart = {
+        (i, j): abs(a - b)
+        for (i, a), (j, b) in itertools.product(*map(enumerate, middles))
+        if a >= start and b <= end and left[i].text == right[j].text and abs(a - b) <= 0.4
+    }
+    runs = [
+        (n, -sum(apart[i + k, j + k] for k in range(n)), i + n, j + n)
+        for (i, j), n in itertools.product(apart, range(1, 10))
+        if all((i + k, j + k) in apart for k in range(n))
+    ]
+    seam = (start + end) / 2
+    halves = 0, 0, sum(m < seam for m in middles[0]), sum(m < seam for m in middles[1])
+    *_, cut, goes_on = max(runs, default=halves)
+    return "".join(w.text for w in left[:cut] + right[goes_on:])
+
+
+def test_any_two_pieces_join_as_the_best_of_all_runs_and_in_order():
+    draw = random.Random(3)
+    for _ in range(300):
+        left, right = drawn(draw, 0, 6), drawn(draw, 3, 9)
+        shifted = [Word(w.text, w.start - 3, w.end - 3, 1.0) for w in right]
+        words = join_words([Piece(0, 6000), Piece(3000, 9000)], [left, shifted], RATE)
+        assert "".join(w.text for w in words) == best_join(left, right, 3, 6)
+        assert [w.start for w in words] == sorted(w.start for w in words)
 
 
 def test_an_overlap_without_agreement_is_shared_in_halves():

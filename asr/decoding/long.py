@@ -8,7 +8,6 @@ Shapes: S samples.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import SequenceMatcher
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,9 @@ HOP = 0.01  # seconds: energy is measured this often
 PAUSE = 0.2  # seconds that a pause lasts
 QUIETER = 15.0  # dB that a pause lies below the loud tenth of its piece
 SILENT = -70.0  # dB of full scale: a pause in any case
+# Seconds at most between the middles of one word as two pieces time it: they differ by a few frames
+# of memory, while the same word said again, mostly behind another one, is seldom so near.
+NEAR = 0.4
 
 
 class Piece(NamedTuple):
@@ -89,8 +91,8 @@ def join_words(
 ) -> list[Word]:
     """Each piece's words, timed from its start -> all words, timed from the audio's start.
 
-    In an overlap the longest run of words that both pieces say is taken once; where they agree on
-    none, each piece has the half that is nearer to it.
+    In an overlap the longest run of words that both pieces say at nearly the same times is taken
+    once; where they agree on none, each piece has the half that is nearer to it.
     """
     joined: list[Word] = []
     before = 0.0  # where the piece before ends
@@ -106,13 +108,33 @@ def _joined(left: list[Word], right: list[Word], start: float, end: float) -> li
     """Both say what lies between start and end seconds."""
     first = next((i for i, word in enumerate(left) if _middle(word) >= start), len(left))
     last = next((i for i, word in enumerate(right) if _middle(word) > end), len(right))
-    tail, head = ([word.text for word in said] for said in (left[first:], right[:last]))
-    match = SequenceMatcher(None, tail, head, autojunk=False).find_longest_match()
-    if match.size:
-        return left[: first + match.a + match.size] + right[match.b + match.size :]
+    agreed = _agreed(left[first:], right[:last])
+    if agreed:
+        return _in_order(left[: first + agreed[0]], right[agreed[1] :])
     seam = (start + end) / 2
     kept = [word for word in left if _middle(word) < seam]
-    return kept + [word for word in right if _middle(word) >= seam]
+    return _in_order(kept, [word for word in right if _middle(word) >= seam])
+
+
+def _agreed(tail: list[Word], head: list[Word]) -> tuple[int, int] | None:
+    """Where the longest run of words that both say ends in each, or None without any.
+
+    A pair of words has one text and lies NEAR in time; of runs alike the nearest in time counts.
+    """
+    runs: dict[tuple[int, int], tuple[int, float]] = {}  # its end in each -> words, -seconds apart
+    for i, ours in enumerate(tail, start=1):
+        for j, theirs in enumerate(head, start=1):
+            apart = abs(_middle(ours) - _middle(theirs))
+            if ours.text == theirs.text and apart <= NEAR:
+                length, nearness = runs.get((i - 1, j - 1), (0, 0.0))
+                runs[i, j] = length + 1, nearness - apart
+    return max(runs, key=runs.__getitem__, default=None)
+
+
+def _in_order(left: list[Word], right: list[Word]) -> list[Word]:
+    """All words; what the right piece times before left's last word begins together with that."""
+    begun = left[-1].start if left else 0.0
+    return left + [replace(w, start=max(w.start, begun), end=max(w.end, begun)) for w in right]
 
 
 def _middle(word: Word) -> float:
