@@ -35,6 +35,29 @@ def test_step_is_the_reference_step(norm, backend):
     torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11)
 
 
+STRIDED = {
+    "expanded over the batch": lambda mask: mask[:1].expand_as(mask),
+    "expanded over the units": lambda mask: mask[:, :1].expand_as(mask),
+    "transposed": lambda mask: mask.T.contiguous().T,
+}
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("layout", STRIDED)
+def test_a_mask_may_lie_in_memory_as_it_likes(layout, backend):
+    judge, ours = pair("ba", backend, recurrent_dropout=0.3)
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    start = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
+    mask = STRIDED[layout](torch.rand(3, 11, dtype=torch.float64))
+    found = []
+    for cell in (judge, ours):
+        state = cell(x, tuple(start), mask)
+        found.append([*state, *gradients(state, (x, start, *cell.parameters()))])
+        with torch.no_grad():
+            found[-1] += cell(x, tuple(start), mask)
+    torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11)
+
+
 @pytest.mark.parametrize("norm", ["ba", "none", "per_gate"])
 def test_step_without_gradients_has_the_same_values(norm):
     judge, ours = pair(norm, "auto")

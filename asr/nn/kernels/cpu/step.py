@@ -27,6 +27,7 @@ def step(x: Tensor, state: State, mask: Tensor | None, w: Weights, setting: Sett
         ax, ah = None, ax + ah
     gain_h = w.gain_hh if w.gain_gates is None else w.gain_gates
     bias = w.bias_ih + w.bias_hh
+    mask = None if mask is None else mask.contiguous()
     tensors = (ax, ah, c.contiguous(), mask, bias, w.gain_ih, gain_h, w.gain_c, w.bias_c)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _Step.apply(setting, *tensors)
