@@ -137,6 +137,13 @@ def test_what_is_written_reads_back_the_same(tmp_path, read):
         ("text: {kind: bpe, size: 3}", "text.size = 3"),
         ("decode: {beam: 0}", "decode.beam = 0"),
         (
+            "decode: {length_penalty: 1000}",
+            "decode.length_penalty = 1000: should be less than or equal to 10",
+        ),
+        ("decode: {max_ratio: 1e20}", "decode.max_ratio = '1e20': should be less than or equal to"),
+        ("decode: {max_ratio: 0}", "decode.max_ratio = 0: should be greater than 0"),
+        ("decode: {min_ratio: 1001}", "decode.min_ratio = 1001: should be less than or equal to"),
+        (
             "decode: {speeds: [0.9, 1.1]}",
             "decode.speeds = [0.9, 1.1]: they must differ, and 1.0 be",
         ),

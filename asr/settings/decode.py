@@ -28,7 +28,7 @@ class Decode(Settings):
     # Summed log-probabilities favour the short, the more so after label smoothing, which leaves
     # <eos> a chance at every step; hence these two. A beam of 1 without scorers and other rules is
     # greedy search, which does not feel them.
-    length_penalty: Annotated[float, Field(ge=0.0)] = 0.6  # alpha of Wu et al. 2016
+    length_penalty: Annotated[float, Field(ge=0.0, le=10.0)] = 0.6  # alpha of Wu et al. 2016
     token_reward: float = 0.0  # added per token
     coverage_penalty: Annotated[float, Field(ge=0.0)] = 0.0  # beta of Wu et al. 2016
     # <eos> must be that near to the best other token (Hannun et al. 2019); null: no such rule
@@ -38,8 +38,9 @@ class Decode(Settings):
     # Stop once that many beams have ended, exact or not (Kasai et al. 2022); None: only where no
     # living hypothesis can still win.
     patience: Positive | None = None
-    min_ratio: Annotated[float, Field(ge=0.0)] = 0.0  # shortest hypothesis / frames of memory
-    max_ratio: Positive = 1.0  # longest hypothesis / frames of memory, and 10 tokens more
+    # Shortest and longest hypothesis / frames of memory; the longest may have 10 tokens more.
+    min_ratio: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
+    max_ratio: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     # Longer audio is cut at pauses into pieces of at most so many seconds; null: data.max_seconds.
     longest: Annotated[float, Field(ge=1.0)] | None = None
     overlap: Annotated[float, Field(ge=0.0)] = 2.0  # seconds, where nobody pauses
