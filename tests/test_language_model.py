@@ -108,6 +108,16 @@ def test_no_token_sees_a_later_one(kind):
     assert (ours[:, 6:] != other[:, 6:]).any(-1).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("encoder_windows", {"offsets": [-1, 0], "width": 0.7}), ("encoder_convolution", 5)],
+)
+def test_what_only_an_encoder_has_is_refused(name, value):
+    """It would see later tokens, or be parameters that nothing uses."""
+    with pytest.raises(ValueError, match=f"{name} is for encoders; .* leave it out"):
+        TransformerLanguageModel(V, **TRANSFORMER, **{name: value})
+
+
 def test_tied_weights_are_one_parameter():
     for kind in ("lstm none tied", "transformer tied"):
         sizes = [tuple(p.shape) for p in language_model(kind, V).parameters()]

@@ -88,3 +88,10 @@ def test_bad_settings_have_one_clear_line():
     for width in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match=r"^a window's width must be above 0, not "):
             Windows(1, [1.0], width)
+
+
+def test_windows_are_not_for_causal_attention():
+    """They would win over it, and every place would see the later ones."""
+    module = SelfAttention(E, H, windows=GIVEN)
+    with pytest.raises(AssertionError, match=r"bias .* causal"):
+        module(torch.randn(B, T, E), causal=True)

@@ -111,7 +111,8 @@ class TransformerState(NamedTuple):
 class TransformerLanguageModel(nn.Module):
     """`residual_scale`: alpha of every layer, or `deepnet`, which for M layers and no encoder is
     alpha (2 M)^(1/4) with gain (8 M)^(-1/4) (Wang et al. 2022, arXiv:2203.00555, figure 2).
-    The other arguments are those of asr.models.transformer.Transformer.
+    The other arguments are those of asr.models.transformer.Transformer for both of its stacks;
+    what is for its encoder alone, encoder_windows and encoder_convolution, raises ValueError.
     """
 
     def __init__(
@@ -128,6 +129,9 @@ class TransformerLanguageModel(nn.Module):
         **layer: Any,
     ) -> None:
         super().__init__()
+        for name in ("encoder_windows", "encoder_convolution"):
+            if layer.get(name) is not None:
+                raise ValueError(f"{name} is for encoders; a language model has none: leave it out")
         settings = LayerSettings(**layer)
         scale = Scale((2 * layers) ** 0.25, (8 * layers) ** -0.25)
         if residual_scale != "deepnet":

@@ -87,6 +87,7 @@ class _MultiHead(nn.Module):
         """
         keys, values = memory
         if bias is not None:
+            assert not causal, f"bias {tuple(bias.shape)} would let causal attention see the future"
             return self.dropout(attention_weights(query, keys, valid, bias)) @ values
         if self.training and query.device.type == "cpu" and self._is_cheaper_by_hand(query):
             if causal:
