@@ -83,12 +83,19 @@ def arguments() -> argparse.Namespace:
         "--against", type=Path, metavar="RUN", help="a run evaluated on the same split: which wins?"
     )
     parser.add_argument(
-        "--pictures", type=int, default=20, help="worst utterances shown with attention (20)"
+        "--pictures", type=natural, default=20, help="worst utterances shown with attention (20)"
     )
     parser.add_argument(
         "--tune", action="store_true", help="search the decode settings, write them into the run"
     )
     return parser.parse_intermixed_args()
+
+
+def natural(text: str) -> int:
+    """A number from 0 on, as argparse wants to be told."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or above")
+    return int(text)
 
 
 def check_writable(folder: Path) -> None:

@@ -242,6 +242,14 @@ def test_the_files_are_written_before_anyone_stops_reading(tiny_run, tmp_path):
     assert (tmp_path / "score.json").exists()
 
 
+@pytest.mark.parametrize("count", ["-1", "2.5", "some"])
+def test_pictures_are_counted_from_0(count, tiny_run, commands):
+    """-1 would be all utterances but one."""
+    code, _, err = commands(evaluate, tiny_run, "--split", "test", "--pictures", count)
+    told = err.splitlines()[-1]
+    assert code == 2 and told.endswith(f"--pictures: '{count}' is not a whole number, 0 or above")
+
+
 @pytest.mark.parametrize(
     ("split", "name"), [("test", "test"), ("v1.0", "v1.0"), ("a/b/dev.x.tsv", "dev.x")]
 )
