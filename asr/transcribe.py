@@ -7,6 +7,7 @@ torchrun --nproc-per-node N -m asr.transcribe RUN --list FILES.txt --out DIR
 import argparse
 import json
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,6 +23,7 @@ from asr.scoring.files import replace_files
 from asr.trained import run_recipe
 from asr.transcript import Transcript, as_plain
 
+KEY = re.compile(r"\w+(\.\w+)*=")  # begins a setting; a path has a slash before its =
 SUFFIXES = {"text": "txt", "json": "json", "srt": "srt", "vtt": "vtt"}
 
 
@@ -100,8 +102,8 @@ def positive(text: str) -> int:
 
 
 def parted(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """Files, each once, and overrides."""
-    overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
+    """Files, each once, and overrides: what begins as KEY.PATH=, unless it is a file's name."""
+    overrides = [text for text in arguments if KEY.match(text) and not Path(text).exists()]
     files = [Path(text) for text in dict.fromkeys(arguments) if text not in overrides]
     return files, overrides
 

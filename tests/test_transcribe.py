@@ -2,6 +2,7 @@
 
 import json
 import os
+import tarfile
 
 import numpy as np
 import pytest
@@ -87,3 +88,21 @@ def test_silence_and_nothing_are_empty_transcripts(commands, tiny_run, tmp_path)
         soundfile.write(tmp_path / f"{name}.wav", np.zeros(count), RATE)
         code, out, _ = commands(transcribe, tiny_run, tmp_path / f"{name}.wav")
         assert (code, out) == (0, f"{tmp_path / name}.wav: \n")
+
+
+def test_a_folder_s_name_may_hold_an_equals_sign(commands, tiny_run, tmp_path):
+    """As the runs of a sweep do; also inside a tar, whose members are no files by themselves."""
+    folder = tmp_path / "norm=ba"
+    folder.mkdir()
+    wave = spoken(["ac"], 0.3)[0]
+    soundfile.write(folder / "a.flac", wave, RATE)
+    with tarfile.open(folder / "x.tar", "w") as tar:
+        tar.add(folder / "a.flac", "a.flac")
+    with tarfile.open(folder / "x.tar") as tar:
+        (member,) = tar.getmembers()
+    packed = folder / "x.tar" / f"a.flac@{member.offset_data}+{member.size}"
+    code, out, _ = commands(transcribe, tiny_run, packed, folder / "a.flac")
+    told = [line.rpartition(": ")[2] for line in out.splitlines()]
+    assert code == 0 and len(told) == 2 and told[0] == told[1]
+    code, _, err = commands(transcribe, tiny_run, folder / "away.flac")
+    assert code == 2 and err == f"error: {folder / 'away.flac'}: no such file\n"
