@@ -192,6 +192,8 @@ def lines(evaluation: Evaluation) -> Iterator[str]:
             f"mean of {there} checkpoints (step {_steps(evaluation)}): the run holds no more, "
             f"decode.average = {average} asks for more"
         )
+    if pieces := evaluation.about["in_pieces"]:
+        yield f"{pieces} utterances are too long to be heard at once (decode.longest): in pieces"
     for name, reason in evaluation.reasons.items():
         yield f"not decoded, scored as empty: {name}: {reason}"
     intervals = {

@@ -6,22 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.image import imsave
 
 from asr.data.batch import Batch, Example, collate
-from asr.data.corpus import Corpus
+from asr.data.corpus import Corpus, Utterance
 from asr.data.loader import Utterances, load
 from asr.data.plan import plan_evaluation
 from asr.data.statistics import of_split
 from asr.data.text import labels_of
-from asr.decoding.health import Health, health
+from asr.decoding.health import Health, health, together
+from asr.decoding.search import Hypothesis
 from asr.errors import UserError
+from asr.nn.memory import Memory
 from asr.recognizer import Recognizer
 from asr.scoring.parts import by_group
 from asr.scoring.pictures import attention_picture
 from asr.scoring.wer import Score, score, summarize
 from asr.settings import SpeechRecipe
+from asr.transcript import NOTHING, joined
+from features.samples import AudioError
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ def evaluate(
         "steps": recognizer.steps,
         "overrides": overrides,
         "not_decoded": len(reasons),
+        "in_pieces": int(too_long(recognizer, corpus).sum()),
         "wer_interval_over_speakers": speakers.wer_interval,
         "groups": {
             column: {name: group(part) for name, part in parts.items()}
@@ -101,6 +107,7 @@ def recognise(
 ) -> tuple[dict[str, Heard], dict[str, str]]:
     """What was heard, by utterance id; and why some could not be read.
 
+    Utterances that are too long for the model are cut as asr.transcribe cuts recordings.
     Raises UserError where none could be read.
     """
     heard: dict[str, Heard] = {}
@@ -108,14 +115,25 @@ def recognise(
     for batch in batches(recognizer, corpus, recipe):
         reasons |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
-            heard |= zip(batch.ids, decode(recognizer, batch), strict=True)
+            heard |= zip(batch.ids, decode(recognizer, *recognizer.hear(batch)), strict=True)
+    for row in np.flatnonzero(too_long(recognizer, corpus)):
+        utterance = corpus[int(row)]
+        try:
+            heard[utterance.id] = decode_long(recognizer, utterance)
+        except AudioError as error:
+            reasons[utterance.id] = str(error)
     if not heard:
         raise UserError(corpus.unreadable)
     return heard, reasons
 
 
+def too_long(recognizer: Recognizer, corpus: Corpus) -> np.ndarray:
+    """Which utterances the model does not hear at once, (N,) bool."""
+    return corpus.seconds > recognizer.longest
+
+
 def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Iterable[Batch]:
-    """The split, read: the longest utterances first.
+    """What the model hears at once of a split, read: the longest utterances first.
 
     Statistics per speaker are taken over the split itself, as at training over its corpus; the
     recogniser keeps them in place of those it had.
@@ -123,17 +141,16 @@ def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Ite
     workers, decode = recipe.data.workers, recipe.decode
     front_end = of_split(recognizer.front_end, corpus, workers, decode.speeds)
     recognizer.front_end = front_end
+    heard = corpus.take(np.flatnonzero(~too_long(recognizer, corpus)))
     utterances = Utterances(
-        corpus, front_end, recognizer.tokenizer, recipe.seed, others=decode.others
+        heard, front_end, recognizer.tokenizer, recipe.seed, others=decode.others
     )
-    plan = plan_evaluation(corpus.seconds, decode.batch_seconds)
+    plan = plan_evaluation(heard.seconds, decode.batch_seconds)
     return load(utterances, plan.batches, workers)
 
 
-def decode(recognizer: Recognizer, batch: Batch) -> list[Heard]:
+def decode(recognizer: Recognizer, memory: Memory, found: Sequence[Hypothesis]) -> list[Heard]:
     """One batch, in its order."""
-    memory = recognizer.encode(batch)
-    found = recognizer.hypotheses(memory, recognizer.encode_others(batch))
     ctc = recognizer.ctc_texts(memory) or [""] * len(found)
     window = max(1, round(1 / recognizer.frame_seconds))
     weights = recognizer.attention(memory, [best.tokens for best in found])
@@ -147,6 +164,32 @@ def decode(recognizer: Recognizer, batch: Batch) -> list[Heard]:
         )
         for best, alone, looked in zip(found, ctc, weights, strict=True)
     ]
+
+
+def decode_long(recognizer: Recognizer, utterance: Utterance) -> Heard:
+    """One utterance in pieces. Raises AudioError where it cannot be read."""
+    front_end = recognizer.front_end
+    waveform = front_end.load(utterance.audio)
+    pieces = recognizer.cut(waveform)
+    told = [NOTHING] * len(pieces)
+    parts: dict[int, Heard] = {}
+    waveforms = [waveform[start:end] for start, end in pieces]
+    for rows, batch in recognizer.batches(waveforms, utterance.speaker):
+        memory, found = recognizer.hear(batch)
+        parts |= zip(rows, decode(recognizer, memory, found), strict=True)
+        for row, one in zip(rows, recognizer.transcripts(memory, found), strict=True):
+            told[row] = one
+    whole = joined(pieces, told, front_end.sample_rate)
+    in_order = [parts[row] for row in sorted(parts)]
+    return Heard(
+        whole.text,
+        " ".join(part.ctc for part in in_order),
+        whole.tokens,
+        all(part.finished for part in in_order),
+        together(
+            [part.health for part in in_order], [len(waveforms[row]) for row in sorted(parts)]
+        ),
+    )
 
 
 def health_columns(heard: Sequence[Heard]) -> dict[str, list[str]]:
@@ -166,10 +209,10 @@ def attention_uri(
 ) -> str | None:
     """Where attention was as utterance `index` was heard: a PNG as a data URI.
 
-    None where nothing was heard. The audio is read once more, so that a split of any size keeps
-    no attention in memory.
+    None where nothing was heard, or in pieces. The audio is read once more, so that a split of any
+    size keeps no attention in memory.
     """
-    if not tokens:
+    if not tokens or too_long(recognizer, corpus)[index]:
         return None
     utterance = corpus[index]
     front_end, tokenizer = recognizer.front_end, recognizer.tokenizer

@@ -20,7 +20,7 @@ from asr.data.batch import Batch, Example, collate
 from asr.data.plan import plan_evaluation
 from asr.data.text import Tokenizer, load_tokenizer
 from asr.decoding.ctc import ctc_greedy
-from asr.decoding.long import cut_at_pauses, is_silent
+from asr.decoding.long import Piece, cut_at_pauses, is_silent
 from asr.decoding.search import Hypothesis, Scorer
 from asr.decoding.times import fits
 from asr.nn.memory import Memory
@@ -130,33 +130,46 @@ class Recognizer:
 
     def _transcribe(self, waveforms: Sequence[Tensor]) -> list[Transcript]:
         """Waveforms (S,) of any length, cut where they are too long for the model."""
-        rate, overlap = self.front_end.sample_rate, min(self.decode.overlap, self.longest / 4)
-        cuts = [cut_at_pauses(waveform, rate, self.longest, overlap) for waveform in waveforms]
+        cuts = [self.cut(waveform) for waveform in waveforms]
         pieces = [
             waveform[piece.start : piece.end]
             for waveform, cut in zip(waveforms, cuts, strict=True)
             for piece in cut
         ]
-        heard = iter(self._hear(pieces))
-        return [joined(cut, list(islice(heard, len(cut))), rate) for cut in cuts]
+        found = [NOTHING] * len(pieces)
+        for rows, batch in self.batches(pieces):
+            for row, told in zip(rows, self.transcripts(*self.hear(batch)), strict=True):
+                found[row] = told
+        told, rate = iter(found), self.front_end.sample_rate
+        return [joined(cut, list(islice(told, len(cut))), rate) for cut in cuts]
 
-    def _hear(self, waveforms: Sequence[Tensor]) -> list[Transcript]:
-        """Waveforms (S,) that the model takes whole, in batches of like length."""
-        rate = self.front_end.sample_rate
-        found = [NOTHING] * len(waveforms)
+    def cut(self, waveform: Tensor) -> list[Piece]:
+        """Where a waveform (S,) is parted into pieces that the model hears at once."""
+        overlap = min(self.decode.overlap, self.longest / 4)
+        return cut_at_pauses(waveform, self.front_end.sample_rate, self.longest, overlap)
+
+    def batches(
+        self, waveforms: Sequence[Tensor], speaker: str | None = None
+    ) -> Iterator[tuple[list[int], Batch]]:
+        """Waveforms (S,) that the model takes whole, of like length together, with their numbers.
+
+        What is silent or shorter than a frame is in none.
+        """
+        rate, speeds = self.front_end.sample_rate, self.decode.others
+        none = torch.zeros(0, dtype=torch.long)
         seconds = np.array([len(waveform) / rate for waveform in waveforms])
         for planned in plan_evaluation(seconds, self.decode.batch_seconds).batches:
             rows = [item.index for item in planned if not is_silent(waveforms[item.index], rate)]
-            speeds, none = self.decode.others, torch.zeros(0, dtype=torch.long)
-            heard = {row: self.front_end.at_speeds(waveforms[row], None, speeds) for row in rows}
+            heard = {row: self.front_end.at_speeds(waveforms[row], speaker, speeds) for row in rows}
             heard = {row: features for row, features in heard.items() if len(features[0])}
             if heard:
-                batch = collate([Example("", own, none, more) for own, *more in heard.values()])
-                memory = self.encode(batch)
-                best = self.hypotheses(memory, self.encode_others(batch))
-                for row, told in zip(heard, self.transcripts(memory, best), strict=True):
-                    found[row] = told
-        return found
+                examples = [Example("", own, none, more) for own, *more in heard.values()]
+                yield list(heard), collate(examples)
+
+    def hear(self, batch: Batch) -> tuple[Memory, list[Hypothesis]]:
+        """What the encoder makes of a batch, and the best hypothesis of every utterance."""
+        memory = self.encode(batch)
+        return memory, self.hypotheses(memory, self.encode_others(batch))
 
     def encode(self, batch: Batch) -> Memory:
         """What the encoder makes of a batch, without dropout."""

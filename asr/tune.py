@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import numpy as np
+
 from asr.data.corpus import Corpus
 from asr.decoding.score import Ranking
 from asr.decoding.search import Hypothesis
 from asr.errors import UserError
-from asr.evaluation import batches
+from asr.evaluation import batches, too_long
 from asr.recipe import as_yaml, read_recipe
 from asr.recognizer import Recognizer
 from asr.scoring.files import percent, replace_files
@@ -65,7 +67,14 @@ def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path
     if recipe.decode.search == "ctc":
         raise UserError("--tune weighs what a beam adds up; set decode.search=beam")
     grid = grid_of(recognizer, recipe)
-    yield f"{len(corpus)} utterances, decoded under {len(grid)} settings for their n best"
+    whole = corpus.take(np.flatnonzero(~too_long(recognizer, corpus)))
+    if not len(whole):
+        raise UserError(
+            f"{corpus.path}: all are longer than decode.longest = {recognizer.longest:g}"
+        )
+    if len(whole) < len(corpus):
+        yield f"left out: {len(corpus) - len(whole)} utterances, too long to be heard at once"
+    yield f"{len(whole)} utterances, decoded under {len(grid)} settings for their n best"
     mine = {key: getattr(recipe.decode, key) for key in grid[0]}
     faults: dict[str, str] = {}
     rescored = search(recognizer, corpus, recipe, grid, faults)

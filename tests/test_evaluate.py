@@ -10,13 +10,15 @@ import subprocess
 import sys
 
 import jiwer
+import numpy as np
 import pytest
+import soundfile
 import torch
 from test_fusion import save_language_run
 from tone_model import tone_recognizer
 
 from asr import build, evaluate
-from asr.data.corpus import read_manifest
+from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.evaluation import batches
 from asr.recipe import read_recipe
 from asr.recognizer import Recognizer
@@ -130,6 +132,64 @@ def test_at_several_speeds_files_say_what_the_split_says(tiny, tiny_run, command
     once = Recognizer.load(tiny_run, settings[1:])
     assert any(once.transcribe(u.audio).score != told[u.audio].score for u in corpus)
     assert "speeds" in (tmp_path / "page.html").read_text()
+
+
+@pytest.fixture
+def with_long(tiny, tmp_path):
+    """A split of two utterances as they are, and one of all of them behind each other, twice."""
+    corpus = read_manifest(tiny.parent / "test.tsv")
+    waves = [soundfile.read(u.audio) for u in corpus]
+    rate = waves[0][1]
+    audio = [*(wave for wave, _ in waves[:2]), np.concatenate([wave for wave, _ in 2 * waves])]
+    texts = [*corpus.texts[:2], " ".join(2 * corpus.texts)]
+    made = []
+    for number, (wave, text) in enumerate(zip(audio, texts, strict=True)):
+        place = tmp_path / "long" / f"{number}.flac"
+        place.parent.mkdir(exist_ok=True)
+        soundfile.write(place, wave, rate)
+        made.append(Utterance(f"u{number}", "s0", place, len(wave) / rate, text))
+    write_manifest(tmp_path / "long" / "long.tsv", made)
+    return tmp_path / "long" / "long.tsv"
+
+
+@pytest.mark.parametrize("more", [(), (SPEEDS, "decode.beam=2")], ids=["once", "at three speeds"])
+def test_what_is_too_long_is_heard_as_transcribe_hears_it(
+    more, with_long, tiny_run, commands, tmp_path
+):
+    settings = ("decode.longest=1", *more)
+    corpus, out = read_manifest(with_long), tmp_path / "out"
+    assert corpus.seconds[2] > 2 > 1 > corpus.seconds[1]
+    code, said, _ = commands(evaluate, tiny_run, "--split", with_long, "--out", out, *settings)
+    assert code == 0 and "1 utterances are too long to be heard at once (decode.longest)" in said
+    recognizer = Recognizer.load(tiny_run, settings)
+    told = [recognizer.transcribe(u.audio) for u in corpus]
+    rows = heard(out)
+    assert [row["hypothesis"] for row in rows] == [transcript.text for transcript in told]
+    assert 0 < float(rows[2]["length_ratio"]) < 2 and rows[2]["finished"] in ("yes", "no")
+    whole = Recognizer.load(tiny_run, more).transcribe(corpus[2].audio)
+    assert whole.tokens != told[2].tokens  # or the test could not fail
+    assert json.loads((out / "score.json").read_text())["about"]["in_pieces"] == 1
+
+
+def test_tuning_leaves_out_what_is_too_long(with_long, tiny_run, commands, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    line = (evaluate, run, "--split", with_long, "--tune")
+    code, out, _ = commands(*line, "decode.longest=1")
+    assert (
+        code == 0 and "left out: 1 utterances, too long" in out and "2 utterances, decoded" in out
+    )
+    rows = with_long.read_text().splitlines()
+    with_long.write_text("\n".join([rows[0], rows[3]]) + "\n")
+    assert "all are longer than decode.longest = 1" in commands.refused(*line, "decode.longest=1")
+
+
+def test_a_long_recording_that_cannot_be_read_is_scored_as_empty(
+    with_long, tiny_run, commands, tmp_path
+):
+    (with_long.parent / "2.flac").write_bytes(b"no audio")
+    line = (evaluate, tiny_run, "--split", with_long, "--out", tmp_path / "out", "decode.longest=1")
+    code, out, _ = commands(*line)
+    assert code == 2 and "not decoded, scored as empty: u2: " in out
 
 
 def test_a_column_that_is_not_there_is_one_line(tiny, tiny_run, commands, tmp_path):

@@ -3,8 +3,9 @@
 Shapes: T memory frames, U tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from torch import Tensor
 
@@ -35,6 +36,21 @@ def health(
     """U tokens over T frames, attention (U or U + 1, T) with EOS' row or without."""
     covered = None if attention is None else coverage(attention[: len(tokens)], window)
     return Health(covered, repetition(tokens), len(tokens) / frames if frames else 0.0)
+
+
+def together(parts: Sequence[Health], lengths: Sequence[int]) -> Health:
+    """Of pieces of one recording, by their lengths; every piece's attention is known."""
+    if not parts:
+        return Health(None, 0.0, 0.0)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(map(mul, values, lengths)) / sum(lengths)
+
+    return Health(
+        mean(part.coverage or 0.0 for part in parts),
+        mean(part.repetition for part in parts),
+        mean(part.length_ratio for part in parts),
+    )
 
 
 def coverage(attention: Tensor, window: int = WINDOW) -> float:
