@@ -11,6 +11,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 
 from asr import console
+from asr.data.workers import is_killed, said
 from asr.errors import UserError
 from asr.training.memory import is_out_of_memory
 from features.normalize import StatisticsError
@@ -34,12 +35,15 @@ def run(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         code = 130
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if is_killed(error):
+            code = _say(said())
+        elif is_out_of_memory(error):
+            code = _say(
+                "out of memory: make the model or what it is given smaller (decode.batch_seconds "
+                f"where speech is validated or decoded): {_first(error)}"
+            )
+        else:
             raise
-        code = _say(
-            "out of memory: make the model or what it is given smaller (decode.batch_seconds where "
-            f"speech is validated or decoded): {_first(error)}"
-        )
     _leave(code)
 
 

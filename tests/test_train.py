@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_speech import RATE, age, tones
 
 from asr import evaluate, train, transcribe
+from asr.data import loader
 from asr.data.corpus import read_manifest, write_manifest
 from asr.data.text import load_tokenizer
 from asr.recipe import read_recipe
@@ -233,6 +234,23 @@ def test_a_full_disk_stops_the_run_with_one_line(tiny, commands, tmp_path, monke
     line = commands.refused(train, tiny, "--run", tmp_path, "train.save_every=1")
     assert "00000002: cannot be saved" in line and "go on with --resume" in line
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
+
+
+def test_a_killed_worker_ends_the_run_with_one_line(tiny, commands, tmp_path, monkeypatch):
+    """As the system does where memory is short; in whatever the trainer is just then."""
+    item, trainer = loader.Utterances.__getitem__, os.getpid()
+
+    def killed(self, planned):
+        if planned.epoch == 2 and os.getpid() != trainer:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item(self, planned)
+
+    monkeypatch.setattr(loader.Utterances, "__getitem__", killed)
+    more = ("data.workers=1", "train.save_every=1")
+    line = commands.refused(train, tiny, "--run", tmp_path, *more)
+    assert line.startswith("a process that reads data was killed") and "--resume" in line
+    assert "ended: " in (tmp_path / "train.log").read_text().splitlines()[-1]
+    assert list_checkpoints(tmp_path)
 
 
 def test_the_last_step_before_a_kill_at_an_epoch_s_end(

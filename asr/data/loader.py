@@ -7,8 +7,6 @@ T frames, F features, U tokens.
 """
 
 import hashlib
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -21,6 +19,7 @@ from asr.data.batch import Batch, Broken, Example, collate
 from asr.data.corpus import Corpus
 from asr.data.plan import Item, Plan, plan_epoch
 from asr.data.text import Tokenizer
+from asr.data.workers import read, start_worker
 from features.front_end import FrontEnd
 from features.samples import AudioError
 
@@ -115,7 +114,7 @@ def load(
     grid: float = 0.0,
 ) -> Iterator[Batch]:
     """The planned batches, in order, read by `workers` processes (0: by this one)."""
-    return iter(
+    return read(
         DataLoader(
             utterances,
             batch_sampler=batches,
@@ -126,15 +125,3 @@ def load(
             generator=torch.Generator(),  # its seed is drawn here, not from what dropout draws
         )
     )
-
-
-def start_worker(worker: int) -> None:
-    """One thread: more threads than cores made a step twenty times slower. No Ctrl-C, no SIGHUP.
-
-    A signal to the whole group of processes is the trainer's to answer, which still needs a batch
-    for the step it is in. Ended by SIGTERM, a worker leaves without the noise of a crash.
-    """
-    torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))

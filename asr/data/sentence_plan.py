@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from asr.data.loader import start_worker
 from asr.data.sentences import SentenceBatch, Sentences
+from asr.data.workers import read, start_worker
 from asr.errors import UserError
 
 POOL = 1 << 20  # lines
@@ -116,7 +116,7 @@ class SentenceEpochs:
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[SentenceBatch]:
         """Every so many of those batches, read, without the first `skip`."""
-        return iter(
+        return read(
             DataLoader(
                 self.sentences,
                 batch_size=None,

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from asr.data.corpus import Corpus
+from asr.data.workers import read
 from features.front_end import FrontEnd
 from features.normalize import MeanVarianceNorm
 from features.samples import AudioError
@@ -52,7 +53,7 @@ def measure(
         num_workers=workers,
         collate_fn=_as_they_are,
     )
-    for examples in loader:
+    for examples in read(loader):
         for features, speaker in chain.from_iterable(examples):
             front_end.norm.add(features, speaker)
 

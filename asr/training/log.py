@@ -64,6 +64,8 @@ class Log:
             if self.progress:
                 self.progress.stop()
         try:
+            if isinstance(error, Exception):
+                self.lines.info(f"ended: {str(error).partition(chr(10))[0]}")
             self.board.close()
             for handler in list(self.lines.handlers):
                 handler.close()

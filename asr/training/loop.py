@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asr.data.workers import WorkerKilled
 from asr.training.distributed import add_gradients, add_sums, gather, rank, world
 from asr.training.faults import allowed_broken, bad_step, count
 from asr.training.given import Batch, Between, Epochs, Limits, Read, Step
@@ -195,7 +196,7 @@ def _next(source: Iterator[list[Batch]], between: Between) -> list[Batch]:
     """A signal that ends the run may have ended the loader's workers before us."""
     try:
         return [] if between.asked_to_stop() else next(source, [])
-    except RuntimeError:
+    except (RuntimeError, WorkerKilled):
         if not between.asked_to_stop():
             raise
         return []
