@@ -6,6 +6,7 @@ none of that is a reason to lose hours of work.
 
 import os
 import sys
+from pathlib import Path
 
 
 def say(text: str) -> None:
@@ -18,4 +19,8 @@ def say(text: str) -> None:
 
 def silence() -> None:
     """Standard output leads nowhere from here on."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    except (OSError, ValueError):  # a notebook's is no file of the system
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end of the process)

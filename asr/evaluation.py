@@ -151,7 +151,7 @@ def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Ite
 
 def decode(recognizer: Recognizer, memory: Memory, found: Sequence[Hypothesis]) -> list[Heard]:
     """One batch, in its order."""
-    ctc = recognizer.ctc_texts(memory) or [""] * len(found)
+    ctc = [recognizer.text(path) for path in recognizer.ctc_paths(memory)] or [""] * len(found)
     window = max(1, round(1 / recognizer.frame_seconds))
     weights = recognizer.attention(memory, [best.tokens for best in found])
     return [
@@ -171,24 +171,23 @@ def decode_long(recognizer: Recognizer, utterance: Utterance) -> Heard:
     front_end = recognizer.front_end
     waveform = front_end.load(utterance.audio)
     pieces = recognizer.cut(waveform)
-    told = [NOTHING] * len(pieces)
+    told, alone = ([NOTHING] * len(pieces) for _ in range(2))  # the search's, and that of CTC
     parts: dict[int, Heard] = {}
     waveforms = [waveform[start:end] for start, end in pieces]
     for rows, batch in recognizer.batches(waveforms, utterance.speaker):
         memory, found = recognizer.hear(batch)
         parts |= zip(rows, decode(recognizer, memory, found), strict=True)
-        for row, one in zip(rows, recognizer.transcripts(memory, found), strict=True):
-            told[row] = one
-    whole = joined(pieces, told, front_end.sample_rate)
-    in_order = [parts[row] for row in sorted(parts)]
+        for best, pick in ((found, told), (recognizer.ctc_paths(memory), alone)):
+            for row, one in zip(rows, recognizer.transcripts(memory, best), strict=False):
+                pick[row] = one
+    whole, ctc = (joined(pieces, each, front_end.sample_rate) for each in (told, alone))
+    lengths = [len(waveforms[row]) for row in parts]
     return Heard(
         whole.text,
-        " ".join(part.ctc for part in in_order),
+        ctc.text,
         whole.tokens,
-        all(part.finished for part in in_order),
-        together(
-            [part.health for part in in_order], [len(waveforms[row]) for row in sorted(parts)]
-        ),
+        all(part.finished for part in parts.values()),
+        together([part.health for part in parts.values()], lengths),
     )
 
 

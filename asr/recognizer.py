@@ -235,12 +235,12 @@ class Recognizer:
         return self.tokenizer.decode(hypothesis.tokens)
 
     @torch.no_grad()
-    def ctc_texts(self, memory: Memory) -> list[str] | None:
-        """What the CTC head alone hears, by its best path; None without one."""
+    def ctc_paths(self, memory: Memory) -> list[Hypothesis]:
+        """What the CTC head alone hears, by its best path and not scored; nothing without one."""
         log_probs = self.model.ctc(memory)
         if log_probs is None:
-            return None
-        return [self.tokenizer.decode(ids) for ids in ctc_greedy(log_probs, memory.valid)]
+            return []
+        return [Hypothesis(tuple(ids), 0.0, True) for ids in ctc_greedy(log_probs, memory.valid)]
 
 
 def real_frames(values: Tensor, valid: Tensor) -> list[Tensor]:

@@ -31,7 +31,7 @@ UNKNOWN_FRAMES = 2**63 - 1
 # What it notes of WAV, RF64, W64, AIFF and AU with fewer bytes than their header says, before it
 # believes the file. One written to a pipe knows no length either, and says something from here on.
 FEWER_BYTES = re.compile(r"(?:data|SSND|Data Size|[Rr]iff(?: size)?) +: (\d+) \(should be (\d+)\)")
-PIPED_BYTES = 2**31 - 2**20
+PIPED_BYTES = 2**31 - 2**25
 TOLERANCE = 0.1  # seconds between header and content: lossy coders pad
 # How WAV, FLAC, OGG and AIFF begin; what begins otherwise may be MP3, whose decoder is a talker.
 QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
@@ -57,7 +57,7 @@ def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = No
     """Duration by what can be decoded, a block at a time in memory.
 
     Raises AudioError as `read_audio` does, and for a file that holds less than its header says:
-    it breaks off. Of OGG, whose header says nothing, no more than a broken page shows.
+    it breaks off. Of MP3 and OGG, whose headers seldom say, no more than a broken frame shows.
     """
     name, count = _printable(path), 0
     with _open(path) as sound:
@@ -75,7 +75,9 @@ def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = No
 
 
 def _said_frames(sound: soundfile.SoundFile) -> float:
-    """By the header; 0 where it does not know."""
+    """By the header; 0 where it does not know. MP3 seldom has one, and libsndfile then guesses."""
+    if sound.format == "MP3":
+        return 0
     for said, there in FEWER_BYTES.findall(sound.extra_info):
         if int(said) < PIPED_BYTES:
             return sound.frames * int(said) / max(1, int(there))

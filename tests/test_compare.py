@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
-from asr.data.content import SHA256
+from asr.data.content import SHA256, sha256_of_files
 from asr.errors import UserError
 from asr.recipe import read_recipe, write_recipe
 from asr.runs.reading import HOURS, SECONDS, TRAIN, VALID
@@ -195,6 +195,17 @@ def test_a_full_disk_is_named(two_groups, commands):
     (out / "curves.png").symlink_to("/dev/full")
     line = commands.refused(compare, two_groups)
     assert line == f"{out}: No space left on device"
+
+
+def test_a_run_that_has_saved_nothing_yet_is_of_the_same_data(two_groups, commands, monkeypatch):
+    """Of what the others say that they were validated on, if that lies there unchanged."""
+    monkeypatch.chdir(two_groups)
+    Path("valid.tsv").write_text("unchanged\n")
+    content = {"data.valid": {SHA256: sha256_of_files([Path("valid.tsv")])}}
+    for run in sorted(two_groups.glob("*-*"))[1:]:
+        state = {"content": content, "position": {}}
+        save_checkpoint(run, nn.Linear(2, 3), state, 100, 0.5, {})
+    assert "other validation data" not in report(commands, two_groups)
 
 
 def test_runs_of_one_name_in_two_sweeps_are_two(tmp_path, commands):

@@ -15,11 +15,12 @@ import pytest
 import soundfile
 import torch
 from test_fusion import save_language_run
-from tone_model import tone_recognizer
+from tiny_speech import RATE
+from tone_model import spoken, tone_recognizer
 
 from asr import build, evaluate
 from asr.data.corpus import Utterance, read_manifest, write_manifest
-from asr.evaluation import batches
+from asr.evaluation import batches, decode_long
 from asr.recipe import read_recipe
 from asr.recognizer import Recognizer
 from asr.scoring.files import evaluation_name, write_evaluation
@@ -169,6 +170,19 @@ def test_what_is_too_long_is_heard_as_transcribe_hears_it(
     whole = Recognizer.load(tiny_run, more).transcribe(corpus[2].audio)
     assert whole.tokens != told[2].tokens  # or the test could not fail
     assert json.loads((out / "score.json").read_text())["about"]["in_pieces"] == 1
+
+
+@pytest.mark.parametrize("find", ["beam", "ctc"])
+def test_nobody_says_an_overlap_twice(find, tmp_path):
+    """Neither the search nor CTC alone, by a model that makes no mistakes, where nobody pauses."""
+    words = ["abc", "cab", "bca", "a", "acb", "bac"] * 8
+    wave, _ = spoken(words, 0.12)  # which is too short to be cut at
+    soundfile.write(tmp_path / "a.wav", wave, RATE)
+    utterance = Utterance("u", "s", tmp_path / "a.wav", len(wave) / RATE, " ".join(words))
+    recognizer = tone_recognizer(longest=4.0, overlap=1.0, search=find)
+    assert len(recognizer.cut(torch.from_numpy(wave).float())) > 5
+    found = decode_long(recognizer, utterance)
+    assert found.text == found.ctc == utterance.text and found.finished
 
 
 def test_tuning_leaves_out_what_is_too_long(with_long, tiny_run, commands, tmp_path):

@@ -1,10 +1,12 @@
 """What a run writes, read back by TensorBoard's own reader."""
 
 import errno
+import io
 import math
 import os
 import pty
 import re
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -72,6 +74,26 @@ def test_a_run_goes_on_without_its_console(tmp_path, monkeypatch, open_console):
     assert all(line in said for line in (" read\n", " not read\n", " nor this\n", "step 1/2"))
     assert said.count("the console is gone") == 1
     assert curve(tmp_path, "train/nats") == [(1, 2.0)]
+
+
+def test_a_console_that_is_no_file_may_go_too(tmp_path, monkeypatch):
+    """A notebook's has no number; with `>&-` there is none at all."""
+
+    class Notebook(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, "gone")
+
+    for number, console in enumerate((Notebook(), None)):
+        monkeypatch.setattr("sys.stdout", console)
+        run = tmp_path / str(number)
+        run.mkdir()
+        with Log(run, every=1, total_steps=1) as log:
+            log.note("first")
+            log.note("second")
+        if console:
+            sys.stdout.close()  # what took its place
+        monkeypatch.undo()
+        assert " second\n" in (run / "train.log").read_text()
 
 
 def test_lines_go_to_the_console_and_the_file(tmp_path, capsys):

@@ -162,6 +162,8 @@ def test_torchrun_goes_on_with_what_it_began_and_with_nothing_else(
     assert attempt(1, "/logs/none_b")[0] == 0
     assert attempt(1, "/logs/none_c")[0] == 2
     assert attempt(1, "/logs/none_c", "--resume")[0] == 0
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")  # another's, who starts one process
+    assert commands(train, tiny, "--run", run, more, "--resume")[0] == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

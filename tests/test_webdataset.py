@@ -120,10 +120,11 @@ def test_an_odd_sample_is_left_out_and_costs_no_other(tmp_path, kind, content, f
 def test_a_null_id_is_no_id_and_a_byte_order_mark_no_text(tmp_path):
     files = {"1.flac": flac(8000, 0), "1.json": b'{"text": "A", "id": null}'}
     files |= {"2.flac": flac(8000, 1), "2.txt": b"\xef\xbb\xbfHI"}
+    files |= {"4.flac": flac(8000, 3), "4.json": b'{"text": "D", "id": "a\\tb"}'}
     files |= {"3.flac": flac(8000, 2), "3.json": b'{"text": "C", "id": null}'}
     write_tar(tmp_path / "set" / "x.tar", files)
     corpus = read_manifest(webdataset.write(tmp_path / "set", tmp_path / "to").manifest)
-    assert corpus.ids == ["x-1", "x-2", "x-3"] and corpus.texts == ["A", "HI", "C"]
+    assert corpus.ids == ["x-1", "x-2", "a b", "x-3"] and corpus.texts == ["A", "HI", "D", "C"]
 
 
 def test_what_we_pack_is_such_a_tar(folder, tmp_path):

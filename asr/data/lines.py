@@ -27,7 +27,7 @@ from asr.errors import UserError
 SMALL = 16 << 20  # bytes of a file
 LONGEST = 1 << 20  # bytes of a line; what has longer ones is no text of sentences
 PACKED = 50  # gzip makes a third of a language, a tenth of phrases; what shrinks more is a bomb
-VERSION = 1  # of the index on disk
+VERSION = 2  # of the index on disk
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ class WorkerKilled(UserError):
 
 def read(loader: DataLoader) -> Iterator[Any]:
     """The batches, whose reading begins at once. Raises WorkerKilled where a process is gone."""
-    return _guarded(iter(loader))
+    batches = iter(loader)
+    return _guarded(batches) if loader.num_workers else batches
 
 
 def _guarded(batches: Iterator[Any]) -> Iterator[Any]:
@@ -42,7 +43,7 @@ def said() -> str:
     """Of a worker that is gone."""
     return (
         "a process that reads data was killed, as the system does where memory is short; lower "
-        "data.workers, and go on from the last checkpoint with --resume"
+        "data.workers and start again, a training with --resume"
     )
 
 

@@ -36,8 +36,8 @@ def _agent() -> str:
 
     RUN_ABCDEF/attempt_0/RANK/error.json: its last part is made up at every launch.
     """
-    error = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    return str(Path(error).parents[2]) if error else ""
+    folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    return str(folders[2]) if len(folders) > 2 else ""
 
 
 def _began(run: Path, agents: list[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from asr.data.content import SHA256
+from asr.data.content import SHA256, sha256_of_files
 from asr.errors import UserError
 from asr.recipe import flat
 from asr.runs.folder import finished, last_error, names_of, recipe_of
@@ -120,8 +120,10 @@ def _validated_on(folder: Path) -> bytes | None:
 
 def _named(settings: dict[str, Any]) -> bytes:
     """What lies there now under the name that the recipe gives."""
-    manifest = Path(str(settings.get("data.valid")))
-    return manifest.read_bytes() if manifest.is_file() else str(manifest).encode()
+    named = settings.get("data.valid")
+    files = [Path(str(name)) for name in (named if isinstance(named, list) else [named])]
+    there = all(file.is_file() for file in files)
+    return (sha256_of_files(files) if there else str(named)).encode()
 
 
 def cost(run: Run) -> Cost:

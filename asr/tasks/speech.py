@@ -115,7 +115,8 @@ class SpeechTask:
             memory = self.recognizer.encode(batch)
             found = self.recognizer.hypotheses(memory)
             texts |= zip(batch.ids, map(self.recognizer.text, found), strict=True)
-            ctc_texts |= zip(batch.ids, self.recognizer.ctc_texts(memory) or (), strict=False)
+            paths = self.recognizer.ctc_paths(memory)
+            ctc_texts |= zip(batch.ids, map(self.recognizer.text, paths), strict=False)
             weights = self._attention(memory, batch)
             slopes += [diagonality(w) for w in weights]
             for row in (i for i, name in enumerate(batch.ids) if name in shown):

@@ -40,7 +40,7 @@ class Log:
         self.lines = _line_logger(run / "train.log")
         # What a killed run wrote behind its last checkpoint would overlap: purge it.
         self.board = SummaryWriter(str(run), purge_step=step + 1)
-        self.progress = _progress() if sys.stdout.isatty() else None
+        self.progress = _progress() if sys.stdout and sys.stdout.isatty() else None
         self.task = (
             self.progress.add_task("", total=total_steps, completed=step) if self.progress else None
         )

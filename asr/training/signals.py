@@ -3,7 +3,7 @@
 The first signal lets the step that is under way finish, the second ends the process at once. Only
 SIGHUP, of a terminal that is closed, is heard once, for shell and system both send it; and not at
 all under nohup. A child process inherits no wish: the loader's workers see to themselves
-(asr/data/loader.py).
+(asr/data/workers.py).
 """
 
 import signal

@@ -88,8 +88,8 @@ def _row(
     except (AudioError, ValueError) as error:
         found.left_out.append(f"{where}: {error}")
         return None
-    name = about.get("id", "")
-    speaker = about.get("speaker") or name or where
+    name, speaker = (" ".join(about.get(key, "").split()) for key in ("id", "speaker"))
+    speaker = speaker or name or where
     return name, speaker, audio_field(place, found.manifest), seconds, text
 
 
