@@ -14,7 +14,7 @@ from asr import train
 from asr.data.text import Characters, load_tokenizer
 from asr.decoding.sample import sample
 from asr.recipe import read_recipe
-from asr.tasks.language import load_language_model
+from asr.tasks.language import language_task, load_language_model
 from asr.tokens import EOS, SOS
 from asr.training.checkpoint import list_checkpoints
 
@@ -155,6 +155,15 @@ def test_two_runs_must_agree_on_the_vocabulary(commands, folder):
             {"train": ["d/librispeech-lm-norm.txt.gz"], "corpus": "librispeech-lm"},
             "make it with: python -m asr.prepare librispeech-lm --to d",
         ),
+        (
+            {"train": ["d/train-clean-100.tsv"], "corpus": "librispeech-lm"},
+            "make it with: python -m asr.prepare librispeech --to d --subsets train-clean-100",
+        ),
+        (
+            {"train": ["d/foo.tsv"], "corpus": "spoken-numbers"},
+            "asr.prepare spoken-numbers --to d, which has train.tsv, valid.tsv and test.tsv",
+        ),
+        ({"train": ["d/foo.txt"], "corpus": "spoken-numbers"}, "foo.txt is not there; name a .txt"),
         ({"max_bytes": 1}, "data.max_bytes = 1: each of the 48 lines is longer"),
         ({"batch_byte": 1}, "data.batch_byte is not a recipe key. Did you mean 'batch_bytes'?"),
     ],
@@ -180,6 +189,43 @@ def test_what_is_too_long_is_counted_and_samples_fit_learned_positions(commands,
     assert code == 0, err
     rest = sum(length > longest for length in lengths)
     assert f"{48 - rest} sentences ({rest} more are over data.max_bytes = {longest})" in out
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_sentence_with_more_places_than_are_learned_is_told_before_training(
+    commands, folder, split
+):
+    """Of the characters, and of the end: validation hears what training leaves out as well."""
+    recipe = make_recipe(folder, "transformer")
+    lines = {"train": [*make_lines(41), *make_lines(7, seed=5)], "valid": make_lines(9, seed=6)}
+    most = {name: max(map(len, texts)) + 1 for name, texts in lines.items()}
+    other = "train" if split == "valid" else "valid"
+    given = ["train.steps=1", "model.positions=learned", "--run", folder / "run"]
+    if split == "valid":
+        given += ["data.max_bytes=15"]
+        most[other] = 16
+    assert most[split] > 16
+    line = commands.refused(train, recipe, *given, f"model.max_positions={most[split] - 1}")
+    assert "places with its end, and model.max_positions is" in line and "raise it" in line
+    assert f" {most[split]} places" in line
+    assert commands(train, recipe, *given, f"model.max_positions={max(most.values())}")[0] == 0
+
+
+def test_what_health_looks_at_is_not_padded(folder):
+    """Sentences from all of the text, not the shortest of it."""
+    task = language_task(read_recipe(make_recipe(folder)), folder / "run", resume=False)
+    batches = list(task.samples())
+    assert len(batches) == 4 and all(len(batch) == 1 for batch in batches)
+    assert all(batch.tokens.shape[1] == int(batch.token_lengths) for batch in batches)
+    assert [batch.ids for batch in batches] == [("0",), ("2",), ("5",), ("8",)]
+
+
+def test_a_model_that_diverged_is_one_line(commands, folder):
+    given = ["train.optimizer.lr=1e6", "train.schedule.warmup=0", "train.clip=1e9"]
+    line = commands.refused(
+        train, make_recipe(folder, "transformer"), *given, "--run", folder / "r"
+    )
+    assert "NaN" in line or "not finite" in line
 
 
 def test_a_damaged_text_is_named(commands, folder):

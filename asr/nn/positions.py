@@ -50,7 +50,7 @@ class LearnedPositions(nn.Module):
         if stop > len(self.table):
             raise UserError(
                 f"a sequence of {stop} places is longer than the {len(self.table)} learned "
-                "positions: use sinusoidal positions or shorter audio"
+                "positions: take more of them (max_positions), sinusoidal ones, or shorter input"
             )
         return self.table[start:stop]
 

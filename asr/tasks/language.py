@@ -6,9 +6,9 @@ asr.train trains it as it trains speech. Its runs are what `decode.lm` of a spee
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from asr import build, corpora
@@ -32,11 +32,8 @@ VOCABULARY_LINES = 1_000_000  # of the training text, evenly spread, that make a
 CHECKED_LINES = 1000
 LONGEST_SAMPLE = 200  # tokens
 ANY_LENGTH = 2**31 - 1
-PREPARE = {
-    None: "name a .txt, .txt.gz or .tsv file",
-    "spoken-numbers": "make it with: python -m asr.prepare spoken-numbers --to {folder}",
-    "librispeech-lm": "make it with: python -m asr.prepare librispeech-lm --to {folder}",
-}
+INSPECTED = 4  # sentences that train.health looks at
+LONGEST_LINES = 100  # by their bytes: of these the tokens are counted, where places are learned
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,10 @@ class LanguageTask:
         return {}
 
     def samples(self) -> Iterator[SentenceBatch]:
-        """The first validation batch, to look inside with."""
-        return islice(self.valid(), 1)
+        """A few validation sentences to look inside with, each alone and so without padding."""
+        there = self.held_out.sentences
+        rows = np.linspace(0, len(there) - 1, min(INSPECTED, len(there))).astype(np.int64)
+        return (there[[row]] for row in rows)
 
     def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]:
         """Nothing more."""
@@ -124,6 +123,7 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTa
         lines = part.sample(CHECKED_LINES)
         corpora.check_text(lines, [tokenizer.unknown(line) for line in lines], paths[0])
         part.tokenizer = tokenizer
+        _check_places(recipe, part, paths[0])
     torch.manual_seed(recipe.seed)
     cap, seed, workers = data.batch_bytes, recipe.seed, data.workers
     epochs = SentenceEpochs(training, cap, data.max_bytes, seed, workers)
@@ -135,6 +135,22 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTa
         SentenceEpochs(valid, cap, ANY_LENGTH, seed, workers),
         tokenizer,
     )
+
+
+def _check_places(recipe: LanguageRecipe, part: Sentences, path: Path) -> None:
+    """UserError where places are learned and a sentence has more than there are of them."""
+    if getattr(recipe.model, "positions", None) != "learned":
+        return
+    rows = np.argsort(part.lengths)
+    if path in recipe.data.train:
+        rows = rows[part.lengths[rows] <= recipe.data.max_bytes]  # others are left out
+    longest = rows[-LONGEST_LINES:]
+    most = max(len(part.tokenizer.encode(part.line(int(row)))) for row in longest) + 1
+    if most > recipe.model.max_positions:
+        raise UserError(
+            f"{path}: a sentence has {most} places with its end, and model.max_positions is "
+            f"{recipe.model.max_positions}; raise it, or take model.positions=sinusoidal"
+        )
 
 
 def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
@@ -180,7 +196,16 @@ def _read(data: LanguageData, role: str) -> Sentences:
         if path.suffix == ".tsv":
             corpora.make_built_in(data.corpus, path)
         if not path.is_file():
-            remedy = PREPARE[data.corpus].format(folder=path.parent)
-            raise UserError(f"data.{role}: {path} is not there; {remedy}")
+            raise UserError(f"data.{role}: {path} is not there; {_remedy(data.corpus, path)}")
         texts.append(read_lines(path, data.cache))
     return Sentences(texts)
+
+
+def _remedy(corpus: str | None, path: Path) -> str:
+    """What makes a text that is missing: a manifest comes with its recordings."""
+    if corpus is None or (path.suffix != ".tsv" and corpus != "librispeech-lm"):
+        return "name a .txt, .txt.gz or .tsv file"
+    command = "python -m asr.prepare librispeech-lm --to {folder}"
+    if path.suffix == ".tsv":
+        command = corpora.PREPARE["librispeech" if corpus == "librispeech-lm" else corpus]
+    return f"make it with: {command.format(folder=path.parent, split=path.stem)}"
