@@ -246,5 +246,5 @@ def _check_filters(filters: Tensor, sample_rate: int) -> None:
     if empty:
         raise ValueError(
             f"{empty} of {len(filters)} mel bins at {sample_rate} Hz are narrower than the FFT's"
-            " resolution; use fewer num_mel_bins or a longer frame_length"
+            " resolution; take fewer, or a longer frame, or Slaney's filters (kind: slaney)"
         )

@@ -189,6 +189,7 @@ def test_intervals_and_confusions():
         assert wilson_interval(count, count)[1] == 1.0 and wilson_interval(0, count)[0] == 0.0
     low, high = mean_interval(np.array([1.0, 3.0]))
     assert (low + high) / 2 == pytest.approx(2.0) and (high - low) / 2 == pytest.approx(1.959964)
+    assert mean_interval(np.array([1.0])) is None
     counts = confusion(np.array([0, 0, 2, 1]), np.array([0, 2, 2, 1]), 3)
     assert counts.tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 1]]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from asr.decoding.search import NEVER, Scorer
+from asr.decoding.search import NEVER, Scorer, checked
 from asr.nn.memory import Memory
 from asr.tokens import EOS, SOS
 
@@ -17,7 +17,8 @@ def sample(
 ) -> list[list[int]]:
     """`count` sentences of at most `longest` tokens, without <sos> and <eos>.
 
-    The random numbers are drawn on the CPU, so that they are the same on every device.
+    The random numbers are drawn on the CPU, so that they are the same on every device. Raises
+    UserError where the model gives NaN.
     """
     if count == 0:
         return []
@@ -27,6 +28,7 @@ def sample(
     said = []
     for _ in range(longest):
         log_probs, state = model.step(state, token)
+        log_probs = checked(log_probs)
         never = torch.tensor(NEVER, device=device)
         probs = log_probs[:, 0].index_fill(1, never, -torch.inf).exp()  # (count, V)
         token = torch.multinomial(probs.float().cpu(), 1, generator=chance).to(device)

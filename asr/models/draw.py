@@ -93,7 +93,8 @@ class Draw(nn.Module):
         self.to_read = nn.Linear(told, 5)
         self.to_write = nn.Linear(told, 5)
         self.to_patch = nn.Linear(told, write**2)
-        # The first state and canvas are learned (section 2.1).
+        # The first state and canvas are learned (section 2.1). They begin at 0, where zero_rows
+        # "guard" of a normed encoder lets no gradient through: then its first state stays there.
         self.first_encoder = nn.Parameter(torch.zeros(self.encoder.hidden_size))
         self.first_decoder = nn.Parameter(torch.zeros(told))
         self.first_canvas = nn.Parameter(torch.zeros(rows, columns))

@@ -21,8 +21,10 @@ def wilson_interval(hits: int, count: int) -> tuple[float, float]:
     return max(min(low, share), 0.0), min(max(high, share), 1.0)
 
 
-def mean_interval(values: NDArray[np.float64]) -> tuple[float, float]:
-    """95 % interval of the mean of many values (N,), by the normal distribution."""
+def mean_interval(values: NDArray[np.float64]) -> tuple[float, float] | None:
+    """95 % interval of the mean of many values (N,), by the normal distribution; None of one."""
+    if len(values) < 2:
+        return None
     mean, error = float(values.mean()), float(values.std(ddof=1)) / sqrt(len(values))
     return mean - _QUANTILE * error, mean + _QUANTILE * error
 

@@ -34,7 +34,8 @@ class Guide(Settings):
     """Guided attention (Tachibana et al. 2018): in the first steps, far from the diagonal costs."""
 
     weight: Positive = 1.0  # beside the cross-entropy, and times 1 - model.ctc_weight as that is
-    width: Positive = 0.2  # of the free band, as a share of the utterance
+    # Of the free band, as a share of the utterance.
+    width: Annotated[float, Field(ge=1e-3, le=10.0)] = 0.2
     steps: Count = 1000
 
 

@@ -65,6 +65,7 @@ class ImageTask:
         rows, columns = self.test.pixels.shape[1:]
         return (
             f"{len(self.epochs.images)} training images of {rows} x {columns}, "
+            f"{len(self.epochs.plan(1).batches)} batches an epoch, "
             f"{len(self.held_out)} for validation, {len(self.test)} for the test"
         )
 
@@ -161,13 +162,13 @@ class DrawTask(ImageTask):
         model = self.objective.model
         parts = [bound_of(model, batch.images).cpu() for batch in self._batches(self.test)]
         bounds = torch.cat(parts).double().numpy()
-        low, high = mean_interval(bounds)
-        nats = float(bounds.mean())
-        whole = {"nats": nats, "nats_interval": [low, high], "images": len(bounds), "step": step}
+        nats, interval = float(bounds.mean()), mean_interval(bounds)
+        whole = {"nats": nats, "nats_interval": interval, "images": len(bounds), "step": step}
         _write(run, whole)
+        spread = " (95 % interval {:.2f} to {:.2f})".format(*interval) if interval else ""
         log.note(
-            f"test: bound {nats:.2f} nats an image (95 % interval {low:.2f} to {high:.2f}) over "
-            f"{len(bounds)} images, by the checkpoint of step {step}"
+            f"test: bound {nats:.2f} nats an image{spread} over {len(bounds)} images, by the "
+            f"checkpoint of step {step}"
         )
         return {"test/nats": nats}
 
@@ -176,6 +177,10 @@ def image_task(recipe: ImageRecipe, run: Path, resume: bool) -> ImageTask:
     """Read the images and build the model. UserError where they are missing or damaged."""
     training, test = read(recipe.data)
     kept = len(training) - max(1, round(recipe.data.valid * len(training)))
+    if not kept:
+        raise UserError(
+            "data.folder: one training image; two are needed, one of them to validate on"
+        )
     held_out = training.part("valid", slice(kept, None))
     training = training.part("train", slice(None, kept))
     size, classes = tuple(test.pixels.shape[1:]), int(training.labels.max()) + 1
