@@ -24,8 +24,8 @@ class Decode(Settings):
     ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
     lm: Path | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, kenlm's binary)
     lm_weight: Annotated[float, Field(ge=0.0)] = 0.3  # of its log-probs beside the model's
-    # Of the n-grams. A word is paid for at its end, so that under a heavy lm_weight words that never
-    # end may win; a token is paid for at once.
+    # Of the n-grams. A word is paid for at its end, so that under a heavy lm_weight words that
+    # never end may win; a token is paid for at once.
     lm_unit: Literal["word", "token"] = "word"
     # Summed log-probabilities favour the short, the more so after label smoothing, which leaves
     # <eos> a chance at every step; hence these two. A beam of 1 without scorers and other rules is
