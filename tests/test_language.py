@@ -211,6 +211,12 @@ def test_a_sentence_with_more_places_than_are_learned_is_told_before_training(
     assert commands(train, recipe, *given, f"model.max_positions={max(most.values())}")[0] == 0
 
 
+def test_learned_places_do_not_hide_that_every_line_is_too_long(commands, folder):
+    given = ["data.max_bytes=1", "model.positions=learned", "--run", folder / "run"]
+    line = commands.refused(train, make_recipe(folder, "transformer"), *given)
+    assert "data.max_bytes = 1: each of the 48 lines is longer" in line
+
+
 def test_what_health_looks_at_is_not_padded(folder):
     """Sentences from all of the text, not the shortest of it."""
     task = language_task(read_recipe(make_recipe(folder)), folder / "run", resume=False)

@@ -62,10 +62,13 @@ class Sentences(Dataset):
         text = bisect_right(self.starts, index) - 1
         return self.texts[text][index - self.starts[text]]
 
+    def spread(self, count: int) -> list[int]:
+        """The numbers of at most `count` of them, evenly spread."""
+        return np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64).tolist()
+
     def sample(self, count: int) -> list[str]:
         """At most `count` of them, evenly spread."""
-        rows = np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
-        return [self.line(int(row)) for row in rows]
+        return [self.line(row) for row in self.spread(count)]
 
     def __getitem__(self, rows: Sequence[int]) -> SentenceBatch:
         lines = [self.line(int(row)) for row in rows]

@@ -21,7 +21,7 @@ from asr.decoding.sample import sample
 from asr.errors import UserError
 from asr.recipe import read_recipe
 from asr.settings import LanguageRecipe
-from asr.settings.language import LanguageData
+from asr.settings.language import LanguageData, LanguageModel
 from asr.tasks.vocabulary import kept_vocabulary
 from asr.training.checkpoint import choose, load_weights
 from asr.training.language_objective import LanguageObjective
@@ -103,8 +103,7 @@ class LanguageTask:
     def samples(self) -> Iterator[SentenceBatch]:
         """A few validation sentences to look inside with, each alone and so without padding."""
         there = self.held_out.sentences
-        rows = np.linspace(0, len(there) - 1, min(INSPECTED, len(there))).astype(np.int64)
-        return (there[[row]] for row in rows)
+        return (there[[row]] for row in there.spread(INSPECTED))
 
     def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]:
         """Nothing more."""
@@ -119,11 +118,14 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTa
     data = recipe.data
     training, valid = (_read(data, role) for role in ("train", "valid"))
     tokenizer = load_tokenizer(run) if resume else _vocabulary(recipe, training)
-    for part, paths in ((training, data.train), (valid, data.valid)):
+    for part, paths, most in (
+        (training, data.train, data.max_bytes),
+        (valid, data.valid, ANY_LENGTH),
+    ):
         lines = part.sample(CHECKED_LINES)
         corpora.check_text(lines, [tokenizer.unknown(line) for line in lines], paths[0])
         part.tokenizer = tokenizer
-        _check_places(recipe, part, paths[0])
+        _check_places(recipe.model, part, most, paths[0])
     torch.manual_seed(recipe.seed)
     cap, seed, workers = data.batch_bytes, recipe.seed, data.workers
     epochs = SentenceEpochs(training, cap, data.max_bytes, seed, workers)
@@ -137,19 +139,18 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTa
     )
 
 
-def _check_places(recipe: LanguageRecipe, part: Sentences, path: Path) -> None:
-    """UserError where places are learned and a sentence has more than there are of them."""
-    if getattr(recipe.model, "positions", None) != "learned":
+def _check_places(model: LanguageModel, part: Sentences, most: int, path: Path) -> None:
+    """UserError where places are learned and a sentence of `most` bytes or less has too many."""
+    if getattr(model, "positions", None) != "learned":
         return
-    rows = np.argsort(part.lengths)
-    if path in recipe.data.train:
-        rows = rows[part.lengths[rows] <= recipe.data.max_bytes]  # others are left out
-    longest = rows[-LONGEST_LINES:]
-    most = max(len(part.tokenizer.encode(part.line(int(row)))) for row in longest) + 1
-    if most > recipe.model.max_positions:
+    lengths = part.lengths
+    rows = np.flatnonzero(lengths <= most)
+    longest = rows[np.argsort(lengths[rows])[-LONGEST_LINES:]].tolist()
+    places = max((len(part.tokenizer.encode(part.line(row))) for row in longest), default=0) + 1
+    if places > model.max_positions:
         raise UserError(
-            f"{path}: a sentence has {most} places with its end, and model.max_positions is "
-            f"{recipe.model.max_positions}; raise it, or take model.positions=sinusoidal"
+            f"{path}: a sentence has {places} places with its end, and model.max_positions is "
+            f"{model.max_positions}; raise it, or take model.positions=sinusoidal"
         )
 
 
