@@ -11,7 +11,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 
 from asr import console
-from asr.data.workers import is_killed, said
+from asr.data.workers import KILLED, is_killed
 from asr.errors import UserError
 from asr.training.memory import is_out_of_memory
 from features.normalize import StatisticsError
@@ -36,7 +36,7 @@ def run(main: Callable[[], int | None]) -> None:
         code = 130
     except (MemoryError, RuntimeError) as error:
         if is_killed(error):
-            code = _say(said())
+            code = _say(KILLED)
         elif is_out_of_memory(error):
             code = _say(
                 "out of memory: make the model or what it is given smaller (decode.batch_seconds "

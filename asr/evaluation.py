@@ -78,7 +78,7 @@ def evaluate(
         "steps": recognizer.steps,
         "overrides": overrides,
         "not_decoded": len(reasons),
-        "in_pieces": int(too_long(recognizer, corpus).sum()),
+        "in_pieces": int(too_long(recognizer, corpus.seconds).sum()),
         "wer_interval_over_speakers": speakers.wer_interval,
         "groups": {
             column: {name: group(part) for name, part in parts.items()}
@@ -116,7 +116,7 @@ def recognise(
         reasons |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
             heard |= zip(batch.ids, decode(recognizer, *recognizer.hear(batch)), strict=True)
-    for row in np.flatnonzero(too_long(recognizer, corpus)):
+    for row in np.flatnonzero(too_long(recognizer, corpus.seconds)):
         utterance = corpus[int(row)]
         try:
             heard[utterance.id] = decode_long(recognizer, utterance)
@@ -127,9 +127,9 @@ def recognise(
     return heard, reasons
 
 
-def too_long(recognizer: Recognizer, corpus: Corpus) -> np.ndarray:
-    """Which utterances the model does not hear at once, (N,) bool."""
-    return corpus.seconds > recognizer.longest
+def too_long(recognizer: Recognizer, seconds: np.ndarray) -> np.ndarray:
+    """Which utterances of these lengths the model does not hear at once: bool of the same shape."""
+    return seconds > recognizer.longest
 
 
 def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Iterable[Batch]:
@@ -141,7 +141,7 @@ def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Ite
     workers, decode = recipe.data.workers, recipe.decode
     front_end = of_split(recognizer.front_end, corpus, workers, decode.speeds)
     recognizer.front_end = front_end
-    heard = corpus.take(np.flatnonzero(~too_long(recognizer, corpus)))
+    heard = corpus.take(np.flatnonzero(~too_long(recognizer, corpus.seconds)))
     utterances = Utterances(
         heard, front_end, recognizer.tokenizer, recipe.seed, others=decode.others
     )
@@ -152,17 +152,20 @@ def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Ite
 def decode(recognizer: Recognizer, memory: Memory, found: Sequence[Hypothesis]) -> list[Heard]:
     """One batch, in its order."""
     ctc = [recognizer.text(path) for path in recognizer.ctc_paths(memory)] or [""] * len(found)
+    state = healths(recognizer, memory, found)
+    return [
+        Heard(recognizer.text(best), alone, best.tokens, best.finished, own)
+        for best, alone, own in zip(found, ctc, state, strict=True)
+    ]
+
+
+def healths(recognizer: Recognizer, memory: Memory, found: Sequence[Hypothesis]) -> list[Health]:
+    """Of the hypotheses of a batch, by where attention was."""
     window = max(1, round(1 / recognizer.frame_seconds))
     weights = recognizer.attention(memory, [best.tokens for best in found])
     return [
-        Heard(
-            recognizer.text(best),
-            alone,
-            best.tokens,
-            best.finished,
-            health(best.tokens, looked.shape[1], looked, window),
-        )
-        for best, alone, looked in zip(found, ctc, weights, strict=True)
+        health(best.tokens, looked.shape[1], looked, window)
+        for best, looked in zip(found, weights, strict=True)
     ]
 
 
@@ -172,23 +175,20 @@ def decode_long(recognizer: Recognizer, utterance: Utterance) -> Heard:
     waveform = front_end.load(utterance.audio)
     pieces = recognizer.cut(waveform)
     told, alone = ([NOTHING] * len(pieces) for _ in range(2))  # the search's, and that of CTC
-    parts: dict[int, Heard] = {}
+    best: dict[int, Hypothesis] = {}
+    state: dict[int, Health] = {}
     waveforms = [waveform[start:end] for start, end in pieces]
     for rows, batch in recognizer.batches(waveforms, utterance.speaker):
         memory, found = recognizer.hear(batch)
-        parts |= zip(rows, decode(recognizer, memory, found), strict=True)
-        for best, pick in ((found, told), (recognizer.ctc_paths(memory), alone)):
-            for row, one in zip(rows, recognizer.transcripts(memory, best), strict=False):
+        best |= zip(rows, found, strict=True)
+        state |= zip(rows, healths(recognizer, memory, found), strict=True)
+        for said, pick in ((found, told), (recognizer.ctc_paths(memory), alone)):
+            for row, one in zip(rows, recognizer.transcripts(memory, said), strict=False):
                 pick[row] = one
     whole, ctc = (joined(pieces, each, front_end.sample_rate) for each in (told, alone))
-    lengths = [len(waveforms[row]) for row in parts]
-    return Heard(
-        whole.text,
-        ctc.text,
-        whole.tokens,
-        all(part.finished for part in parts.values()),
-        together([part.health for part in parts.values()], lengths),
-    )
+    finished = all(part.finished for part in best.values())
+    overall = together(list(state.values()), [len(waveforms[row]) for row in state])
+    return Heard(whole.text, ctc.text, whole.tokens, finished, overall)
 
 
 def health_columns(heard: Sequence[Heard]) -> dict[str, list[str]]:
@@ -211,7 +211,7 @@ def attention_uri(
     None where nothing was heard, or in pieces. The audio is read once more, so that a split of any
     size keeps no attention in memory.
     """
-    if not tokens or too_long(recognizer, corpus)[index]:
+    if not tokens or too_long(recognizer, corpus.seconds[index]):
         return None
     utterance = corpus[index]
     front_end, tokenizer = recognizer.front_end, recognizer.tokenizer

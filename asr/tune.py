@@ -67,7 +67,7 @@ def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path
     if recipe.decode.search == "ctc":
         raise UserError("--tune weighs what a beam adds up; set decode.search=beam")
     grid = grid_of(recognizer, recipe)
-    whole = corpus.take(np.flatnonzero(~too_long(recognizer, corpus)))
+    whole = corpus.take(np.flatnonzero(~too_long(recognizer, corpus.seconds)))
     if not len(whole):
         raise UserError(
             f"{corpus.path}: all are longer than decode.longest = {recognizer.longest:g}"

@@ -13,6 +13,10 @@ from asr.errors import UserError
 
 # How torch says it, from its loader or, by a signal, from wherever the trainer is.
 GONE = re.compile(r"DataLoader worker \(pid.*(killed|exited)")
+KILLED = (
+    "a process that reads data was killed, as the system does where memory is short; lower "
+    "data.workers and start again, a training with --resume"
+)
 
 
 class WorkerKilled(UserError):
@@ -31,20 +35,12 @@ def _guarded(batches: Iterator[Any]) -> Iterator[Any]:
     except (RuntimeError, ConnectionError, EOFError) as error:
         if isinstance(error, RuntimeError) and not is_killed(error):
             raise
-        raise WorkerKilled(said()) from None
+        raise WorkerKilled(KILLED) from None
 
 
 def is_killed(error: Exception) -> bool:
     """Whether torch says that the system has ended a worker."""
     return bool(GONE.search(str(error)))
-
-
-def said() -> str:
-    """Of a worker that is gone."""
-    return (
-        "a process that reads data was killed, as the system does where memory is short; lower "
-        "data.workers and start again, a training with --resume"
-    )
 
 
 def start_worker(worker: int) -> None:

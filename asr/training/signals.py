@@ -35,7 +35,7 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        heard = SIGNALS[: -1 if nohup else None]
+        heard = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
         try:
             self._before = {number: signal.signal(number, self._take) for number in heard}
         except ValueError:  # not the main thread

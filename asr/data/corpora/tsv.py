@@ -6,7 +6,6 @@ are kept. `audio` is relative to the table.
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from asr.data.corpus import audio_field, link_audio
-from asr.data.manifest import COLUMNS, leaves, seconds_field
+from asr.data.manifest import COLUMNS, leaves, parse_seconds, seconds_field
 from asr.data.table import read_rows, write_rows
 from asr.errors import UserError
 from features.audio import audio_seconds, decoded_seconds
@@ -110,11 +109,9 @@ def _duration_fault(seconds: str) -> str | None:
     if not seconds:
         return None
     try:
-        value = float(seconds)
-    except ValueError:
-        return f"seconds is {seconds!r}, not a number"
-    if not (math.isfinite(value) and value > 0):
-        return f"seconds is {seconds!r}; a length must be above 0"
+        parse_seconds(seconds)
+    except ValueError as error:
+        return str(error)
     return None
 
 
