@@ -1,20 +1,122 @@
-"""The one error a user can make: its message is one line with place, value and remedy."""
+"""Errors of users, and how every command ends.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+A user's mistake is one line on standard error and exit code 2, without a traceback. The other exit
+codes: 0 success, 3 a signal stopped the training, which is saved, 130 Ctrl-C with nothing to save.
+Where the reader of standard output has ended (`| head`, a closed terminal), long commands drop
+their output and continue.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
+
+from features import AudioError, StatisticsError
+
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 3
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells do
+
+# torch's message, from its loader or, by a signal, from wherever the trainer is.
+WORKER_EXITED = re.compile(r"DataLoader worker \(pid.*(killed|exited)")
+KILLED = (
+    "a process that reads data was killed, as the system does where memory is short; lower "
+    "data.workers and start again, a training with --resume"
+)
+# The messages of CUDA and of the CPU's allocator.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class UserError(Exception):
     """Ends a command with its message and exit code 2, without a traceback."""
 
 
+class WorkerKilled(UserError):
+    """A data loader's worker was killed: the model is sound, the next batches are lost."""
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """An OSError within names the path where it names none, as that of a full disk does."""
+    """Add the path to an OSError that names no file, as that of a full disk."""
     try:
         yield
     except OSError as error:
         if error.errno and not error.filename:
             error.filename = str(path)
         raise
+
+
+def print_line(text: str) -> None:
+    """Print one line at once; if the reader is gone, discard all further output."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        discard_stdout()
+
+
+def discard_stdout() -> None:
+    """Redirect standard output to the null device."""
+    try:
+        with Path(os.devnull).open("w") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())
+    except (OSError, ValueError):  # in a notebook it is no file of the system
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end of the process)
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run a command's main and exit with what it returns, 0 for None."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a locale may lack a character, a name be no text
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = main() or 0
+    except BrokenPipeError:  # `| head` has all it wants
+        discard_stdout()
+        code = 0
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        message = _user_message(error)
+        if message is None:
+            raise
+        with suppress(OSError):  # standard error is closed
+            print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        code = EXIT_USER_ERROR
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Under torchrun: at once, for the connections between ranks may abort at Python's exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _user_message(error: Exception) -> str | None:
+    """One line for an error that a user can act on; None for a bug of ours."""
+    if isinstance(error, UserError | AudioError | StatisticsError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or 'the system'}: {error.strerror or error}"
+    if is_killed(error):
+        return KILLED
+    if is_out_of_memory(error):
+        reason = str(error).split(". ")[0][:200] or type(error).__name__
+        return (
+            "out of memory: make the model or its input smaller (decode.batch_seconds where speech "
+            f"is validated or decoded): {reason}"
+        )
+    return None
+
+
+def is_killed(error: Exception) -> bool:
+    """Whether torch reports that a data loader's worker was killed."""
+    return isinstance(error, RuntimeError) and bool(WORKER_EXITED.search(str(error)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the exception reports a lack of memory, of the CPU or of a GPU."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)

@@ -1,54 +1,61 @@
-"""A run to pass on: python -m asr.export RUN --to FOLDER [--about TEXT.md]"""
+"""A run to pass on: python -m asr.export RUN --to FOLDER [--about TEXT.md]
 
+Imports beyond argparse happen where they are used, so that --help is fast.
+"""
+
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from asr import command, derived
-from asr.errors import UserError
-from asr.recipe import validate
-from asr.recognizer import Recognizer
-from asr.runs.reading import HOURS, SECONDS
-from asr.scoring.events import read_scalars
-from asr.scoring.files import between, percent
-from asr.settings import Recipe, SpeechRecipe
-from asr.trained import run_recipe
-from asr.training.checkpoint import choose
+from asr.errors import UserError, run_command
+from asr.io import read_small_file
+
+if TYPE_CHECKING:
+    from asr.config.schema import Recipe, SpeechRecipe
 
 
 def main() -> None:
-    """Average, halve, describe, write."""
-    parser = derived.arguments(
-        "asr.export",
-        "A run folder to pass on: the weights that decoding would use, averaged, in fp16, without "
-        "the optimiser and without this machine's paths; and README.md, its card.",
-        source="a speech run's folder",
-        target="folder of the exported run",
-        examples="decode.average=5 decode.beam=8",
+    """Average the checkpoints, convert to fp16, write the run folder and its card."""
+    parser = argparse.ArgumentParser(
+        prog="python -m asr.export",
+        description="A run folder to pass on: the weights that decoding would use, averaged, in "
+        "fp16, without optimiser state and local paths; and README.md, its model card.",
+        epilog="Keys of the run's recipe can be overridden: decode.average=5 decode.beam=8 ...",
     )
-    parser.add_argument(
-        "--about", type=Path, metavar="TEXT.md", help="put into the card: data, licences, limits"
-    )
+    add = parser.add_argument
+    add("run", type=Path, help="a speech run's folder")
+    add("overrides", nargs="*", metavar="key.path=value")
+    add("--to", type=Path, required=True, help="folder of the exported run")
+    add("--about", type=Path, metavar="TEXT.md", help="put into the card: data, licences, limits")
     args = parser.parse_intermixed_args()
     export(args.run, args.overrides, args.to, args.about)
 
 
-def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = None) -> None:
-    """From run folder to run folder. UserError, before anything is written, where it cannot be."""
-    recipe = run_recipe(run, overrides)
-    derived.check_new(to)
-    text = _text(told)
-    recognizer = Recognizer.load(run, [*overrides, *derived.ALONE, "train.device=cpu"])
+def export(run: Path, overrides: Sequence[str], to: Path, about: Path | None = None) -> None:
+    """Write the exported run folder. UserError, before anything is written, where it cannot be."""
+    from asr.inference.load import load_run_recipe
+    from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder, write_run
+    from asr.training.checkpoint import choose
+
+    recipe = load_run_recipe(run, overrides)
+    check_new_folder(to)
+    try:
+        text = [about.read_text(encoding="utf-8").strip(), ""] if about else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--about {about}: cannot be read ({error})") from None
+    recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS, "train.device=cpu"])
     checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
     model = recognizer.model.half()
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
-    best, size = checkpoints[0], sum(weight.numel() for weight in model.parameters())
+    best, parameters = checkpoints[0], sum(weight.numel() for weight in model.parameters())
     steps = [checkpoint.step for checkpoint in checkpoints]
-    lines = [f"# {to.resolve().name}", "", *text, *card(run, recipe, steps, size), ""]
-    smaller, told_of = exported_recipe(recipe, to), "\n".join(lines)
-    derived.write_run(to, smaller, recognizer, None, best.step, best.loss, told_of)
+    lines = [f"# {to.resolve().name}", "", *text, *card(run, recipe, steps, parameters), ""]
+    smaller = exported_recipe(recipe, to)
+    write_run(to, smaller, recognizer, None, best.step, best.loss, "\n".join(lines))
     if recipe.decode.lm:
         print(f"without the language model {recipe.decode.lm}: pass it on as a run of its own")
     for other in recipe.decode.ensemble:
@@ -56,27 +63,26 @@ def export(run: Path, overrides: Sequence[str], to: Path, told: Path | None = No
     print(f"the run is in {to}")
 
 
-def _text(told: Path | None) -> list[str]:
-    try:
-        return [told.read_text(encoding="utf-8").strip(), ""] if told else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--about {told}: cannot be read ({error})") from None
+def exported_recipe(recipe: "SpeechRecipe", to: Path) -> "Recipe":
+    """The run's recipe without the paths of this machine."""
+    from asr.config.loader import validate
+    from asr.inference.recognition import derived_recipe
 
-
-def exported_recipe(recipe: SpeechRecipe, to: Path) -> Recipe:
-    """The run's recipe without what lies on this machine alone."""
-    tree = derived.plain_recipe(recipe, to)
+    tree = derived_recipe(recipe, to)
     tree["data"] |= {"corpus": None, "train": None, "valid": None, "test": {}}
     tree["train"] |= {"init": None, "device": "auto"}
     tree["decode"] |= {"lm": None, "ensemble": []}
     return validate(tree, f"--to {to}")
 
 
-def card(run: Path, recipe: SpeechRecipe, steps: Sequence[int], size: int) -> Iterator[str]:
-    """What the run folder itself knows: model, cost, and what was evaluated with these weights."""
+def card(run: Path, recipe: "SpeechRecipe", steps: Sequence[int], parameters: int) -> Iterator[str]:
+    """The lines of the model card: model, training cost, evaluations of these weights."""
+    from asr.analysis.curves import read_scalars
+    from asr.analysis.runs import HOURS, SECONDS
+
     curves = read_scalars(run, {HOURS, SECONDS})
     hours, seconds = (curves[n].values[-1] if len(curves[n]) else None for n in (HOURS, SECONDS))
-    millions = f"{size / 1e6:.2f} M parameters"
+    millions = f"{parameters / 1e6:.2f} M parameters"
     yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
     if hours is not None and seconds is not None:
         yield (
@@ -89,32 +95,32 @@ def card(run: Path, recipe: SpeechRecipe, steps: Sequence[int], size: int) -> It
         yield "| split | part | words | WER | 95 % over utterances | over speakers |"
         yield "|---|---|---:|---:|---|---|"
     yield from rows
-    yield from ("", "`recipe.yaml` holds every setting; the manifests' paths are left out.")
+    yield from ("", "`recipe.yaml` holds every setting, without the paths of manifests.")
 
 
 def _rows(file: Path, steps: Sequence[int]) -> Iterator[str]:
-    """A line for the split and one for each of its groups (asr.evaluate --by).
+    """A row for the split and one for each of its groups (asr.evaluate --by).
 
-    None where it was decoded with other checkpoints than those of `steps`.
+    None, with a printed line, where it was decoded with other checkpoints than those of `steps`.
     """
+    from asr.analysis.wer import between, percent
+
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        wide = found["about"]
-        if (decoded := wide.get("steps", steps)) != steps:
-            was, now = (" ".join(map(str, found)) for found in (decoded, steps))
-            print(
-                f"not in the card: {file} is of step {was}, not {now}; evaluate again, then export"
-            )
+        rates = json.loads(read_small_file(file))
+        about = rates["about"]
+        if (decoded := about.get("steps", steps)) != steps:
+            was, now = (" ".join(map(str, numbers)) for numbers in (decoded, steps))
+            print(f"not in the card: {file} is of step {was}, not {now}; evaluate and export again")
             return
-        decode = wide["decode"]
+        decode = about["decode"]
         keys = ("beam", "ctc_weight", *(["lm_weight"] if decode["lm"] else []))
         settings = [f"{key} {decode[key]}" for key in keys]
         if len(speeds := decode.get("speeds", [1.0])) > 1:
             settings.append(f"speeds {' '.join(f'{speed:g}' for speed in speeds)}")
         if others := decode.get("ensemble"):
             settings.append(f"{len(others)} more in an ensemble")
-        parts = {", ".join(["all", *settings]): found | wide}
-        for column, groups in wide["groups"].items():
+        parts = {", ".join(["all", *settings]): rates | about}
+        for column, groups in about["groups"].items():
             parts |= {f"{column} {name}": group for name, group in groups.items()}
         for name, part in parts.items():
             cells = (file.parent.name, name, f"{part['words']:,}", percent(part["wer"]))
@@ -125,4 +131,4 @@ def _rows(file: Path, steps: Sequence[int]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    run_command(main)

@@ -1,248 +1,202 @@
-"""Make manifests: python -m asr.prepare librispeech|tsv|spoken-numbers|... --to DIR"""
+"""Make manifests that recipes train on: python -m asr.prepare KIND ... --to DIR"""
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from asr import command
-from asr.data.corpora import librispeech, mnist, spoken_numbers, tsv, webdataset
-from asr.data.corpus import read_manifest
-from asr.data.shards import pack
-from asr.errors import UserError
+from asr.errors import UserError, run_command
 
-Kinds = "argparse._SubParsersAction[argparse.ArgumentParser]"
+# A function per kind; its docstring is the help of its command line. It imports what it needs
+# itself, since torch takes seconds, for which --help should not wait.
 
 
 def main() -> None:
-    """Read the command line and prepare what it names."""
+    """Parse the arguments and prepare the corpus."""
     parser = argparse.ArgumentParser(
         prog="python -m asr.prepare",
         description="Make manifests (id, speaker, audio, seconds, text) that recipes train on.",
     )
-    names = "librispeech | librispeech-lm | tsv | shards | webdataset | spoken-numbers | mnist"
-    kinds = parser.add_subparsers(required=True, metavar=names)
-    _add_librispeech(kinds)
-    _add_tsv(kinds)
-    _add_shards(kinds)
-    _add_webdataset(kinds)
-    _add_spoken_numbers(kinds)
-    _add_mnist(kinds)
-    _add_librispeech_lm(kinds)
+    kinds = parser.add_subparsers(required=True, metavar="KIND")
+
+    def add(name: str, prepare: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+        summary, _, description = (inspect.getdoc(prepare) or "").partition("\n\n")
+        kind = kinds.add_parser(name, help=summary.rstrip("."), description=description)
+        kind.add_argument("--to", type=Path, required=True, metavar="DIR", help="output folder")
+        kind.set_defaults(prepare=prepare)
+        return kind
+
+    kind = add("librispeech", _librispeech)
+    names = "train-clean-100, train-clean-360, train-other-500, dev-clean, dev-other, test-clean, "
+    names += "test-other; of Mini LibriSpeech train-clean-5, dev-clean-2"
+    kind.add_argument("--subsets", nargs="+", required=True, metavar="SUBSET", help=names)
+    text = "an unpacked LibriSpeech folder: nothing is downloaded or copied; DIR/SUBSET.audio "
+    text += "becomes a link to it"
+    kind.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
+    kind.add_argument("--url", help="a mirror of https://www.openslr.org/resources")
+    text = "keep DIR/SUBSET.tar.gz after unpacking"
+    kind.add_argument("--keep-archives", action="store_true", help=text)
+
+    kind = add("librispeech-lm", _librispeech_lm)
+    kind.add_argument("--url", help="a mirror of https://www.openslr.org/resources")
+
+    kind = add("tsv", _tsv)
+    kind.add_argument("table", type=Path, metavar="MANIFEST.tsv")
+    text = "the folder that must hold all audio (default: the table's own); if it is not below "
+    text += "DIR, DIR/NAME.audio becomes a link to it"
+    kind.add_argument("--audio", type=Path, metavar="FOLDER", help=text)
+    text = "list the faulty rows and write the others"
+    kind.add_argument("--skip-bad", action="store_true", help=text)
+    text = "convert the text to upper or lower case (default: %(default)s)"
+    kind.add_argument("--text", choices=("as-is", "upper", "lower"), default="as-is", help=text)
+    text = "trust the audio files' headers: faster, but truncated files pass"
+    kind.add_argument("--headers-only", action="store_true", help=text)
+    kind.add_argument("--max-seconds", type=float, help="longer recordings are faulty")
+    text = "a random part of the table of this duration: the same part every time, and a subset "
+    kind.add_argument("--hours", type=float, help=text + "of any longer part")
+
+    kind = add("shards", _shards)
+    kind.add_argument("manifest", type=Path, metavar="MANIFEST.tsv")
+    text = "of one tar (default: %(default)g)"
+    kind.add_argument("--megabytes", type=float, default=1000.0, help=text)
+    text = "also pack audio outside the manifest's folder"
+    kind.add_argument("--outside", action="store_true", help=text)
+
+    kind = add("webdataset", _webdataset)
+    kind.add_argument("folder", type=Path, metavar="FOLDER")
+
+    kind = add("spoken-numbers", _spoken_numbers)
+    kind.add_argument("--seed", type=int, default=1)
+
+    kind = add("mnist", _mnist)
+    text = "copy the files of this folder, packed or not; nothing is downloaded"
+    kind.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
+    kind.add_argument("--url", help="a mirror of the four files")
+
     args = parser.parse_args()
     args.prepare(args)
 
 
-def _add(
-    kinds: Kinds, prepare: Callable[[argparse.Namespace], None], name: str, **told: str
-) -> argparse.ArgumentParser:
-    """A kind of corpus, which `prepare` makes in the folder --to; told: help and description."""
-    parser = kinds.add_parser(name, **told)
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR")
-    parser.set_defaults(prepare=prepare)
-    return parser
-
-
-def _add_librispeech(kinds: Kinds) -> None:
-    parser = _add(
-        kinds,
-        _librispeech,
-        "librispeech",
-        help="LibriSpeech or Mini LibriSpeech, from openslr.org or an unpacked folder",
-        description="Downloads, verifies and unpacks subsets of LibriSpeech, and writes "
-        "DIR/SUBSET.tsv for each. Running it again goes on where it broke off.",
-    )
-    parser.add_argument(
-        "--subsets",
-        nargs="+",
-        required=True,
-        choices=librispeech.SUBSETS,
-        metavar="SUBSET",
-        help=", ".join(librispeech.SUBSETS),
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="FOLDER",
-        help="an unpacked LibriSpeech folder: nothing is downloaded or copied; "
-        "DIR/SUBSET.audio becomes a link to it",
-    )
-    parser.add_argument("--url", default=librispeech.URL, help="a mirror of %(default)s")
-    parser.add_argument(
-        "--keep-archives", action="store_true", help="keep DIR/SUBSET.tar.gz once unpacked"
-    )
-
-
 def _librispeech(args: argparse.Namespace) -> None:
-    # All folders first: a subset that is not there shall not leave the others half done.
+    """LibriSpeech or Mini LibriSpeech, from openslr.org or an unpacked folder.
+
+    Download, verify and unpack subsets of LibriSpeech, and write DIR/SUBSET.tsv for each. Repeating
+    the command resumes it.
+    """
+    from asr.data.importers import librispeech
+
+    for subset in args.subsets:
+        if subset not in librispeech.SUBSETS:
+            raise UserError(f"--subsets {subset}: must be of {', '.join(librispeech.SUBSETS)}")
+    url = args.url or librispeech.URL
+    # All folders first: a missing subset must not leave the others half done.
     folders = {
         subset: librispeech.find(args.source, subset)
         if args.source
-        else librispeech.download(subset, args.to, args.url, args.keep_archives)
+        else librispeech.download(subset, args.to, url, args.keep_archives)
         for subset in args.subsets
     }
     for subset, folder in folders.items():
-        _say(librispeech.write(subset, folder, args.to))
+        _report(librispeech.write(subset, folder, args.to))
 
 
-def _add_tsv(kinds: Kinds) -> None:
-    parser = _add(
-        kinds,
-        _tsv,
-        "tsv",
-        help="your own recordings, listed in a table",
-        description="Checks every row of a table with the columns id, audio, text, and perhaps "
-        "speaker and seconds (parted by tabs, audio relative to the table), decodes every file, "
-        "and writes DIR/NAME.tsv. Faults are listed all at once, and then nothing is written.",
-    )
-    parser.add_argument("table", type=Path, metavar="MANIFEST.tsv")
-    parser.add_argument(
-        "--audio",
-        type=Path,
-        metavar="FOLDER",
-        help="the folder that all audio must lie in (default: the table's own); where it is not "
-        "below DIR, DIR/NAME.audio becomes a link to it",
-    )
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="write the good rows; the others are listed"
-    )
-    parser.add_argument(
-        "--text",
-        choices=("as-is", "upper", "lower"),
-        default="as-is",
-        help="turn the text to capitals or small letters (default: as-is, nothing is changed)",
-    )
-    parser.add_argument(
-        "--headers-only",
-        action="store_true",
-        help="believe the audio files' headers; faster, but any file that breaks off passes",
-    )
-    parser.add_argument("--max-seconds", type=float, help="longer recordings are a fault")
-    parser.add_argument(
-        "--hours",
-        type=float,
-        help="a random part of the table this long; the same one every time, and a shorter part "
-        "lies within a longer one",
-    )
+def _librispeech_lm(args: argparse.Namespace) -> None:
+    """LibriSpeech's text for language models, from openslr.org.
+
+    Download and verify DIR/librispeech-lm-norm.txt.gz (1.5 GB). Repeating the command resumes it.
+    """
+    from asr.data.importers import librispeech
+
+    print(f"{librispeech.download_text(args.to, args.url or librispeech.URL)}: complete")
 
 
 def _tsv(args: argparse.Namespace) -> None:
+    """Your own recordings, listed in a table.
+
+    Check every row of a table with the columns id, audio, text, and perhaps speaker and seconds
+    (separated by tabs, audio relative to the table), decode every file, and write DIR/NAME.tsv. All
+    faults are listed at once, and then nothing is written.
+    """
+    from asr.data.importers import tsv
+
     checked = tsv.check(args.table, args.audio, args.headers_only, args.max_seconds)
     for message in checked.messages():
         print(f"skipped: {message}" if args.skip_bad else message, file=sys.stderr)
     if checked.faults and not args.skip_bad:
-        whole = len(checked.faults) + len(checked.rows)
+        count = len(checked.faults) + len(checked.rows)
         raise UserError(
-            f"{args.table}: {len(checked.faults)} of {whole} rows are faulty, nothing is written; "
-            "mend them, or leave them out with --skip-bad"
+            f"{args.table}: {len(checked.faults)} of {count} rows are faulty, nothing is written; "
+            "correct them, or skip them with --skip-bad"
         )
     if args.hours is not None:
         checked.keep_part(args.hours)
-    _say(tsv.write(checked, args.to, args.text))
+    _report(tsv.write(checked, args.to, args.text))
 
 
-def _add_shards(kinds: Kinds) -> None:
-    parser = _add(
-        kinds,
-        lambda args: _say(pack(args.manifest, args.to, args.megabytes, args.outside)),
-        "shards",
-        help="a manifest's audio as some large tars, for storage that hates small files",
-        description="Packs the audio of a manifest into DIR/NAME-00000.tar, ... and writes "
-        "DIR/NAME.tsv, which recipes take as any other: it says where in which tar each recording "
-        "lies. Every tar can be read by the webdataset library, too.",
-    )
-    parser.add_argument("manifest", type=Path, metavar="MANIFEST.tsv")
-    parser.add_argument(
-        "--megabytes", type=float, default=1000.0, help="of one tar (default: %(default)g)"
-    )
-    parser.add_argument("--outside", action="store_true", help="audio that lies elsewhere, too")
+def _shards(args: argparse.Namespace) -> None:
+    """A manifest's audio in some large tars, for storage that is slow with small files.
 
+    Pack the audio of a manifest into DIR/NAME-00000.tar, ... and write DIR/NAME.tsv, which gives
+    each recording's place and which recipes use like any other manifest. The webdataset library can
+    read the tars, too.
+    """
+    from asr.data.shards import pack
 
-def _add_webdataset(kinds: Kinds) -> None:
-    parser = _add(
-        kinds,
-        _webdataset,
-        "webdataset",
-        help="tars in the webdataset library's layout, as they are",
-        description="Writes DIR/NAME.tsv of the tars in a folder, whose samples have audio and a "
-        ".txt, or a .json with text; DIR/NAME.audio becomes a link to the folder.",
-    )
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    _report(pack(args.manifest, args.to, args.megabytes, args.outside))
 
 
 def _webdataset(args: argparse.Namespace) -> None:
-    found = webdataset.write(args.folder, args.to)
-    for line in found.left_out:
-        print(f"left out: {line}", file=sys.stderr)
-    _say(found.manifest)
+    """Tars in the webdataset library's layout, unchanged.
 
+    Write DIR/NAME.tsv of the tars in a folder, whose samples have audio and a .txt, or a .json with
+    text; DIR/NAME.audio becomes a link to the folder.
+    """
+    from asr.data.importers import webdataset
 
-def _add_spoken_numbers(kinds: Kinds) -> None:
-    parser = _add(
-        kinds,
-        _spoken_numbers,
-        "spoken-numbers",
-        help="the built-in corpus of synthetic speech, made on this machine in a minute",
-        description="Synthesises number phrases in many voices: DIR/train.tsv (about 1 hour), "
-        "DIR/valid.tsv, DIR/test.tsv, with other voices and phrases in each.",
-    )
-    parser.add_argument("--seed", type=int, default=1)
+    result = webdataset.write(args.folder, args.to)
+    for line in result.skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    _report(result.manifest)
 
 
 def _spoken_numbers(args: argparse.Namespace) -> None:
+    """The built-in corpus of synthetic speech, made on this machine in a minute.
+
+    Synthesise number phrases in many voices: DIR/train.tsv (about 1 hour), DIR/valid.tsv,
+    DIR/test.tsv, with other voices and phrases in each.
+    """
+    from asr.data.importers import spoken_numbers
+
     spoken_numbers.prepare(args.to, seed=args.seed)
     for split in ("train", "valid", "test"):
-        _say(args.to / f"{split}.tsv")
-
-
-def _add_mnist(kinds: Kinds) -> None:
-    parser = _add(
-        kinds,
-        _mnist,
-        "mnist",
-        help="handwritten digits, to inspect an LSTM cell with",
-        description="Brings MNIST's four IDX files to DIR, and checks them.",
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="FOLDER",
-        help="copy the files of this folder, packed or not; nothing is downloaded",
-    )
-    parser.add_argument("--url", default=mnist.URL, help="a mirror of %(default)s")
+        _report(args.to / f"{split}.tsv")
 
 
 def _mnist(args: argparse.Namespace) -> None:
-    mnist.copy(args.source, args.to) if args.source else mnist.download(args.to, args.url)
-    for images in mnist.read(args.to):
+    """Handwritten digits, to inspect an LSTM cell with.
+
+    Download MNIST's four IDX files to DIR, and check them.
+    """
+    from asr.images import data
+
+    if args.source:
+        data.copy(args.source, args.to)
+    else:
+        data.download(args.to, args.url or data.URL)
+    for images in data.read(args.to):
         shape = "{} images of {} x {}".format(*images.pixels.shape)
-        other = "" if mnist.is_original(images) else " (not MNIST's own pixels)"
+        other = "" if data.is_original(images) else " (not MNIST's own pixels)"
         print(f"{args.to}: {images.name}: {shape}{other}")
 
 
-def _add_librispeech_lm(kinds: Kinds) -> None:
-    parser = _add(
-        kinds,
-        _librispeech_lm,
-        "librispeech-lm",
-        help="LibriSpeech's text for language models, from openslr.org",
-        description=f"Downloads and verifies DIR/{librispeech.LM_TEXT} (1.5 GB). Running it "
-        "again goes on where it broke off.",
-    )
-    parser.add_argument("--url", default=librispeech.URL, help="a mirror of %(default)s")
+def _report(manifest: Path) -> None:
+    from asr.data.corpus import read_manifest
 
-
-def _librispeech_lm(args: argparse.Namespace) -> None:
-    print(f"{librispeech.download_text(args.to, args.url)}: whole")
-
-
-def _say(manifest: Path) -> None:
     corpus = read_manifest(manifest)
     hours = float(corpus.seconds.sum()) / 3600
     print(f"{manifest}: {len(corpus)} utterances, {hours:.2f} hours")
 
 
 if __name__ == "__main__":
-    command.run(main)
+    run_command(main)

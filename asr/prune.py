@@ -1,46 +1,46 @@
-"""Fewer layers: python -m asr.prune RUN --to RUN2 [--encoder N] [--decoder M] [--how HOW]"""
+"""Fewer layers: python -m asr.prune RUN --to RUN2 [--encoder N] [--decoder M] [--how HOW]
 
+Removes layers of a Transformer that was trained with LayerDrop (Fan, Grave & Joulin 2019,
+arXiv:1909.11556): by the paper's rule, `every_other`, or by `search_layers` on the validation set.
+The result is an ordinary run. Its recipe holds the residual scales of `deepnet` as numbers, since
+the new layer counts would imply others than the weights were trained with.
+
+Imports beyond argparse happen where they are used, so that --help is fast.
+"""
+
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from asr import build, command, corpora, derived
-from asr.data.loader import Utterances, load
-from asr.data.plan import plan_evaluation
-from asr.data.statistics import of_split
-from asr.errors import UserError
-from asr.models.pruning import Kept, check_count, every_other, prune, residual_alphas, search
-from asr.models.transformer import Transformer
-from asr.recipe import as_yaml
-from asr.recipe import validate as checked
-from asr.recognizer import Recognizer
-from asr.settings import Recipe, SpeechRecipe
-from asr.trained import run_recipe
-from asr.training.checkpoint import TRAINING, choose, read_training
-from asr.training.loop import validate
-from asr.training.objective import SpeechObjective, means
+from asr.errors import UserError, run_command
 
-Score = Callable[[Transformer], float]
+if TYPE_CHECKING:
+    from asr.config.schema import Recipe, SpeechRecipe
+    from asr.inference.recognition import Recognizer
+    from asr.models.transformer import Transformer
+
+Layers = tuple[list[int], list[int]]  # indices of encoder layers and of decoder layers, from 0
+Score = Callable[["Transformer"], float]  # the lower the better
 
 
 def main() -> None:
-    """Choose the layers, leave out the others, write the run."""
-    parser = derived.arguments(
-        "asr.prune",
-        "A Transformer run with fewer layers, as a run of its own. Train the whole one "
-        "with model.layer_drop, so that it can do without some.",
-        source="the run folder of a Transformer",
-        target="folder of the pruned run",
-        examples="data.valid=my.tsv decode.average=5",
+    """Read the command line and prune a run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m asr.prune",
+        description="A Transformer run with fewer layers, as a run of its own. Train the full one "
+        "with model.layer_drop, so that it tolerates missing layers.",
+        epilog="Keys of the run's recipe can be overridden: data.valid=my.tsv decode.average=5 ...",
     )
+    parser.add_argument("run", type=Path, help="the run folder of a Transformer")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--to", type=Path, required=True, help="folder of the pruned run")
     parser.add_argument("--encoder", type=int, help="encoder layers to keep (default: all)")
     parser.add_argument("--decoder", type=int, help="decoder layers to keep (default: all)")
-    parser.add_argument(
-        "--how",
-        choices=("every-other", "search"),
-        default="every-other",
-        help="evenly spread (default), or those that the validation set misses most",
-    )
+    ways = ("every-other", "search")
+    how = "evenly spread (default), or the layers without which the validation loss is highest"
+    parser.add_argument("--how", choices=ways, default=ways[0], help=how)
     args = parser.parse_intermixed_args()
     if args.encoder is None and args.decoder is None:
         raise UserError("nothing to prune: give the layers to keep, --encoder N or --decoder M")
@@ -50,90 +50,171 @@ def main() -> None:
 def prune_run(
     run: Path, overrides: Sequence[str], to: Path, keep: tuple[int | None, int | None], how: str
 ) -> None:
-    """From run folder to run folder; `keep`: layers of the encoder and of the decoder, None all.
+    """Write a pruned run folder; `keep`: encoder and decoder layers, None for all.
 
-    UserError, before anything is written, where that cannot be.
+    Raises UserError, before anything is written, where that is impossible.
     """
-    recipe = run_recipe(run, overrides)
+    from asr.inference.load import load_run_recipe
+    from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder
+    from asr.models.build import config_errors
+
+    recipe = load_run_recipe(run, overrides)
     if recipe.model.kind != "transformer":
         raise UserError(f"{run}: a {recipe.model.kind} model; only a transformer can be pruned")
-    derived.check_new(to)
-    recognizer = Recognizer.load(run, [*overrides, *derived.ALONE])
-    model = recognizer.model
-    whole = (len(model.encoder.layers), len(model.decoder.layers))
-    counts = tuple(n if k is None else k for n, k in zip(whole, keep, strict=True))
-    kept = spread(whole, counts, how)
-    loss = validation_loss(recognizer, recipe) if how == "search" else None
-    if loss:
-        kept = search(model, *counts, loss)
-    prune(model, *kept)
-    smaller = pruned_recipe(recipe, model, to)
-    save(run, to, smaller, recognizer, loss(model) if loss else math.inf)
-    for name, indices, layers in zip(("encoder", "decoder"), kept, whole, strict=True):
+    check_new_folder(to)
+    recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS])
+    model, loss = recognizer.model, math.inf
+    before = (len(model.encoder.layers), len(model.decoder.layers))
+    counts = [n if k is None else k for n, k in zip(before, keep, strict=True)]
+    rule, kept = every_other if how == "every-other" else check_count, []
+    for option, layers, count in zip(("--encoder", "--decoder"), before, counts, strict=True):
+        with config_errors(option):
+            kept.append(rule(layers, count))
+    if how == "every-other":
+        keep_layers(model, *kept)
+    else:
+        score = validation_loss(recognizer, recipe)
+        kept = search_layers(model, *counts, score)
+        keep_layers(model, *kept)
+        loss = score(model)
+    _save(run, to, pruned_recipe(recipe, model, to), recognizer, loss)
+    for name, indices, layers in zip(("encoder", "decoder"), kept, before, strict=True):
         print(f"{name}: kept {' '.join(str(i + 1) for i in indices)} of {layers} layers")
     print(f"the run is in {to}")
 
 
-def spread(whole: tuple[int, int], counts: tuple[int, ...], how: str) -> Kept:
-    """Every other layer of each stack; UserError where the counts, or the rule, have none."""
-    kept = []
-    for name, layers, count in zip(("--encoder", "--decoder"), whole, counts, strict=True):
-        with build.named(name):
-            check_count(layers, count)
-            kept.append(every_other(layers, count) if how == "every-other" else [])
-    return kept[0], kept[1]
+def every_other(layers: int, keep: int) -> list[int]:
+    """Indices of the layers to keep, evenly spread, of a stack of `layers`.
+
+    The layer at depth d, counted from 1, is removed when d mod floor(1/p) == 0, with
+    p = 1 - keep/layers. Where 1/p is not an integer the rule may keep fewer than `keep`. Raises
+    ValueError where none would be left, and for p above 1/2, where floor(1/p) = 1 removes all.
+    """
+    check_count(layers, keep)
+    removed = layers - keep
+    if 2 * removed > layers:
+        raise ValueError(
+            f"every-other cannot prune {layers} layers to {keep}, fewer than half: use search"
+        )
+    period = layers // removed if removed else layers + 1  # floor(1/p), in integers
+    return [depth - 1 for depth in range(1, layers + 1) if depth % period]
 
 
-def validation_loss(recognizer: Recognizer, recipe: SpeechRecipe) -> Score:
-    """The loss by which checkpoints are chosen, in nats per token of the validation split."""
-    corpus = corpora.corpus(recipe.data, recipe.data.valid, "valid")
-    front_end = of_split(recognizer.front_end, corpus, recipe.data.workers)
-    heard = Utterances(corpus, front_end, recognizer.tokenizer, recipe.seed)
+def search_layers(model: "Transformer", encoder: int, decoder: int, score: Score) -> Layers:
+    """Which `encoder` and `decoder` layers to keep; the model is not changed.
+
+    Greedy: removes one layer at a time, from either stack, each time the one without which
+    score(model) is lowest, the first of equals. With N layers of which d are removed, that needs
+    about d (N - d/2) scores.
+    """
+    stacks, keep = (model.encoder, model.decoder), (encoder, decoder)
+    every = [stack.layers for stack in stacks]
+    for layers, count in zip(every, keep, strict=True):
+        check_count(len(layers), count)
+    kept = tuple(list(range(len(layers))) for layers in every)
+
+    def restore() -> None:
+        for stack, layers in zip(stacks, every, strict=True):
+            stack.layers = layers
+
+    def score_without(removed: tuple[int, int]) -> float:
+        restore()
+        keep_layers(model, *([i for i in own if (s, i) != removed] for s, own in enumerate(kept)))
+        return score(model)
+
+    try:
+        while choices := [(s, i) for s in (0, 1) if len(kept[s]) > keep[s] for i in kept[s]]:
+            s, removed = min(choices, key=score_without)
+            kept[s].remove(removed)
+    finally:
+        restore()
+    return kept
+
+
+def keep_layers(model: "Transformer", encoder: Sequence[int], decoder: Sequence[int]) -> None:
+    """Keep exactly these layers of each stack, in place and in order."""
+    from torch import nn
+
+    for stack, kept in ((model.encoder, encoder), (model.decoder, decoder)):
+        check_count(len(stack.layers), len(kept))
+        stack.layers = nn.ModuleList(stack.layers[i] for i in sorted(set(kept)))
+
+
+def check_count(layers: int, keep: int) -> None:
+    """Raise ValueError unless `keep` of a stack's `layers` can be kept."""
+    if keep < 1:
+        raise ValueError(f"pruning {layers} layers to {keep} would leave no layer: keep at least 1")
+    if keep > layers:
+        raise ValueError(f"pruning cannot keep {keep} layers: the stack has {layers}")
+
+
+def residual_alphas(model: "Transformer") -> dict[str, float]:
+    """The model's alphas as a residual_scale setting."""
+    stacks = {"encoder": model.encoder, "decoder": model.decoder}
+    return {name: stack.layers[0].around_feed_forward.alpha for name, stack in stacks.items()}
+
+
+def validation_loss(recognizer: "Recognizer", recipe: "SpeechRecipe") -> Score:
+    """The loss that selects checkpoints, in nats per token of the validation split."""
+    from asr.data.batching import plan_evaluation
+    from asr.data.loader import UtteranceDataset, load_batches, with_split_statistics
+    from asr.data.splits import load_split_manifest
+    from asr.training.losses import SpeechObjective, means
+    from asr.training.trainer import validate
+
+    corpus = load_split_manifest(recipe.data, recipe.data.valid, "valid")
+    front_end = with_split_statistics(recognizer.front_end, corpus, recipe.data.workers, (1.0,))
+    dataset = UtteranceDataset(corpus, front_end, recognizer.tokenizer, recipe.seed)
     plan = plan_evaluation(corpus.seconds, recipe.decode.batch_seconds)
 
-    def score(model: Transformer) -> float:
+    def score(model: "Transformer") -> float:
         objective = SpeechObjective(model, recipe.model.ctc_weight, recipe.train.label_smoothing)
-        batches = load(heard, plan.batches, recipe.data.workers)
+        batches = load_batches(dataset, plan.batches, recipe.data.workers)
         sums = means(validate(objective, batches, recipe.train.precision)[0])
-        if "nats" not in sums:
+        if "nll" not in sums:
             raise UserError(corpus.unreadable)
-        return sums["nats"]
+        return sums["nll"]
 
     return score
 
 
-def pruned_recipe(recipe: SpeechRecipe, model: Transformer, to: Path) -> Recipe:
-    """The run's recipe with the layers that the model has left."""
-    tree = derived.plain_recipe(recipe, to)
+def pruned_recipe(recipe: "SpeechRecipe", model: "Transformer", to: Path) -> "Recipe":
+    """The run's recipe with the model's present layer counts."""
+    from asr.config.loader import validate
+    from asr.inference.recognition import derived_recipe
+
+    tree = derived_recipe(recipe, to)
     tree["model"]["encoder_layers"] = len(model.encoder.layers)
     tree["model"]["decoder_layers"] = len(model.decoder.layers)
-    if recipe.model.residual_scale == "deepnet":  # would follow the new counts
+    if recipe.model.residual_scale == "deepnet":
         tree["model"]["residual_scale"] = residual_alphas(model)
-    return checked(tree, f"--to {to}")
+    return validate(tree, f"--to {to}")
 
 
-def save(run: Path, to: Path, recipe: SpeechRecipe, recognizer: Recognizer, loss: float) -> None:
-    """An ordinary run folder, with one checkpoint; training goes on from it with --resume.
+def _save(
+    run: Path, to: Path, recipe: "SpeechRecipe", recognizer: "Recognizer", loss: float
+) -> None:
+    """Write a run folder with one checkpoint; training can resume unless `run` is an export."""
+    from asr.config.loader import as_yaml
+    from asr.inference.load import load_run_recipe
+    from asr.inference.recognition import write_run
+    from asr.training.checkpoint import TRAINING, choose, read_training
+    from asr.training.losses import SpeechObjective
+    from asr.training.optim import make_optimizer
 
-    Of an exported run, which holds weights alone, weights alone.
-    """
-    source = choose(run, recipe.decode.checkpoint, 1)[0]
-    training = None
+    source, training = choose(run, recipe.decode.checkpoint, 1)[0], None
     if (source.folder / TRAINING).exists():
-        objective = SpeechObjective(recognizer.model, 0.0, 0.0)
         training = read_training(source)
-        data = training.get("content", {})
-        if run_recipe(run).data.valid != recipe.data.valid:
-            data = {key: what for key, what in data.items() if key != "data.valid"}
-        training |= {
-            "recipe": as_yaml(recipe),
-            "optimizer": build.optimizer(recipe.train, objective).state_dict(),  # without moments
-            "content": data,
-            "validated": -1,  # the whole model was
-            "metrics": {},
-        }
-    derived.write_run(to, recipe, recognizer, training, source.step, loss)
+        content = dict(training.get("content", {}))
+        if load_run_recipe(run).data.valid != recipe.data.valid:
+            content.pop("data.valid", None)
+        objective = SpeechObjective(recognizer.model, 0.0, 0.0)
+        optimizer = make_optimizer(recipe.train.optimizer, objective)  # without moments
+        training |= {"recipe": as_yaml(recipe), "optimizer": optimizer.state_dict()}
+        # validated -1: the metrics were those of the unpruned model.
+        training |= {"content": content, "validated": -1, "metrics": {}}
+    write_run(to, recipe, recognizer, training, source.step, loss)
 
 
 if __name__ == "__main__":
-    command.run(main)
+    run_command(main)

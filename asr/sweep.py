@@ -1,197 +1,250 @@
 """A grid of runs: python -m asr.sweep RECIPE key=a,b,c seed=1,2,3 [--out DIR] [--jobs N]
 
+Every combination of the values is a run, named after the keys with several values. Commas within
+brackets, braces or quotes belong to a value: features.speed_perturb=[0.9,1.1],[1.0] has two values.
+
 Every run is a process of its own, `python -m asr.train ... --resume`, in its own folder under
---out, so a sweep that was stopped goes on where it stopped when the same command is given again.
+--out, so the same command resumes a sweep that was stopped.
 """
 
 import argparse
-import fcntl
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import TYPE_CHECKING
 
-from asr import command, corpora
-from asr.console import say
-from asr.errors import UserError
-from asr.recipe import flat
-from asr.runs.cost import print_estimate
-from asr.runs.folder import CONSOLE, finished, last_error, recipe_of
-from asr.runs.grid import Trial, read_grid
-from asr.scoring.files import evaluation_name
-from asr.scoring.groups import value_text
-from asr.settings import ImageRecipe, Recipe, SpeechRecipe
+from asr.errors import UserError, print_line, run_command
+from asr.io import lock_file
+
+if TYPE_CHECKING:  # modules that load pydantic or numpy are imported where they are used
+    from asr.config.schema import Recipe
 
 LOCK = ".lock"
-PYTHON = (sys.executable, "-m")  # what every command begins with
-_PATIENCE = 600.0  # seconds that a stopped run has to end its step and save
+PYTHON = (sys.executable, "-m")  # begins every command
+_LONGEST_NAME = 200  # bytes; file systems allow 255
+_MOST_RUNS = 10_000
+_PATIENCE = 600.0  # seconds in which a stopped run must finish its step and save
 
 
-def main() -> int:
-    """Check the whole grid, then run what is not done yet. 1 where a run failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m asr.sweep",
-        description="Train every combination of the values given.",
-        epilog="Commas within brackets belong to the value: features.speed=[0.9,1.1],[1.0]",
-    )
-    parser.add_argument("recipe", type=Path, help="a recipe, e.g. recipes/demo.yaml")
-    parser.add_argument("grid", nargs="*", metavar="key.path=a,b,c")
-    parser.add_argument("--out", type=Path, help="folder of the runs (runs/RUN_sweep)")
-    parser.add_argument("--jobs", default="1", help="so many runs at a time")
-    parser.add_argument("--evaluate", metavar="SPLIT", help="score each run on this split")
-    parser.add_argument("--dry-run", action="store_true", help="print the grid and what it costs")
-    args = parser.parse_intermixed_args()
-    if not args.jobs.isdecimal() or int(args.jobs) < 1:
-        raise UserError(f"--jobs {args.jobs}: must be a whole number from 1 up")
-    trials = read_grid(args.recipe, args.grid)
-    out = args.out or Path("runs") / f"{trials[0].recipe.run}_sweep"
-    for trial in trials:
-        check_folder(trial, out / trial.name)
-    if args.evaluate:
-        check_split(trials[0].recipe, args.evaluate)
-    if args.dry_run:
-        print_estimate(args.recipe, trials, out, int(args.jobs))
-        return 0
-    jobs = [Job(args.recipe, trial, out / trial.name, args.evaluate) for trial in trials]
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with (out / LOCK).open("w") as lock:  # this process's own: gone when it is killed
-            take(lock, f"{out}: another sweep is at work in it; wait for its end, or end it")
-            return sweep(jobs, int(args.jobs), out)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of the grid."""
+
+    name: str  # of its folder
+    overrides: tuple[str, ...]  # key.path=value
+    recipe: "Recipe"
 
 
-def take(lock: IO[str], refusal: str) -> None:
-    """Hold the open file alone. UserError with the text where another process does."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(refusal) from None
+def read_grid(recipe: Path, arguments: Sequence[str]) -> list[SweepRun]:
+    """Every run of the grid, each recipe validated; the last key varies fastest.
+
+    Raises UserError for the first argument or combination that cannot be used.
+    """
+    from asr.config.loader import RecipeError, flat, read_recipe
+
+    axes = dict(map(_axis, arguments))
+    if len(axes) < len(arguments):
+        keys = [argument.partition("=")[0].strip() for argument in arguments]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise UserError(f"command line: {twice} stands twice; give its values in one list")
+    size = math.prod(map(len, axes.values()))
+    if size > _MOST_RUNS:
+        raise UserError(f"command line: a grid of {size} runs; at most {_MOST_RUNS} are allowed")
+    rows = [tuple(zip(axes, row, strict=True)) for row in product(*axes.values())]
+    overrides = [tuple(f"{key}={value}" for key, value in row) for row in rows]
+    recipes = []
+    for changes in overrides:
+        try:
+            recipes.append(read_recipe(recipe, changes))
+        except RecipeError as error:
+            raise UserError(f"{error} (of {' '.join(changes) or 'the recipe itself'})") from None
+    names = _names(axes, rows, flat(recipes[0]))
+    return [SweepRun(*parts) for parts in zip(names, overrides, recipes, strict=True)]
 
 
-def check_split(recipe: Recipe, split: str) -> None:
-    """UserError, before hours of training, where --evaluate could not do with this split."""
-    if isinstance(recipe, SpeechRecipe):
-        corpora.split(recipe.data, split)
-    elif not (isinstance(recipe, ImageRecipe) and split == "test"):
+def split_values(text: str) -> list[str]:
+    """Split at commas outside of brackets, braces and quotes: "[1,2],3" -> ["[1,2]", "3"]."""
+    values, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "\"'":
+            quote = sign
+        depth += (sign in "[{") - (sign in "]}") if not quote else 0
+        if sign == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += sign
+    return [value.strip() for value in values]
+
+
+def _axis(argument: str) -> tuple[str, list[str]]:
+    key, equals, text = argument.partition("=")
+    key, values = key.strip(), split_values(text)
+    if not equals or not key:
+        raise UserError(f"command line: {argument!r} is not of the form key.path=a,b,c")
+    if "" in values:
+        raise UserError(f"command line: {argument!r} has an empty value; write {key}=a,b,c")
+    if len(set(values)) < len(values):
+        raise UserError(f"command line: {argument!r} has a value twice")
+    if key.startswith("decode.") and len(values) > 1:
+        raise UserError(
+            f"command line: {argument} would train the same model {len(values)} times; train it "
+            f"once, then give {key}=... and --out to python -m asr.evaluate RUN"
+        )
+    if key == "run":
+        raise UserError("command line: a sweep names its runs itself; choose their folder by --out")
+    return key, values
+
+
+def _names(
+    axes: dict[str, list[str]], rows: Iterable[tuple[tuple[str, str], ...]], keys: Iterable[str]
+) -> list[str]:
+    """A folder name for every row of (key, value), a number where it is too long or not unique."""
+    from asr.analysis.runs import short_names
+
+    varying = [key for key, values in axes.items() if len(values) > 1]
+    short = short_names(varying, {*keys, *varying})
+    names = []
+    for number, row in enumerate(rows):
+        parts = [f"{short[key]}={value}" for key, value in row if key in short]
+        name = re.sub(r"[^\w.,+=\[\]-]", "-", ",".join(parts)) or "run"
+        unusable = name in names or len(name.encode()) > _LONGEST_NAME
+        names.append(f"{number:04d}" if unusable else name)
+    return names
+
+
+def check_split(recipe: "Recipe", split: str) -> None:
+    """Raise UserError, before hours of training, if --evaluate cannot use this split."""
+    from asr.data import splits
+
+    if recipe.task == "speech":
+        splits.load_split(recipe.data, split)
+    elif not (recipe.task == "images" and split == "test"):
         raise UserError(
             f"--evaluate {split}: runs of the task {recipe.task} have no such split; "
             "images have test, a language model is measured on its validation text alone"
         )
 
 
-def check_folder(trial: Trial, run: Path) -> None:
-    """UserError where the folder holds a run of another recipe.
+def check_folder(run: SweepRun, folder: Path) -> None:
+    """Raise UserError if the folder holds a run of another recipe.
 
-    Decoding that the grid does not name may be another: asr.evaluate --tune writes it there.
+    decode.* keys outside the grid may differ: asr.evaluate --tune writes them there.
     """
-    if not (run / "recipe.yaml").exists():
+    from asr.analysis.runs import recipe_of, value_text
+    from asr.config.loader import flat
+
+    if not (folder / "recipe.yaml").exists():
         return
-    there, wanted = (flat(r) for r in (recipe_of(run), trial.recipe))
-    named = [change.partition("=")[0] for change in trial.overrides]
-    other = [
-        key
-        for key in {**there, **wanted}
-        if there.get(key) != wanted.get(key) and (key in named or not key.startswith("decode."))
-    ]
-    if other:
-        was, now = (value_text(recipe.get(other[0])) for recipe in (there, wanted))
-        raise UserError(
-            f"{run}: holds a run of another recipe ({other[0]} = {was}, now {now}); "
-            "choose another --out"
-        )
+    old, new = (flat(recipe) for recipe in (recipe_of(folder), run.recipe))
+    named = [change.partition("=")[0] for change in run.overrides]
+    for key in old | new:
+        if old.get(key) != new.get(key) and (key in named or not key.startswith("decode.")):
+            change = f"{key} = {value_text(old.get(key))}, now {value_text(new.get(key))}"
+            raise UserError(
+                f"{folder}: holds a run of another recipe ({change}); choose another --out"
+            )
 
 
 @dataclass
-class Job:
-    """One run of the grid and the process that works on it."""
+class SweepProcess:
+    """One run of the grid and the process that trains or evaluates it."""
 
     recipe: Path
-    trial: Trial
+    run: SweepRun
     folder: Path
     split: str | None = None
     process: subprocess.Popen[bytes] | None = None
-    begun: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def console(self) -> Path:
+        """The file with the output of its processes."""
+        from asr.analysis.runs import CONSOLE
+
+        return self.folder / CONSOLE
 
     def next_command(self) -> list[str] | None:
         """Training, then evaluation; None where both are done."""
+        from asr.analysis.runs import finished
+        from asr.analysis.score_files import evaluation_name
+
         if finished(self.folder) is None:
-            overrides = [*self.trial.overrides, "--run", str(self.folder), "--resume"]
+            overrides = [*self.run.overrides, "--run", str(self.folder), "--resume"]
             return [*PYTHON, "asr.train", str(self.recipe), *overrides]
-        if self.split and not self._score().exists():
-            return [*PYTHON, "asr.evaluate", str(self.folder), "--split", self.split]
+        if self.split:
+            score = self.folder / "evaluate" / evaluation_name(self.split) / "score.json"
+            if not score.exists():
+                return [*PYTHON, "asr.evaluate", str(self.folder), "--split", self.split]
         return None
 
     def start(self, threads: int) -> bool:
-        """Start what comes next; False where nothing is left. UserError where it is in use."""
+        """Start the next command; False without one. UserError where the folder is in use."""
         if (arguments := self.next_command()) is None:
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-        # The process inherits the lock: it holds as long as that lives, even if this one is killed.
-        with (self.folder / LOCK).open("w") as lock, (self.folder / CONSOLE).open("ab") as console:
-            take(lock, "another process is training in its folder")
+        env = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        # The process inherits the lock and keeps it, even if this process is killed.
+        busy = "another process is training in its folder"
+        with lock_file(self.folder / LOCK, busy) as lock, self.console.open("ab") as console:
             console.write(f"$ {' '.join(arguments)}\n".encode())
             console.flush()
-            self.process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=(lock.fileno(),),
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": console, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen(arguments, env=env, pass_fds=[lock.fileno()], **streams)
         return True
 
-    def _score(self) -> Path:
-        return self.folder / "evaluate" / evaluation_name(self.split or "") / "score.json"
 
-
-def sweep(jobs: Sequence[Job], at_once: int, out: Path) -> int:
-    """Run the jobs, so many at a time; whatever fails, the rest goes on. 1 where one failed."""
+def sweep(jobs: Sequence[SweepProcess], at_once: int, out: Path) -> int:
+    """Run the jobs, `at_once` at a time; a failure stops no other. 1 where one failed."""
     threads = max(1, _cores() // at_once)
     waiting, running, failed = deque(jobs), [], {}
-    done = [job for job in jobs if job.next_command() is None]
-    say(f"{len(jobs)} runs in {out}, {len(done)} of them done already")
+    done = sum(job.next_command() is None for job in jobs)
+    print_line(f"{len(jobs)} runs in {out}, {done} of them done already")
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.popleft()
-                job.begun = time.monotonic()
-                if job not in done and _begin(job, threads, failed):
-                    say(f"{job.trial.name}: begun")
+                job.started = time.monotonic()
+                if _start(job, threads, failed):
+                    print_line(f"{job.run.name}: started")
                     running.append(job)
-            running = [job for job in running if _goes_on(job, threads, failed)]
+            running = [job for job in running if _continues(job, threads, failed)]
             time.sleep(0.1)
-    except KeyboardInterrupt as asked:
+    except KeyboardInterrupt as interrupt:
+        print_line(f"{len(running)} runs save and end; a second signal ends them at once")
         processes = [job.process for job in running if job.process]
-        say(f"{len(processes)} runs save and end; once more ends them at once")
-        stop(processes, told=not asked.args)  # a terminal's has no name
-        say("stopped; the same command goes on from here")
+        stop(processes, interrupted=not interrupt.args)  # only _interrupt gives arguments
+        print_line("stopped; the same command resumes it")
         raise
-    _report(jobs, failed, out)
+    print_line(f"{len(jobs) - len(failed)} of {len(jobs)} runs are done")
+    for name, reason in failed.items():
+        print_line(f"failed: {name}: {reason}")
+    print_line(f"compare:     python -m asr.compare {out}\nTensorBoard: tensorboard --logdir {out}")
     return 1 if failed else 0
 
 
-def stop(processes: Sequence[subprocess.Popen[bytes]], told: bool) -> None:
-    """End the processes; `told`: a terminal's Ctrl-C has reached them too, another signal has not.
+def stop(processes: Sequence[subprocess.Popen[bytes]], interrupted: bool) -> None:
+    """End the processes.
 
-    A training saves after the first signal that it gets, and a second one ends it unsaved.
+    interrupted: a terminal's Ctrl-C, which has reached them too, unlike other signals. A training
+    saves after its first signal, and a second one ends it unsaved.
     """
-    words = (subprocess.Popen.terminate, subprocess.Popen.kill)
+    actions = (subprocess.Popen.terminate, subprocess.Popen.kill)
     try:
-        for word in (subprocess.Popen.poll, *words) if told else words:
+        for action in (subprocess.Popen.poll, *actions) if interrupted else actions:
             for process in processes:
-                word(process)
+                action(process)
             end = time.monotonic() + _PATIENCE
             while time.monotonic() < end and any(p.poll() is None for p in processes):
                 time.sleep(0.05)
@@ -201,40 +254,35 @@ def stop(processes: Sequence[subprocess.Popen[bytes]], told: bool) -> None:
         raise
 
 
-def _begin(job: Job, threads: int, failed: dict[str, str]) -> bool:
+def _start(job: SweepProcess, threads: int, failed: dict[str, str]) -> bool:
     try:
         return job.start(threads)
     except (UserError, OSError) as error:
-        failed[job.trial.name] = str(error)
+        failed[job.run.name] = str(error)
         return False
 
 
-def _goes_on(job: Job, threads: int, failed: dict[str, str]) -> bool:
-    """Whether the job still runs, perhaps with its next command; says so when it has ended."""
+def _continues(job: SweepProcess, threads: int, failed: dict[str, str]) -> bool:
+    """Whether the job still runs, perhaps its next command; reports its end."""
+    from asr.analysis.runs import finished, last_error
+
     code = job.process.poll() if job.process else 0
     if code is None:
         return True
-    passed, name = time.monotonic() - job.begun, job.trial.name
+    seconds, name = time.monotonic() - job.started, job.run.name
     if code and job.next_command():
         reason = last_error(job.folder).strip(" ()") or f"exit code {code}"
-        failed[name] = f"{reason}; see {job.folder / CONSOLE}"
-        say(f"{name}: FAILED after {passed:.0f} s: {failed[name]}")
+        failed[name] = f"{reason}; see {job.console}"
+        print_line(f"{name}: FAILED after {seconds:.0f} s: {failed[name]}")
         return False
     if finished(job.folder) is None:
-        failed[name] = f"ended without finishing; see {job.folder / CONSOLE}"
+        failed[name] = f"ended without finishing; see {job.console}"
         return False
-    if _begin(job, threads, failed):
+    if _start(job, threads, failed):
         return True
-    left_out = f"; not all could be decoded, see {job.folder / CONSOLE}" if code else ""
-    say(f"{name}: done after {passed:.0f} s{left_out}")
+    unread = f"; not all could be decoded, see {job.console}" if code else ""
+    print_line(f"{name}: done after {seconds:.0f} s{unread}")
     return False
-
-
-def _report(jobs: Sequence[Job], failed: dict[str, str], out: Path) -> None:
-    say(f"{len(jobs) - len(failed)} of {len(jobs)} runs are done")
-    for name, reason in failed.items():
-        say(f"failed: {name}: {reason}")
-    say(f"compare:     python -m asr.compare {out}\nTensorBoard: tensorboard --logdir {out}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -245,5 +293,42 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def main() -> int:
+    """Check the whole grid, then run what is not done yet. Exit code 1 where a run failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m asr.sweep",
+        description="Train every combination of the values given.",
+        epilog="Commas within brackets belong to the value: features.speed_perturb=[0.9,1.1],[1.0]",
+    )
+    add = parser.add_argument
+    add("recipe", type=Path, help="a recipe, e.g. recipes/demo.yaml")
+    add("grid", nargs="*", metavar="key.path=a,b,c")
+    add("--out", type=Path, help="folder of the runs (runs/RUN_sweep)")
+    add("--jobs", default="1", help="runs at a time")
+    add("--evaluate", metavar="SPLIT", help="score each run on this split")
+    add("--dry-run", action="store_true", help="print the names of the runs and exit")
+    args = parser.parse_intermixed_args()
+    if not args.jobs.isdecimal() or int(args.jobs) < 1:
+        raise UserError(f"--jobs {args.jobs}: must be a whole number from 1 up")
+    runs = read_grid(args.recipe, args.grid)
+    out = args.out or Path("runs") / f"{runs[0].recipe.run}_sweep"
+    for run in runs:
+        check_folder(run, out / run.name)
+    if args.evaluate:
+        check_split(runs[0].recipe, args.evaluate)
+    if args.dry_run:
+        print(*(run.name for run in runs), sep="\n")
+        return 0
+    jobs = [SweepProcess(args.recipe, run, out / run.name, args.evaluate) for run in runs]
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        busy = f"{out}: another sweep is at work in it; wait for its end, or end it"
+        with lock_file(out / LOCK, busy):
+            return sweep(jobs, int(args.jobs), out)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 if __name__ == "__main__":
-    command.run(main)
+    run_command(main)

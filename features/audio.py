@@ -1,8 +1,11 @@
-"""Audio files of any common kind -> mono waveform at the sample rate of the recogniser.
+"""Audio files of any common kind, also inside tars -> mono waveform at the recogniser's rate.
 
 soundfile (libsndfile) decodes WAV, FLAC, OGG Vorbis, Opus, MP3, AIFF and more by content, not by
-name. A file is never believed: what its header claims is checked against what can be decoded, so
-a WAV that announces 4 GB over 1 kB of data costs 1 kB.
+name. No header is trusted: its claims are checked against what can be decoded, so a WAV that
+announces 4 GB over 1 kB of data costs 1 kB.
+
+Audio inside a plain tar is named by its place, FOLDER/x.tar/NAME@OFFSET+BYTES: where the content
+begins and how long it is (asr.prepare shards writes both). Utterances are read in any order.
 
 Shapes: S samples, C channels.
 """
@@ -10,151 +13,286 @@ Shapes: S samples, C channels.
 import math
 import os
 import re
+import tarfile
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import lru_cache
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 import soundfile
 import torch
 from torch import Tensor
+from torchaudio.transforms import Resample
 
-from features.hush import hushed
-from features.packed import PackedError, member_of, read_member
-from features.samples import AudioError, NoSamples, check_values, from_samples, whole_rate
+from features import AudioError, NoSamples
 
-# Values decoded at once, over all channels: 16 MB, and a whole utterance in nearly every case.
-BLOCK_VALUES = 2**22
-# What libsndfile reports where the header does not know (FLAC written to a pipe).
-UNKNOWN_FRAMES = 2**63 - 1
-# What it notes of WAV, RF64, W64, AIFF and AU with fewer bytes than their header says, before it
-# believes the file. One written to a pipe knows no length either, and says something from here on.
+BLOCK = 512  # bytes: what precedes a member in a tar is a header of this size
+_PLACE = re.compile(r"(.+\.tar)/(.+)@(\d{1,18})\+(\d{1,18})", re.DOTALL)
+
+
+class PackedError(Exception):
+    """One line: what is wrong with the tar at that place."""
+
+
+class TarMember(NamedTuple):
+    """The place of one file's content in a tar."""
+
+    tar: str
+    name: str
+    offset: int
+    size: int
+
+
+def member_of(path: str | os.PathLike[str]) -> TarMember | None:
+    """The place that a path of the form above names; None for any other path."""
+    match = _PLACE.fullmatch(os.fspath(path)) if "@" in os.fspath(path) else None
+    return TarMember(match[1], match[2], int(match[3]), int(match[4])) if match else None
+
+
+def read_member(member: TarMember) -> bytes:
+    """The content. Raises PackedError if the tar has no such file there or cannot be read."""
+    try:
+        with Path(member.tar).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if member.offset < BLOCK or member.offset + member.size > size:
+                raise PackedError(f"the tar ends before it, at {size} bytes")
+            file.seek(member.offset - BLOCK)
+            block = file.read(BLOCK + member.size)
+    except OSError as error:
+        raise PackedError(f"the tar cannot be read: {error.strerror}") from None
+    try:
+        header = tarfile.TarInfo.frombuf(block[:BLOCK], "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        raise PackedError("the tar is damaged: no file begins there") from None
+    same = PurePosixPath(header.name) == PurePosixPath(member.name)  # a path has lost its ./
+    if not header.isreg() or header.size != member.size or not same:
+        raise PackedError(f"the tar has another file there, {header.name!r}; was it packed anew?")
+    return block[BLOCK:]
+
+
+STDERR = 2
+_stderr_lock = threading.Lock()
+
+
+@contextmanager
+def suppress_stderr(needed: bool) -> Iterator[None]:
+    """Discard what is written to stderr meanwhile, by other threads too, so keep it short.
+
+    libmpg123, by which libsndfile decodes MP3, prints a line for every damaged frame and cannot be
+    silenced through libsndfile. Threads take turns: otherwise one would save and restore the null
+    device of another.
+    """
+    if not needed:
+        yield
+        return
+    with _stderr_lock:
+        try:
+            saved = os.dup(STDERR)
+        except OSError:  # a process without stderr
+            yield
+            return
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, STDERR)
+        os.close(null)
+        try:
+            yield
+        finally:
+            os.dup2(saved, STDERR)
+            os.close(saved)
+
+
+SAMPLE_RATES = (1_000, 1_000_000)  # a header may claim 1 Hz, which would turn 1 MB into 30 GB
+MAX_PEAK = 8.0  # lossy decoders overshoot a little; above it samples are not scaled to [-1, 1]
+MAX_FILTER_TAPS = 2**20  # in a bank of resampling filters; the usual rates need at most 282,240
+
+
+def from_samples(
+    samples: np.ndarray | Tensor, rate: float, sample_rate: int, name: str = "the waveform"
+) -> Tensor:
+    """Samples in memory, (S,) or (S, C) at `rate` -> (S',) float32 in [-1, 1] at `sample_rate`.
+
+    Channels are averaged; values over full scale are clipped after resampling, which overshoots at
+    sharp edges. Raises AudioError, beginning with `name`, for samples that are empty, not finite,
+    of another shape, fewer than channels, or not scaled to [-1, 1]; and for a rate that is not
+    whole.
+    """
+    rate = whole_rate(rate, name)
+    array = samples.numpy(force=True) if isinstance(samples, Tensor) else samples
+    waveform = torch.from_numpy(np.array(array, dtype=np.float32))
+    shape = tuple(waveform.shape)
+    if len(shape) not in (1, 2):
+        raise AudioError(f"{name}: expected shape (samples,) or (samples, channels), got {shape}")
+    if not math.prod(shape):
+        raise NoSamples(f"{name}: no audio, 0 samples")
+    if shape[1:] > shape[:1]:  # a transposed array, whose mean over time would be silence
+        meaning = f"shape {shape} would be {shape[0]} samples of {shape[1]} channels"
+        raise AudioError(f"{name}: {meaning}; pass (samples, channels), so .T of this one")
+    check_values(waveform, name)
+    mono = waveform if waveform.ndim == 1 else waveform.mean(dim=1)
+    return resample(mono, rate, sample_rate).clamp(-1.0, 1.0)
+
+
+def resample(waveform: Tensor, rate: int, sample_rate: int) -> Tensor:
+    """(S,) at `rate` -> (ceil(S * sample_rate / rate),) at `sample_rate`, band-limited (Hann sinc).
+
+    Rates without a useful common divisor (44,101 to 16,000 Hz) would need gigabytes of filters;
+    they are replaced by the nearest ratio that does not, at most 0.05 % away, which is inaudible.
+    """
+    ratio = Fraction(rate, sample_rate)
+    ratio = ratio.limit_denominator(max(1, math.isqrt(int(MAX_FILTER_TAPS / ratio))))
+    if ratio == 1:
+        return waveform
+    return _resampler(ratio.numerator, ratio.denominator)(waveform)
+
+
+@lru_cache(maxsize=16)  # one entry holds at most 4 MB of filters
+def _resampler(old: int, new: int) -> Resample:
+    return Resample(old, new)
+
+
+def check_values(waveform: Tensor, name: str) -> None:
+    """AudioError, beginning with `name`, for samples that are not finite or not in [-1, 1]."""
+    peak = float(waveform.abs().max())
+    if not math.isfinite(peak):
+        raise AudioError(f"{name}: holds samples that are NaN or infinite")
+    if peak > MAX_PEAK:
+        raise AudioError(f"{name}: samples reach {peak:.4g}; scale floating-point audio to [-1, 1]")
+
+
+def whole_rate(rate: float, name: str) -> int:
+    """The sample rate in Hz. AudioError, beginning with `name`, for one that no recording has."""
+    lowest, highest = SAMPLE_RATES
+    if not lowest <= rate <= highest:
+        raise AudioError(f"{name}: sample rate {rate} Hz is outside {lowest} to {highest} Hz")
+    if rate != int(rate):
+        raise AudioError(f"{name}: sample rate {rate} Hz is not a whole number; round it")
+    return int(rate)
+
+
+BLOCK_VALUES = 2**22  # decoded at once, over all channels: 16 MB, which most utterances fit
+UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's length if the header has none (FLAC written to a pipe)
+# libsndfile's note on WAV, RF64, W64, AIFF and AU with fewer bytes than their header claims, which
+# it then trusts no more. A file written to a pipe claims PIPED_BYTES or more.
 FEWER_BYTES = re.compile(r"(?:data|SSND|Data Size|[Rr]iff(?: size)?) +: (\d+) \(should be (\d+)\)")
 PIPED_BYTES = 2**31 - 2**25
 TOLERANCE = 0.1  # seconds between header and content: lossy coders pad
-# How WAV, FLAC, OGG and AIFF begin; what begins otherwise may be MP3, whose decoder is a talker.
+# First bytes of WAV, FLAC, OGG and AIFF; other files may be MP3, whose decoder writes to stderr.
 QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
 
 
 def read_audio(
-    path: str | os.PathLike[str], sample_rate: int = 16_000, max_seconds: float | None = None
+    path: str | os.PathLike[str], sample_rate: int, max_seconds: float | None = None
 ) -> Tensor:
     """The samples of a file, mono and at `sample_rate`: (S,) float32 in [-1, 1].
 
     Channels are averaged. Raises AudioError for a file that is missing, not audio, empty, broken,
-    holds NaN or infinite samples, or lasts longer than `max_seconds`; no more than `max_seconds`
-    and one block of it is decoded, whatever the header says.
+    holds NaN or infinite samples, or lasts longer than `max_seconds`, of which at most one block
+    more is decoded, whatever the header claims.
     """
-    name = _printable(path)
-    with _open(path) as sound:
-        blocks, rate = list(_limited(sound, name, max_seconds)), sound.samplerate
+    with _open(path) as (sound, name):
+        blocks = list(_blocks(sound, name, max_seconds))
     samples = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
-    return from_samples(samples, rate, sample_rate, name)
+    return from_samples(samples, sound.samplerate, sample_rate, name)
 
 
 def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = None) -> float:
-    """Duration by what can be decoded, a block at a time in memory.
+    """Duration of what can be decoded, a block at a time in memory.
 
-    Raises AudioError as `read_audio` does, and for a file that holds less than its header says:
-    it breaks off. Of MP3 and OGG, whose headers seldom say, no more than a broken frame shows.
+    Raises AudioError as `read_audio` does, and for a truncated file, which holds less than its
+    header claims. MP3 and OGG headers seldom have a length; there only a broken frame shows it.
     """
-    name, count = _printable(path), 0
-    with _open(path) as sound:
-        for block in _limited(sound, name, max_seconds):
+    count = 0
+    with _open(path) as (sound, name):
+        for block in _blocks(sound, name, max_seconds):
             check_values(torch.from_numpy(block), name)
             count += len(block)
         if not count:
             raise NoSamples(f"{name}: no audio, 0 samples")
-        said, found = _said_frames(sound) / sound.samplerate, count / sound.samplerate
-        if said > found + TOLERANCE:
-            raise AudioError(
-                f"{name}: breaks off: its header says {said:.3f} seconds and {found:.3f} are there"
-            )
-        return found
+        claimed, decoded = _claimed_frames(sound) / sound.samplerate, count / sound.samplerate
+        if claimed > decoded + TOLERANCE:
+            lengths = f"its header says {claimed:.3f} seconds and {decoded:.3f} are there"
+            raise AudioError(f"{name}: breaks off: {lengths}")
+        return decoded
 
 
-def _said_frames(sound: soundfile.SoundFile) -> float:
-    """By the header; 0 where it does not know. MP3 seldom has one, and libsndfile then guesses."""
+def _claimed_frames(sound: soundfile.SoundFile) -> float:
+    """The header's length; 0 if it has none. For MP3 libsndfile guesses."""
     if sound.format == "MP3":
         return 0
-    for said, there in FEWER_BYTES.findall(sound.extra_info):
-        if int(said) < PIPED_BYTES:
-            return sound.frames * int(said) / max(1, int(there))
+    for claimed, actual in FEWER_BYTES.findall(sound.extra_info):
+        if int(claimed) < PIPED_BYTES:
+            return sound.frames * int(claimed) / max(1, int(actual))
     return 0 if sound.frames == UNKNOWN_FRAMES else sound.frames
 
 
 def audio_seconds(path: str | os.PathLike[str]) -> float:
-    """Duration by the file's header; decoded and counted only where the header does not know.
+    """Duration by the file's header; decoded and counted only if the header has none.
 
     Raises AudioError as `read_audio` does, for what shows without decoding.
     """
-    with _open(path) as sound:
+    with _open(path) as (sound, name):
         frames = sound.frames
         if frames == UNKNOWN_FRAMES:
-            frames = sum(len(block) for block in _blocks(sound, _printable(path)))
+            frames = sum(len(block) for block in _blocks(sound, name))
         if frames <= 0:
-            raise NoSamples(f"{_printable(path)}: no audio, 0 samples")
+            raise NoSamples(f"{name}: no audio, 0 samples")
         return frames / sound.samplerate
 
 
-def _open(path: str | os.PathLike[str]) -> soundfile.SoundFile:
-    name = _printable(path)
+@contextmanager
+def _open(path: str | os.PathLike[str]) -> Iterator[tuple[soundfile.SoundFile, str]]:
+    """The open file, and its name for messages: on one line, whatever it holds."""
+    text = os.fspath(path)
+    name = text if text.isprintable() else ascii(text)
     try:
-        source, begin = _source(path, name)
-        with _silence(begin not in QUIET):
+        source, beginning = _source(path, name)
+        if not beginning:
+            raise AudioError(f"{name}: the file is empty (0 bytes)")
+        with suppress_stderr(beginning not in QUIET):
             sound = soundfile.SoundFile(source)
     except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
         raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
-    try:
+    with sound:
         whole_rate(sound.samplerate, name)
-    except AudioError:
-        sound.close()
-        raise
-    return sound
+        yield sound, name
 
 
 def _source(path: str | os.PathLike[str], name: str) -> tuple[bytes | BytesIO, bytes]:
-    """What soundfile opens, a path or what was read of a tar; and its first four bytes."""
+    """What soundfile opens, a path or a tar member's content, and its first four bytes."""
     member = member_of(path)
     if member is not None:
         try:
             content = read_member(member)
         except PackedError as error:
             raise AudioError(f"{name}: {error}") from None
-        if not content:
-            raise AudioError(f"{name}: the file is empty (0 bytes)")
         return BytesIO(content), content[:4]
-    if not Path(path).exists():
+    file_path = Path(path)
+    if not file_path.exists():
         raise AudioError(f"{name}: no such file")
-    if not Path(path).is_file():  # a pipe or a device could be read for ever
+    if not file_path.is_file():  # a pipe or a device might never end
         raise AudioError(f"{name}: not a regular file")
-    if not Path(path).stat().st_size:
-        raise AudioError(f"{name}: the file is empty (0 bytes)")
-    with Path(path).open("rb") as file:
+    with file_path.open("rb") as file:
         return os.fsencode(path), file.read(4)  # a name need not be text
 
 
-def _limited(
-    sound: soundfile.SoundFile, name: str, max_seconds: float | None
+def _blocks(
+    sound: soundfile.SoundFile, name: str, max_seconds: float | None = None
 ) -> Iterator[np.ndarray]:
-    """The blocks of a file, which AudioError ends soon after `max_seconds`."""
+    """The file, averaged over channels, (S,) at a time. AudioError soon after `max_seconds`."""
     limit = math.inf if max_seconds is None else max_seconds * sound.samplerate
-    count = 0
-    for block in _blocks(sound, name):
-        count += len(block)
-        if count > limit:
-            raise AudioError(f"{name}: longer than the limit of {max_seconds:g} seconds")
-        yield block
-
-
-def _blocks(sound: soundfile.SoundFile, name: str) -> Iterator[np.ndarray]:
-    """The rest of the file, averaged over channels, (S,) float32 at a time."""
     length = max(1, min(sound.frames, BLOCK_VALUES // sound.channels))
     block = np.empty((length, sound.channels), np.float32)
-    read = length
+    count, read = 0, length
     while read == length:
         read = _read_block(sound, block, name)
+        count += read
+        if count > limit:
+            raise AudioError(f"{name}: longer than the limit of {max_seconds:g} seconds")
         if read:
             yield block[:read].mean(axis=1)
 
@@ -163,28 +301,18 @@ def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int
     """Fills `block` (S, C) from its start; returns the number of samples read, less at the end."""
     block.fill(np.nan)
     try:
-        with _silence(sound.format == "MP3"):
+        with suppress_stderr(sound.format == "MP3"):
             return len(sound.read(out=block))
     except (soundfile.SoundFileError, ValueError) as error:
-        # soundfile seeks after it has read, which fails at the end of a file of unknown length:
-        # the samples are there, but not their number. Such files are FLAC, hence never NaN.
+        # soundfile seeks after reading, which fails at the end of a file of unknown length: the
+        # samples are read, but their number is lost. Such files are FLAC, hence never NaN.
         if sound.frames == UNKNOWN_FRAMES and "fseek" in str(error):
             return int((~np.isnan(block[:, 0])).sum())
-        text = "broken, or shorter than its header claims"
-        raise AudioError(f"{name}: {text} ({_reason(error)})") from error
-
-
-def _silence(needed: bool) -> AbstractContextManager[None]:
-    return hushed() if needed else nullcontext()
-
-
-def _printable(path: str | os.PathLike[str]) -> str:
-    """A file name may hold line breaks and bytes that are not text; a message is one clean line."""
-    text = os.fspath(path)
-    return text if text.isprintable() else ascii(text)
+        fault = "broken, or shorter than its header claims"
+        raise AudioError(f"{name}: {fault} ({_reason(error)})") from error
 
 
 def _reason(error: Exception) -> str:
-    """libsndfile's own words, without the path that it repeats."""
+    """libsndfile's message, without the path."""
     text = getattr(error, "error_string", None) or str(error)
     return " ".join(text.split()).rstrip(".")

@@ -1,4 +1,4 @@
-"""What training does to an utterance so that the model never hears it twice the same way.
+"""Random changes of training utterances: SpecAugment, speed perturbation, noise.
 
 All randomness comes from the generator that is passed in, and every call draws the same number
 of values whatever the length of the utterance.
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from features.samples import resample
+from features.audio import resample
 
-SPEEDS = (0.25, 4.0)  # beyond these, speech is no longer speech
+SPEEDS = (0.25, 4.0)  # beyond these, speech is unintelligible
 
 
 @dataclass(frozen=True)
 class SpecAugment:
-    """Masks on the log-mel picture (Park et al. 2019, arXiv:1904.08779).
+    """Masks on the log-mel spectrogram (Park et al. 2019, arXiv:1904.08779).
 
-    Each mask covers a stretch of uniform width, 0 to `freq_width` features or 0 to `time_width`
-    frames, at a uniform place. No time mask is longer than `time_fraction` of the utterance
-    (Park et al. 2020, arXiv:1912.05533: 0.05 with many masks). `time_warp` frames is how far a
-    random frame moves, 0 for no warping. We differ once: the time warp is linear on both sides of
-    that frame, where the paper draws a spline.
+    Each mask has a uniform width, 0 to `freq_width` features or 0 to `time_width` frames, and a
+    uniform place. No time mask is longer than `time_fraction` of the utterance (Park et al. 2020,
+    arXiv:1912.05533: 0.05 with many masks). A random frame moves by up to `time_warp` frames, 0 for
+    no warping. We differ once: the time warp is linear on both sides of that frame, where the paper
+    draws a spline.
 
-    Masked cells take the mean of the features, which is 0 after normalisation.
+    Masked values become the mean of the features, which is 0 after normalisation.
     Raises ValueError for a setting out of range.
     """
 
-    freq_masks: int = 2
-    freq_width: int = 27
-    time_masks: int = 2
-    time_width: int = 100
-    time_fraction: float = 1.0
+    freq_masks: int
+    freq_width: int
+    time_masks: int
+    time_width: int
+    time_fraction: float
     time_warp: int = 0
 
     def __post_init__(self) -> None:
@@ -55,13 +55,13 @@ class SpecAugment:
         if not features.numel():
             return features.clone()
         longest = min(self.time_width, int(self.time_fraction * frames))
-        hidden = _stretches(time, longest, frames)[:, None]  # (T, 1)
-        hidden = hidden | _stretches(freq, min(self.freq_width, size), size)  # (T, F)
+        masked = _masks(time, longest, frames)[:, None]  # (T, 1)
+        masked = masked | _masks(freq, min(self.freq_width, size), size)  # (T, F)
         warped = self._warp(features, *warp.tolist())
-        return warped.masked_fill(hidden, float(features.mean()))
+        return warped.masked_fill(masked, float(features.mean()))
 
     def _warp(self, features: Tensor, place: float, move: float) -> Tensor:
-        """Moves one frame by up to `time_warp`, stretches both sides to fit: (T, F) -> (T, F)."""
+        """Move one frame by up to `time_warp` and stretch both sides to fit: (T, F) -> (T, F)."""
         reach, frames = self.time_warp, len(features)
         if reach == 0 or frames <= 2 * reach + 1:
             return features
@@ -71,7 +71,7 @@ class SpecAugment:
         return torch.cat([left, _stretch(features[pivot:], frames - target)])
 
 
-def _stretches(draws: Tensor, longest: int, length: int) -> Tensor:
+def _masks(draws: Tensor, longest: int, length: int) -> Tensor:
     """draws (masks, 2) in [0, 1): width and place of each -> (length,) bool, True in a mask."""
     widths = (draws[:, 0] * (longest + 1)).long()
     starts = (draws[:, 1] * (length - widths + 1)).long()
@@ -86,11 +86,11 @@ def _stretch(features: Tensor, frames: int) -> Tensor:
 
 
 def change_speed(waveform: Tensor, factor: float) -> Tensor:
-    """Plays (S,) `factor` times as fast: ceil(S / factor) samples, every pitch times `factor`.
+    """(S,) `factor` times as fast: ceil(S / factor) samples, every pitch times `factor`.
 
     Speed perturbation of Ko et al. 2015 ("Audio augmentation for speech recognition"), by
-    resampling, hence independent of the sample rate. `factor` is rounded to hundredths, so that
-    it needs few filters. Raises ValueError outside 0.25 to 4.
+    resampling, hence independent of the sample rate. `factor` is rounded to hundredths, which
+    needs few filters. Raises ValueError outside 0.25 to 4.
     """
     if not SPEEDS[0] <= factor <= SPEEDS[1]:
         raise ValueError(f"speed {factor} must lie in {SPEEDS[0]} to {SPEEDS[1]}")
@@ -99,10 +99,7 @@ def change_speed(waveform: Tensor, factor: float) -> Tensor:
 
 
 def add_noise(waveform: Tensor, snr_db: float, generator: torch.Generator) -> Tensor:
-    """(S,) plus white Gaussian noise, `snr_db` decibels below the waveform's mean power.
-
-    Silence stays silence: it has no power to measure against.
-    """
+    """(S,) plus white Gaussian noise, `snr_db` decibels below the waveform's mean power."""
     noise = torch.randn(waveform.shape, generator=generator)
     if not waveform.numel():
         return waveform

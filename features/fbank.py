@@ -1,18 +1,17 @@
 """Spectral features of one utterance: Kaldi's log-mel and MFCC, and Slaney's mel.
 
-`Fbank` and `Mfcc` are a thin face over `torchaudio.compliance.kaldi`, which computes what Kaldi's
-compute-fbank-feats and compute-mfcc-feats do: frames that fit whole into the samples
-(snip_edges), pre-emphasis 0.97, Povey window, samples scaled to 16 bits. `SlaneyMel` computes
-librosa's `melspectrogram` (Slaney 1998, Auditory Toolbox).
+`Fbank` and `Mfcc` wrap `torchaudio.compliance.kaldi`, which computes the same as Kaldi's
+compute-fbank-feats and compute-mfcc-feats: frames that fit entirely into the samples (snip_edges),
+pre-emphasis 0.97, Povey window, samples scaled to 16 bits. `SlaneyMel` computes librosa's
+`melspectrogram` (Slaney 1998, Auditory Toolbox).
 
-One difference: dither is added to the samples, from a generator of its own, where Kaldi draws
-anew for every frame; so the same utterance has the same features everywhere.
+We differ once: dither is added to the samples, from a generator of its own, where Kaldi draws
+again for every frame; so the same utterance has the same features everywhere.
 
 Shapes: S samples, T frames, F features per frame (`size`).
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torchaudio
@@ -20,17 +19,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torchaudio.compliance import kaldi
 
-# Kaldi reads samples as 16-bit integers.
-KALDI_SCALE = 32768.0
-# Frames computed at once: an hour of audio needs no more memory than six seconds, and 600
-# frames still fit a core's cache. Frames do not depend on each other.
+KALDI_SCALE = 32768.0  # Kaldi reads samples as 16-bit integers
+# Frames computed at once: an hour of audio needs no more memory than six seconds, and 600 frames
+# fit a core's cache. Frames do not depend on each other.
 BLOCK_FRAMES = 600
-# Slaney-mel energy below this is taken for this, -100 dB, before the logarithm.
-POWER_FLOOR = 1e-10
+POWER_FLOOR = 1e-10  # of Slaney-mel energy before the logarithm: -100 dB
 
 
 class Frames:
-    """What all kinds share: how samples are cut into overlapping frames."""
+    """Base of all kinds: samples are cut into overlapping frames."""
 
     size: int
 
@@ -38,48 +35,40 @@ class Frames:
         self, sample_rate: int, frame_length: float, frame_shift: float, dither: float
     ) -> None:
         self.sample_rate, self.dither = sample_rate, dither
-        self.frame_length, self.frame_shift = frame_length, frame_shift  # milliseconds
         self.window = int(sample_rate * frame_length * 0.001)  # samples, rounded as Kaldi does
         self.shift = int(sample_rate * frame_shift * 0.001)
         if self.window < 2 or self.shift < 1:
-            raise ValueError(
-                f"frame_length {frame_length} ms and frame_shift {frame_shift} ms are too short"
-                f" at {sample_rate} Hz"
-            )
+            lengths = f"frame_length {frame_length} ms and frame_shift {frame_shift} ms"
+            raise ValueError(f"{lengths} are too short at {sample_rate} Hz")
 
     def num_frames(self, samples: int) -> int:
-        """T for S samples; none where the samples do not fill one window."""
+        """T for S samples; 0 if they do not fill one window."""
         return 0 if samples < self.window else 1 + (samples - self.window) // self.shift
 
     def __call__(self, waveform: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """waveform (S,) in [-1, 1] -> features (T, F) float32; T = `num_frames(S)`.
 
-        Dither, where it is on, comes from `generator`; without one (at evaluation) the same noise
-        is drawn for every utterance. Raises ValueError for a waveform that is not one-dimensional.
+        Dither, if any, is drawn from `generator`; without one (at evaluation) it is the same noise
+        for every utterance. Raises ValueError for a waveform that is not one-dimensional.
         """
         if waveform.ndim != 1:
             raise ValueError(f"expected a waveform (samples,), got shape {tuple(waveform.shape)}")
-        if self.num_frames(len(waveform)) == 0:
+        frames, waveform = self.num_frames(len(waveform)), waveform.float()
+        if not frames:
             return torch.zeros(0, self.size)
-        waveform = self._dithered(waveform.float(), generator)
-        return torch.cat([self._features(piece) for piece in self._pieces(waveform)])
+        if self.dither:
+            generator = generator or torch.Generator().manual_seed(0)
+            noise = torch.randn(waveform.shape, generator=generator)
+            waveform = waveform + noise * (self.dither / KALDI_SCALE)
+        features = []
+        for first in range(0, frames, BLOCK_FRAMES):  # overlapping pieces hold every frame once
+            last = min(first + BLOCK_FRAMES, frames) - 1
+            piece = waveform[first * self.shift : last * self.shift + self.window]
+            features.append(self._features(piece))
+        return torch.cat(features)
 
     def _features(self, piece: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def _pieces(self, waveform: Tensor) -> Iterator[Tensor]:
-        """Overlapping stretches (S',) that together hold every frame once."""
-        frames = self.num_frames(len(waveform))
-        for first in range(0, frames, BLOCK_FRAMES):
-            last = min(first + BLOCK_FRAMES, frames) - 1
-            yield waveform[first * self.shift : last * self.shift + self.window]
-
-    def _dithered(self, waveform: Tensor, generator: torch.Generator | None) -> Tensor:
-        if self.dither == 0.0:
-            return waveform
-        generator = generator or torch.Generator().manual_seed(0)
-        noise = torch.randn(waveform.shape, generator=generator)
-        return waveform + noise * (self.dither / KALDI_SCALE)
 
 
 class Fbank(Frames):
@@ -102,8 +91,7 @@ class Fbank(Frames):
     ) -> None:
         super().__init__(sample_rate, frame_length, frame_shift, dither)
         _check_band(sample_rate, low_freq, high_freq)
-        self.size = self.num_mel_bins = num_mel_bins
-        self.low_freq, self.high_freq = low_freq, high_freq
+        self.size = num_mel_bins
         if num_mel_bins < 4:
             raise ValueError(f"num_mel_bins {num_mel_bins}: Kaldi's filterbank needs 4 or more")
         fft = 2 ** (self.window - 1).bit_length()
@@ -111,19 +99,12 @@ class Fbank(Frames):
             num_mel_bins, fft, sample_rate, low_freq, high_freq, 100.0, -500.0, 1.0
         )
         _check_filters(banks, sample_rate)
+        self._options = {"sample_frequency": sample_rate, "num_mel_bins": num_mel_bins}
+        self._options |= {"frame_length": frame_length, "frame_shift": frame_shift}
+        self._options |= {"low_freq": low_freq, "high_freq": high_freq}
 
     def _features(self, piece: Tensor) -> Tensor:
-        return kaldi.fbank(piece[None] * KALDI_SCALE, **self._options())
-
-    def _options(self) -> dict[str, float]:
-        return {
-            "sample_frequency": self.sample_rate,
-            "num_mel_bins": self.num_mel_bins,
-            "frame_length": self.frame_length,
-            "frame_shift": self.frame_shift,
-            "low_freq": self.low_freq,
-            "high_freq": self.high_freq,
-        }
+        return kaldi.fbank(piece[None] * KALDI_SCALE, **self._options)
 
 
 class Mfcc(Fbank):
@@ -156,20 +137,19 @@ class Mfcc(Fbank):
         self.size = num_ceps * (1 + deltas)
 
     def __call__(self, waveform: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """As `Frames.__call__`; deltas look across the pieces, so they come last."""
+        """As `Frames.__call__`; deltas need frames of neighbouring pieces, so they come last."""
         features = super().__call__(waveform, generator)
         return add_deltas(features, self.deltas) if self.deltas and len(features) else features
 
     def _features(self, piece: Tensor) -> Tensor:
-        return kaldi.mfcc(piece[None] * KALDI_SCALE, num_ceps=self.num_ceps, **self._options())
+        return kaldi.mfcc(piece[None] * KALDI_SCALE, num_ceps=self.num_ceps, **self._options)
 
 
 def add_deltas(features: Tensor, order: int) -> Tensor:
     """(T, F) -> (T, F * (1 + order)): the features, then their derivatives, T at least 1.
 
     Kaldi (feat/feature-functions.cc) repeats the first and last frame before it differentiates
-    once or twice, instead of repeating the first and last derivative; so the frames are repeated
-    far enough out for both.
+    once or twice, not the first and last derivative: `reach` times, enough for both.
     """
     reach = 2 * order
     parts = [pad(features.T[None], (reach, reach), mode="replicate")[0]]  # (F, T + 2 * reach)
@@ -197,9 +177,8 @@ class SlaneyMel(Frames):
         high_freq: float = 0.0,
     ) -> None:
         super().__init__(sample_rate, frame_length, frame_shift, dither)
-        _check_band(sample_rate, low_freq, high_freq)
+        top = _check_band(sample_rate, low_freq, high_freq)
         self.size = num_mel_bins
-        top = high_freq if high_freq > 0 else sample_rate / 2 + high_freq
         frequencies = torch.fft.rfftfreq(self.window, 1 / sample_rate, dtype=torch.float64)
         self.filters = slaney_filters(frequencies, num_mel_bins, low_freq, top).float()
         _check_filters(self.filters, sample_rate)
@@ -223,25 +202,24 @@ def slaney_filters(frequencies: Tensor, bins: int, low_freq: float, high_freq: f
     mel = torch.linspace(*ends, bins + 2, dtype=torch.float64)[:, None]
     hertz = torch.where(mel > 15, 1000 * ((mel - 15) * step).exp(), mel / 0.015)  # (bins + 2, 1)
     left, centre, right = hertz[:-2], hertz[1:-1], hertz[2:]
-    rising, falling = (
-        (frequencies - left) / (centre - left),
-        (right - frequencies) / (right - centre),
-    )
+    rising = (frequencies - left) / (centre - left)
+    falling = (right - frequencies) / (right - centre)
     return torch.minimum(rising, falling).clamp_min(0) * 2 / (right - left)
 
 
-def _check_band(sample_rate: int, low_freq: float, high_freq: float) -> None:
+def _check_band(sample_rate: int, low_freq: float, high_freq: float) -> float:
+    """The upper limit in Hz. Raises ValueError for a band that is empty or beyond Nyquist."""
     nyquist = sample_rate / 2
     top = high_freq if high_freq > 0 else nyquist + high_freq
     if not 0 <= low_freq < top <= nyquist:
-        raise ValueError(
-            f"low_freq {low_freq} and high_freq {high_freq} (that is {top} Hz) must lie in order"
-            f" between 0 and {nyquist} Hz, half the sample rate"
-        )
+        limits = f"low_freq {low_freq} and high_freq {high_freq} (that is {top} Hz)"
+        half = f"{nyquist} Hz, half the sample rate"
+        raise ValueError(f"{limits} must lie in order between 0 and {half}")
+    return top
 
 
 def _check_filters(filters: Tensor, sample_rate: int) -> None:
-    """filters (F, frequencies): a filter of zeros would give a feature that never moves."""
+    """Raises ValueError for a filter of zeros, hence a constant feature; filters (F, N)."""
     empty = int((filters.amax(dim=1) == 0).sum())
     if empty:
         raise ValueError(

@@ -31,7 +31,7 @@ def shared() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
-    """A recipe whose manifests lie beside it."""
+    """A recipe with its manifests in the same folder."""
     folder = tmp_path_factory.mktemp("tiny")
     make_corpus(folder)
     return make_recipe(folder)
@@ -39,12 +39,12 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_run(tiny, tmp_path_factory) -> Path:
-    """That recipe trained to its end; tests only read it."""
-    from asr import train  # seconds, which a test without it need not wait
-    from asr.recipe import read_recipe
+    """The finished training of that recipe; tests only read it."""
+    from asr.config.loader import read_recipe
+    from asr.training.run import train  # imported here because it takes seconds
 
     run = tmp_path_factory.mktemp("runs") / "tiny"
-    train.train(read_recipe(tiny), run)
+    train(read_recipe(tiny), run)
     return run
 
 

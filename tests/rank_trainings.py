@@ -1,9 +1,10 @@
 """Trainings by several ranks over gloo, for test_distributed.py.
 
     python tests/rank_trainings.py FOLDER      for each scenario named on a line of its input
-                                               a line of JSON: what happened in FOLDER/SCENARIO
+                                               a line of JSON: the results in FOLDER/SCENARIO
 
-All are forked from this process (benchmarks/forks.py), which saves seconds of imports for each.
+Every training is forked from this process (benchmarks/forked_commands.py), which saves seconds of
+imports for each.
 """
 
 import json
@@ -22,28 +23,28 @@ from types import SimpleNamespace
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "benchmarks"), str(HERE.parent)]
 
-from forks import Process, fork  # noqa: E402
+from forked_commands import Process, fork  # noqa: E402
 from kills import differences, state  # noqa: E402
 from tiny_speech import make_corpus, make_recipe  # noqa: E402
 
-from asr import command, train  # noqa: E402
-from asr.runs import training_run  # noqa: E402
-from asr.training import loop  # noqa: E402
-from asr.training.objective import SpeechObjective  # noqa: E402
+from asr import errors, train  # noqa: E402
+from asr.training import run as training_run  # noqa: E402
+from asr.training import trainer  # noqa: E402
+from asr.training.losses import SpeechObjective  # noqa: E402
 
 PLACE = Path(sys.argv[1])
 RECIPE = PLACE / "tiny.yaml"
 PATIENCE = 60.0  # seconds
-# Nothing is drawn but what depends on (seed, epoch, utterance): masks, speed, noise of the audio.
+# Only masks, speed and noise are random, all derived from (seed, epoch, utterance).
 STILL = ["model.listener.dropout=0", "model.listener.recurrent_dropout=0"]
-STILL += ["model.speller.dropout=0", "model.speller.sampling=0"]
+STILL += ["model.speller.dropout=0", "model.speller.scheduled_sampling=0"]
 SMALL = "kind: transformer, d_model: 8, heads: 2, feed_forward: 11, decoder_layers: 1"
 FAST = ["model.listener.backend=auto", "model.speller.backend=auto"]
-# Where Adam takes large steps, rounding grows to another course of training within 50.
+# With large Adam steps, rounding errors would change the training within 50 steps.
 SLOW = ["train.optimizer.lr=1e-3", "train.schedule={kind: constant, warmup: 2}"]
 FAMILIES = {
-    # With utterances of mean 0 what SpecAugment masks is a row of zeros, to which a LayerNorm makes
-    # rounding as large as anything: no judge.
+    # With features of mean 0, SpecAugment masks are rows of zeros, where a LayerNorm amplifies
+    # rounding errors without bound.
     "las": [*STILL, *FAST, "features.mvn=none"],
     "transformer": [f"model={{{SMALL}, encoder_layers: 2, dropout: 0}}"],
 }
@@ -61,9 +62,9 @@ def start(count: int, folder: Path, name: str, *more: str, patch: Patch = id) ->
 
     def main_of(rank: int) -> Callable[[], int]:
         def main() -> int:
-            there = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
-            there |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ |= {key: str(value) for key, value in there.items()}
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {key: str(value) for key, value in variables.items()}
             patch(rank)
             return train.main()
 
@@ -83,7 +84,7 @@ def wait(ranks: list[Process]) -> list[int | None]:
 
 
 def run(count: int, folder: Path, name: str, *more: str, patch: Patch = id) -> list[int | None]:
-    """The same to the end -> exit codes."""
+    """Run `start` to the end -> exit codes."""
     return wait(start(count, folder, name, *more, patch=patch))
 
 
@@ -94,7 +95,7 @@ def equal(folder: Path, family: str) -> dict:
         f"{count}": run(count, folder, f"{count}", *common, f"train.accumulate={6 // count}")
         for count in (1, 2, 3)
     }
-    if family != "las":  # how a run goes on is not the model's affair
+    if family != "las":  # resuming does not depend on the model
         return codes
     run(2, folder, "changed", *common, "train.accumulate=3", "train.steps=15")
     more = ["train.accumulate=2", "train.steps=30", "--resume", "--force"]
@@ -102,9 +103,9 @@ def equal(folder: Path, family: str) -> dict:
 
 
 def faults(folder: Path) -> dict:
-    """A batch without numbers on rank 1; one that does not fit there; files that cannot be read."""
-    whole = [*STILL, "train.steps=6", "train.accumulate=1"]
-    forward = SpeechObjective.forward
+    """A batch of NaN on rank 1; a batch too large for rank 1; unreadable files."""
+    plain = [*STILL, "train.steps=6", "train.accumulate=1"]
+    forward, original_set_step = SpeechObjective.forward, SpeechObjective.set_step
 
     def poison(step: int) -> Patch:
         def patch(rank: int) -> None:
@@ -115,6 +116,7 @@ def faults(folder: Path) -> dict:
 
             def set_step(self: SpeechObjective, number: int) -> None:
                 self.step = number
+                original_set_step(self, number)
 
             SpeechObjective.forward, SpeechObjective.set_step = poisoned, set_step
 
@@ -131,18 +133,18 @@ def faults(folder: Path) -> dict:
     unreadable = [f"data.train={broken(1)}", f"data.valid={broken(2, 'valid')}"]
     unreadable += ["decode.batch_seconds=0.3"]  # each utterance of validation is a batch
     return {
-        "skipped": run(2, folder, "skipped", *whole, "train.bad_steps=3", patch=poison(4)),
-        "stopped": run(2, folder, "stopped", *whole, "train.bad_steps=2", patch=poison(2)),
-        "narrow": run(2, folder, "narrow", *whole, patch=narrow),
-        "wide": run(2, folder, "wide", *whole),
-        "few": run(3, folder, "few", *whole, "train.batch_seconds=100"),
-        "unreadable": run(2, folder, "unreadable", *whole, *unreadable),
-        "too many": run(2, folder, "too many", *whole, f"data.train={broken(9)}"),
+        "skipped": run(2, folder, "skipped", *plain, "train.bad_steps=3", patch=poison(4)),
+        "stopped": run(2, folder, "stopped", *plain, "train.bad_steps=2", patch=poison(2)),
+        "narrow": run(2, folder, "narrow", *plain, patch=narrow),
+        "wide": run(2, folder, "wide", *plain),
+        "few": run(3, folder, "few", *plain, "train.batch_seconds=100"),
+        "unreadable": run(2, folder, "unreadable", *plain, *unreadable),
+        "too many": run(2, folder, "too many", *plain, f"data.train={broken(9)}"),
     }
 
 
 def broken(count: int, split: str = "train") -> Path:
-    """A split's manifest with so many files more that are not there."""
+    """A split's manifest with that many missing files added."""
     lines = (PLACE / f"{split}.tsv").read_text().splitlines()
     lines += [f"bad{n}\ts0\tmissing{n}.flac\t0.400\tab" for n in range(count)]
     path = PLACE / f"{split}-broken{count}.tsv"
@@ -151,8 +153,8 @@ def broken(count: int, split: str = "train") -> Path:
 
 
 def at(step: int, what: Callable[[], object]) -> Patch:
-    """Rank 1 does that in its step of this number."""
-    take_step = loop.take_step
+    """Rank 1 calls that in this step."""
+    take_step = trainer.take_step
 
     def patch(rank: int) -> None:
         steps: list[int] = []
@@ -163,13 +165,13 @@ def at(step: int, what: Callable[[], object]) -> Patch:
                 what()
             return take_step(*arguments)
 
-        loop.take_step = other
+        trainer.take_step = other
 
     return patch
 
 
 def in_validation(what: Callable[[], object]) -> Patch:
-    """Rank 1 does that in its first validation."""
+    """Rank 1 calls that in its first validation."""
     validate = training_run.validate
 
     def patch(rank: int) -> None:
@@ -184,18 +186,18 @@ def in_validation(what: Callable[[], object]) -> Patch:
 
 
 def end(number: signal.Signals) -> Callable[[], None]:
-    """This process gets a signal."""
+    """Send a signal to this process."""
     return lambda: os.kill(os.getpid(), number)
 
 
 @cache
 def straight() -> list[int | None]:
-    """Two ranks undisturbed, everything that draws at random on: PLACE/straight."""
+    """Two uninterrupted ranks with all random augmentation and dropout: PLACE/straight."""
     return run(2, PLACE, "straight", *EVENTFUL)
 
 
 def unlike_straight(folder: Path) -> list[str]:
-    """Where the end of the run in this folder is another one."""
+    """The differences between this run's final state and that of PLACE/straight."""
     return differences(state(folder), state(PLACE / "straight"))
 
 
@@ -221,11 +223,11 @@ def ends(folder: Path) -> dict:
 
 
 def torchrun(folder: Path) -> dict:
-    """The same killed rank, started again by torchrun itself."""
+    """A killed rank, restarted by torchrun."""
     common = [str(RECIPE), *COMMON, *EVENTFUL]
     seen: dict = {"straight": straight()}
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    # Looking more often, torchrun may end the other rank before that has said what it knows.
+    # With a shorter interval, torchrun may end the other rank before that has logged its error.
     line += ["--standalone", "--monitor-interval=1", "--", __file__, "worker"]
     line += [*common, "--run", str(folder / "again")]
     ended = subprocess.run(line, capture_output=True, text=True)
@@ -234,20 +236,20 @@ def torchrun(folder: Path) -> dict:
 
 
 def worker() -> None:
-    """A rank under torchrun; of those that it started first, one is killed in its fifth step."""
+    """A rank under torchrun; in the first attempt, one rank is killed in its fifth step."""
     sys.argv = ["asr.train", *sys.argv[2:]]
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         at(5, end(signal.SIGKILL))(int(os.environ["RANK"]))
-    command.run(train.main)
+    errors.run_command(train.main)
 
 
 def drops(folder: Path) -> dict:
-    """What LayerDrop keeps on each rank, and whether their dropout differs."""
+    """The layers that LayerDrop keeps on each rank, and whether dropout differs between ranks."""
     kept: list[list[int]] = []
 
     def patch(rank: int) -> None:
         from asr.nn.dropout import Dropout
-        from asr.nn.transformer_layers import Stack
+        from asr.nn.transformer import Stack
 
         passing, drop = Stack.passing, Dropout.forward
         first: list[float] = []
@@ -268,7 +270,7 @@ def drops(folder: Path) -> dict:
         Stack.passing, Dropout.forward = seen, dropped
 
     model = f"model={{{SMALL}, encoder_layers: 5, dropout: 0.2, layer_drop: 0.5}}"
-    more = ["train.steps=5", "train.accumulate=2", "train.guide=null"]
+    more = ["train.steps=5", "train.accumulate=2", "train.guided_attention=null"]
     code = run(2, folder, "drops", model, *more, patch=patch)
     return {"code": code, "seen": [json.loads((folder / f"seen.{r}").read_text()) for r in (0, 1)]}
 

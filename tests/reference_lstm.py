@@ -1,7 +1,7 @@
 """Slow LSTM loops written from the papers: one utterance, one frame, one gate at a time.
 
-Nothing is shared with asr.nn but the parameters' names. Ba et al. 2016, eq. 20-22 is `ba`; the
-other settings are described in the docstring of asr/nn/kernels/reference.py.
+These functions share only parameter names with asr.nn. Ba et al. 2016, eq. 20-22 is `ba`; the
+other settings are described in the docstring of asr/kernels/reference.py.
 """
 
 import torch
@@ -59,7 +59,7 @@ def run_layer(x, lengths, h0, c0, weights, norm, eps, guard=True, mask=None):
 
 
 def naive_layer_norm_loop(x, w, eps):
-    """The usual code, nn.LayerNorm in a loop over frames: x (B, T, I) -> (B, T, H). Norm ba."""
+    """Naive: nn.LayerNorm in a loop over frames: x (B, T, I) -> (B, T, H). Norm ba."""
     H = w["weight_hh"].shape[1]
     h = c = x.new_zeros(x.shape[0], H)
     outputs = []

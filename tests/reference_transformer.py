@@ -1,7 +1,7 @@
 """The Transformer's equations as slow loops, written from the papers, in float64.
 
-One utterance at a time, one place at a time; no batch, no mask: what a place may see is the list
-that it is given. These functions know nothing of asr/ and read weights as plain tensors.
+One utterance and one position at a time; no batch, no mask: a position attends to the list that is
+passed. These functions import nothing of asr/ and take weights as plain tensors.
 """
 
 import math
@@ -35,7 +35,7 @@ def fixnorm(row):
 
 
 def norm(kind, parameters, x):
-    """x (T, E), every place on its own; parameters in the order that the norm has them."""
+    """x (T, E), each position separately; parameters in the norm's own order."""
     one = {"layer": layer_norm, "rms": rms_norm, "scale": scale_norm}[kind]
     return torch.stack([one(place, *parameters) for place in x])
 

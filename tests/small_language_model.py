@@ -1,25 +1,35 @@
-"""Small language models of both kinds, loud enough for their sentences to differ."""
+"""Small language models of both kinds, with weights large enough for sentences to differ."""
 
 import torch
 
-from asr.models.language_model import LstmLanguageModel, TransformerLanguageModel
+from asr.config.language import LSTMLanguageModelConfig, TransformerLanguageModelConfig
+from asr.models.language_model import LSTMLanguageModel, TransformerLanguageModel
 
 LSTM = {"embedding": 5, "hidden": 7, "layers": 2, "backend": "reference"}
 TRANSFORMER = {"d_model": 6, "heads": 2, "layers": 3, "feed_forward": 11, "max_positions": 31}
+
+
+def lstm(vocabulary, **settings):
+    config = LSTMLanguageModelConfig(kind="lstm", **(LSTM | settings))
+    return LSTMLanguageModel(vocabulary, config)
+
+
+def transformer(vocabulary, **settings):
+    config = TransformerLanguageModelConfig(kind="transformer", **(TRANSFORMER | settings))
+    return TransformerLanguageModel(vocabulary, config)
+
+
 KINDS = {
-    "lstm ba": (LstmLanguageModel, {**LSTM, "norm": "ba"}),
-    "lstm none tied": (LstmLanguageModel, {**LSTM, "norm": "none", "tied": True}),
-    "lstm thesis": (LstmLanguageModel, {**LSTM, "norm": "thesis", "zero_rows": "guard"}),
-    "lstm per_gate": (LstmLanguageModel, {**LSTM, "norm": "per_gate", "layers": 1}),
-    "transformer pre": (TransformerLanguageModel, {**TRANSFORMER, "positions": "learned"}),
+    "lstm ba": (lstm, {"norm": "ba"}),
+    "lstm none tied": (lstm, {"norm": "none", "tied": True}),
+    "lstm thesis": (lstm, {"norm": "thesis", "zero_variance": "guard"}),
+    "lstm per_gate": (lstm, {"norm": "per_gate", "layers": 1}),
+    "transformer pre": (transformer, {"positions": "learned"}),
     "transformer post": (
-        TransformerLanguageModel,
-        {**TRANSFORMER, "norm_position": "post", "norm": "rms", "residual_scale": "deepnet"},
+        transformer,
+        {"norm_position": "post", "norm": "rms", "residual_scale": "deepnet"},
     ),
-    "transformer tied": (
-        TransformerLanguageModel,
-        {**TRANSFORMER, "tied": True, "fixnorm": True, "norm": "scale"},
-    ),
+    "transformer tied": (transformer, {"tied": True, "fixnorm": True, "norm": "scale"}),
 }
 
 

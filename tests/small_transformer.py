@@ -1,7 +1,8 @@
-"""A small Transformer and a batch for it, every size another prime where it can be."""
+"""A small Transformer and a batch for it; every size is a different prime where possible."""
 
 import torch
 
+from asr.config.schema import TransformerConfig
 from asr.models.transformer import Transformer
 
 F, V, E = 13, 17, 10
@@ -14,12 +15,16 @@ SETTINGS = (
 )
 
 
-def model(**settings):
-    """Small, in evaluation, and with biases and norms moved from where they start."""
-    torch.manual_seed(0)
+def config(**settings):
     sizes = {"d_model": E, "heads": 2, "feed_forward": 19, "subsampling_channels": 3}
     sizes |= {"encoder_layers": 3, "decoder_layers": 2, "max_positions": 97}
-    made = Transformer(F, V, **(sizes | settings)).eval()
+    return TransformerConfig(kind="transformer", **(sizes | settings))
+
+
+def model(**settings):
+    """In evaluation mode, with biases and norms moved from their initial values."""
+    torch.manual_seed(0)
+    made = Transformer(F, V, config(**settings)).eval()
     for parameter in made.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return made

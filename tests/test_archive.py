@@ -1,4 +1,4 @@
-"""Archives: honest ones come out whole, hostile ones not at all outside their folder."""
+"""Valid archives are extracted completely; hostile ones write nothing outside their folder."""
 
 import gzip
 import io
@@ -10,8 +10,8 @@ import tracemalloc
 
 import pytest
 
-from asr.data import archive
-from asr.data.archive import unpack
+from asr.data.importers import download
+from asr.data.importers.download import unpack
 from asr.errors import UserError
 
 
@@ -44,7 +44,7 @@ def tree(folder):
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_an_honest_archive_comes_out_whole(tmp_path, format):
+def test_a_valid_archive_is_extracted_completely(tmp_path, format):
     big = os.urandom(700_001)
     path = pack(
         tmp_path / "a.tar.gz",
@@ -61,13 +61,13 @@ def test_an_honest_archive_comes_out_whole(tmp_path, format):
         f"a/{80 * 'n'}/x": b"long name",
     }
     mode = (tmp_path / "out/a/b/one.flac").stat().st_mode
-    assert not mode & (stat.S_ISUID | stat.S_IXUSR)  # rights in an archive mean nothing
+    assert not mode & (stat.S_ISUID | stat.S_IXUSR)  # permissions in an archive are ignored
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/../../evil", "/tmp/evil", "a/..", "..", "c:/evil",
                                   "..\\evil"])  # fmt: skip
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE])
-def test_names_that_lead_out_are_refused(tmp_path, name, kind):
+def test_names_outside_the_folder_are_refused(tmp_path, name, kind):
     path = pack(tmp_path / "a.tar.gz", entry("fine", b"x"), entry(name, b"", type=kind))
     message = refusal(tmp_path, path)
     assert repr(name) in message and "leads out of its folder" in message
@@ -98,7 +98,7 @@ def test_a_sparse_file_is_refused(tmp_path):
     assert "neither a file nor a folder" in refusal(tmp_path, path)
 
 
-def test_a_name_that_comes_twice_is_refused(tmp_path):
+def test_a_repeated_name_is_refused(tmp_path):
     path = pack(tmp_path / "a.tar.gz", entry("a", b"first"), entry("./a", b"second"))
     assert "'./a' comes twice" in refusal(tmp_path, path)
     assert tree(tmp_path / "out") == {"a": b"first"}
@@ -110,7 +110,7 @@ def test_a_file_as_a_folder_is_refused(tmp_path):
 
 
 def bomb(path, header, size):
-    """An archive of a few kB: a header and `size` zeros behind it."""
+    """An archive of a few kB: a header followed by `size` zeros."""
     with gzip.open(path, "wb") as file:
         file.write(header)
         for _ in range(size >> 20):
@@ -118,7 +118,7 @@ def bomb(path, header, size):
     return path
 
 
-def test_a_bomb_stops_at_the_limit(tmp_path):
+def test_an_archive_bomb_stops_at_the_limit(tmp_path):
     header = entry("zeros")[0]
     header.size = 64 << 20
     path = bomb(tmp_path / "a.tar.gz", header.tobuf(), 64 << 20)
@@ -133,7 +133,7 @@ def test_many_small_files_stop_at_their_limit(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
-def test_a_bomb_in_a_header_takes_neither_memory_nor_time(tmp_path, kind):
+def test_a_bomb_in_a_header_uses_neither_memory_nor_time(tmp_path, kind):
     header = entry("header", type=kind)[0]
     header.size = 256 << 20
     path = bomb(tmp_path / "a.tar.gz", header.tobuf(tarfile.GNU_FORMAT), 64 << 20)
@@ -144,10 +144,10 @@ def test_a_bomb_in_a_header_takes_neither_memory_nor_time(tmp_path, kind):
     tracemalloc.stop()
 
 
-def test_what_is_broken_or_no_archive_is_said_in_one_line(tmp_path):
-    whole = pack(tmp_path / "a.tar.gz", entry("a", os.urandom(50_000))).read_bytes()
-    middle_wrong = whole[:25_000] + bytes(20) + whole[25_020:]
-    contents = [b"", b"no archive", whole[:-9], whole[:20_000], whole[:5], middle_wrong]
+def test_damaged_and_invalid_archives_are_reported_in_one_line(tmp_path):
+    intact = pack(tmp_path / "a.tar.gz", entry("a", os.urandom(50_000))).read_bytes()
+    middle_wrong = intact[:25_000] + bytes(20) + intact[25_020:]
+    contents = [b"", b"no archive", intact[:-9], intact[:20_000], intact[:5], middle_wrong]
     for number, content in enumerate([*contents, gzip.compress(b"no tar" * 999)]):
         path = tmp_path / f"{number}.tar.gz"
         path.write_bytes(content)
@@ -156,7 +156,7 @@ def test_what_is_broken_or_no_archive_is_said_in_one_line(tmp_path):
     assert "No such file" in refusal(tmp_path, tmp_path / "none.tar.gz")
 
 
-def test_a_lying_size_is_found_out(tmp_path):
+def test_a_false_size_is_detected(tmp_path):
     header = entry("a")[0]
     header.size = 5000
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(header.tobuf() + b"x" * 700))
@@ -164,8 +164,8 @@ def test_a_lying_size_is_found_out(tmp_path):
     assert "ends early" in message or "unexpected end of data" in message
 
 
-def test_it_never_unpacks_over_what_is_there(tmp_path):
+def test_extraction_never_overwrites_existing_files(tmp_path):
     (tmp_path / "out").mkdir()
     path = pack(tmp_path / "a.tar.gz", entry("a", b"x"))
     assert "File exists" in refusal(tmp_path, path)
-    assert archive.MAX_READ < 2**21  # the memory that one header may take
+    assert download.MAX_READ < 2**21  # the memory that one header may use

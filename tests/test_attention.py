@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from asr.nn.attention import KINDS, Attention, Look, first_look
-from asr.nn.memory import Memory
+from asr.nn.attention import KINDS, Attention, AttentionState, Memory, initial_attention
 
 B, K, T, E, Q, A, FILTERS, REACH = 2, 3, 11, 5, 7, 13, 4, 3
 LENGTHS = [11, 6]
@@ -24,17 +23,17 @@ def attention(kind, backend="auto"):
     return Attention(kind, E, Q, A, FILTERS, REACH, backend=backend).double()
 
 
-def looked(memory, seed=3):
-    """A past: last weights and a running sum of two steps, zero in the padding."""
+def past_of(memory, seed=3):
+    """Past attention: last weights and a running sum of two steps, zero in the padding."""
     draw = torch.Generator().manual_seed(seed)
     two = torch.rand(2, B, K, T, generator=draw, dtype=torch.float64) * memory.valid[:, None]
     two = two / two.sum(-1, keepdim=True)
-    return Look(two[1], two.sum(0))
+    return AttentionState(two[1], two.sum(0))
 
 
 def start(memory):
-    """The first look, for K hypotheses."""
-    return Look(*(part.expand(B, K, T) for part in first_look(memory)))
+    """The initial state, for K hypotheses."""
+    return AttentionState(*(part.expand(B, K, T) for part in initial_attention(memory)))
 
 
 def slow_energy(module, kind, query, states, past, frame):
@@ -58,11 +57,11 @@ def slow_energy(module, kind, query, states, past, frame):
 
 @pytest.mark.parametrize("backend", ["auto", "python"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_the_equations(kind, backend, memory):
-    module, past = attention(kind, backend), looked(memory)
+def test_weights_match_the_equations(kind, backend, memory):
+    module, past = attention(kind, backend), past_of(memory)
     query = torch.randn(B, K, Q, dtype=torch.float64)
     with torch.no_grad():
-        look = module(query, module.keys(memory), memory.valid, past)
+        state = module(query, module.keys(memory), memory.valid, past)
         for b in range(B):
             for k in range(K):
                 seen = (past.weights[b, k], past.total[b, k])
@@ -75,73 +74,73 @@ def test_weights_are_the_equations(kind, backend, memory):
                 )
                 expected = torch.zeros(T, dtype=torch.float64)
                 expected[: LENGTHS[b]] = energy.exp() / energy.exp().sum()
-                torch.testing.assert_close(look.weights[b, k], expected)
-                torch.testing.assert_close(look.total[b, k], past.total[b, k] + expected)
+                torch.testing.assert_close(state.weights[b, k], expected)
+                torch.testing.assert_close(state.total[b, k], past.total[b, k] + expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_and_batch_mates_change_nothing(kind, memory):
-    module, past = attention(kind), looked(memory)
+    module, past = attention(kind), past_of(memory)
     query = torch.randn(B, K, Q, dtype=torch.float64)
     together = module(query, module.keys(memory), memory.valid, past)
     n = LENGTHS[1]
     alone = Memory(memory.states[1:, :n], memory.valid[1:, :n])
-    short = Look(past.weights[1:, :, :n], past.total[1:, :, :n])
-    look = module(query[1:], module.keys(alone), alone.valid, short)
-    torch.testing.assert_close(look.weights, together.weights[1:, :, :n])
+    short = AttentionState(past.weights[1:, :, :n], past.total[1:, :, :n])
+    state = module(query[1:], module.keys(alone), alone.valid, short)
+    torch.testing.assert_close(state.weights, together.weights[1:, :, :n])
     assert (together.weights[1, :, n:] == 0).all()
 
 
-def test_location_tells_a_repeat_by_what_was_read(memory):
+def test_location_attention_separates_repeated_frames_by_past_weights(memory):
     module = attention("location")
     query = torch.randn(B, K, Q, dtype=torch.float64)
     keys = module.keys(memory)
     fresh = module(query, keys, memory.valid, start(memory))
     again = module(query, keys, memory.valid, fresh)
     assert not torch.allclose(fresh.weights, again.weights)
-    # The running sum matters too, not the last weights alone.
-    other = module(query, keys, memory.valid, Look(fresh.weights, 3 * fresh.total))
+    # The running sum matters too, not only the last weights.
+    other = module(query, keys, memory.valid, AttentionState(fresh.weights, 3 * fresh.total))
     assert not torch.allclose(again.weights, other.weights)
 
 
 @pytest.mark.parametrize("kind", ["additive", "dot"])
-def test_the_others_do_not_read_the_past(kind, memory):
+def test_other_kinds_ignore_past_weights(kind, memory):
     module = attention(kind)
     query = torch.randn(B, K, Q, dtype=torch.float64)
     keys = module.keys(memory)
     fresh = module(query, keys, memory.valid, start(memory))
-    again = module(query, keys, memory.valid, looked(memory))
+    again = module(query, keys, memory.valid, past_of(memory))
     torch.testing.assert_close(fresh.weights, again.weights)
 
 
-def test_it_starts_on_the_first_frame(memory):
-    look = first_look(memory)
+def test_attention_starts_on_the_first_frame(memory):
+    state = initial_attention(memory)
     expected = torch.zeros(B, 1, T, dtype=torch.float64)
     expected[:, :, 0] = 1.0
-    assert torch.equal(look.weights, expected) and torch.equal(look.total, expected)
+    assert torch.equal(state.weights, expected) and torch.equal(state.total, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_learns(kind, memory):
+def test_every_weight_has_a_gradient(kind, memory):
     module = attention(kind)
     query = torch.randn(B, K, Q, dtype=torch.float64)
-    look = module(query, module.keys(memory), memory.valid, looked(memory))
-    (look.weights * torch.randn(B, K, T, dtype=torch.float64)).sum().backward()
+    state = module(query, module.keys(memory), memory.valid, past_of(memory))
+    (state.weights * torch.randn(B, K, T, dtype=torch.float64)).sum().backward()
     for name, weight in module.named_parameters():
         assert weight.grad is not None and weight.grad.isfinite().all(), name
         if (kind, name) != ("dot", "to_key.bias"):  # one constant for all frames of a query
             assert weight.grad.any(), name
 
 
-def test_unknown_kind_names_the_known():
+def test_unknown_kind_lists_the_known_kinds():
     with pytest.raises(ValueError, match="'locatoin' is unknown: choose one of additive, dot"):
-        Attention("locatoin", E, Q, A)
+        Attention("locatoin", E, Q, A, FILTERS, REACH, "auto")
 
 
 @pytest.mark.parametrize("kind", ["additive", "location"])
 def test_half_precision_keeps_small_differences(kind, memory):
     """A sigmoid in bf16 would round sums this small to two or three values."""
-    module, past = attention(kind), looked(memory)
+    module, past = attention(kind), past_of(memory)
     query = torch.randn(B, K, Q, dtype=torch.float64)
     with torch.no_grad():
         for name, weight in module.named_parameters():
@@ -150,6 +149,6 @@ def test_half_precision_keeps_small_differences(kind, memory):
         half = [x.bfloat16() for x in (query, memory.states, *past)]
         module.bfloat16()
         keys = module.keys(Memory(half[1], memory.valid))
-        rounded = module(half[0], keys, memory.valid, Look(*half[2:])).weights
+        rounded = module(half[0], keys, memory.valid, AttentionState(*half[2:])).weights
     assert exact.std() > 0.05  # the weights do differ
     torch.testing.assert_close(rounded.double(), exact, atol=0.04, rtol=0.1)

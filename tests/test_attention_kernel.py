@@ -1,18 +1,18 @@
-"""Attention's look in C++ against torch's operators, numerical gradients and itself."""
+"""Attention in C++ against torch's operators, numerical gradients and itself."""
 
 import pytest
 import torch
 from torch.autograd import gradcheck
 
-from asr.nn.attention import Attention, Look
-from asr.nn.kernels.cpu import build
+from asr.kernels.cpu import compiler
+from asr.nn.attention import Attention, AttentionState
 
 pytestmark = pytest.mark.skipif(
-    build.obstacle() is not None, reason=f"no kernels: {build.obstacle()}"
+    compiler.obstacle() is not None, reason=f"no kernels: {compiler.obstacle()}"
 )
 KINDS = ("additive", "location")
-# B, K, T, A, filters, reach: primes; filters beyond a vector; fewer frames than a filter reaches;
-# vectors of A that are full; more frames than one tile; a search's.
+# B, K, T, A, filters, reach: primes; more filters than a vector; fewer frames than a filter's
+# reach; full vectors of A; more frames than one tile; the sizes of a search.
 SIZES = [
     (3, 2, 19, 37, 11, 5),
     (2, 3, 7, 5, 19, 13),
@@ -33,7 +33,7 @@ def weights_of(module):
 
 
 def drawn(sizes, dtype=torch.float64):
-    """Query, keys and a past, to be learned, and a ragged batch's valid frames."""
+    """Query, keys and past weights with gradients, and the valid frames of a ragged batch."""
     B, K, T, A, *_ = sizes
     draw = torch.Generator().manual_seed(2)
     shapes = [(B, K, 7), (B, T, A), (B, K, T), (B, K, T)]
@@ -44,41 +44,41 @@ def drawn(sizes, dtype=torch.float64):
 
 
 def all_of(module, inputs, valid):
-    """Both results and every gradient of a random projection of them."""
+    """Both outputs and every gradient of a random projection of them."""
     query, keys, *past = inputs
-    look = module(query, keys, valid, Look(*past))
+    state = module(query, keys, valid, AttentionState(*past))
     draw = torch.Generator().manual_seed(3)
     slopes = [
         torch.randn(y.shape, generator=draw, dtype=torch.float64).to(y.dtype) * valid[:, None]
-        for y in look
+        for y in state
     ]
     learned = [*inputs, *weights_of(module)]
-    gradients = torch.autograd.grad(look, learned, slopes, materialize_grads=True)
-    return [*look, *gradients]
+    gradients = torch.autograd.grad(state, learned, slopes, materialize_grads=True)
+    return [*state, *gradients]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_torchs(kind, sizes):
-    found = [all_of(make(kind, sizes, b), *drawn(sizes)) for b in ("cpu", "python")]
-    torch.testing.assert_close(*found, atol=1e-11, rtol=1e-11)
+def test_values_and_gradients_match_torch(kind, sizes):
+    results = [all_of(make(kind, sizes, b), *drawn(sizes)) for b in ("cpu", "python")]
+    torch.testing.assert_close(*results, atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_error_is_at_most_twice_torchs(kind, sizes):
     exact = all_of(make(kind, sizes, "python"), *drawn(sizes))
-    found = [
+    results = [
         all_of(make(kind, sizes, b, torch.float32), *drawn(sizes, torch.float32))
         for b in ("cpu", "python")
     ]
-    for ours, torchs, judge in zip(*found, exact, strict=True):
+    for ours, torchs, judge in zip(*results, exact, strict=True):
         allowed = 2 * (torchs - judge).norm() + 2e-7 * judge.norm()
         assert (ours - judge).norm() <= allowed
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 30.0])
-def test_small_and_saturated_sums_are_as_exact_as_torchs(scale):
+def test_small_and_saturated_sums_are_as_exact_as_in_torch(scale):
     sizes = (2, 3, 23, 17, 5, 3)
     results = []
     for backend, dtype in (("cpu", torch.float32), ("python", torch.float32),
@@ -99,7 +99,7 @@ def test_gradcheck_of_every_input(kind):
 
     def function(query, keys, weights, total, *parameters):
         called = dict(zip(names, parameters, strict=True))
-        arguments = (query, keys, valid, Look(weights, total))
+        arguments = (query, keys, valid, AttentionState(weights, total))
         return tuple(torch.func.functional_call(module, called, arguments))
 
     assert gradcheck(function, (*inputs, *weights_of(module)))
@@ -109,49 +109,49 @@ def test_gradcheck_of_every_input(kind):
 def test_without_gradients_the_values_are_the_same(kind):
     module, (inputs, valid) = make(kind, SIZES[0]), drawn(SIZES[0])
     query, keys, *past = inputs
-    tracked = module(query, keys, valid, Look(*past))
+    tracked = module(query, keys, valid, AttentionState(*past))
     with torch.no_grad():
-        plain = module(query, keys, valid, Look(*past))
+        plain = module(query, keys, valid, AttentionState(*past))
     assert tracked.weights.requires_grad and not plain.weights.requires_grad
     torch.testing.assert_close(tuple(plain), tuple(tracked), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_that_lie_otherwise_in_memory(kind):
-    """Hypotheses expanded from one, keys and valid frames as views of something larger."""
+def test_tensors_with_other_strides(kind):
+    """Hypotheses expanded from one; keys and valid frames as views of larger tensors."""
     sizes = (3, 4, 19, 37, 11, 5)
     (query, keys, weights, total), valid = drawn(sizes)
     keys = torch.stack([keys, keys], dim=-1)[..., 0]
     valid = torch.stack([valid, ~valid], dim=-1)[..., 0]
     past = [x[:, :1].detach().requires_grad_() for x in (weights, total)]
-    found = []
+    results = []
     for backend in ("cpu", "python"):
         expanded = [x.expand_as(weights) for x in past]
-        look = make(kind, sizes, backend)(query, keys, valid, Look(*expanded))
-        loss = (look.weights * weights.detach().cos()).sum() + look.total.sum()
-        found.append([*look, *torch.autograd.grad(loss, past, materialize_grads=True)])
-    torch.testing.assert_close(*found, atol=1e-11, rtol=1e-11)
+        state = make(kind, sizes, backend)(query, keys, valid, AttentionState(*expanded))
+        loss = (state.weights * weights.detach().cos()).sum() + state.total.sum()
+        results.append([*state, *torch.autograd.grad(loss, past, materialize_grads=True)])
+    torch.testing.assert_close(*results, atol=1e-11, rtol=1e-11)
 
 
-def test_two_graphs_live_side_by_side_and_backward_runs_twice():
+def test_two_graphs_coexist_and_backward_runs_twice():
     module = make("location", SIZES[0])
     (inputs, valid), slope = drawn(SIZES[0]), torch.randn(3, 2, 19, dtype=torch.float64)
     others = [x.detach().mul(0.7).requires_grad_() for x in inputs]
 
-    def look(parts):
-        return module(*parts[:2], valid, Look(*parts[2:])).weights
+    def attend(parts):
+        return module(*parts[:2], valid, AttentionState(*parts[2:])).weights
 
-    alone = [torch.autograd.grad(look(parts), parts, slope) for parts in (inputs, others)]
-    graphs = look(inputs), look(others)
+    alone = [torch.autograd.grad(attend(parts), parts, slope) for parts in (inputs, others)]
+    graphs = attend(inputs), attend(others)
     for _ in range(2):
         for graph, parts, expected in zip(graphs, (inputs, others), alone, strict=True):
-            found = torch.autograd.grad(graph, parts, slope, retain_graph=True)
-            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+            actual = torch.autograd.grad(graph, parts, slope, retain_graph=True)
+            assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_may_hold_anything(kind):
-    """NaN keys and NaN gradients there change no result and no gradient."""
+def test_padding_values_change_nothing(kind):
+    """NaN keys and NaN gradients in the padding change no output and no gradient."""
     module, (inputs, valid) = make(kind, SIZES[0]), drawn(SIZES[0])
     clean = all_of(module, inputs, valid)
     with torch.no_grad():
@@ -161,45 +161,47 @@ def test_padding_may_hold_anything(kind):
     assert (poisoned[0].transpose(1, 2)[~valid] == 0).all()
     assert (poisoned[3][~valid] == 0).all()
     query, keys, *past = inputs
-    look = module(query, keys, valid, Look(*past))
-    slope = torch.where(valid[:, None], 1.0, torch.nan).double().expand_as(look.weights)
-    for found in torch.autograd.grad(look.weights, [query, keys, past[0]], slope,
+    state = module(query, keys, valid, AttentionState(*past))
+    slope = torch.where(valid[:, None], 1.0, torch.nan).double().expand_as(state.weights)
+    for actual in torch.autograd.grad(state.weights, [query, keys, past[0]], slope,
                                      materialize_grads=True):  # fmt: skip
-        assert found.isfinite().all()
+        assert actual.isfinite().all()
 
 
 def test_valid_frames_need_not_come_first():
     sizes = (2, 3, 23, 5, 3, 2)
     inputs, _ = drawn(sizes)
     valid = torch.rand(2, 23, generator=torch.Generator().manual_seed(5)) < 0.5
-    found = [all_of(make("location", sizes, b), inputs, valid) for b in ("cpu", "python")]
-    torch.testing.assert_close(*found, atol=1e-11, rtol=1e-11)
+    results = [all_of(make("location", sizes, b), inputs, valid) for b in ("cpu", "python")]
+    torch.testing.assert_close(*results, atol=1e-11, rtol=1e-11)
 
 
 def test_changing_what_backward_reads_is_an_error():
     module, (inputs, valid) = make("location", SIZES[0]), drawn(SIZES[0])
-    look = module(*inputs[:2], valid, Look(*inputs[2:]))
+    state = module(*inputs[:2], valid, AttentionState(*inputs[2:]))
     with torch.no_grad():
         module.conv.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        look.weights.sum().backward()
+        state.weights.sum().backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shape_that_does_not_fit_is_named(kind):
+def test_a_mismatched_shape_is_reported(kind):
     module, ((query, keys, *past), valid) = make(kind, SIZES[0]), drawn(SIZES[0])
-    one = Look(*(part[:, :1] for part in past))
+    one = AttentionState(*(part[:, :1] for part in past))
     with pytest.raises(
         ValueError, match=r"past_weights has shape \(3, 1, 19\); expected \(3, 2, 19"
     ):
         module(query, keys, valid, one)
     with pytest.raises(ValueError, match=r"valid has shape \(3, 18\); expected \(3, 19\)"):
-        module(query, keys, valid[:, 1:], Look(*past))
+        module(query, keys, valid[:, 1:], AttentionState(*past))
 
 
-def test_without_a_valid_frame_it_is_as_torchs():
+def test_without_a_valid_frame_results_match_torch():
     inputs, valid = drawn(SIZES[0])
     valid[1] = False
-    found = [make("location", SIZES[0], b)(*inputs[:2], valid, Look(*inputs[2:])).weights
-             for b in ("cpu", "python")]  # fmt: skip
-    torch.testing.assert_close(*found, atol=1e-11, rtol=1e-11, equal_nan=True)
+    results = [
+        make("location", SIZES[0], backend)(*inputs[:2], valid, AttentionState(*inputs[2:])).weights
+        for backend in ("cpu", "python")
+    ]
+    torch.testing.assert_close(*results, atol=1e-11, rtol=1e-11, equal_nan=True)

@@ -1,20 +1,21 @@
-"""Audio files: soundfile writes them, a sine says what must be heard in them."""
+"""Audio files written by soundfile must decode to the sines that were written."""
 
 import math
 import os
 import struct
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import soundfile
 import torch
 
-from features.audio import BLOCK_VALUES, audio_seconds, decoded_seconds, read_audio
-from features.samples import AudioError, NoSamples, from_samples
+from features import AudioError, NoSamples
+from features.audio import BLOCK_VALUES, audio_seconds, decoded_seconds, from_samples, read_audio
 
-SECONDS = 0.73
+SECONDS, RATE = 0.73, 16_000
 WAV = [("WAV", subtype) for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")]
 LOSSLESS = [*WAV, ("FLAC", "PCM_16"), ("FLAC", "PCM_24"), ("AIFF", "PCM_16"), ("RF64", "PCM_16")]
 RATES = [8_000, 11_025, 16_000, 22_050, 44_100, 48_000, 96_000]
@@ -27,18 +28,18 @@ LOSSY = [
 
 
 def sines(rate: int, channels: int, seconds: float = SECONDS) -> np.ndarray:
-    """(S, C): channel c holds a sine of 300 + 170 c Hz, so each is heard in the mean."""
+    """(S, C): channel c is a sine of 300 + 170 c Hz, so the mean contains every channel."""
     time = np.arange(round(rate * seconds)) / rate
     return np.stack([0.4 * np.sin(2 * np.pi * (300 + 170 * c) * time) for c in range(channels)], 1)
 
 
 def check(path, channels: int, least_decibels: float) -> None:
-    """The file holds the mean of the sines at 16 kHz, but for its edges."""
-    heard = read_audio(path).double().numpy()
+    """The file contains the mean of the sines at 16 kHz, except at its edges."""
+    decoded = read_audio(path, RATE).double().numpy()
     expected = sines(16_000, channels).mean(axis=1)
-    assert abs(len(heard) - len(expected)) <= 1
+    assert abs(len(decoded) - len(expected)) <= 1
     inner = slice(800, len(expected) - 800)
-    error = heard[inner] - expected[inner]
+    error = decoded[inner] - expected[inner]
     decibels = 10 * math.log10((expected[inner] ** 2).sum() / ((error**2).sum() + 1e-20))
     assert decibels > least_decibels
     assert audio_seconds(path) == pytest.approx(SECONDS, abs=1e-3)
@@ -54,7 +55,7 @@ def test_lossless_files_give_the_mean_of_their_channels(tmp_path, kind, subtype,
 
 
 @pytest.mark.parametrize(("kind", "subtype", "rate"), LOSSY)
-def test_lossy_files_sound_alike(tmp_path, kind, subtype, rate):
+def test_lossy_files_are_close(tmp_path, kind, subtype, rate):
     for channels in (1, 2):
         path = tmp_path / f"{channels}.audio"
         soundfile.write(path, sines(rate, channels), rate, format=kind, subtype=subtype)
@@ -62,75 +63,77 @@ def test_lossy_files_sound_alike(tmp_path, kind, subtype, rate):
 
 
 @pytest.mark.parametrize("rate", [7_919, 15_991, 44_101, 999_983])
-def test_a_rate_with_no_common_divisor_costs_no_gigabytes(tmp_path, rate):
+def test_a_rate_without_a_common_divisor_needs_little_memory(tmp_path, rate):
     path = tmp_path / "odd.wav"
     soundfile.write(path, sines(rate, 1), rate)
-    heard = read_audio(path)
-    assert len(heard) == pytest.approx(SECONDS * 16_000, rel=6e-4)
-    spectrum = np.abs(np.fft.rfft(heard.numpy() * np.hanning(len(heard))))
-    assert spectrum.argmax() * 16_000 / len(heard) == pytest.approx(300, abs=1)
+    decoded = read_audio(path, RATE)
+    assert len(decoded) == pytest.approx(SECONDS * 16_000, rel=6e-4)
+    spectrum = np.abs(np.fft.rfft(decoded.numpy() * np.hanning(len(decoded))))
+    assert spectrum.argmax() * 16_000 / len(decoded) == pytest.approx(300, abs=1)
 
 
-def test_another_target_rate_keeps_what_fits_and_drops_what_would_alias(tmp_path):
+def test_resampling_keeps_the_band_and_removes_aliases(tmp_path):
     time = np.arange(16_000) / 16_000
     low, high = np.sin(2 * np.pi * 1_000 * time), np.sin(2 * np.pi * 6_000 * time)
     soundfile.write(tmp_path / "a.wav", 0.3 * low + 0.3 * high, 16_000, subtype="FLOAT")
-    heard = read_audio(tmp_path / "a.wav", sample_rate=8_000).numpy()
-    assert len(heard) == 8_000
-    np.testing.assert_allclose(heard[100:-100], 0.3 * low[::2][100:-100], atol=2e-3)
+    decoded = read_audio(tmp_path / "a.wav", sample_rate=8_000).numpy()
+    assert len(decoded) == 8_000
+    np.testing.assert_allclose(decoded[100:-100], 0.3 * low[::2][100:-100], atol=2e-3)
 
 
-def test_a_file_of_many_blocks_is_read_whole(tmp_path, monkeypatch):
+def test_a_file_of_many_blocks_is_read_completely(tmp_path, monkeypatch):
     expected = sines(16_000, 3).astype(np.float32)
     soundfile.write(tmp_path / "a.wav", expected, 16_000, subtype="FLOAT")
     monkeypatch.setattr("features.audio.BLOCK_VALUES", 3 * 997)
-    np.testing.assert_allclose(read_audio(tmp_path / "a.wav"), expected.mean(1), atol=1e-6)
+    np.testing.assert_allclose(read_audio(tmp_path / "a.wav", RATE), expected.mean(1), atol=1e-6)
 
 
 def test_samples_over_full_scale_are_clipped_and_unscaled_ones_refused(tmp_path):
     soundfile.write(tmp_path / "a.wav", np.array([0.5, 1.5, -1.5]), 16_000, subtype="FLOAT")
-    assert read_audio(tmp_path / "a.wav").tolist() == [0.5, 1.0, -1.0]
+    assert read_audio(tmp_path / "a.wav", RATE).tolist() == [0.5, 1.0, -1.0]
     soundfile.write(tmp_path / "b.wav", np.array([0.5, 3000.0]), 16_000, subtype="FLOAT")
     with pytest.raises(AudioError, match=r"b.wav: samples reach 3000; scale"):
-        read_audio(tmp_path / "b.wav")
+        read_audio(tmp_path / "b.wav", RATE)
 
 
-def test_samples_in_memory_go_the_same_way():
+def test_samples_in_memory_are_processed_like_files():
     stereo = sines(48_000, 2)
-    ours = from_samples(stereo, 48_000)
-    torch.testing.assert_close(ours, from_samples(torch.tensor(stereo), 48_000))
+    ours = from_samples(stereo, 48_000, RATE)
+    torch.testing.assert_close(ours, from_samples(torch.tensor(stereo), 48_000, RATE))
     np.testing.assert_allclose(ours[99:-99], sines(16_000, 2).mean(1)[99:-99], atol=2e-3)
     frozen = np.zeros(7, np.float32)
     frozen.flags.writeable = False
-    assert from_samples(frozen, 16_000).tolist() == [0.0] * 7
+    assert from_samples(frozen, 16_000, RATE).tolist() == [0.0] * 7
     with pytest.raises(AudioError, match=r"the waveform: expected shape .* got \(2, 3, 5\)"):
-        from_samples(np.zeros((2, 3, 5)), 16_000)
+        from_samples(np.zeros((2, 3, 5)), 16_000, RATE)
 
 
 def test_channels_before_samples_are_refused_with_the_remedy():
     stereo = sines(16_000, 2)
     with pytest.raises(AudioError, match=r"the waveform: shape \(2, 11680\) .*; pass .* \.T"):
-        from_samples(stereo.T, 16_000)
-    np.testing.assert_allclose(from_samples(stereo.T.T, 16_000), stereo.mean(1), atol=1e-6)
-    assert from_samples(np.full((1, 1), 0.5), 16_000).tolist() == [0.5]
-    for empty in (np.zeros((0, 2)), np.zeros((2, 0))):  # the first block of a stream, say
+        from_samples(stereo.T, 16_000, RATE)
+    np.testing.assert_allclose(from_samples(stereo.T.T, 16_000, RATE), stereo.mean(1), atol=1e-6)
+    assert from_samples(np.full((1, 1), 0.5), 16_000, RATE).tolist() == [0.5]
+    for empty in (np.zeros((0, 2)), np.zeros((2, 0))):  # such as the first block of a stream
         with pytest.raises(NoSamples):
-            from_samples(empty, 16_000)
+            from_samples(empty, 16_000, RATE)
 
 
 @pytest.mark.parametrize("rate", [48_000.0, np.float32(48_000), np.int64(48_000)])
 def test_a_whole_rate_may_be_of_any_type(rate):
     samples = sines(48_000, 1)
-    torch.testing.assert_close(from_samples(samples, rate), from_samples(samples, 48_000))
+    torch.testing.assert_close(
+        from_samples(samples, rate, RATE), from_samples(samples, 48_000, RATE)
+    )
 
 
 @pytest.mark.parametrize("rate", [22_050.5, math.nan, 0, -16_000.0, math.inf])
 def test_another_rate_is_refused(rate):
     with pytest.raises(AudioError, match=r"^the waveform: sample rate .* Hz is "):
-        from_samples(np.zeros(7), rate)
+        from_samples(np.zeros(7), rate, RATE)
 
 
-# Files that lie, end early, or hold nothing.
+# Files with false headers, truncated files, and files without audio.
 
 
 def wav(claimed_bytes: int, data: bytes, channels: int = 1, rate: int = 16_000) -> bytes:
@@ -150,10 +153,10 @@ def flac(path, claimed_samples: int, samples: np.ndarray) -> None:
 
 
 def peak_megabytes(path) -> float:
-    """Memory that reading takes, whether or not it succeeds."""
+    """The peak memory of reading, whether or not it succeeds."""
     tracemalloc.start()
     try:
-        read_audio(path)
+        read_audio(path, RATE)
     except AudioError:
         pass
     finally:
@@ -162,10 +165,10 @@ def peak_megabytes(path) -> float:
     return peak / 2**20
 
 
-def test_a_wav_that_claims_4_gb_costs_what_it_holds(tmp_path):
+def test_a_wav_header_that_claims_4_gb_allocates_only_its_data(tmp_path):
     path = tmp_path / "liar.wav"
     path.write_bytes(wav(2**32 - 16, struct.pack("<h", 8192) * 500))
-    assert read_audio(path).tolist() == [0.25] * 500
+    assert read_audio(path, RATE).tolist() == [0.25] * 500
     assert peak_megabytes(path) < 1
 
 
@@ -173,17 +176,17 @@ def test_a_flac_that_claims_49_days_is_refused_in_bounded_memory(tmp_path):
     path = tmp_path / "liar.flac"
     flac(path, 2**36 - 1, sines(16_000, 1))
     with pytest.raises(AudioError, match=r"liar.flac: broken, or shorter than its header claims"):
-        read_audio(path)
+        read_audio(path, RATE)
     assert peak_megabytes(path) < 2 * BLOCK_VALUES * 4 / 2**20
 
 
 @pytest.mark.parametrize("block", [1000, 997, 2**22])
-def test_a_flac_written_to_a_pipe_knows_no_length_and_is_read_whole(tmp_path, monkeypatch, block):
+def test_a_flac_without_a_length_is_read_completely(tmp_path, monkeypatch, block):
     monkeypatch.setattr("features.audio.BLOCK_VALUES", block)
     samples = sines(16_000, 1, seconds=0.5)
     flac(tmp_path / "pipe.flac", 0, samples)
-    heard = read_audio(tmp_path / "pipe.flac")
-    np.testing.assert_allclose(heard, samples[:, 0], atol=1e-4)
+    decoded = read_audio(tmp_path / "pipe.flac", RATE)
+    np.testing.assert_allclose(decoded, samples[:, 0], atol=1e-4)
     assert audio_seconds(tmp_path / "pipe.flac") == 0.5
 
 
@@ -193,16 +196,16 @@ def test_more_than_max_seconds_is_refused_without_decoding_it_all(tmp_path, monk
     assert path.stat().st_size < 50_000
     monkeypatch.setattr("features.audio.BLOCK_VALUES", 1_000)
     with pytest.raises(AudioError, match=r"long.flac: longer than the limit of 7.5 seconds"):
-        read_audio(path, max_seconds=7.5)
+        read_audio(path, RATE, max_seconds=7.5)
     tracemalloc.start()
     with pytest.raises(AudioError):
-        read_audio(path, max_seconds=7.5)
-    assert tracemalloc.get_traced_memory()[1] < 2**20  # the whole is 14 MB
+        read_audio(path, RATE, max_seconds=7.5)
+    assert tracemalloc.get_traced_memory()[1] < 2**20  # all of it would be 14 MB
     tracemalloc.stop()
     assert len(read_audio(path, sample_rate=1_000, max_seconds=3600)) == 3_600_000
 
 
-def test_cut_off_files_give_what_is_there_or_an_error(tmp_path):
+def test_truncated_files_give_their_samples_or_an_error(tmp_path):
     for kind in ("WAV", "FLAC", "OGG", "MP3"):
         path = tmp_path / f"cut.{kind}"
         soundfile.write(path, sines(16_000, 1, seconds=3), 16_000, format=kind)
@@ -210,13 +213,13 @@ def test_cut_off_files_give_what_is_there_or_an_error(tmp_path):
         path.write_bytes(raw[: len(raw) // 2])
         if kind in ("FLAC", "OGG"):
             with pytest.raises(AudioError, match=f"cut[.]{kind}: (broken|not readable)"):
-                read_audio(path)
+                read_audio(path, RATE)
         else:
-            assert 0 < len(read_audio(path)) < 3 * 16_000
+            assert 0 < len(read_audio(path, RATE)) < 3 * 16_000
 
 
 @pytest.mark.parametrize("kind", ["WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "FLAC"])
-def test_a_file_that_breaks_off_is_told_from_a_whole_one(tmp_path, kind):
+def test_truncated_files_are_detected(tmp_path, kind):
     path = tmp_path / f"cut.{kind}"
     soundfile.write(path, sines(16_000, 1, seconds=3), 16_000, format=kind)
     assert decoded_seconds(path) == pytest.approx(3, abs=0.1)
@@ -229,7 +232,7 @@ def test_a_file_that_breaks_off_is_told_from_a_whole_one(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["VORBIS", "OPUS"])
-def test_ogg_knows_no_length_and_is_never_said_to_break_off_while_whole(tmp_path, kind):
+def test_a_complete_ogg_is_not_reported_as_truncated(tmp_path, kind):
     for rate in (8_000, 48_000):
         samples = sines(rate, 1, seconds=3)
         soundfile.write(tmp_path / "a.ogg", samples, rate, format="OGG", subtype=kind)
@@ -237,19 +240,21 @@ def test_ogg_knows_no_length_and_is_never_said_to_break_off_while_whole(tmp_path
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**32 - 1])
-def test_a_wav_written_to_a_pipe_does_not_break_off(tmp_path, size):
+def test_a_wav_written_to_a_pipe_is_not_truncated(tmp_path, size):
     content = wav(size, bytes(2 * 16_000), rate=16_000)
     (tmp_path / "pipe.wav").write_bytes(content)
     assert decoded_seconds(tmp_path / "pipe.wav") == pytest.approx(1, abs=0.01)
 
 
-def test_an_mp3_without_a_length_does_not_break_off(tmp_path):
-    """As many encoders write it, with a picture before it, from whose bytes libsndfile guesses."""
+def test_an_mp3_without_a_length_is_not_truncated(tmp_path):
+    """Many encoders write an image first, from whose bytes libsndfile estimates the length."""
     path = tmp_path / "a.mp3"
     soundfile.write(path, sines(16_000, 1, seconds=3), 16_000, format="MP3")
     raw = path.read_bytes()
     tag = b"ID3\3\0\0" + bytes([0, 1 << 4, 0, 0]) + bytes(1 << 18)  # its size in 4 times 7 bits
-    path.write_bytes(tag + raw[raw.find(raw[:2], 4) :])  # and without the frame that tells
+    path.write_bytes(
+        tag + raw[raw.find(raw[:2], 4) :]
+    )  # and without the frame that states the length
     assert audio_seconds(path) > 4
     assert decoded_seconds(path) == pytest.approx(3, abs=0.2)
 
@@ -266,11 +271,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_named_in_one_line(tmp_path, name):
+def test_bad_files_are_reported_in_one_line(tmp_path, name):
     content, message = BAD[name]
     path = tmp_path / name
     path.write_bytes(content)
-    for read in (read_audio, audio_seconds):
+    for read in (partial(read_audio, sample_rate=RATE), audio_seconds):
         with pytest.raises(AudioError) as caught:
             read(path)
         assert str(caught.value).startswith(f"{path}: {message}")
@@ -278,16 +283,16 @@ def test_bad_files_are_named_in_one_line(tmp_path, name):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_samples_that_are_not_numbers_are_refused(tmp_path, value):
+def test_non_finite_samples_are_refused(tmp_path, value):
     samples = sines(16_000, 2)
     samples[4321, 1] = value
     soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
     with pytest.raises(AudioError, match=r"a.wav: holds samples that are NaN or infinite"):
-        read_audio(tmp_path / "a.wav")
+        read_audio(tmp_path / "a.wav", RATE)
 
 
-def test_what_is_no_file_is_refused_unread(tmp_path):
-    os.mkfifo(tmp_path / "pipe")  # opening one would wait for ever
+def test_special_files_are_refused_unread(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # opening one would block forever
     for path, message in (
         (tmp_path / "pipe", "not a regular file"),
         (tmp_path, "not a regular file"),
@@ -296,24 +301,24 @@ def test_what_is_no_file_is_refused_unread(tmp_path):
         (tmp_path / "a" / ("x" * 300), "no such file|File name too long"),
     ):
         with pytest.raises(AudioError, match=message):
-            read_audio(path)
+            read_audio(path, RATE)
 
 
 def test_a_file_name_with_a_line_break_makes_no_second_line(tmp_path):
     with pytest.raises(AudioError) as caught:
-        read_audio(tmp_path / "two\nlines.wav")
+        read_audio(tmp_path / "two\nlines.wav", RATE)
     assert str(caught.value).endswith(r"two\nlines.wav': no such file")
 
 
-def test_a_file_name_that_is_no_text_is_read(tmp_path):
+def test_a_file_name_that_is_not_utf8_is_read(tmp_path):
     soundfile.write(tmp_path / "a.mp3", sines(16_000, 1), 16_000, format="MP3")
     path = tmp_path / os.fsdecode(b"caf\xe9.mp3")
     (tmp_path / "a.mp3").rename(path)
     check(path, 1, 15)
 
 
-def test_a_damaged_mp3_says_nothing_by_itself(tmp_path, capfd):
-    """Its decoder would write of every damaged frame; several threads read at once."""
+def test_a_damaged_mp3_prints_nothing(tmp_path, capfd):
+    """Its decoder would print a line for every damaged frame; several threads read at once."""
     draw, path, stderr = np.random.default_rng(3), tmp_path / "a.mp3", os.fstat(2)
     soundfile.write(path, sines(16_000, 1, seconds=2.0), 16_000)
     raw = bytearray(path.read_bytes())
@@ -322,17 +327,17 @@ def test_a_damaged_mp3_says_nothing_by_itself(tmp_path, capfd):
     path.write_bytes(raw)
     with soundfile.SoundFile(path) as sound:
         sound.read()
-    assert "mpg123" in capfd.readouterr().err  # it is this loud
+    assert "mpg123" in capfd.readouterr().err  # the real amplitude
     with ThreadPoolExecutor(5) as threads:
-        heard = list(threads.map(read_audio, [path] * 23))
-    assert all(len(waveform) > 16_000 for waveform in heard)
-    os.write(2, b"and is heard again")
-    assert capfd.readouterr().err == "and is heard again"
+        decoded = list(threads.map(read_audio, [path] * 23, [RATE] * 23))
+    assert all(len(waveform) > 16_000 for waveform in decoded)
+    os.write(2, b"and is printed again")
+    assert capfd.readouterr().err == "and is printed again"
     assert os.fstat(2).st_ino == stderr.st_ino
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "OPUS", "MP3", "AIFF"])
-def test_damaged_files_give_sound_or_a_clear_error(tmp_path, kind):
+def test_damaged_files_give_samples_or_a_clear_error(tmp_path, kind):
     """Random bytes overwritten, mostly in the header; seeded."""
     path, draw = tmp_path / f"damaged.{kind}", np.random.default_rng(17)
     options = {"format": "OGG", "subtype": "OPUS"} if kind == "OPUS" else {"format": kind}
@@ -345,19 +350,19 @@ def test_damaged_files_give_sound_or_a_clear_error(tmp_path, kind):
             raw[place] = draw.integers(256)
         path.write_bytes(raw)
         try:
-            heard = read_audio(path, max_seconds=60)
+            decoded = read_audio(path, RATE, max_seconds=60)
         except AudioError as error:
             refused += 1
             assert str(error).startswith(str(path))
             assert "\n" not in str(error)
         else:
-            assert heard.isfinite().all()
-            assert heard.abs().max() <= 1
+            assert decoded.isfinite().all()
+            assert decoded.abs().max() <= 1
     assert refused > 0
 
 
-def test_a_long_file_is_measured_in_the_memory_of_a_block(tmp_path):
-    """A small file may hold hours of silence, and a table name many of them."""
+def test_a_long_file_is_measured_with_the_memory_of_one_block(tmp_path):
+    """A small file may contain hours of silence, and a table may list many such files."""
     seconds, rate = 2400, 16_000
     soundfile.write(tmp_path / "long.flac", np.zeros(seconds * rate, np.float32), rate)
     tracemalloc.start()

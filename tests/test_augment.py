@@ -1,12 +1,13 @@
-"""Augmentation: a sine judges speed, counting judges masks, power judges noise."""
+"""Augmentation: speed is checked by a sine, masks by counting, noise by its power."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from tiny_speech import spec_augment
 
-from features.augment import SpecAugment, add_noise, change_speed
+from features.augment import add_noise, change_speed
 
 T, F = 211, 83
 
@@ -16,7 +17,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def picture(frames: int = T, size: int = F) -> torch.Tensor:
-    """Features of mean 3, no two alike."""
+    """Features of mean 3, all different."""
     return torch.randn(frames, size, generator=seeded(99)) + 3
 
 
@@ -50,7 +51,7 @@ def test_speed_one_changes_nothing_and_a_fast_one_does_not_alias():
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 0.2, 4.1, math.nan])
-def test_a_speed_that_is_none_is_refused(factor):
+def test_an_invalid_speed_is_refused(factor):
     with pytest.raises(ValueError, match=r"speed .* must lie in 0.25 to 4.0"):
         change_speed(torch.zeros(7), factor)
 
@@ -67,13 +68,13 @@ def test_noise_has_its_power_and_comes_from_the_generator(snr):
     assert not torch.equal(add_noise(waveform, snr, seeded(4)), noisy)
 
 
-def test_noise_leaves_silence_and_nothing_alone():
+def test_noise_leaves_silence_and_empty_input_unchanged():
     assert torch.equal(add_noise(torch.zeros(97), 10.0, seeded()), torch.zeros(97))
     assert add_noise(torch.zeros(0), 10.0, seeded()).shape == (0,)
 
 
-def test_one_time_mask_hides_a_stretch_of_whole_frames_and_nothing_else():
-    mask = SpecAugment(freq_masks=0, time_masks=1, time_width=37)
+def test_one_time_mask_covers_consecutive_whole_frames():
+    mask = spec_augment(freq_masks=0, time_masks=1, time_width=37)
     features, widths, starts, ends = picture(), [], [], []
     for seed in range(2_000):
         masked = mask(features, seeded(seed))
@@ -91,8 +92,8 @@ def test_one_time_mask_hides_a_stretch_of_whole_frames_and_nothing_else():
     assert min(sum(starts), sum(ends)) > 0
 
 
-def test_frequency_masks_hide_whole_features():
-    mask = SpecAugment(freq_masks=3, freq_width=11, time_masks=0)
+def test_frequency_masks_cover_whole_features():
+    mask = spec_augment(freq_masks=3, freq_width=11, time_masks=0)
     features, widest = picture(), 0
     for seed in range(300):
         masked = mask(features, seeded(seed))
@@ -100,12 +101,12 @@ def test_frequency_masks_hide_whole_features():
         assert torch.equal(hidden, (masked == features.mean()).all(dim=0))
         assert len(runs(hidden)) <= 3
         widest = max(widest, sum(runs(hidden)))
-    assert 22 < widest <= 33  # all three were seen beside each other
+    assert 22 < widest <= 33  # all three at once
 
 
 @pytest.mark.parametrize(("frames", "fraction"), [(100, 0.05), (211, 0.05), (19, 0.05), (13, 0.5)])
 def test_no_time_mask_exceeds_its_fraction_of_the_utterance(frames, fraction):
-    mask = SpecAugment(freq_masks=0, time_masks=1, time_width=100, time_fraction=fraction)
+    mask = spec_augment(freq_masks=0, time_masks=1, time_width=100, time_fraction=fraction)
     features, widest = picture(frames), 0
     for seed in range(200):
         hidden = (mask(features, seeded(seed)) != features).any(dim=1)
@@ -115,15 +116,15 @@ def test_no_time_mask_exceeds_its_fraction_of_the_utterance(frames, fraction):
 
 @pytest.mark.parametrize(("frames", "size"), [(0, 5), (1, 5), (2, 1), (7, 3)])
 def test_pictures_smaller_than_their_masks(frames, size):
-    mask = SpecAugment(time_warp=5)
+    mask = spec_augment(time_warp=5)
     for seed in range(50):
         masked = mask(picture(frames, size), seeded(seed))
         assert masked.shape == (frames, size)
         assert masked.isfinite().all()
 
 
-def test_the_input_stays_as_it_is_and_the_seed_decides():
-    mask, features = SpecAugment(time_warp=7), picture()
+def test_the_input_is_unchanged_and_the_seed_determines_the_result():
+    mask, features = spec_augment(time_warp=7), picture()
     before = features.clone()
     first = mask(features, seeded(3))
     torch.manual_seed(1)
@@ -132,25 +133,25 @@ def test_the_input_stays_as_it_is_and_the_seed_decides():
     assert torch.equal(features, before)
 
 
-def test_nothing_to_mask_is_nothing_masked():
-    off = SpecAugment(freq_masks=0, time_masks=0)
+def test_empty_input_is_not_masked():
+    off = spec_augment(freq_masks=0, time_masks=0)
     assert torch.equal(off(picture(), seeded()), picture())
 
 
-def test_the_generator_moves_on_alike_for_every_length():
-    """Else one utterance's length would change what the next one draws."""
+def test_the_generator_advances_equally_for_every_length():
+    """Otherwise one utterance's length would change the random numbers of the next."""
     states = []
     for frames in (0, 3, T):
         generator = seeded()
-        SpecAugment(time_warp=5)(picture(frames), generator)
+        spec_augment(time_warp=5)(picture(frames), generator)
         states.append(generator.get_state())
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])
 
 
-def test_time_warp_moves_frames_in_order_and_no_further_than_it_may():
-    """A ramp over time shows where each frame came from."""
-    warp, ramp = SpecAugment(freq_masks=0, time_masks=0, time_warp=13), torch.arange(T).float()
+def test_time_warp_keeps_the_order_of_frames_and_its_limit():
+    """A ramp over time shows the source of each frame."""
+    warp, ramp = spec_augment(freq_masks=0, time_masks=0, time_warp=13), torch.arange(T).float()
     furthest = 0.0
     for seed in range(200):
         source = warp(ramp[:, None].expand(T, 3), seeded(seed))
@@ -171,4 +172,4 @@ def test_time_warp_moves_frames_in_order_and_no_further_than_it_may():
 )
 def test_settings_out_of_range_are_refused(setting, message):
     with pytest.raises(ValueError, match=message):
-        SpecAugment(**setting)
+        spec_augment(**setting)

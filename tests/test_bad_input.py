@@ -1,4 +1,4 @@
-"""A user's mistakes: one clear line, exit code 2, no traceback, and nothing half-written."""
+"""User errors: one clear line, exit code 2, no traceback, and nothing half-written."""
 
 import io
 import re
@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import soundfile
 
-from asr import command, evaluate, train, transcribe
-from asr.recipe import flat, read_recipe
-from asr.runs.resume import is_harmless
+from asr import errors, evaluate, train, transcribe
+from asr.config.loader import flat, read_recipe
 from asr.training.checkpoint import list_checkpoints, read_training
+from asr.training.resume import is_harmless
+from asr.training.run import train as train_recipe
 
 
 @pytest.fixture
 def manifest(tiny, tmp_path):
-    """Write a manifest beside links to the tiny corpus's audio: rows (id, audio, seconds, text)."""
+    """Write a manifest and links to the tiny corpus's audio: rows (id, audio, seconds, text)."""
     for path in tiny.parent.glob("*.flac"):
         (tmp_path / path.name).symlink_to(path)
 
@@ -32,7 +33,7 @@ def manifest(tiny, tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder that must not come to be."""
+    """A run folder that must not be created."""
     path = tmp_path / "run"
     yield path
     assert not path.exists(), "something was half-written"
@@ -65,19 +66,19 @@ def rows(count, text="ab c", audio="train-{}.flac"):
         ("model.listener.backend=cuda", "cuda"),
     ],
 )
-def test_a_recipe_s_mistakes_end_train(override, message, tiny, run, commands):
+def test_recipe_errors_stop_train(override, message, tiny, run, commands):
     assert re.search(message, commands.refused(train, tiny, "--run", run, override))
 
 
-def test_a_locale_that_lacks_a_character_is_no_mistake(monkeypatch):
+def test_a_locale_that_lacks_a_character_is_accepted(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, "latin-1", write_through=True))
     with pytest.raises(SystemExit, match="0"):
-        command.run(lambda: print("1 \u2013 2, caf\xe9"))
+        errors.run_command(lambda: print("1 \u2013 2, caf\xe9"))
     assert raw.getvalue() == b"1 \\u2013 2, caf\xe9\n"
 
 
-def test_what_is_decoded_together_may_be_too_much(tiny, tiny_run, monkeypatch, commands):
+def test_decoding_out_of_memory_is_reported(tiny, tiny_run, monkeypatch, commands):
     def too_much(*arguments):
         raise MemoryError
 
@@ -86,7 +87,7 @@ def test_what_is_decoded_together_may_be_too_much(tiny, tiny_run, monkeypatch, c
     assert line.startswith("out of memory") and "decode.batch_seconds" in line
 
 
-def test_a_mistake_in_the_file_names_the_file(tiny, run, commands, tmp_path):
+def test_an_error_in_a_file_names_the_file(tiny, run, commands, tmp_path):
     recipe = tmp_path / "my.yaml"
     recipe.write_text(tiny.read_text() + "decode: {beem: 3}\n")
     line = commands.refused(train, recipe, "--run", run)
@@ -125,15 +126,15 @@ def test_a_manifest_that_is_not_set(split, tiny, run, commands):
         ("id\taudio\ttext\n", "no column speaker, seconds"),
         (
             "id\tspeaker\taudio\tseconds\ttext\ttext\na\ts\ta.wav\t3\tx\ty\n",
-            "column text stands twice; rename or remove one of them",
+            "column text appears twice; rename or remove one of them",
         ),
         ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\t-3\tx\n", ":2: seconds is '-3'"),
         ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\tnan\tx\n", ":2: seconds is 'nan'"),
-        ("id\tspeaker\taudio\tseconds\ttext\na\ts\t/etc/x\t3\tx\n", "lies outside"),
+        ("id\tspeaker\taudio\tseconds\ttext\na\ts\t/etc/x\t3\tx\n", "is outside"),
         ("id\tspeaker\taudio\tseconds\ttext\na\ts\tx\t3\n", ":2: 4 fields where the header has 5"),
     ],
 )
-def test_a_manifest_that_is_none(split, content, message, tiny, run, commands, tmp_path):
+def test_an_invalid_manifest(split, content, message, tiny, run, commands, tmp_path):
     path = tmp_path / "own.tsv"
     path.write_text(content)
     line = commands.refused(train, tiny, "--run", run, f"data.{split}={path}")
@@ -154,9 +155,9 @@ def test_too_few_subwords(tiny, run, commands, manifest):
 def test_text_with_no_known_characters(tiny, run, tiny_run, commands, manifest):
     path = manifest(rows(3, text="AB C"))
     line = commands.refused(train, tiny, "--run", run, f"data.valid={path}")
-    assert line.startswith(f"{path}: 100 % of its letters are none that the model knows")
+    assert line.startswith(f"{path}: 100 % of its letters are not in the vocabulary")
     line = commands.refused(evaluate, tiny_run, "--split", path, "--out", run)
-    assert line.startswith(f"{path}: 100 % of its letters are none that the model knows")
+    assert line.startswith(f"{path}: 100 % of its letters are not in the vocabulary")
 
 
 def test_utterances_outside_the_limits(tiny, run, commands):
@@ -187,7 +188,7 @@ def test_utterances_with_more_labels_than_frames(more, remedy, tiny, run, comman
 
 @pytest.mark.parametrize("mvn", ["utterance", "global"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_audio_that_is_not_there(workers, mvn, tiny, commands, manifest, tmp_path):
+def test_missing_audio(workers, mvn, tiny, commands, manifest, tmp_path):
     path = manifest(rows(5, audio="gone-{}.flac"))
     more = [f"data.train={path}", f"data.workers={workers}", f"features.mvn={mvn}"]
     line = commands.refused(train, tiny, "--run", tmp_path / "run", *more)
@@ -195,20 +196,20 @@ def test_audio_that_is_not_there(workers, mvn, tiny, commands, manifest, tmp_pat
     assert not list_checkpoints(tmp_path / "run")
 
 
-def test_validation_audio_that_is_not_there(tiny, commands, manifest, tmp_path):
+def test_missing_validation_audio(tiny, commands, manifest, tmp_path):
     path = manifest(rows(3, audio="gone-{}.flac"))
     line = commands.refused(train, tiny, "--run", tmp_path / "run", f"data.valid={path}")
     assert line.startswith(f"{path}: none of its 3 utterances could be read")
 
 
-def test_what_is_missing_of_validation_is_named_once(tiny, commands, manifest, tmp_path):
-    """Beyond the utterances that are decoded, too."""
+def test_missing_validation_audio_is_reported_once(tiny, commands, manifest, tmp_path):
+    """Including utterances that validation does not decode."""
     path = manifest([*rows(2), *((f"bad{n}", f"gone{n}.flac", 0.4, "ab") for n in range(6))])
     more = [f"data.valid={path}", "train.steps=1", "train.wer_utterances=1"]
     code, out, _ = commands(train, tiny, "--run", tmp_path / "run", *more)
-    (line,) = [line for line in out.splitlines() if "left out" in line]
+    (line,) = [line for line in out.splitlines() if "skipped" in line]
     assert code == 0 and line == (
-        "validation: 6 of 8 utterances left out: bad0 bad1 bad2 bad3 bad4 ... "
+        "validation: 6 of 8 utterances skipped: bad0 bad1 bad2 bad3 bad4 ... "
         f"({path.parent / 'gone0.flac'}: no such file)"
     )
     assert line in (tmp_path / "run" / "train.log").read_text()
@@ -222,7 +223,7 @@ def test_a_run_is_not_overwritten(tiny, tiny_run, commands):
 
 
 class TestResumingWithAnotherRecipe:
-    def test_it_says_what_changed_and_touches_nothing(self, tiny, tiny_run, commands, tmp_path):
+    def test_changes_are_listed_and_no_file_is_written(self, tiny, tiny_run, commands, tmp_path):
         run = tmp_path / "copy"
         shutil.copytree(tiny_run, run)
         before = (run / "recipe.yaml").read_text()
@@ -230,12 +231,12 @@ class TestResumingWithAnotherRecipe:
         line = commands.refused(train, tiny, "--run", run, "--resume", *more)
         assert line == (
             f"{run}: its recipe was another: model.listener.hidden 5 -> 6; train.clip 5.0 -> 2.0. "
-            "Take the old values, choose another --run, or go on all the same with "
+            "Restore the old values, choose another --run, or resume nevertheless with "
             "--resume --force"
         )
         assert (run / "recipe.yaml").read_text() == before
 
-    def test_harmless_changes_are_said_and_kept(self, tiny, tiny_run, commands, tmp_path):
+    def test_harmless_changes_are_reported_and_kept(self, tiny, tiny_run, commands, tmp_path):
         run = tmp_path / "copy"
         shutil.copytree(tiny_run, run)
         more = ("train.epochs=3", "data.workers=1", "decode.beam=2", "train.log_every=5")
@@ -247,14 +248,14 @@ class TestResumingWithAnotherRecipe:
     @pytest.mark.parametrize(
         "recipe", ["demo.yaml", "demo_lm.yaml", "mnist_rows.yaml", "draw.yaml"]
     )
-    def test_a_machine_without_a_compiler_may_go_on(self, recipe):
-        """Which kernels compute, and where an index lies, stand under other keys in each task."""
+    def test_a_machine_without_a_compiler_may_resume(self, recipe):
+        """The keys of kernels and of the index folder differ between tasks."""
         keys = flat(read_recipe(Path(__file__).parents[1] / "recipes" / recipe))
         moved = {key for key in keys if key.endswith("backend") or key == "data.cache"}
         assert moved and all(map(is_harmless, moved))
         assert not any(map(is_harmless, ("train.clip", "model.hidden", "data.train")))
 
-    def test_force_goes_on(self, tiny, tiny_run, commands, tmp_path):
+    def test_force_resumes(self, tiny, tiny_run, commands, tmp_path):
         run = tmp_path / "copy"
         shutil.copytree(tiny_run, run)
         arguments = (tiny, "--run", run, "--resume", "--force")
@@ -267,24 +268,24 @@ class TestResumingWithAnotherRecipe:
         assert "weights of another model" in commands.refused(
             train, *arguments, "model.listener.hidden=6"
         )
-        assert (run / "recipe.yaml").read_bytes() == before  # the weights' own
+        assert (run / "recipe.yaml").read_bytes() == before  # recorded with the weights
 
 
 class TestResumingOverOtherData:
-    """Under the names that the recipe gives."""
+    """The content of the files changes, their names do not."""
 
     @pytest.fixture
     def copied(self, tiny, tiny_run, tmp_path):
-        """-> (a copy of the corpus, the line that goes on with a run trained on it)."""
+        """-> (a copy of the corpus, the command line that resumes a run trained on it)."""
         corpus = tmp_path / "corpus"
         shutil.copytree(tiny.parent, corpus)
         recipe = corpus / "own.yaml"
         recipe.write_text(tiny.read_text().replace(str(tiny.parent), str(corpus)))
         run = tmp_path / "run"
-        assert train.train(read_recipe(recipe, ["train.steps=2", "train.samples=0"]), run) == 0
+        assert train_recipe(read_recipe(recipe, ["train.steps=2", "train.samples=0"]), run) == 0
         return corpus, (recipe, "--run", run, "--resume", "train.steps=3", "train.samples=0")
 
-    def test_a_manifest_that_lost_a_row_is_noticed(self, copied, commands):
+    def test_a_removed_row_of_a_manifest_is_detected(self, copied, commands):
         (corpus, line), run = copied, copied[1][2]
         rows = (corpus / "train.tsv").read_text().splitlines()
         (corpus / "train.tsv").write_text("\n".join(rows[:-1]) + "\n")
@@ -293,8 +294,8 @@ class TestResumingOverOtherData:
         lost = float(rows[-1].split("\t")[3])
         assert commands.refused(train, *line) == (
             f"{run}: its data have changed since: data.train: {count} utterances -> {count - 1}, "
-            f"{seconds:.1f} seconds -> {seconds - lost:.1f}. Take the old files, choose another "
-            "--run, or go on all the same with --resume --force"
+            f"{seconds:.1f} seconds -> {seconds - lost:.1f}. Restore the old files, choose "
+            "another --run, or resume nevertheless with --resume --force"
         )
         after = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
         assert {p: t for p, t in before.items() if p != run} == {
@@ -302,14 +303,14 @@ class TestResumingOverOtherData:
         }
 
     @pytest.mark.parametrize("role", ["train", "valid"])
-    def test_one_letter_is_noticed(self, role, copied, commands):
+    def test_one_changed_letter_is_detected(self, role, copied, commands):
         corpus, line = copied
         manifest = corpus / f"{role}.tsv"
         manifest.write_text(manifest.read_text().replace("cb", "ca"))
-        said = commands.refused(train, *line)
-        assert f"changed since: data.{role}: the same size, but another content. Take" in said
+        message = commands.refused(train, *line)
+        assert f"changed since: data.{role}: the same size, but another content. Restore" in message
 
-    def test_force_goes_on_and_is_asked_once(self, copied, commands):
+    def test_force_resumes_and_is_needed_once(self, copied, commands):
         corpus, line = copied
         manifest = corpus / "train.tsv"
         manifest.write_text(manifest.read_text().replace("cb", "ca"))
@@ -318,7 +319,7 @@ class TestResumingOverOtherData:
         code, out, _ = commands(train, *line, "train.steps=4")
         assert code == 0 and "changed since" not in out
 
-    def test_the_same_content_written_anew_is_no_change(self, copied, commands):
+    def test_rewritten_identical_content_is_no_change(self, copied, commands):
         corpus, line = copied
         manifest = corpus / "train.tsv"
         manifest.write_bytes(manifest.read_bytes())
@@ -334,7 +335,7 @@ def test_a_run_folder_in_the_way(tiny, commands, tmp_path):
 
 class TestNoRun:
     @pytest.mark.parametrize("command", [evaluate, transcribe])
-    def test_a_folder_that_is_none(self, command, tiny, commands, tmp_path):
+    def test_a_folder_that_is_no_run(self, command, tiny, commands, tmp_path):
         last = ["--split", "test"] if command is evaluate else [tiny.parent / "test-0.flac"]
         for folder in (tmp_path, tmp_path / "nowhere", tiny):
             line = commands.refused(command, folder, *last)
@@ -347,7 +348,7 @@ class TestNoRun:
             ("tokenizer.json", "no tokenizer.json that can be read; is this a run folder?"),
         ],
     )
-    def test_a_run_that_lacks_something(self, lost, message, tiny, tiny_run, commands, tmp_path):
+    def test_an_incomplete_run(self, lost, message, tiny, tiny_run, commands, tmp_path):
         run = tmp_path / "copy"
         shutil.copytree(tiny_run, run, ignore=shutil.ignore_patterns(lost))
         assert message in commands.refused(transcribe, run, tiny.parent / "test-0.flac")
@@ -384,8 +385,8 @@ class TestNoRun:
         assert line.startswith(f"{run / 'recipe.yaml'}:1: not valid YAML")
 
 
-def test_resuming_where_every_checkpoint_is_damaged(tiny, tiny_run, commands, tmp_path):
-    """A weight that changed on the disk must not go on training in silence, nor start anew."""
+def test_resuming_with_only_damaged_checkpoints(tiny, tiny_run, commands, tmp_path):
+    """Training must neither continue silently with damaged weights nor restart."""
     run = tmp_path / "copy"
     shutil.copytree(tiny_run, run)
     for checkpoint in list_checkpoints(run):
@@ -400,15 +401,17 @@ def test_resuming_where_every_checkpoint_is_damaged(tiny, tiny_run, commands, tm
     )
 
 
-def test_audio_outside_the_manifest_s_folder_needs_a_word(tiny, commands, tmp_path):
+def test_audio_outside_the_manifest_s_folder_needs_an_option(tiny, commands, tmp_path):
     text = (tiny.parent / "train.tsv").read_text()
     path = tmp_path / "own.tsv"
     path.write_text(re.sub(r"(train-\d+\.flac)", rf"{tiny.parent}/\1", text))
     more = ("--run", tmp_path / "run", f"data.train={path}", "train.steps=1")
     line = commands.refused(train, tiny, *more)
-    assert re.search(r"own\.tsv:2: audio .* lies outside .* data\.outside=true reads it", line)
+    assert re.search(
+        r"own\.tsv:2: audio .* is outside .* data\.allow_outside_audio=true reads it", line
+    )
     assert not (tmp_path / "run").exists()
-    assert commands(train, tiny, *more, "data.outside=true")[0] == 0
+    assert commands(train, tiny, *more, "data.allow_outside_audio=true")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -422,7 +425,7 @@ def test_an_unknown_split(split, message, tiny_run, commands):
     assert commands.refused(evaluate, tiny_run, "--split", split) == message
 
 
-def test_evaluating_what_cannot_be_read(tiny_run, commands, manifest, run):
+def test_evaluating_unreadable_audio(tiny_run, commands, manifest, run):
     path = manifest(rows(3, audio="gone-{}.flac"))
     line = commands.refused(evaluate, tiny_run, "--split", path, "--out", run)
     assert line == f"{path}: none of its 3 utterances could be read"
@@ -450,14 +453,14 @@ def test_audio_that_cannot_be_decoded(name, content, message, tiny_run, commands
 
 
 @pytest.mark.parametrize("samples", [np.full(4000, np.nan), np.full(4000, 99.0)])
-def test_audio_that_is_no_sound(samples, tiny_run, commands, tmp_path):
+def test_float_audio_beyond_full_scale(samples, tiny_run, commands, tmp_path):
     soundfile.write(tmp_path / "a.wav", samples.astype(np.float32), 8000, subtype="FLOAT")
     line = commands.refused(transcribe, tiny_run, tmp_path / "a.wav")
     assert line.startswith(str(tmp_path / "a.wav"))
 
 
 @pytest.mark.parametrize("command", [train, evaluate, transcribe])
-def test_help_is_no_mistake_and_nothing_is_one(command, commands):
+def test_help_exits_with_0_and_missing_arguments_with_2(command, commands):
     code, out, _ = commands(command, "--help")
     assert code == 0 and f"python -m {command.__name__}" in out
     code, _, err = commands(command)

@@ -5,22 +5,20 @@ import math
 
 import pytest
 import torch
-from toy_speller import ToySpeller, alone, toy_memory
+from toy_speller import NO_FRAMES, ToySpeller, alone, beam_search, toy_memory
 
-from asr.decoding.beam import beam_search
-from asr.decoding.follow import repeated
-from asr.decoding.score import FLOOR, Ranking
-from asr.decoding.search import Hypothesis, greedy
+from asr.data.tokenizer import BLANK, EOS, SOS, UNK
+from asr.decoding.beam_search import FLOOR, Ranking, repeated_ngrams
+from asr.decoding.scorer import Hypothesis, greedy
 from asr.errors import UserError
-from asr.nn.memory import Memory
-from asr.tokens import BLANK, EOS, SOS, UNK
+from asr.nn.attention import Memory
 
 V = 6
-WORDS = (UNK, 4, 5)  # all that a sentence may hold
+WORDS = (UNK, 4, 5)  # the tokens of sentences
 
 
 class Bigrams:
-    """A language model that sees one token back."""
+    """A bigram language model."""
 
     def __init__(self, vocabulary=V, seed=9):
         draw = torch.Generator().manual_seed(seed)
@@ -47,7 +45,7 @@ def random_ctc(memory, seed=3):
 
 
 def ctc_sentence(ctc, tokens):
-    """The judge of a sentence's CTC log-prob: torch's loss."""
+    """A sentence's CTC log-prob by torch's loss."""
     loss = torch.nn.functional.ctc_loss(
         ctc[:, None],
         torch.tensor([tokens], dtype=torch.long),
@@ -58,19 +56,19 @@ def ctc_sentence(ctc, tokens):
     return -float(loss)
 
 
-def says_twice(tokens, n):
-    found = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
-    return len(found) != len(set(found))
+def repeats(tokens, n):
+    results = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
+    return len(results) != len(set(results))
 
 
 def brute_force(model, memory, longest, shortest=0, *, ctc=None, lm=None, **settings):
     """All sentences of one utterance, scored in a plain loop, best first: [(score, tokens)]."""
     ctc_weight, lm_weight = settings.get("ctc_weight", 0.0), settings.get("lm_weight", 0.0)
-    found = []
+    results = []
     for length in range(shortest, longest + 1):
         for tokens in itertools.product(WORDS, repeat=length):
             log_probs, attention = model.spell(memory, tokens)
-            if settings.get("ngram") and says_twice(tokens, settings["ngram"]):
+            if settings.get("ngram") and repeats(tokens, settings["ngram"]):
                 continue
             log_probs = (log_probs / settings.get("temperature", 1.0)).log_softmax(1)
             best_other = float(log_probs[-1, list(WORDS)].max())
@@ -87,8 +85,8 @@ def brute_force(model, memory, longest, shortest=0, *, ctc=None, lm=None, **sett
             covered = sum(math.log(min(max(c, FLOOR), 1.0)) for c in attention.sum(0).tolist())
             score += settings.get("coverage_penalty", 0.0) * covered
             score += settings.get("token_reward", 0.0) * (length + 1)
-            found.append((score, tokens))
-    return sorted(found, reverse=True)
+            results.append((score, tokens))
+    return sorted(results, reverse=True)
 
 
 SETTINGS = {
@@ -151,8 +149,8 @@ def test_a_beam_as_wide_as_the_space_is_brute_force(name):
         assert [h.score for h in ours] == pytest.approx([score for score, _ in judge], abs=1e-6)
 
 
-def test_settings_of_the_brute_force_matter():
-    """A judge whose settings all chose the same sentence would judge nothing."""
+def test_brute_force_results_depend_on_the_settings():
+    """If all settings chose the same sentence, the comparison would prove nothing."""
     model, memory = ToySpeller(V, sharpness=2.0, seed=4), toy_memory(7)
     ctc, lm = random_ctc(memory)[0], Bigrams()
     best = {
@@ -166,7 +164,7 @@ def test_settings_of_the_brute_force_matter():
 @pytest.mark.parametrize("seed", range(6))
 def test_beam_1_is_greedy(seed):
     model, memory = ToySpeller(11, seed=seed), toy_memory(13, 4, 0, 7)
-    for ours, judge in zip(beam_search(model, memory, 1), greedy(model, memory), strict=True):
+    for ours, judge in zip(beam_search(model, memory, 1), greedy(model, memory, 1.0), strict=True):
         assert len(ours) == 1
         assert ours[0].tokens == judge.tokens
         assert ours[0].score == pytest.approx(judge.score, abs=1e-5)
@@ -185,7 +183,7 @@ EVERYTHING = {
 }
 
 
-def test_a_batch_is_its_utterances_one_by_one():
+def test_a_batch_equals_its_utterances_one_by_one():
     lengths = [13, 3, 11, 5]
     model, memory = ToySpeller(V, sharpness=1.5), toy_memory(*lengths)
     ctc, lm = random_ctc(memory), [(0.2, Bigrams())]
@@ -267,26 +265,26 @@ def test_the_bound_is_reached_by_no_longer_sentence():
         bound = ranking.bound(-3.0, 4, 9)
         for length, loss, covered in itertools.product(range(4, 10), [0.0, 2.0], [0.0, -1.0]):
             assert ranking.final(-3.0 - loss, length, covered) <= bound + 1e-12
-    assert Ranking().bound(0.1, 1, 2) == math.inf
+    assert Ranking(0.0, 0.0, 0.0).bound(0.1, 1, 2) == math.inf
 
 
 def test_exact_lengths_are_kept():
     model, memory = ToySpeller(V, seed=1), toy_memory(7, 3)
     results = beam_search(
-        model, memory, 4, nbest=4, max_ratio=0, max_constant=5, min_ratio=0, min_constant=5
+        model, memory, 4, nbest=4, max_ratio=NO_FRAMES, max_constant=5, min_ratio=0, min_constant=5
     )
     assert {len(h.tokens) for hypotheses in results for h in hypotheses} == {5}
     assert model.steps == 2 + 2 * 3 + 2 * 4 * 4  # 1, then 3, then 4 rows an utterance
 
 
-def test_a_minimum_over_the_maximum_gives_way():
+def test_the_maximum_length_overrides_a_larger_minimum():
     (hypotheses,) = beam_search(
-        ToySpeller(V), toy_memory(7), 2, max_ratio=0, max_constant=2, min_constant=9
+        ToySpeller(V), toy_memory(7), 2, max_ratio=NO_FRAMES, max_constant=2, min_constant=9
     )
     assert len(hypotheses[0].tokens) == 2
 
 
-def test_no_hypothesis_holds_a_special_token_or_comes_twice():
+def test_no_hypothesis_has_a_special_token_or_is_repeated():
     results = beam_search(ToySpeller(V, sharpness=0.1), toy_memory(5, 3), 20, nbest=20)
     for hypotheses in results:
         assert len({h.tokens for h in hypotheses}) == len(hypotheses) == 20
@@ -294,22 +292,22 @@ def test_no_hypothesis_holds_a_special_token_or_comes_twice():
         assert [h.score for h in hypotheses] == sorted((h.score for h in hypotheses), reverse=True)
 
 
-def test_repeated_marks_what_would_say_an_ngram_twice():
-    said = torch.tensor([[[4, 5, 4, 5, 4], [5, 5, 5, 4, 6]]])
-    assert repeated(said, 3, 7).nonzero().tolist() == [[0, 0, 5]]
-    assert repeated(said, 1, 7).nonzero()[:, 1:].tolist() == [
+def test_repeated_ngrams_marks_tokens_that_repeat_one():
+    tokens = torch.tensor([[[4, 5, 4, 5, 4], [5, 5, 5, 4, 6]]])
+    assert repeated_ngrams(tokens, 3, 7).nonzero().tolist() == [[0, 0, 5]]
+    assert repeated_ngrams(tokens, 1, 7).nonzero()[:, 1:].tolist() == [
         [0, 4],
         [0, 5],
         [1, 4],
         [1, 5],
         [1, 6],
     ]
-    assert not repeated(said, 6, 7).any()
-    assert not repeated(said[..., :0], 1, 7).any()
+    assert not repeated_ngrams(tokens, 6, 7).any()
+    assert not repeated_ngrams(tokens[..., :0], 1, 7).any()
 
 
-def test_a_beam_whose_rules_leave_nothing_says_so():
-    """Each of 3 tokens once, but at least 5 tokens: the best that there was, unfinished."""
+def test_constraints_that_allow_nothing_leave_an_unfinished_hypothesis():
+    """Each of 3 tokens once, but at least 5 tokens: the best hypothesis is unfinished."""
     (hypotheses,) = beam_search(
         ToySpeller(V), toy_memory(7), 2, ngram=1, min_ratio=0, min_constant=5
     )
@@ -327,7 +325,7 @@ def test_ctc_without_room_for_a_token_gives_an_empty_sentence():
     assert hypotheses[0].tokens == ()
 
 
-def test_silence_says_nothing_and_harms_no_mate():
+def test_an_utterance_without_frames_is_empty_and_changes_no_other():
     memory = toy_memory(5, 3)
     valid = memory.valid & torch.tensor([[False], [True]])
     ctc = random_ctc(memory)
@@ -342,32 +340,42 @@ def test_silence_says_nothing_and_harms_no_mate():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beam": -1}, r"beam is -1; it must be 1 or more"),
-        ({"beam": 0}, r"beam is 0; it must be 1 or more"),
-        ({"nbest": 9}, r"nbest is 9; it must lie between 1 and beam \(8\)"),
-        ({"nbest": 0}, r"nbest is 0; it must lie between 1 and beam \(8\)"),
-        ({"temperature": 0}, r"temperature is 0; it must be more than 0"),
-        ({"length_penalty": -0.1}, r"length_penalty is -0.1; it must be 0 or more"),
-        ({"coverage_penalty": -1}, r"coverage_penalty is -1; it must be 0 or more"),
-        ({"eos_threshold": 0}, r"eos_threshold is 0; it must be more than 0"),
-        ({"ngram": -1}, r"ngram is -1; it must be 0 \(no guard\) or more"),
-        ({"patience": 0}, r"patience is 0; it must be more than 0, or null"),
-        ({"ctc_weight": 1.5}, r"ctc_weight is 1.5; it must lie between 0 and 1"),
+        ({"nbest": 9}, r"nbest is 9; it must be between 1 and beam \(8\)"),
+        ({"nbest": 0}, r"nbest is 0; it must be between 1 and beam \(8\)"),
         ({"ctc_weight": 0.3}, r"ctc_weight is 0.3, but this model has no CTC head; set it to 0"),
         (
             {"scorers": [(0.3, Bigrams(11))]},
-            r"a scorer knows 11 tokens and the model 6; both must use one vocabulary",
+            r"a scorer has 11 tokens and the model 6; both must use one vocabulary",
         ),
     ],
 )
-def test_mistakes_are_one_clear_line(settings, message):
+def test_errors_are_one_clear_line(settings, message):
     with pytest.raises(UserError, match=message) as error:
         beam_search(ToySpeller(V), toy_memory(3), **settings)
     assert "\n" not in str(error.value)
 
 
-def test_coverage_without_attention_is_named():
-    class Deaf(ToySpeller):
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("beam", -1, "greater than or equal to 1"),
+        ("beam", 0, "greater than or equal to 1"),
+        ("temperature", 0, "greater than 0"),
+        ("length_penalty", -0.1, "greater than or equal to 0"),
+        ("coverage_penalty", -1, "greater than or equal to 0"),
+        ("eos_threshold", 0, "greater than 0"),
+        ("ngram", -1, "greater than or equal to 0"),
+        ("patience", 0, "greater than 0"),
+        ("ctc_weight", 1.5, "less than or equal to 1"),
+    ],
+)
+def test_keys_out_of_range_are_reported(key, value, message):
+    with pytest.raises(ValueError, match=f"{key}\n +Input should be {message} "):
+        beam_search(ToySpeller(V), toy_memory(3), **{key: value})
+
+
+def test_coverage_without_attention_is_reported():
+    class NoAttention(ToySpeller):
         def step(self, state, tokens):
             log_probs, state = super().step(state, tokens)
             return log_probs, state._replace(attention=None)
@@ -376,10 +384,10 @@ def test_coverage_without_attention_is_named():
             return super().select(state._replace(attention=state.hidden), rows)
 
     with pytest.raises(UserError, match="coverage_penalty needs attention weights"):
-        beam_search(Deaf(V), toy_memory(3), coverage_penalty=0.1)
+        beam_search(NoAttention(V), toy_memory(3), coverage_penalty=0.1)
 
 
-def test_nan_is_named_not_searched():
+def test_nan_is_reported_before_the_search():
     model = ToySpeller(V)
     model.output[:] = torch.nan
     with pytest.raises(UserError, match="log-probs are NaN"):

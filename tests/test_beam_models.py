@@ -5,38 +5,45 @@ import math
 
 import pytest
 import torch
+from toy_speller import NO_FRAMES, beam_search
 
-from asr.decoding.beam import beam_search
-from asr.decoding.score import FLOOR
-from asr.decoding.search import greedy
+from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig, TransformerConfig
+from asr.data.tokenizer import EOS, SOS, UNK
+from asr.decoding.beam_search import FLOOR
+from asr.decoding.scorer import greedy
 from asr.models.las import LAS
-from asr.models.listener import Listener
-from asr.models.speller import Speller
 from asr.models.transformer import Transformer
-from asr.nn.memory import Memory
-from asr.tokens import EOS, SOS, UNK
+from asr.nn.attention import Memory
 
 F, V = 5, 6
 WORDS = (UNK, 4, 5)
 LENGTHS = (31, 19, 23)
+TRANSFORMER = TransformerConfig(
+    kind="transformer",
+    d_model=8,
+    encoder_layers=1,
+    decoder_layers=2,
+    heads=2,
+    subsampling_channels=3,
+)
 
 
 def las(attention):
-    listener = Listener(F, 2, 7, pyramid=(2,), backend="reference")
-    return LAS(listener, Speller(V, 14, 1, 11, 3, attention, 7, backend="reference"), V)
+    listener = ListenerConfig(layers=2, hidden=7, pyramid=(2,), backend="reference")
+    speller = SpellerConfig(layers=1, hidden=11, embedding=3, backend="reference")
+    parts = {"listener": listener, "speller": speller}
+    return LAS(F, V, LasConfig(kind="las", attention=attention, attention_size=7, **parts))
 
 
 FAMILIES = {
     "las location": lambda: las("location"),
     "las dot": lambda: las("dot"),
-    "transformer": lambda: Transformer(
-        F, V, d_model=8, encoder_layers=1, decoder_layers=2, heads=2, subsampling_channels=3
-    ),
+    "transformer": lambda: Transformer(F, V, TRANSFORMER),
 }
 
 
 def tiny(family):
-    """A model whose weights are loud enough for its sentences to differ."""
+    """A model with weights large enough for its sentences to differ."""
     torch.manual_seed(11)
     model = FAMILIES[family]()
     for weight in model.parameters():
@@ -61,7 +68,7 @@ def alone(memory, ctc, b):
 @torch.no_grad()
 def brute_force(model, memory, ctc, longest, *, weight, alpha, reward, covering):
     """One utterance: [(score, tokens)], best first, by decode, attention and torch's CTC loss."""
-    found = []
+    results = []
     for length in range(longest + 1):
         sentences = list(itertools.product(WORDS, repeat=length))
         n, frames = len(sentences), ctc.shape[1]
@@ -81,8 +88,8 @@ def brute_force(model, memory, ctc, longest, *, weight, alpha, reward, covering)
         total = (1 - weight) * log_probs.sum((1, 2)) - (weight * losses if weight else 0.0)
         total = total / ((6 + length) / 6) ** alpha + reward * (length + 1)
         total = total + covering * attended.log().sum(1)
-        found += zip(total.tolist(), sentences, strict=True)
-    return sorted(found, reverse=True)
+        results += zip(total.tolist(), sentences, strict=True)
+    return sorted(results, reverse=True)
 
 
 WEIGHTS = [
@@ -102,7 +109,7 @@ def test_a_beam_as_wide_as_the_space_is_brute_force(family, weights):
         memory,
         beam=150,
         nbest=4,
-        max_ratio=0,
+        max_ratio=NO_FRAMES,
         max_constant=4,
         ctc=ctc,
         ctc_weight=weights["weight"],
@@ -120,13 +127,15 @@ def test_a_beam_as_wide_as_the_space_is_brute_force(family, weights):
 def test_beam_1_is_greedy(family):
     model = tiny(family)
     memory, _ = encoded(model)
-    for (ours,), judge in zip(beam_search(model, memory, 1), greedy(model, memory), strict=True):
+    for (ours,), judge in zip(
+        beam_search(model, memory, 1), greedy(model, memory, 1.0), strict=True
+    ):
         assert ours.tokens == judge.tokens
         assert ours.score == pytest.approx(judge.score, abs=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_is_its_utterances_one_by_one(family):
+def test_a_batch_equals_its_utterances_one_by_one(family):
     model = tiny(family)
     memory, ctc = encoded(model)
     settings = {"nbest": 3, "ctc_weight": 0.3, "coverage_penalty": 0.1, "length_penalty": 0.6}

@@ -1,4 +1,4 @@
-"""Long lists of files: whole, in order, none twice, whatever ends the processes that share them."""
+"""Long lists of files: complete, in order, none twice, however the processes end."""
 
 import json
 import os
@@ -14,44 +14,45 @@ import soundfile
 from tiny_speech import RATE
 from tone_model import spoken, tone_recognizer
 
-from asr import transcribe
-from asr.bulk import work
-from asr.bulk.claims import Claims
-from asr.bulk.job import Job, identity, open_folder, read_list
+from asr import io
+from asr import transcribe as asr_transcribe
 from asr.errors import UserError
-from asr.trained import run_recipe
+from asr.inference import bulk
+from asr.inference import recognition as transcribe
+from asr.inference.bulk import BulkJob, ShardLocks, identity, open_folder, read_list
+from asr.inference.load import load_run_recipe
 
 WORDS = ["abc", "cab", "bca", "a", "b", "acb", "ab", "ba", "c", "bac", "cb"]
 
 
 @pytest.fixture
 def archive(tmp_path):
-    """Eleven recordings of a word each, and three files that are none: paths -> words."""
-    said = {}
+    """Eleven recordings of one word each, and three unreadable paths: paths -> words."""
+    texts = {}
     for number, word in enumerate(WORDS):
         path = tmp_path / f"{number}.wav"
         soundfile.write(path, spoken([word], 0.3)[0], RATE)
-        said[str(path)] = word
+        texts[str(path)] = word
     (tmp_path / "bad.wav").write_bytes(b"RIFF nonsense")
-    said |= {str(tmp_path / name): None for name in ("bad.wav", "gone.wav", "odd\tname.wav")}
-    (tmp_path / "list.txt").write_text("\n".join([*said, "", *said]) + "\n")
-    return said
+    texts |= {str(tmp_path / name): None for name in ("bad.wav", "gone.wav", "odd\tname.wav")}
+    (tmp_path / "list.txt").write_text("\n".join([*texts, "", *texts]) + "\n")
+    return texts
 
 
 @pytest.fixture
-def hearing(monkeypatch, tiny_run):
-    """The command hears with a model that makes no mistake; -> the files it has heard so far."""
-    recognizer, heard = tone_recognizer(), []
+def decoded_files(monkeypatch, tiny_run):
+    """The command decodes with an error-free model; -> the files decoded so far."""
+    recognizer, decoded = tone_recognizer(), []
     files = recognizer.transcribe_files
 
-    def noted(paths, faults):
+    def recorded(paths, faults):
         paths = list(paths)
-        heard.extend(map(str, paths))
+        decoded.extend(map(str, paths))
         return files(paths, faults)
 
-    recognizer.transcribe_files = noted
+    recognizer.transcribe_files = recorded
     monkeypatch.setattr(transcribe.Recognizer, "load", staticmethod(lambda *arguments: recognizer))
-    return heard
+    return decoded
 
 
 def arguments(tiny_run, tmp_path, *more):
@@ -62,12 +63,12 @@ def table(path):
     return [line.split("\t") for line in path.read_text().splitlines()[1:]]
 
 
-def test_all_are_heard_once_in_the_order_of_the_list(
-    archive, hearing, commands, tiny_run, tmp_path
+def test_all_files_are_transcribed_once_in_the_order_of_the_list(
+    archive, decoded_files, commands, tiny_run, tmp_path
 ):
     line = arguments(tiny_run, tmp_path, "--shard-files", 3)
-    code, out, err = commands(transcribe, *line)
-    assert code == 2 and sorted(hearing) == sorted(archive)
+    code, out, err = commands(asr_transcribe, *line)
+    assert code == 2 and sorted(decoded_files) == sorted(archive)
     good = [(name, word) for name, word in archive.items() if word]
     rows = table(tmp_path / "out" / "transcripts.tsv")
     assert [(name, text) for name, _, text in rows] == good
@@ -82,77 +83,79 @@ def test_all_are_heard_once_in_the_order_of_the_list(
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["files"] == 14 and summary["failures"] == 3
     assert summary["audio_hours"] == pytest.approx(hours, abs=1e-4)
-    code, out, _ = commands(transcribe, *line)
-    assert code == 2 and len(hearing) == 14 and "everything is done already" in out
+    code, out, _ = commands(asr_transcribe, *line)
+    assert code == 2 and len(decoded_files) == 14 and "everything is done already" in out
 
 
-def test_failures_are_tried_again_on_demand_and_once_by_all_ranks(
-    archive, hearing, commands, tiny_run, tmp_path, monkeypatch
+def test_failures_are_retried_on_request_and_once_over_all_ranks(
+    archive, decoded_files, commands, tiny_run, tmp_path, monkeypatch
 ):
     line = arguments(tiny_run, tmp_path, "--shard-files", 3)
-    _, _, err = commands(transcribe, *line)
-    hint = f"3 of 14 files failed, see {tmp_path / 'out' / 'failures.tsv'}; once what is wrong"
+    _, _, err = commands(asr_transcribe, *line)
+    hint = f"3 of 14 files failed, see {tmp_path / 'out' / 'failures.tsv'}; once the causes"
     assert hint in err and "--attempt 2 tries them again" in err
     soundfile.write(tmp_path / "gone.wav", spoken(["ac"], 0.3)[0], RATE)
-    assert hint in commands(transcribe, *line)[2] and len(hearing) == 14
-    code, _, err = commands(transcribe, *line, "--attempt", 2)
-    assert code == 2 and len(hearing) == 14 + 3 + 2  # the shards 9 10 bad and gone odd
+    assert hint in commands(asr_transcribe, *line)[2] and len(decoded_files) == 14
+    code, _, err = commands(asr_transcribe, *line, "--attempt", 2)
+    assert code == 2 and len(decoded_files) == 14 + 3 + 2  # the shards (9, 10, bad) and (gone, odd)
     assert "2 of 14 files failed" in err and "--attempt 3 tries" in err
-    heard = [text for _, _, text in table(tmp_path / "out" / "transcripts.tsv")]
-    assert heard == [*WORDS, "ac"]
-    monkeypatch.setenv("RANK", "1")  # comes when the other has done it
+    decoded = [text for _, _, text in table(tmp_path / "out" / "transcripts.tsv")]
+    assert decoded == [*WORDS, "ac"]
+    monkeypatch.setenv("RANK", "1")  # starts when the other rank has finished
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert commands(transcribe, *line, "--attempt", 2)[0] == 2 and len(hearing) == 19
+    assert commands(asr_transcribe, *line, "--attempt", 2)[0] == 2 and len(decoded_files) == 19
 
 
-def test_json_has_the_times(archive, hearing, commands, tiny_run, tmp_path):
-    commands(transcribe, *arguments(tiny_run, tmp_path, "--json"))
+def test_json_has_the_times(archive, decoded_files, commands, tiny_run, tmp_path):
+    commands(asr_transcribe, *arguments(tiny_run, tmp_path, "--json"))
     lines = (tmp_path / "out" / "transcripts.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["words"][0]["text"] for row in rows] == WORDS
     assert [row["audio"] for row in rows] == [name for name in archive if archive[name]]
 
 
-def test_good_files_alone_are_a_success(archive, hearing, commands, tiny_run, tmp_path):
+def test_good_files_alone_are_a_success(archive, decoded_files, commands, tiny_run, tmp_path):
     (tmp_path / "list.txt").write_text("\n".join(n for n in archive if archive[n]))
-    assert commands(transcribe, *arguments(tiny_run, tmp_path))[0] == 0
+    assert commands(asr_transcribe, *arguments(tiny_run, tmp_path))[0] == 0
     assert table(tmp_path / "out" / "failures.tsv") == []
 
 
 @pytest.mark.parametrize("ranks", [(0, 2, 3), (1, 2, 1), (0, 1, 5)])
-def test_others_go_on_where_one_was_killed(
-    ranks, archive, hearing, commands, tiny_run, tmp_path, monkeypatch
+def test_other_ranks_take_over_from_a_killed_one(
+    ranks, archive, decoded_files, commands, tiny_run, tmp_path, monkeypatch
 ):
-    """A rank of one number of ranks dies in the middle of a shard; a rank of another takes all."""
+    """A rank is killed in the middle of a shard; another number of ranks finishes the list."""
     rank, before, after = ranks
     line = arguments(tiny_run, tmp_path, "--shard-files", 2)
-    write = work.replace_files
+    write = io.write_files
 
-    def dies(folder, contents):
+    def crash(folder, contents):
         if len(list(folder.glob("*.jsonl"))) == 3:
             raise KeyboardInterrupt
         write(folder, contents)
 
-    monkeypatch.setattr(work, "replace_files", dies)
+    monkeypatch.setattr(bulk, "write_files", crash)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(before))
-    assert commands(transcribe, *line)[0] == 130 and len(hearing) == 8
+    assert commands(asr_transcribe, *line)[0] == 130 and len(decoded_files) == 8
     shards = sorted(path.stem for path in (tmp_path / "out" / "shards").iterdir())
     assert shards == [f"{n:08d}" for n in range(7) if n % before == rank][:3]
-    monkeypatch.setattr(work, "replace_files", write)
+    monkeypatch.setattr(bulk, "write_files", write)
     monkeypatch.setenv("WORLD_SIZE", str(after))
-    assert commands(transcribe, *line)[0] == 2
-    assert len(hearing) == 16 and set(hearing) == set(archive)  # the lost shard's two again
-    heard = [text for _, _, text in table(tmp_path / "out" / "transcripts.tsv")]
-    assert heard == WORDS
+    assert commands(asr_transcribe, *line)[0] == 2
+    assert len(decoded_files) == 16 and set(decoded_files) == set(
+        archive
+    )  # the two files of the lost shard again
+    decoded = [text for _, _, text in table(tmp_path / "out" / "transcripts.tsv")]
+    assert decoded == WORDS
 
 
 def claimed_by_another(path, pieces):
-    """A process that claims pieces until its input ends."""
+    """A process that claims shards until its input ends."""
     script = (
-        "import sys; from pathlib import Path; from asr.bulk.claims import Claims\n"
-        f"c = Claims(Path({str(path)!r})).__enter__()\n"
-        f"held = [c.claim(n) for n in {pieces}]\n"
+        "import sys; from pathlib import Path; from asr.inference.bulk import ShardLocks\n"
+        f"c = ShardLocks(Path({str(path)!r})).__enter__()\n"
+        f"held = [c.lock(n) for n in {pieces}]\n"
         "print([one.__enter__() for one in held], flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -161,21 +164,21 @@ def claimed_by_another(path, pieces):
     return process
 
 
-def test_a_claim_ends_with_its_holder(tmp_path):
+def test_a_claim_ends_with_its_process(tmp_path):
     other = claimed_by_another(tmp_path / "claims", [2, 5])
-    with Claims(tmp_path / "claims") as claims:
+    with ShardLocks(tmp_path / "claims") as locks:
         for piece, free in ((1, True), (2, False), (3, True), (5, False)):
-            with claims.claim(piece) as mine:
+            with locks.lock(piece) as mine:
                 assert mine is free
-        assert claims.work
+        assert locks.supported
         other.kill()
         other.communicate()
-        with claims.claim(2) as mine:
+        with locks.lock(2) as mine:
             assert mine
 
 
-def test_without_locks_a_rank_does_its_own(
-    archive, hearing, commands, tiny_run, tmp_path, monkeypatch
+def test_without_locks_a_rank_transcribes_its_own_shards(
+    archive, decoded_files, commands, tiny_run, tmp_path, monkeypatch
 ):
     def refuse(*arguments):
         raise OSError(37, "No locks available")
@@ -185,8 +188,8 @@ def test_without_locks_a_rank_does_its_own(
     line = arguments(tiny_run, tmp_path, "--shard-files", 2)
     for rank, code in ((1, 0), (0, 2)):
         monkeypatch.setenv("RANK", str(rank))
-        assert commands(transcribe, *line)[0] == code
-    assert sorted(hearing) == sorted(archive)
+        assert commands(asr_transcribe, *line)[0] == code
+    assert sorted(decoded_files) == sorted(archive)
     assert [text for _, _, text in table(tmp_path / "out" / "transcripts.tsv")] == WORDS
 
 
@@ -198,7 +201,7 @@ def test_a_file_too_large_for_memory_is_a_failure(tmp_path):
             return iter(())
 
     names = [str(tmp_path / f"{n}.wav") for n in range(3, 9)]
-    rows = work._heard(Recognizer(), names)
+    rows = bulk._transcribe_files(Recognizer(), names)
     assert rows == {names[4]: {"audio": names[4], "error": "out of memory"}}
 
 
@@ -213,60 +216,62 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("more", "words"), REFUSALS)
-def test_what_does_not_go_together(more, words, archive, hearing, commands, tiny_run, tmp_path):
-    commands(transcribe, *arguments(tiny_run, tmp_path))
+def test_incompatible_options(more, words, archive, decoded_files, commands, tiny_run, tmp_path):
+    commands(asr_transcribe, *arguments(tiny_run, tmp_path))
     before = (tmp_path / "out" / "about.json").read_text()
-    line = commands.refused(transcribe, *arguments(tiny_run, tmp_path, *more))
+    line = commands.refused(asr_transcribe, *arguments(tiny_run, tmp_path, *more))
     assert words.format(out=tmp_path / "out") in line
-    assert (tmp_path / "out" / "about.json").read_text() == before and len(hearing) == 14
+    assert (tmp_path / "out" / "about.json").read_text() == before and len(decoded_files) == 14
 
 
-def test_another_list_needs_another_folder(archive, hearing, commands, tiny_run, tmp_path):
-    commands(transcribe, *arguments(tiny_run, tmp_path))
+def test_another_list_needs_another_folder(archive, decoded_files, commands, tiny_run, tmp_path):
+    commands(asr_transcribe, *arguments(tiny_run, tmp_path))
     with (tmp_path / "list.txt").open("a") as file:
         file.write("more.wav\n")
-    line = commands.refused(transcribe, *arguments(tiny_run, tmp_path))
+    line = commands.refused(asr_transcribe, *arguments(tiny_run, tmp_path))
     assert "(list differ)" in line
 
 
-def test_another_run_needs_another_folder(archive, hearing, commands, tiny_run, tmp_path):
-    commands(transcribe, *arguments(tiny_run, tmp_path))
+def test_another_run_needs_another_folder(archive, decoded_files, commands, tiny_run, tmp_path):
+    commands(asr_transcribe, *arguments(tiny_run, tmp_path))
     other = shutil.copytree(tiny_run, tmp_path / "other")
-    assert commands(transcribe, *arguments(other, tmp_path))[0] == 2 and len(hearing) == 14
+    assert (
+        commands(asr_transcribe, *arguments(other, tmp_path))[0] == 2 and len(decoded_files) == 14
+    )
     for path in other.glob("checkpoints/*/model.safetensors"):
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
         path.write_bytes(content)
-    line = commands.refused(transcribe, *arguments(other, tmp_path))
+    line = commands.refused(asr_transcribe, *arguments(other, tmp_path))
     assert "holds transcripts of another run" in line and "(weights differ)" in line
 
 
 def test_a_language_model_counts_by_its_content(tiny_run, tmp_path):
-    recipe = run_recipe(tiny_run, [f"decode.lm={tmp_path / 'a.arpa'}"])
+    recipe = load_run_recipe(tiny_run, [f"decode.lm={tmp_path / 'a.arpa'}"])
     (tmp_path / "a.arpa").write_text("one")
     before = identity(tiny_run, recipe)
     (tmp_path / "a.arpa").write_text("two")
     other = identity(tiny_run, recipe)
     assert [key for key in before if before[key] != other[key]] == ["decode.lm"]
     (tmp_path / "a.arpa").rename(tmp_path / "b.arpa")
-    moved = run_recipe(tiny_run, [f"decode.lm={tmp_path / 'b.arpa'}"])
+    moved = load_run_recipe(tiny_run, [f"decode.lm={tmp_path / 'b.arpa'}"])
     assert identity(tiny_run, moved) == other
-    trained = run_recipe(tiny_run, [f"decode.lm={tiny_run}"])  # a run's folder
+    trained = load_run_recipe(tiny_run, [f"decode.lm={tiny_run}"])  # a run's folder
     assert [identity(tiny_run, trained)["decode.lm"]] == before["weights"]
 
 
-def test_a_list_that_is_none(commands, tiny_run, tmp_path):
+def test_an_invalid_list(commands, tiny_run, tmp_path):
     out = ["--out", tmp_path / "out"]
-    line = commands.refused(transcribe, tiny_run, "--list", tmp_path / "none.txt", *out)
+    line = commands.refused(asr_transcribe, tiny_run, "--list", tmp_path / "none.txt", *out)
     assert line == f"{tmp_path / 'none.txt'}: cannot be read: No such file or directory"
     (tmp_path / "none.txt").write_text("\n\n")
-    line = commands.refused(transcribe, tiny_run, "--list", tmp_path / "none.txt", *out)
+    line = commands.refused(asr_transcribe, tiny_run, "--list", tmp_path / "none.txt", *out)
     assert "the list is empty" in line and not (tmp_path / "out").exists()
-    line = commands.refused(transcribe, tiny_run, "--list", tmp_path / "none.txt")
+    line = commands.refused(asr_transcribe, tiny_run, "--list", tmp_path / "none.txt")
     assert line == "--list needs a folder for the transcripts: --out FOLDER"
 
 
-def test_a_list_is_cut_at_line_feeds_alone(tmp_path):
+def test_a_list_is_split_at_line_feeds_only(tmp_path):
     names = ["one.wav", "form\ffeed.wav", "line\u2028break.wav", " space.wav", os.fsdecode(b"\xe9")]
     content = b"\n".join(map(os.fsencode, names)) + b"\n"
     for variant in (content, b"\xef\xbb\xbf" + content, content.replace(b"\n", b"\r\n")):
@@ -274,28 +279,28 @@ def test_a_list_is_cut_at_line_feeds_alone(tmp_path):
         assert read_list(tmp_path / "list.txt") == names
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
+def test_an_unrelated_folder_is_not_changed(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match=r"holds thesis.tex, but no transcripts; choose another"):
-        open_folder(Job(tmp_path, ["a.wav"], 1, "text"), {})
+        open_folder(BulkJob(tmp_path, ["a.wav"], 1, "text"), {})
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_manifest_is_a_list_too(tiny):
+def test_a_manifest_is_accepted_as_a_list(tiny):
     names = [f"test-{n}.flac" for n in range(4)]
     assert read_list(tiny.parent / "test.tsv") == [str(tiny.parent / name) for name in names]
 
 
-def test_a_manifest_of_audio_elsewhere_is_a_list_where_that_is_allowed(
-    archive, hearing, commands, tiny_run, tmp_path
+def test_a_manifest_with_outside_audio_is_accepted_where_allowed(
+    archive, decoded_files, commands, tiny_run, tmp_path
 ):
     own = tmp_path / "own"
     own.mkdir()
     row = f"u\ts\t{tmp_path / '3.wav'}\t0.5\ta\n"
     (own / "list.tsv").write_text(f"id\tspeaker\taudio\tseconds\ttext\n{row}")
     line = [tiny_run, "--list", own / "list.tsv", "--out", own / "out"]
-    assert "data.outside=true" in commands.refused(transcribe, *line)
-    assert commands(transcribe, *line, "data.outside=true")[0] == 0
+    assert "data.allow_outside_audio=true" in commands.refused(asr_transcribe, *line)
+    assert commands(asr_transcribe, *line, "data.allow_outside_audio=true")[0] == 0
     assert [text for _, _, text in table(own / "out" / "transcripts.tsv")] == ["a"]
 
 
@@ -307,7 +312,7 @@ def start(line, rank, ranks):
 
 
 def test_two_processes_of_which_one_is_killed(tiny, tiny_run, tmp_path):
-    """They share the work; what the killed one leaves, and its place, the other takes."""
+    """They share the work; the other process takes over the killed one's files and rank."""
     names = [tmp_path / f"{n}.flac" for n in range(40)]
     for name in names:
         name.symlink_to(tiny.parent / "test-1.flac")
@@ -316,7 +321,7 @@ def test_two_processes_of_which_one_is_killed(tiny, tiny_run, tmp_path):
     line = arguments(tiny_run, tmp_path, "--shard-files", 1, "decode.beam=2")
     both = [start(line, rank, 2) for rank in (0, 1)]
     shards = tmp_path / "out" / "shards"
-    while not list(shards.glob("*1.jsonl")):  # an odd one: rank 1's
+    while not list(shards.glob("*1.jsonl")):  # an odd number: a shard of rank 1
         assert both[1].poll() is None
         time.sleep(0.01)
     both[1].send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, read without running code, chosen and averaged."""
+"""Checkpoints: written atomically, read without running code, chosen and averaged."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def save(run, step, loss=math.inf, module=None, training=None):
     return save_checkpoint(run, module, training or {"step": step}, step, loss, ABOUT)
 
 
-def test_what_is_saved_comes_back(tmp_path):
+def test_a_saved_checkpoint_reads_back_the_same(tmp_path):
     module, optimizer = Tied(), None
     optimizer = torch.optim.Adam(module.parameters())
     module.out(module.embedding(torch.tensor([3]))).sum().backward()
@@ -60,13 +60,13 @@ def test_what_is_saved_comes_back(tmp_path):
     assert torch.equal(
         back["optimizer"]["state"][0]["exp_avg"], training["optimizer"]["state"][0]["exp_avg"]
     )
-    # Anyone can read the weights with safetensors alone; the tied tensor stands there once.
+    # safetensors alone can read the weights; the tied tensor is stored once.
     names = load_file(saved.folder / "model.safetensors").keys()
     assert names == {"embedding.weight", "out.bias", "seen"}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_who_may_read_a_checkpoint_is_for_the_umask_to_say(tmp_path, umask, mode):
+def test_permissions_of_a_checkpoint_follow_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         folder = save(tmp_path, 1).folder
@@ -78,9 +78,9 @@ def test_who_may_read_a_checkpoint_is_for_the_umask_to_say(tmp_path, umask, mode
 def test_infinite_loss_means_not_measured(tmp_path):
     for step, loss in [(1, 3.0), (2, math.inf), (3, 1.0), (4, 1.0), (5, math.nan)]:
         save(tmp_path, step, loss)
-    there = list_checkpoints(tmp_path)
-    assert [c.step for c in there] == [1, 2, 3, 4, 5]
-    assert [c.step for c in best_of(there)] == [4, 3, 1]
+    present = list_checkpoints(tmp_path)
+    assert [c.step for c in present] == [1, 2, 3, 4, 5]
+    assert [c.step for c in best_of(present)] == [4, 3, 1]
     assert [c.step for c in choose(tmp_path, "best", 2)] == [4, 3]
     assert [c.step for c in choose(tmp_path, "last", 3)] == [5, 4, 3]
     assert [c.step for c in choose(tmp_path, "last", 99)] == [5, 4, 3, 2, 1]
@@ -127,7 +127,7 @@ def test_a_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("limit", [10, 200, 1000])
 def test_a_real_failure_to_write_is_one_line(tmp_path, limit):
-    """The system refuses every byte beyond the limit, as a full disk does."""
+    """RLIMIT_FSIZE refuses every byte beyond the limit, as a full disk does."""
     before = save(tmp_path, 5, 2.0)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
@@ -140,13 +140,13 @@ def test_a_real_failure_to_write_is_one_line(tmp_path, limit):
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000005"]
 
 
-def test_what_a_killed_process_left_is_not_taken_for_a_checkpoint(tmp_path):
+def test_files_of_a_killed_process_are_no_checkpoint(tmp_path):
     save(tmp_path, 3, 1.0)
     part = tmp_path / "checkpoints" / ".00000004.part"
     shutil.copytree(tmp_path / "checkpoints" / "00000003", part)
     (tmp_path / "checkpoints" / "00000009").mkdir()
     assert [c.step for c in list_checkpoints(tmp_path)] == [3]
-    save(tmp_path, 4)  # and the half one is no hindrance
+    save(tmp_path, 4)  # in spite of the half-written one
     assert [c.step for c in list_checkpoints(tmp_path)] == [3, 4] and not part.exists()
 
 
@@ -157,7 +157,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
-def test_a_flipped_bit_shows(tmp_path, name):
+def test_a_flipped_bit_is_detected(tmp_path, name):
     saved = save(tmp_path, 1, 1.0)
     assert is_sound(saved)
     path = saved.folder / name
@@ -175,11 +175,11 @@ def test_weights_with_a_flipped_bit_are_not_loaded(tmp_path):
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"model\.safetensors: damaged, its checksum differs"):
         load_weights(Tied(), [saved], ABOUT)
-    (saved.folder / "sha256.json").unlink()  # copied without it: taken as it is
+    (saved.folder / "sha256.json").unlink()  # copied without checksums: accepted
     load_weights(Tied(), [saved], ABOUT)
 
 
-def test_sums_that_are_missing_or_no_sums_are_not_sound(tmp_path):
+def test_missing_or_invalid_checksums_are_not_sound(tmp_path):
     saved = save(tmp_path, 1, 1.0)
     for text in ("", "[]", "{}", json.dumps({"model.safetensors": "0", "training.pt": "0"})):
         (saved.folder / "sha256.json").write_text(text)
@@ -188,7 +188,7 @@ def test_sums_that_are_missing_or_no_sums_are_not_sound(tmp_path):
     assert not is_sound(saved)
 
 
-def test_a_run_without_checkpoints_says_what_to_do(tmp_path):
+def test_a_run_without_checkpoints_names_the_remedy(tmp_path):
     with pytest.raises(UserError, match=r"no checkpoint in it; train it first \(python -m asr"):
         choose(tmp_path, "best", 1)
 
@@ -219,7 +219,7 @@ def test_damaged_weights_are_one_line(tmp_path):
 
 
 class Bomb:
-    """What a hostile training.pt would hold: unpickling it runs a command."""
+    """The content of a hostile training.pt: unpickling it runs a command."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""What `python -m asr` lists, against the files that can be called."""
+"""The list of `python -m asr`, against the files that are commands."""
 
 import subprocess
 import sys
@@ -9,28 +9,34 @@ import pytest
 import asr.__main__ as listing
 from asr.__main__ import commands
 
-ROOM = Path(listing.__file__).parent
+PACKAGE = Path(listing.__file__).parent
 
 
 def test_every_file_that_can_be_called_is_listed():
-    callable_ones = {
+    files = {
         path.stem
-        for path in ROOM.glob("*.py")
+        for path in PACKAGE.glob("*.py")
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
     }
-    assert {name for name, _ in commands()} == callable_ones - {"__main__"} >= {"train", "compare"}
+    assert {name for name, _ in commands()} == files - {"__main__"} >= {"train", "compare"}
 
 
-def test_the_list_is_what_one_sees():
+def test_the_list_is_printed():
     shown = subprocess.run(
-        [sys.executable, "-m", "asr"], cwd=ROOM.parent, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "asr"],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "Train a recipe\n    python -m asr.train RECIPE.yaml" in shown.stdout
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("train", "say python -m asr.train"), ("x", "alone")])
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("train", "use python -m asr.train"), ("x", "lists them")]
+)
 def test_a_command_as_an_argument_is_one_line(name, remedy, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["asr", name, "recipes/demo.yaml"])
     assert listing.main() == 2
-    said = capsys.readouterr()
-    assert remedy in said.err and said.err.count("\n") == 1 and not said.out
+    output = capsys.readouterr()
+    assert remedy in output.err and output.err.count("\n") == 1 and not output.out

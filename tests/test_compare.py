@@ -8,26 +8,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from event_files import scalar_event, write_events
 from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
-from asr.data.content import SHA256, sha256_of_files
+from asr.analysis.comparison import group
+from asr.analysis.curves import (
+    Curve,
+    band,
+    choose_levels,
+    first_below,
+    median_reached,
+    read_scalars,
+)
+from asr.analysis.report import Table, html, markdown
+from asr.analysis.runs import HOURS, SECONDS, TRAIN, VALID, short_names
+from asr.analysis.score_files import write_evaluation
+from asr.analysis.statistics import holm, paired_t, seeds_needed, spread
+from asr.analysis.wer import pooled, score
+from asr.config.loader import read_recipe, write_recipe
 from asr.errors import UserError
-from asr.recipe import read_recipe, write_recipe
-from asr.runs.reading import HOURS, SECONDS, TRAIN, VALID
-from asr.scoring.comparison import pooled
-from asr.scoring.curves import band, choose_levels, first_below, median_reached
-from asr.scoring.events import Curve, read_scalars, scalar_event, write_events
-from asr.scoring.files import write_evaluation
-from asr.scoring.groups import group, short_names
-from asr.scoring.report import Table, html, markdown
-from asr.scoring.spread import holm, paired_t, seeds_needed, spread
-from asr.scoring.wer import score
+from asr.io import sha256_of_files
 from asr.training.checkpoint import save_checkpoint
+from asr.training.resume import SHA256
 
 RECIPE = {
     "run": "made",
@@ -43,7 +49,7 @@ def curve(values, steps=STEPS):
 
 
 def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{}"):
-    """A run folder as asr.train leaves it: at step s it has cost s / 1000 h and 3 s seconds."""
+    """A run folder as asr.train writes it: step s has cost s / 1000 h of audio and 3 s seconds."""
     folder.mkdir(parents=True)
     base = folder / "base.yaml"
     base.write_text(yaml.safe_dump(RECIPE))
@@ -51,7 +57,7 @@ def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{
     base.unlink()
     (folder / "tokenizer.json").write_text(vocabulary)
     last = 10 * len(losses)
-    (folder / "train.log").write_text(f"now finished at step {last}; x\n" if done else "begun\n")
+    (folder / "train.log").write_text(f"now finished at step {last}; x\n" if done else "started\n")
     points = [
         scalar_event(name, step, value)
         for step, loss in zip(STEPS, losses, strict=False)
@@ -61,19 +67,21 @@ def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{
     ]  # fmt: skip
     write_events(folder / "events.out.tfevents.0000000007.x", points)
     if errors is not None:
-        heard = ["a b c" if wrong else "a b d" for wrong in errors]
-        write_evaluation(folder / "evaluate" / "test", score(["a b d"] * len(heard), heard))
+        hypotheses = ["a b c" if wrong else "a b d" for wrong in errors]
+        write_evaluation(
+            folder / "evaluate" / "test", score(["a b d"] * len(hypotheses), hypotheses)
+        )
     return folder
 
 
 def falling(floor, shift=0.0):
-    """1 at step 10, then down in a line to `floor` at step 100."""
+    """1 at step 10, then linear down to `floor` at step 100."""
     return list(np.linspace(1, floor, len(STEPS)) + shift)
 
 
 @pytest.fixture
 def two_groups(tmp_path):
-    """Norm ba reaches 0.1, none 0.55, over three seeds that all move both in the same way."""
+    """Norm ba reaches 0.1, none 0.55; three seeds shift both in the same way."""
     for seed, shift in ((1, 0.0), (2, 0.01), (3, -0.02)):
         for norm, floor, wrong in (("ba", 0.1, 1), ("none", 0.55, 12)):
             make_run(
@@ -153,7 +161,7 @@ def test_runs_that_failed_are_listed_and_do_not_count(two_groups, commands, tmp_
     text = (two_groups / "compare" / "compare.md").read_text()
     failed = dict(rows(text, "Runs that are not counted"))
     assert set(failed) == {"nan", "hung", "half", "crashed", "silent", "lost"}
-    assert "diverged: train/nats is not finite from step 30 on" in failed["nan"].replace("\\", "")
+    assert "diverged: train/nll is not finite from step 30 on" in failed["nan"].replace("\\", "")
     assert "not finished, last seen at step 20" in failed["hung"]
     assert "no such corpus" in failed["crashed"]
     assert "no event file" in failed["silent"]
@@ -161,7 +169,7 @@ def test_runs_that_failed_are_listed_and_do_not_count(two_groups, commands, tmp_
     assert counted == {"listener.norm=ba": "3", "listener.norm=none": "3 + 3 failed"}
 
 
-def test_another_vocabulary_is_flagged_and_left_out(two_groups, commands):
+def test_another_vocabulary_is_flagged_and_excluded(two_groups, commands):
     make_run(two_groups / "x", ["text.kind=bpe"], falling(0.01), vocabulary='{"a": 1}')
     out = report(commands, two_groups)
     assert "another vocabulary" in out and "not comparable" in out
@@ -174,7 +182,7 @@ def test_another_vocabulary_is_flagged_and_left_out(two_groups, commands):
 def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
     two_groups, commands, monkeypatch, key
 ):
-    """Also where the file of that name is now the same for all."""
+    """Even if the file of that name is now the same for all."""
     monkeypatch.chdir(two_groups)
     Path("valid.tsv").write_text("now the same for all\n")
     for run in sorted(two_groups.glob("*-*")):
@@ -189,7 +197,7 @@ def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_named(two_groups, commands):
+def test_a_full_disk_is_reported(two_groups, commands):
     out = two_groups / "compare"
     out.mkdir()
     (out / "curves.png").symlink_to("/dev/full")
@@ -197,8 +205,8 @@ def test_a_full_disk_is_named(two_groups, commands):
     assert line == f"{out}: No space left on device"
 
 
-def test_a_run_that_has_saved_nothing_yet_is_of_the_same_data(two_groups, commands, monkeypatch):
-    """Of what the others say that they were validated on, if that lies there unchanged."""
+def test_a_run_without_a_checkpoint_counts_as_the_same_data(two_groups, commands, monkeypatch):
+    """The others' checkpoints contain the hash of the validation data."""
     monkeypatch.chdir(two_groups)
     Path("valid.tsv").write_text("unchanged\n")
     content = {"data.valid": {SHA256: sha256_of_files([Path("valid.tsv")])}}
@@ -209,25 +217,24 @@ def test_a_run_that_has_saved_nothing_yet_is_of_the_same_data(two_groups, comman
 
 
 def test_runs_of_one_name_in_two_sweeps_are_two(tmp_path, commands):
-    """Each sweep calls its runs seed=1, seed=2; no curve is taken for the other's."""
+    """Each sweep names its runs seed=1, seed=2; their curves are kept apart."""
     for norm, floor in (("none", 0.5), ("ba", 0.1)):
         for seed in (1, 2):
             run = tmp_path / norm / f"seed={seed}"
             make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(floor))
     (tmp_path / "none" / "seed=3").mkdir()
     report(commands, tmp_path / "none", tmp_path / "ba", "--out", tmp_path / "c")
-    board = tmp_path / "c" / "board"
-    assert len(list((board / "runs").iterdir())) == 4
-    for norm, floor in (("none", 0.5), ("ba", 0.1)):
-        events = EventAccumulator(str(board / "groups" / f"listener.norm={norm}")).Reload()
-        for part in ("lowest", "mean", "highest"):
-            assert events.Scalars(f"{VALID}/{part}")[-1].value == pytest.approx(floor)
     text = (tmp_path / "c" / "compare.md").read_text()
+    losses = {row[0]: (*row[1:4], row[5]) for row in rows(text, "Validation loss")}
+    assert losses == {
+        "listener.norm=none": ("2", "0.5000", "0.0000", "0.5000"),
+        "listener.norm=ba": ("2", "0.1000", "0.0000", "0.1000"),
+    }
     assert [row[0] for row in rows(text, "Runs that are not counted")] == ["seed=3"]
 
 
-def test_settings_of_long_names_have_letters_where_two_stand_in_a_row(tmp_path, commands):
-    """In the picture, whose levels are written beside their lines, the whole name stands."""
+def test_long_setting_names_have_letters_where_two_share_a_row(tmp_path, commands):
+    """The figure, which labels its levels beside the lines, has the full names."""
     for norm in ("none", "ba"):
         for dropout in (0.1, 0.2):
             changes = [f"model.listener.norm={norm}", f"model.listener.dropout={dropout}"]
@@ -240,24 +247,29 @@ def test_settings_of_long_names_have_letters_where_two_stand_in_a_row(tmp_path, 
     pairs = [row[:2] for row in rows(text, "Is the difference real? best loss")]
     assert pairs == [list(pair) for pair in ("AB", "AC", "AD", "BC", "BD", "CD")]
     letters = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
-    assert {*settings, "0.77", "nats", "step", "valid/nats"} <= set(letters)
+    assert {*settings, "0.77", "nll", "step", "valid/nll"} <= set(letters)
 
 
 def test_accuracies_of_images_are_compared_too(tmp_path, commands):
-    """Their score.json has no words; one of them is half written."""
+    """Their score.json has no word counts; one of them is truncated."""
     right = {"ba": (0.98, 0.99, 0.985), "none": (0.95, 0.97, 0.96)}
     for norm, accuracies in right.items():
         for seed, accuracy in enumerate(accuracies):
             run = tmp_path / "s" / f"{norm}{seed}"
             make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(0.1))
             (run / "evaluate" / "test").mkdir(parents=True)
-            whole = {"accuracy": accuracy, "nats": 0.5, "images": 7, "accuracy_interval": [0, 1]}
-            (run / "evaluate" / "test" / "score.json").write_text(json.dumps(whole))
+            score_json = {
+                "accuracy": accuracy,
+                "nll": 0.5,
+                "images": 7,
+                "accuracy_interval": [0, 1],
+            }
+            (run / "evaluate" / "test" / "score.json").write_text(json.dumps(score_json))
     broken = make_run(tmp_path / "s" / "x", ["model.listener.norm=ba", "seed=7"], falling(0.1))
     (broken / "evaluate" / "test").mkdir(parents=True)
     (broken / "evaluate" / "test" / "score.json").write_text('{"accu')
     out = report(commands, tmp_path / "s")
-    assert out.count("left out: ") == 1 and "x/evaluate/test: damaged" in out
+    assert out.count("skipped: ") == 1 and "x/evaluate/test: damaged" in out
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
     ba, none = rows(text, "Accuracy of test, %")
     low, high = stats.t.interval(0.95, 2, 98.5, stats.sem([98, 99, 98.5]))
@@ -266,7 +278,7 @@ def test_accuracies_of_images_are_compared_too(tmp_path, commands):
     (pair,) = rows(text, "Is the difference real? accuracy of test")
     judge = stats.ttest_rel(right["none"], right["ba"])
     assert pair[2] == "-2.50" and pair[5] == f"{judge.pvalue:.3f}" and pair[-1] == "yes"
-    assert rows(text, "Nats of test")[0][2] == "0.5000"
+    assert rows(text, "Nll of test")[0][2] == "0.5000"
 
 
 def test_one_run_alone(tmp_path, commands, monkeypatch):
@@ -287,14 +299,14 @@ def test_long_names_are_spelled_out_once(tmp_path, commands):
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
     assert [row[0] for row in rows(text, "Validation loss")] == ["A", "B"]
     picture = (tmp_path / "s" / "compare" / "curves.svg").read_text()
-    assert ">B. train.batch_seconds=30.0 " in picture  # a picture is often shown without its tables
+    assert ">B. train.batch_seconds=30.0 " in picture  # figures are often shown without the tables
 
 
-def test_seeds_that_went_on_from_starts_of_their_own_can_be_pooled(tmp_path, commands):
+def test_seeds_that_started_from_weights_of_their_own_can_be_pooled(tmp_path, commands):
     for seed, norm in ((1, "ba"), (2, "ba"), (1, "none"), (2, "none")):
-        begun = f"train.init=runs/{norm}{seed}"
+        started = f"train.init=runs/{norm}{seed}"
         folder = tmp_path / "s" / f"{norm}{seed}"
-        make_run(folder, [f"model.listener.norm={norm}", f"seed={seed}", begun], falling(0.1))
+        make_run(folder, [f"model.listener.norm={norm}", f"seed={seed}", started], falling(0.1))
     text = tmp_path / "s" / "compare" / "compare.md"
     report(commands, tmp_path / "s")
     assert [row[1] for row in rows(text.read_text(), "Validation loss")] == ["1"] * 4
@@ -303,8 +315,8 @@ def test_seeds_that_went_on_from_starts_of_their_own_can_be_pooled(tmp_path, com
     assert [row[:2] for row in pooled] == [["listener.norm=ba", "2"], ["listener.norm=none", "2"]]
 
 
-def test_one_seed_in_common_says_nothing_of_other_seeds(tmp_path, commands):
-    """However sure the difference of the two models is."""
+def test_one_common_seed_gives_no_conclusion_for_other_seeds(tmp_path, commands):
+    """However significant the difference of the two models is."""
     for norm, wrong in (("ba", 0), ("none", 40)):
         make_run(
             tmp_path / "s" / norm,
@@ -318,7 +330,7 @@ def test_one_seed_in_common_says_nothing_of_other_seeds(tmp_path, commands):
     (rate,) = rows(text, "Is the difference real? WER of test")
     assert loss[3:] == ["1", "–", "–", "–", "–", "unknown: one seed"]
     assert rate[3:7] == ["1", "–", "–", "–"] and rate[-1] == "unknown: one seed"
-    assert "&lt; 0.001" in rate  # of these two models it is
+    assert "&lt; 0.001" in rate  # for these two models it is significant
 
 
 def test_no_seed_in_common_is_not_tested(tmp_path, commands):
@@ -330,7 +342,7 @@ def test_no_seed_in_common_is_not_tested(tmp_path, commands):
 
 
 def test_seeds_that_disagree_leave_a_difference_to_the_models(tmp_path, commands):
-    """Many errors more, so sure over utterances, but with one seed it is the other way round."""
+    """Significant over utterances, but one seed has the opposite sign."""
     for norm, wrong in (("ba", (5, 5, 9)), ("none", (30, 20, 8))):
         for seed, count in enumerate(wrong):
             overrides = [f"model.listener.norm={norm}", f"seed={seed}"]
@@ -344,37 +356,6 @@ def test_seeds_that_disagree_leave_a_difference_to_the_models(tmp_path, commands
     assert rate[-1] == "of these models only"
 
 
-def test_health_of_the_layers_is_the_mean_of_runs_and_directions(two_groups, commands):
-    for seed, run in enumerate(sorted(two_groups.glob("ba-*"))):
-        figures = {
-            "variance/listener.layers.0.l0/input": 1.0 + seed,
-            "variance/listener.layers.0.l0_reverse/input": 3.0 + seed,
-            "variance/listener.layers.0.l0/forget": 0.5,
-            "gain_max/listener.layers.0.gain_hh_l0_reverse": 1.0 + seed,
-            "gain_max/listener.layers.0.gain_hh_l0": 0.5,
-            "flat/speller.cells.0/c": 0.25,
-            "gradient/ctc_head": 0.125,
-            "attention/diagonality": float("nan") if seed else 0.5,
-        }
-        text = json.dumps({"step": 7 + seed, "figures": figures})
-        (run / "health.json").write_text(text)
-    (two_groups / "none-1" / "health.json").write_text('{"step": 3, "fig')  # half written
-    report(commands, two_groups)
-    text = (two_groups / "compare" / "compare.md").read_text().replace("\\", "")
-    found = {
-        title: cells
-        for title, block in re.findall(r"## Health: (.*)\n\n((?:\|.*\n)+)", text)
-        for cells in [[c.strip() for c in block.splitlines()[2].strip("|").split(" | ")]]
-    }
-    by_kind = {title.split()[0]: cells for title, cells in found.items()}
-    assert by_kind["variance"] == ["listener.layers.0.l0", "3.00 / 0.50"]  # of 1 to 3 and 3 to 5
-    assert by_kind["largest"] == ["listener.layers.0.l0", "3.00"]
-    assert by_kind["rows"] == ["speller.cells.0", "25.00"]
-    assert by_kind["norm"] == ["ctc_head", "0.125"]
-    assert by_kind["attention"] == ["diagonality", "nan"]
-    assert "at step 7 to 9" in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -385,7 +366,7 @@ def test_health_of_the_layers_is_the_mean_of_runs_and_directions(two_groups, com
         (["good", "--ignore", "train.begin"], "--ignore train.begin: no run has such a setting"),
     ],
 )
-def test_mistakes_are_one_line(arguments, line, tmp_path, commands, monkeypatch):
+def test_errors_are_one_line(arguments, line, tmp_path, commands, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     make_run(tmp_path / "good", [], falling(0.1))
@@ -393,35 +374,13 @@ def test_mistakes_are_one_line(arguments, line, tmp_path, commands, monkeypatch)
     assert line in commands.refused(compare, *arguments)
 
 
-def test_the_board_overlays_means_and_ranges(two_groups, commands):
-    report(commands, two_groups)
-    report(commands, two_groups)  # what the first wrote is replaced
-    board = two_groups / "compare" / "board"
-    assert len(list(board.rglob("*.tfevents.*"))) == 1 + 2 + 6
-    events = EventAccumulator(str(board / "groups" / "listener.norm=ba")).Reload()
-    assert events.Scalars(f"{VALID}/mean")[-1].value == pytest.approx(
-        np.mean([0.101, 0.112, 0.083])
-    )
-    assert events.Scalars(f"{VALID}/lowest")[-1].value == pytest.approx(0.083)
-    whole = EventAccumulator(str(board)).Reload()
-    (config,) = whole.Tensors("custom_scalars__config__")
-    layout = Layout.FromString(config.tensor_proto.string_val[0])
-    tags = set(events.Tags()["scalars"])
-    for chart in layout.category[0].chart:
-        (series,) = chart.margin.series
-        assert {series.value, series.lower, series.upper} <= tags
-    runs = EventAccumulator(str(board / "runs" / "ba-1")).Reload().Tags()["scalars"]
-    for chart in layout.category[1].chart:
-        assert any(re.search(chart.multiline.tag[0], tag) for tag in runs)
-
-
 def test_events_are_read_as_tensorboard_reads_them(tmp_path):
-    """A run killed behind step 6 and resumed there, with pictures between, and half a record."""
+    """A run killed after step 6 and resumed there, with images between, and a truncated record."""
     random = np.random.default_rng(1)
     with SummaryWriter(str(tmp_path), filename_suffix=".a") as first:
         for step in range(1, 400, 3):
-            first.add_scalar("valid/nats", random.random(), step)
-            first.add_scalar("valid/nats2", 9.0, step)
+            first.add_scalar("valid/nll", random.random(), step)
+            first.add_scalar("valid/nll2", 9.0, step)
             first.add_image(
                 "x", random.integers(0, 255, (8, 9, 3), dtype=np.uint8), step, dataformats="HWC"
             )
@@ -429,25 +388,25 @@ def test_events_are_read_as_tensorboard_reads_them(tmp_path):
     old.rename(tmp_path / "events.out.tfevents.0000000001.a")
     with SummaryWriter(str(tmp_path), purge_step=200, filename_suffix=".b") as second:
         for step in range(200, 300):
-            second.add_scalar("valid/nats", -step, step)
-        second.add_scalar("valid/nats", float("nan"), 300)
+            second.add_scalar("valid/nll", -step, step)
+        second.add_scalar("valid/nll", float("nan"), 300)
     with next(tmp_path.glob("*.b")).open("ab") as file:
-        file.write(scalar_event("valid/nats", 301, 1.0).SerializeToString()[:20])
+        file.write(scalar_event("valid/nll", 301, 1.0).SerializeToString()[:20])
     judge = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
-    found = read_scalars(tmp_path, ["valid/nats", "none"])
-    expected = [(e.step, e.value, e.wall_time) for e in judge.Scalars("valid/nats")]
-    ours = found["valid/nats"]
+    actual = read_scalars(tmp_path, ["valid/nll", "none"])
+    expected = [(e.step, e.value, e.wall_time) for e in judge.Scalars("valid/nll")]
+    ours = actual["valid/nll"]
     np.testing.assert_array_equal(np.transpose([ours.steps, ours.values, ours.times]), expected)
-    assert len(found["none"]) == 0
+    assert len(actual["none"]) == 0
 
 
 def test_t_intervals_and_paired_tests_agree_with_scipy():
     random = np.random.default_rng(3)
     for count in (2, 3, 4, 5, 8, 30):
         a, b = random.normal(size=(2, count))
-        found = spread(a)
-        assert found.sd == pytest.approx(a.std(ddof=1))
-        assert found.interval == pytest.approx(
+        actual = spread(a)
+        assert actual.sd == pytest.approx(a.std(ddof=1))
+        assert actual.interval == pytest.approx(
             stats.t.interval(0.95, count - 1, a.mean(), stats.sem(a))
         )
         assert paired_t(a, b).p == pytest.approx(stats.ttest_rel(b, a).pvalue)
@@ -456,23 +415,23 @@ def test_t_intervals_and_paired_tests_agree_with_scipy():
 
 
 @pytest.mark.parametrize("unit", [1.0, 1 / 360, 1e6])
-def test_seeds_that_all_differ_alike_are_judged_by_their_signs(unit):
-    """Also where rounding makes them differ in the last digit, as fractions of errors do."""
+def test_seeds_with_equal_differences_are_tested_by_their_signs(unit):
+    """Even if rounding makes them differ in the last digit, as error rates do."""
     for count in (2, 3, 6, 10):
         first = unit * np.arange(1, count + 1)
-        found = paired_t(first, first + unit)
+        actual = paired_t(first, first + unit)
         judge = stats.binomtest(count, count).pvalue
-        assert found.p == pytest.approx(judge) and found.interval is None and found.sd == 0
+        assert actual.p == pytest.approx(judge) and actual.interval is None and actual.sd == 0
 
 
-def test_counts_of_errors_that_do_not_truly_differ_are_seldom_called_real():
+def test_equal_error_rates_are_rarely_called_different():
     draws = np.random.default_rng(1).poisson(3.0, size=(4000, 2, 2)) / 360
     assert np.mean([paired_t(a, b).p < 0.05 for a, b in draws]) < 0.05
 
 
 @pytest.mark.parametrize(("effect", "sd"), [(2.3, 1.0), (-0.13, 0.17), (0.5, 1.0)])
 def test_the_seeds_needed_show_it_in_four_of_five_repetitions(effect, sd):
-    """Judged by experiments that were drawn: with that many seeds, and with one fewer."""
+    """Checked by simulated experiments with that many seeds, and with one fewer."""
     random, needed = np.random.default_rng(5), seeds_needed(effect, sd)
     for count, low, high in ((needed, 0.79, 1.0), (needed - 1, 0.0, 0.81)):
         drawn = random.normal(effect, sd, size=(20_000, count))
@@ -502,23 +461,30 @@ def test_levels_and_crossings():
 
 
 def test_a_band_is_over_the_steps_that_all_runs_have():
-    found = band([curve([4, 2, 0]), curve([0, 4], steps=(10, 30))])
-    assert list(found.steps) == [10, 20, 30]
-    assert list(found.mean) == [2, 2, 2] and list(found.low) == [0, 2, 0]
-    assert list(found.high) == [4, 2, 4]
+    actual = band([curve([4, 2, 0]), curve([0, 4], steps=(10, 30))])
+    assert list(actual.steps) == [10, 20, 30]
+    assert list(actual.mean) == [2, 2, 2] and list(actual.low) == [0, 2, 0]
+    assert list(actual.high) == [4, 2, 4]
     assert len(band([curve(np.arange(5000), range(5000))], 400).steps) == 400
     assert band([]) is None and band([curve([1]), curve([1], steps=(20,))]) is None
 
 
-def test_families_with_other_keys_are_told_by_their_kind():
-    las = {"model.kind": "las", "model.listener.norm": "ba", "seed": 1, "train.guide": None}
+def test_families_with_different_keys_are_named_by_their_kind():
+    las = {
+        "model.kind": "las",
+        "model.listener.norm": "ba",
+        "seed": 1,
+        "train.guided_attention": None,
+    }
     other = {"model.kind": "transformer", "model.norm": "rms", "model.d": 7, "seed": 1}
-    guided = {k: v for k, v in las.items() if k != "train.guide"} | {"train.guide.weight": 0.5}
-    found = group([las, las | {"seed": 2}, other, guided], ignore=["seed"])
-    assert [g.members for g in found] == [(0, 1), (2,), (3,)]
-    assert [g.settings["kind"] for g in found] == ["las", "transformer", "las"]
-    assert found[0].settings["weight"] == "null" and found[2].settings["weight"] == "0.5"
-    assert "listener.norm" not in found[0].label and " d=" not in found[1].label
+    guided = {k: v for k, v in las.items() if k != "train.guided_attention"} | {
+        "train.guided_attention.weight": 0.5
+    }
+    actual = group([las, las | {"seed": 2}, other, guided], ignore=["seed"])
+    assert [g.members for g in actual] == [(0, 1), (2,), (3,)]
+    assert [g.settings["kind"] for g in actual] == ["las", "transformer", "las"]
+    assert actual[0].settings["weight"] == "null" and actual[2].settings["weight"] == "0.5"
+    assert "listener.norm" not in actual[0].label and " d=" not in actual[1].label
     assert short_names(["model.listener.norm", "seed"], ["model.norm", "model.listener.norm"]) == {
         "model.listener.norm": "listener.norm", "seed": "seed"
     }  # fmt: skip
@@ -558,10 +524,10 @@ def test_evaluations_of_other_utterances_are_not_compared(two_groups, commands):
 
 
 def test_decoding_makes_no_group_but_a_note(two_groups, commands):
-    """Runs of one training that were decoded, or tuned, in different ways."""
+    """Runs of one training that were decoded or tuned differently."""
     for number, folder in enumerate(sorted(two_groups.glob("*-?/evaluate/test"))):
         about = {"decode": {"beam": 1 + number // 3, "batch_seconds": number, "lm": None}}
-        about["decode"] |= {"speeds": [1.0]} if number % 2 else {}  # which once did not exist
+        about["decode"] |= {"speeds": [1.0]} if number % 2 else {}  # a key that old runs lack
         about["overrides"] = ["features.mvn=none"] * (number == 5)
         wrong = ["a b c" if place < number else "a b d" for place in range(20)]
         write_evaluation(folder, score(["a b d"] * 20, wrong), about)

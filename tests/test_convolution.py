@@ -5,9 +5,9 @@ import torch
 from reference_transformer import linear, norm
 from torch import nn
 
-from asr.nn.convolution import ConvolutionModule
-from asr.nn.residual import Residual, Scale
-from asr.nn.transformer_layers import LayerSettings
+from asr.config.schema import TransformerConfig
+from asr.nn.conformer import ConvolutionModule
+from asr.nn.transformer import EncoderLayer, Residual, ResidualScales
 
 E, KERNEL, T, B = 7, 5, 13, 3
 LENGTHS = [T, 11, 2]
@@ -15,12 +15,16 @@ NORMS = ("layer", "rms", "scale")
 
 
 def module(kind="layer", kernel=KERNEL):
-    """Moved a little from where it starts."""
+    """A module with weights moved from their initial values."""
     torch.manual_seed(0)
-    made = ConvolutionModule(E, kernel, kind).double()
+    made = ConvolutionModule(E, kernel, kind, gain=1.0).double()
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return made
+
+
+def layers_config(**settings):
+    return TransformerConfig(kind="transformer", d_model=E, heads=1, **settings)
 
 
 def valid():
@@ -28,7 +32,7 @@ def valid():
 
 
 def slow(made, kind, x):
-    """One utterance (T, E): Gulati et al. 2020, figure 2, behind the residual's own norm."""
+    """One utterance (T, E): Gulati et al. 2020, figure 2, after the residual's own norm."""
     wide, gate = linear(x, *made.gated[0].parameters()).chunk(2, -1)
     gated = wide / (1 + torch.exp(-gate))
     frames = []
@@ -76,7 +80,7 @@ def test_a_frame_sees_half_a_kernel_to_each_side():
 
 
 @pytest.mark.parametrize("shape", [(0, T), (B, 0)])
-def test_nothing_to_hear_gives_nothing(shape):
+def test_empty_input_gives_empty_output(shape):
     out = module()(torch.zeros(*shape, E, dtype=torch.float64), torch.ones(shape).bool())
     assert out.shape == (*shape, E)
 
@@ -92,10 +96,8 @@ def test_half_precision_is_finite():
 @pytest.mark.parametrize("position", ["pre", "post"])
 def test_an_encoder_layer_has_it_between_attention_and_feed_forward(position):
     torch.manual_seed(1)
-    settings = LayerSettings(
-        heads=1, feed_forward=11, norm="rms", norm_position=position, encoder_convolution=KERNEL
-    )
-    layer = settings.encoder(E, 1, Scale(1.5, 0.3), 0.0).layers[0].double().eval()
+    config = layers_config(feed_forward=11, norm="rms", norm_position=position)
+    layer = EncoderLayer(config, ResidualScales(1.5, 0.3), None, KERNEL).double().eval()
     x, seen = torch.randn(B, T, E, dtype=torch.float64), valid()[:, None, None]
     parts = [
         (layer.around_self_attention, lambda y: layer.self_attention(y, seen)),
@@ -111,12 +113,13 @@ def test_an_encoder_layer_has_it_between_attention_and_feed_forward(position):
 
 
 def test_without_it_a_layer_has_no_weights_of_it():
-    plain = LayerSettings(heads=1).encoder(E, 1, Scale(1.0), 0.0)
+    plain = EncoderLayer(layers_config(), ResidualScales(1.0), None, None)
     assert not [name for name in plain.state_dict() if "convolution" in name]
     assert not any(isinstance(m, nn.Conv2d) for m in plain.modules())
 
 
 @pytest.mark.parametrize("kernel", [0, 4, -3])
 def test_a_kernel_without_a_middle_is_refused(kernel):
-    with pytest.raises(ValueError, match=rf"^convolution over {kernel} frames: take an odd number"):
-        ConvolutionModule(E, kernel)
+    message = "must be odd: choose 3 or 5" if kernel == 4 else "greater than or equal to 1"
+    with pytest.raises(ValueError, match=message):
+        layers_config(encoder_convolution=kernel)

@@ -1,4 +1,4 @@
-"""Manifests: what is read, what is refused and with which words, and what is written."""
+"""Manifests: what is read, what is refused with which message, and what is written."""
 
 import os
 from pathlib import Path
@@ -6,15 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asr.data.corpus import (
-    Corpus,
-    Utterance,
-    link_audio,
-    read_manifest,
-    write_manifest,
-)
-from asr.data.manifest import leaves
-from asr.data.table import write_rows
+from asr.data.corpus import Corpus, Utterance, link_audio, read_manifest, write_manifest
+from asr.data.manifest import is_outside, write_rows
 from asr.errors import UserError
 
 HEADER = "id\tspeaker\taudio\tseconds\ttext\n"
@@ -72,7 +65,7 @@ def test_spreadsheet_marks_and_line_ends_are_read(tmp_path):
         ("id\taudio\ttext\na\tb\tc\n", "no column speaker, seconds"),
         (HEADER + ROW + "b2\tbert\tb2.wav\t7\n", ":3: 4 fields where the header has 5"),
         (HEADER + ROW + "b2\tbert\tb2.wav\t7\tA\tB\n", ":3: 6 fields where the header has 5"),
-        (HEADER + ROW + "\n" + ROW, ":4: id 'a1' stands in line 2 already"),
+        (HEADER + ROW + "\n" + ROW, ":4: id 'a1' is already in line 2"),
         (HEADER + ROW.replace("a1\ta", "\ta"), ":2: every row needs an id"),
         (HEADER + ROW.replace("clips/a1.flac", ""), ":2: every row needs an id and an audio file"),
         *(
@@ -87,7 +80,7 @@ def test_bad_manifests_are_refused_with_file_and_line(tmp_path, content, words):
     assert str(path) in message and words in message
 
 
-def test_what_is_no_text_file_is_refused(tmp_path):
+def test_a_file_that_is_not_text_is_refused(tmp_path):
     assert "cannot be read: No such file" in refusal(tmp_path / "none.tsv")
     assert "cannot be read: Is a directory" in refusal(tmp_path)
     path = tmp_path / "latin.tsv"
@@ -107,21 +100,23 @@ def test_an_absolute_path_below_the_folder_is_inside(tmp_path):
     inside = tmp_path / "clips" / "a1.flac"
     path = manifest(tmp_path, HEADER + ROW.replace("clips/a1.flac", str(inside)))
     assert read_manifest(path)[0].audio == inside
-    assert not leaves("a.wav", Path(os.curdir))
-    # A name that only begins like the folder is another folder.
-    assert leaves(str(tmp_path) + "2/a.wav", tmp_path)
+    assert not is_outside("a.wav", Path(os.curdir))
+    # A path that shares only a prefix with the folder is outside.
+    assert is_outside(str(tmp_path) + "2/a.wav", tmp_path)
 
 
-def test_what_is_written_is_read_back(tmp_path):
-    said = [Utterance(f"u{i}", "s", tmp_path / f"x/{i}.wav", i + 0.25, f"T {i}") for i in range(3)]
+def test_a_written_manifest_is_read_back(tmp_path):
+    utterances = [
+        Utterance(f"u{i}", "s", tmp_path / f"x/{i}.wav", i + 0.25, f"T {i}") for i in range(3)
+    ]
     path = tmp_path / "new.tsv"
-    write_manifest(path, said)
-    assert list(read_manifest(path)) == said
+    write_manifest(path, utterances)
+    assert list(read_manifest(path)) == utterances
     assert path.read_text().splitlines()[1] == "u0\ts\tx/0.wav\t0.250\tT 0"
     assert [p.name for p in tmp_path.iterdir()] == ["new.tsv"]
 
 
-def test_a_manifest_that_fails_leaves_the_old_one(tmp_path):
+def test_a_failed_write_leaves_the_old_manifest(tmp_path):
     path = manifest(tmp_path, HEADER + ROW)
     bad = Utterance("b", "s", tmp_path / "b.wav", 1.0, "TAB\tIN TEXT")
     with pytest.raises(UserError, match="'b' has a tab"):
@@ -133,7 +128,7 @@ def test_a_manifest_that_fails_leaves_the_old_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["train.tsv"]
 
 
-def test_a_break_while_writing_leaves_nothing(tmp_path):
+def test_an_interrupted_write_leaves_nothing(tmp_path):
     def rows():
         yield ("a",)
         raise KeyboardInterrupt
@@ -143,7 +138,7 @@ def test_a_break_while_writing_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_audio_elsewhere_is_shown_by_a_link(tmp_path):
+def test_outside_audio_is_reached_by_a_link(tmp_path):
     audio, to = tmp_path / "audio", tmp_path / "to"
     audio.mkdir()
     (audio / "a.wav").write_bytes(b"sound")
@@ -154,7 +149,7 @@ def test_audio_elsewhere_is_shown_by_a_link(tmp_path):
     assert read_manifest(path)[0].audio.read_bytes() == b"sound"
     other = tmp_path / "other"
     other.mkdir()
-    assert link_audio(path, other).resolve() == other  # our own link may be turned
+    assert link_audio(path, other).resolve() == other  # our own link may be replaced
     assert sorted(p.name for p in to.iterdir()) == ["train.audio", "train.tsv"]
 
 

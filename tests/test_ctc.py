@@ -28,8 +28,8 @@ def test_greedy_reads_the_best_path_of_real_frames_only():
     valid = torch.arange(13) < torch.tensor([13, 7, 0])[:, None]
     for utterance, length in enumerate([13, 7, 0]):
         best = [int(frame.argmax()) for frame in log_probs[utterance, :length]]
-        said = [b for a, b in zip([0, *best], best, strict=False) if a != b and b != 0]
-        assert ctc_greedy(log_probs, valid)[utterance] == said
+        tokens = [b for a, b in zip([0, *best], best, strict=False) if a != b and b != 0]
+        assert ctc_greedy(log_probs, valid)[utterance] == tokens
     assert ctc_greedy(log_probs, valid)[2] == []
 
 
@@ -75,9 +75,9 @@ def test_trying_fewer_tokens_drops_only_their_paths():
     assert (best.tokens, best.score) == (tokens, pytest.approx(score))
 
 
-def test_no_frames_say_nothing():
+def test_no_frames_give_an_empty_sentence():
     log_probs = random_log_probs(1, 3, 5)
-    (best,) = ctc_beam_search(log_probs, torch.zeros(1, 3, dtype=torch.bool))[0]
+    (best,) = ctc_beam_search(log_probs, torch.zeros(1, 3, dtype=torch.bool), beam=8)[0]
     assert (best.tokens, best.score) == ((), 0.0)
 
 
@@ -85,10 +85,11 @@ def test_no_frames_say_nothing():
     ("settings", "message"),
     [
         ({"beam": 0}, "beam is 0; it must be 1 or more"),
-        ({"nbest": 9}, r"nbest is 9; it must lie between 1 and the beam \(8\)"),
+        ({"nbest": 9}, r"nbest is 9; it must be between 1 and beam \(8\)"),
         ({"tokens": 0}, "tokens is 0; it must be 1 or more"),
     ],
 )
-def test_mistakes_are_named(settings, message):
+def test_errors_are_reported(settings, message):
     with pytest.raises(UserError, match=message):
-        ctc_beam_search(random_log_probs(1, 3, 5), torch.ones(1, 3, dtype=torch.bool), **settings)
+        valid = torch.ones(1, 3, dtype=torch.bool)
+        ctc_beam_search(random_log_probs(1, 3, 5), valid, **{"beam": 8} | settings)

@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 
-from asr.decoding.ctc import collapse
-from asr.decoding.ctc_prefix import CTCPrefixScorer
-from asr.nn.memory import Memory
-from asr.tokens import BLANK, EOS, SOS
+from asr.data.tokenizer import BLANK, EOS, SOS
+from asr.decoding.ctc import CTCPrefixScorer, collapse
+from asr.nn.attention import Memory
 
 
 def random_ctc(*shape, seed=0, sharpness=2.0):
@@ -75,19 +74,19 @@ def test_scores_are_the_papers_loop(sentence):
 def test_scores_are_sums_over_all_paths():
     frames, vocabulary = 5, 6
     ctc = random_ctc(1, frames, vocabulary, seed=1)
-    said = {}
+    totals = {}
     for path in itertools.product(range(vocabulary), repeat=frames):
         score = sum(float(ctc[0, t, label]) for t, label in enumerate(path))
         key = tuple(collapse(list(path)))
-        said[key] = said.get(key, 0.0) + math.exp(score)
+        totals[key] = totals.get(key, 0.0) + math.exp(score)
     scorer, memory = CTCPrefixScorer(ctc), memory_of(ctc, [frames])
     for sentence in [(), (4,), (4, 4), (5, 4), (1, 1, 5)]:
         rows = walk(scorer, memory, sentence)
         prefix = sum(float(rows[u, token]) for u, token in enumerate(sentence))
-        judge = sum(p for other, p in said.items() if other[: len(sentence)] == sentence)
+        judge = sum(p for other, p in totals.items() if other[: len(sentence)] == sentence)
         assert prefix == pytest.approx(math.log(judge), abs=1e-9)
-        whole = prefix + float(rows[-1, EOS])
-        assert whole == pytest.approx(math.log(said[sentence]), abs=1e-9)
+        full = prefix + float(rows[-1, EOS])
+        assert full == pytest.approx(math.log(totals[sentence]), abs=1e-9)
 
 
 def test_whole_sentence_is_torchs_ctc_loss():
@@ -104,7 +103,9 @@ def test_a_beam_of_mixed_hypotheses_equals_each_alone():
     """Rows of ragged utterances are shuffled, repeated and dropped between steps."""
     lengths = [11, 3, 7]
     ctc = random_ctc(3, 11, 7, seed=2)
-    padded = ctc.masked_fill(~memory_of(ctc, lengths).valid[..., None], 400.0)  # loud padding
+    padded = ctc.masked_fill(
+        ~memory_of(ctc, lengths).valid[..., None], 400.0
+    )  # large values in the padding
     scorer = CTCPrefixScorer(padded)
     state = scorer.start(memory_of(ctc, lengths))
     _, state = scorer.step(state, torch.full((3, 1), SOS))
@@ -129,7 +130,7 @@ def test_more_tokens_than_frames_are_impossible_not_nan():
 
 
 def test_hopeless_hypotheses_over_long_audio_keep_their_order():
-    """Peaky frames far from what is said: float64 logs, where probabilities underflow."""
+    """Peaked frames that contradict the tokens: float64 logs, where probabilities underflow."""
     frames = 1500
     logits = torch.full((1, frames, 7), -9.0, dtype=torch.float64)
     logits[0, :, BLANK] = 9.0

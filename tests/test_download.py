@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine that breaks off, lies, redirects or is not there."""
+"""Downloads from a local server that disconnects, sends false headers, redirects or is missing."""
 
 import hashlib
 import threading
@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from asr.data import download
-from asr.data.download import check_address, fetch
+from asr.data.importers import download
+from asr.data.importers.download import check_address, fetch
 from asr.errors import UserError
 
 CONTENT = bytes(i * 7919 % 251 for i in range(300_007))
@@ -15,13 +15,13 @@ MD5 = hashlib.md5(CONTENT).hexdigest()
 
 
 class Server(ThreadingHTTPServer):
-    """Serves CONTENT under any name, `per_connection` bytes at most, and notes what was asked."""
+    """Serves CONTENT under any name, at most `per_connection` bytes, and records the requests."""
 
     daemon_threads = True
     per_connection = 10**9
-    ranges = True  # whether the server knows what a range is
-    partial = False  # whether it calls every answer a part, even the whole
-    lengths = True  # whether it says how long the file is
+    ranges = True  # whether the server supports ranges
+    partial = False  # whether it sends 206 even for the whole file
+    lengths = True  # whether it sends Content-Length
     replies = ()  # status codes for the first requests
     redirect = ""
 
@@ -94,15 +94,15 @@ def refusal(server, path, md5=MD5, **kwargs):
     return message
 
 
-def test_a_file_arrives_whole(server, tmp_path, capfd):
+def test_a_file_is_downloaded_completely(server, tmp_path, capfd):
     path = tmp_path / "new" / "corpus.tar.gz"
     fetch(server.url, path, MD5)
     assert path.read_bytes() == CONTENT
     assert names(path.parent) == ["corpus.tar.gz"] and server.asked == [None]
-    assert "corpus.tar.gz" in capfd.readouterr().err  # the bar names what it is about
+    assert "corpus.tar.gz" in capfd.readouterr().err  # the progress bar names the file
 
 
-def test_a_file_that_is_there_is_not_asked_for(server, tmp_path):
+def test_an_existing_file_is_not_requested(server, tmp_path):
     path = tmp_path / "corpus.tar.gz"
     path.write_bytes(CONTENT)
     fetch(server.url, path, MD5)
@@ -113,7 +113,7 @@ def test_a_file_that_is_there_is_not_asked_for(server, tmp_path):
 
 
 @pytest.mark.parametrize("lengths", [True, False])
-def test_what_a_former_run_left_is_gone_on_from(server, tmp_path, lengths):
+def test_a_partial_download_is_resumed(server, tmp_path, lengths):
     server.lengths = lengths
     path = tmp_path / "corpus.tar.gz"
     (tmp_path / "corpus.tar.gz.part").write_bytes(CONTENT[:1009])
@@ -121,17 +121,19 @@ def test_what_a_former_run_left_is_gone_on_from(server, tmp_path, lengths):
     assert path.read_bytes() == CONTENT and server.asked == ["bytes=1009-"]
 
 
-def test_a_connection_that_breaks_off_again_and_again(server, tmp_path):
+def test_a_connection_that_breaks_repeatedly(server, tmp_path):
     server.per_connection = 40_009
     path = tmp_path / "corpus.tar.gz"
     fetch(server.url, path, MD5)
     assert path.read_bytes() == CONTENT
     starts = [None, *(f"bytes={40_009 * i}-" for i in range(1, 8))]
-    assert server.asked == starts  # more breaks than TRIES: what grows is not given up
+    assert (
+        server.asked == starts
+    )  # more disconnects than TRIES: a growing download is not abandoned
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_server_without_ranges_sends_it_all_again(server, tmp_path, partial):
+def test_a_server_without_ranges_sends_everything_again(server, tmp_path, partial):
     server.ranges, server.partial = False, partial
     path = tmp_path / "corpus.tar.gz"
     (tmp_path / "corpus.tar.gz.part").write_bytes(b"x" * 1009)
@@ -139,36 +141,36 @@ def test_a_server_without_ranges_sends_it_all_again(server, tmp_path, partial):
     assert path.read_bytes() == CONTENT
 
 
-def test_a_whole_part_is_only_verified(server, tmp_path):
+def test_a_complete_part_is_only_verified(server, tmp_path):
     path = tmp_path / "corpus.tar.gz"
     (tmp_path / "corpus.tar.gz.part").write_bytes(CONTENT)
     fetch(server.url, path, MD5)
     assert path.read_bytes() == CONTENT and server.asked == [f"bytes={len(CONTENT)}-"]
 
 
-def test_a_part_longer_than_the_file_is_begun_anew(server, tmp_path):
+def test_a_part_longer_than_the_file_is_restarted(server, tmp_path):
     path = tmp_path / "corpus.tar.gz"
     (tmp_path / "corpus.tar.gz.part").write_bytes(CONTENT + b"more")
     fetch(server.url, path, MD5)
     assert path.read_bytes() == CONTENT and server.asked[-1] is None
 
 
-def test_a_part_of_another_file_is_found_out(server, tmp_path):
+def test_a_part_of_another_file_is_detected(server, tmp_path):
     path = tmp_path / "corpus.tar.gz"
     (tmp_path / "corpus.tar.gz.part").write_bytes(b"x" * 1009)
     assert "published is " + MD5 in refusal(server, path)
     assert names(tmp_path) == []
-    fetch(server.url, path, MD5)  # the second try begins at the beginning
+    fetch(server.url, path, MD5)  # the second try starts from byte 0
     assert path.read_bytes() == CONTENT
 
 
-def test_a_wrong_sum_leaves_nothing(server, tmp_path):
+def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
     message = refusal(server, tmp_path / "corpus.tar.gz", md5="0" * 32)
     assert server.url in message and MD5 in message and "0" * 32 in message
     assert names(tmp_path) == []
 
 
-def test_a_connection_that_brings_nothing_is_given_up_but_its_part_is_kept(server, tmp_path):
+def test_a_stalled_connection_is_abandoned_and_its_part_kept(server, tmp_path):
     server.per_connection = 0
     (tmp_path / "corpus.tar.gz.part").write_bytes(CONTENT[:1009])
     message = refusal(server, tmp_path / "corpus.tar.gz")
@@ -176,7 +178,7 @@ def test_a_connection_that_brings_nothing_is_given_up_but_its_part_is_kept(serve
     assert len(server.asked) == download.TRIES and names(tmp_path) == ["corpus.tar.gz.part"]
 
 
-def test_a_busy_server_is_asked_again_and_a_firm_one_is_not(server, tmp_path):
+def test_a_busy_server_is_retried_and_a_refusal_is_not(server, tmp_path):
     server.replies = (503, 429)
     fetch(server.url, tmp_path / "a", MD5)
     assert len(server.asked) == 3
@@ -186,13 +188,13 @@ def test_a_busy_server_is_asked_again_and_a_firm_one_is_not(server, tmp_path):
     assert len(server.asked) == 1
 
 
-def test_no_server_at_all(server, tmp_path):
+def test_no_server(server, tmp_path):
     url = server.url.replace(str(server.server_address[1]), "9")  # discard: nothing listens there
-    with pytest.raises(UserError, match=r"Connection refused.*goes on from there"):
+    with pytest.raises(UserError, match=r"Connection refused.*resumes there"):
         fetch(url, tmp_path / "a", MD5)
 
 
-def test_a_file_without_end_is_stopped(server, tmp_path):
+def test_an_endless_file_is_stopped(server, tmp_path):
     assert "larger than the limit of 1000 bytes" in refusal(server, tmp_path / "a", max_bytes=1000)
 
 
@@ -221,12 +223,12 @@ def test_addresses_that_are_refused(url, tmp_path):
 @pytest.mark.parametrize(
     "url", ["https://www.openslr.org/x", "http://localhost:8/x", "http://[::1]:8/x"]
 )
-def test_addresses_that_are_taken(url):
+def test_addresses_that_are_accepted(url):
     check_address(url)
 
 
 @pytest.mark.parametrize("target", ["http://example.org/x", "file:///etc/passwd"])
-def test_a_redirection_to_elsewhere_is_refused(server, tmp_path, target):
+def test_an_unsafe_redirect_is_refused(server, tmp_path, target):
     server.redirect = target
     with pytest.raises(UserError, match=r"only https|says 302"):
         fetch(server.url, tmp_path / "a", MD5)

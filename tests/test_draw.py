@@ -1,4 +1,4 @@
-"""DRAW's windows against slow loops over the paper's equations, its bound against torch's."""
+"""DRAW's grids against slow loops over the paper's equations, its bound against torch's."""
 
 import math
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import distributions
 
-from asr.data.images import ImageBatch
-from asr.models.draw import Draw, divergence, place_window
-from asr.training.image_objective import BoundObjective, bound_of
+from asr.images.config import DrawConfig
+from asr.images.data import ImageBatch
+from asr.images.models import Draw, divergence, place_grid
+from asr.images.task import BoundObjective, bound_of
 
 
 def slow_filters(wanted, points, rows, columns):
@@ -29,14 +30,14 @@ def slow_filters(wanted, points, rows, columns):
     return *filters, math.exp(log_strength)
 
 
-def test_a_window_is_the_papers():
+def test_a_grid_matches_the_paper():
     torch.manual_seed(1)
     wanted = 0.3 * torch.randn(3, 5, dtype=torch.float64)
     wanted[:, 3] -= 0.7
     image = torch.rand(3, 11, 7, dtype=torch.float64)
-    window = place_window(wanted, 5, 11, 7)
-    patch = window.read(image)
-    back = window.write(patch)
+    grid = place_grid(wanted, 5, 11, 7)
+    patch = grid.read(image)
+    back = grid.write(patch)
     for b in range(3):
         rows, columns, strength = slow_filters(wanted[b], 5, 11, 7)
         for i in range(5):
@@ -56,15 +57,15 @@ def test_a_window_is_the_papers():
             assert float(back[b, r, c]) == pytest.approx(written / strength, rel=1e-9)  # eq. 29
 
 
-def test_a_window_that_left_the_image_is_finite():
+def test_a_grid_that_left_the_image_is_finite():
     wanted = torch.tensor([[9.0, -9.0, -12.0, 0.0, 0.0]], requires_grad=True)
-    window = place_window(wanted, 3, 8, 8)
-    torch.testing.assert_close(window.rows.sum(-1), torch.ones(1, 3))
-    window.read(torch.ones(1, 8, 8)).sum().backward()
+    grid = place_grid(wanted, 3, 8, 8)
+    torch.testing.assert_close(grid.rows.sum(-1), torch.ones(1, 3))
+    grid.read(torch.ones(1, 8, 8)).sum().backward()
     assert torch.isfinite(wanted.grad).all()
 
 
-def test_divergence_is_torchs():
+def test_divergence_matches_torch():
     torch.manual_seed(1)
     mean, log_sigma = torch.randn(3, 7), torch.randn(3, 7)
     ours = distributions.Normal(mean, log_sigma.exp())
@@ -72,10 +73,11 @@ def test_divergence_is_torchs():
     torch.testing.assert_close(divergence(mean, log_sigma), judge)
 
 
-def small(**settings):
+def small():
     torch.manual_seed(1)
-    cell = {"hidden_size": 5, "backend": "reference", "norm": "ba"}
-    return Draw(7, 3, cell, {**cell, "hidden_size": 11}, glimpses=4, latent=2, **settings)
+    cell = {"hidden": 5, "backend": "reference", "norm": "ba"}
+    cells = {"encoder": cell, "decoder": {**cell, "hidden": 11}}
+    return Draw(7, 3, DrawConfig(kind="draw", **cells, glimpses=4, latent=2))
 
 
 def test_the_bound_is_the_sum_of_its_parts():
@@ -88,15 +90,15 @@ def test_the_bound_is_the_sum_of_its_parts():
     torch.manual_seed(2)
     sums = BoundObjective(model)(ImageBatch(("a",) * 5, images, torch.zeros(5).long()))
     torch.testing.assert_close(bounds, drawing.reconstruction + drawing.divergence.sum(1))
-    for name in ("objective", "nats"):
+    for name in ("objective", "nll"):
         torch.testing.assert_close(sums[name].total, bounds.sum())
-    assert sums["nats"].count == 5 and not sums["nats"].total.requires_grad
+    assert sums["nll"].count == 5 and not sums["nll"].total.requires_grad
 
 
 def test_reconstruction_is_a_bernoulli_of_the_canvas():
     model, images = small(), torch.randint(2, (5, 7, 3)).float()
     torch.nn.init.zeros_(model.to_patch.weight)
-    torch.nn.init.zeros_(model.to_patch.bias)  # nothing is written on the first canvas
+    torch.nn.init.zeros_(model.to_patch.bias)  # the first canvas is empty
     torch.nn.init.normal_(model.first_canvas)
     judge = distributions.Bernoulli(logits=model.first_canvas).log_prob(images).sum((1, 2))
     torch.testing.assert_close(model(images).reconstruction, -judge)
@@ -105,14 +107,14 @@ def test_reconstruction_is_a_bernoulli_of_the_canvas():
     torch.testing.assert_close(drawn[-1, 1], model.first_canvas.sigmoid())
 
 
-def test_it_learns_two_pictures():
+def test_draw_learns_two_images():
     model = small()
     objective = BoundObjective(model)
     images = torch.zeros(8, 7, 3)
     images[::2, :3], images[1::2, 4:] = 1.0, 1.0
     batch = ImageBatch(("a",) * 8, images, torch.zeros(8).long())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
-    first = float(objective(batch)["nats"].total) / 8
+    first = float(objective(batch)["nll"].total) / 8
     for _ in range(100):
         optimizer.zero_grad()
         loss = objective(batch)["objective"].total / 8

@@ -1,4 +1,4 @@
-"""What asr.evaluate does beside scoring: tune, rates of groups, and one run against another."""
+"""asr.evaluate beyond scoring: tuning, error rates of groups, and comparison with another run."""
 
 import csv
 import errno
@@ -18,13 +18,15 @@ from test_fusion import save_language_run
 from tiny_speech import RATE
 from tone_model import spoken, tone_recognizer
 
-from asr import build, evaluate
+from asr import evaluate
+from asr.analysis.score_files import evaluation_name, write_evaluation
+from asr.analysis.wer import score
+from asr.config.loader import read_recipe
 from asr.data.corpus import Utterance, read_manifest, write_manifest
-from asr.evaluation import batches, decode_long
-from asr.recipe import read_recipe
-from asr.recognizer import Recognizer
-from asr.scoring.files import evaluation_name, write_evaluation
-from asr.scoring.wer import score
+from asr.inference import evaluation
+from asr.inference.evaluation import batches, decode_long
+from asr.inference.recognition import Recognizer
+from asr.models import build
 from asr.tasks.speech import speech_task
 from asr.training.checkpoint import list_checkpoints
 from features.augment import change_speed
@@ -32,7 +34,7 @@ from features.augment import change_speed
 SPEEDS = "decode.speeds=[0.9,1.0,1.1]"
 
 
-def heard(folder):
+def hypothesis_rows(folder):
     with (folder / "hypotheses.tsv").open(newline="") as file:
         return list(csv.DictReader(file, delimiter="\t"))
 
@@ -49,11 +51,15 @@ def test_tuning_writes_settings_that_are_no_worse(more, tiny, tiny_run, commands
     before = errors(commands, run, "valid", tmp_path / "before", *more)
     code, out, _ = commands(evaluate, run, "--split", "valid", "--tune", *more)
     assert code == 0
-    told = dict(re.findall(r"decode\.(\w+)=(\S+)", out))
+    reported = dict(re.findall(r"decode\.(\w+)=(\S+)", out))
     decode = read_recipe(run / "recipe.yaml").decode
-    assert {"beam", "ctc_weight", "length_penalty"} <= told.keys()
-    assert [f"decode.speeds={told.pop('speeds')}"] == list(more) if more else "speeds" not in told
-    assert all(float(value) == getattr(decode, key) for key, value in told.items())
+    assert {"beam", "ctc_weight", "length_penalty"} <= reported.keys()
+    assert (
+        [f"decode.speeds={reported.pop('speeds')}"] == list(more)
+        if more
+        else "speeds" not in reported
+    )
+    assert all(float(value) == getattr(decode, key) for key, value in reported.items())
     assert errors(commands, run, "valid", tmp_path / "after", *more) <= before
     changed = read_recipe(run / "recipe.yaml").model_copy(update={"decode": None})
     assert changed == read_recipe(tiny_run / "recipe.yaml").model_copy(update={"decode": None})
@@ -63,7 +69,7 @@ def test_groups_are_scored_as_if_alone(tiny, tiny_run, commands, tmp_path):
     code, out, _ = commands(
         evaluate, tiny_run, "--split", "test", "--by", "speaker", "--out", tmp_path
     )
-    rows = heard(tmp_path)
+    rows = hypothesis_rows(tmp_path)
     speakers = sorted({row["speaker"] for row in rows})
     assert code == 0 and speakers == ["s0", "s1"]
     for speaker in speakers:
@@ -74,10 +80,10 @@ def test_groups_are_scored_as_if_alone(tiny, tiny_run, commands, tmp_path):
 
 
 def test_a_speaker_s_statistics_are_those_of_the_split(tiny):
-    """However often it is read, and though the training corpus had a speaker of that name."""
+    """However often it is read, and even if the training corpus had a speaker of that name."""
     recipe = read_recipe(tiny, ["features.mvn=speaker"])
     recognizer, corpus = tone_recognizer(), read_manifest(tiny.parent / "test.tsv")
-    recognizer.front_end = front_end = build.front_end(recipe.features)
+    recognizer.front_end = front_end = build.build_front_end(recipe.features)
     front_end.norm.add(torch.randn(997, front_end.size), "s0")
     raw = {u.id: front_end.extract(front_end.load(u.audio)) for u in corpus}
     for _ in range(2):
@@ -86,30 +92,34 @@ def test_a_speaker_s_statistics_are_those_of_the_split(tiny):
                 speaker = next(u.speaker for u in corpus if u.id == name)
                 frames = torch.cat([raw[u.id] for u in corpus if u.speaker == speaker])
                 expected = (raw[name] - frames.mean(0)) / frames.std(0, correction=0)
-                found = batch.features[row, : batch.lengths[row]]
-                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+                actual = batch.features[row, : batch.lengths[row]]
+                torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_validation_knows_its_speakers_as_evaluation_does(tiny, tmp_path):
+def test_validation_normalises_speakers_as_evaluation_does(tiny, tmp_path):
     task = speech_task(read_recipe(tiny, ["features.mvn=speaker"]), tmp_path, resume=False)
     other = speech_task(read_recipe(tiny), tmp_path, resume=False)
-    judge = batches(task.recognizer, task.heard.corpus, task.recipe)
+    decoder, front_end = task.decoder, task.epochs.utterances.front_end
+    recognizer = Recognizer(decoder.model, decoder.tokenizer, front_end, decoder.decode, 30.0)
+    judge = batches(recognizer, task.held_out.corpus, task.recipe)
     for ours, expected, by_itself in zip(task.valid(), judge, other.valid(), strict=True):
         assert torch.equal(ours.features, expected.features) and ours.ids == by_itself.ids
         assert not torch.allclose(ours.features, by_itself.features, atol=0.1)
 
 
-def test_a_run_that_knew_no_speakers_can_be_decoded_by_speaker(tiny, tiny_run, commands, tmp_path):
+def test_a_run_trained_without_speakers_can_be_decoded_by_speaker(
+    tiny, tiny_run, commands, tmp_path
+):
     overrides = ("features.mvn=speaker", "--out", tmp_path)
     assert commands(evaluate, tiny_run, "--split", "test", *overrides)[0] == 0
 
 
 @pytest.mark.parametrize("mvn", ["utterance", "speaker"])
 def test_a_split_is_read_at_every_speed(mvn, tiny):
-    """A speaker has at each speed the statistics of that speed."""
+    """A speaker has separate statistics at each speed."""
     recipe = read_recipe(tiny, [f"features.mvn={mvn}", SPEEDS])
     recognizer, corpus = tone_recognizer(), read_manifest(tiny.parent / "test.tsv")
-    recognizer.front_end = front_end = build.front_end(recipe.features)
+    recognizer.front_end = front_end = build.build_front_end(recipe.features)
     waves = {u.id: front_end.load(u.audio) for u in corpus}
     (batch,) = batches(recognizer, corpus, recipe)
     for speed, (features, lengths) in zip((0.9, 1.1), batch.others, strict=True):
@@ -119,25 +129,27 @@ def test_a_split_is_read_at_every_speed(mvn, tiny):
             mates = [u.id for u in corpus if u.speaker == speaker and mvn == "speaker"] or [name]
             frames = torch.cat([raw[mate] for mate in mates])
             expected = (raw[name] - frames.mean(0)) / frames.std(0, correction=0)
-            found = features[row, : lengths[row]]
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            actual = features[row, : lengths[row]]
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_at_several_speeds_files_say_what_the_split_says(tiny, tiny_run, commands, tmp_path):
+def test_at_several_speeds_files_match_the_split(tiny, tiny_run, commands, tmp_path):
     settings = (SPEEDS, "decode.beam=3", "decode.ctc_weight=0.3")
     assert commands(evaluate, tiny_run, "--split", "test", *settings, "--out", tmp_path)[0] == 0
     recognizer = Recognizer.load(tiny_run, settings)
     corpus = read_manifest(tiny.parent / "test.tsv")
-    told = dict(recognizer.transcribe_files([u.audio for u in corpus]))
-    assert [told[u.audio].text for u in corpus] == [row["hypothesis"] for row in heard(tmp_path)]
+    reported = dict(recognizer.transcribe_files([u.audio for u in corpus]))
+    assert [reported[u.audio].text for u in corpus] == [
+        row["hypothesis"] for row in hypothesis_rows(tmp_path)
+    ]
     once = Recognizer.load(tiny_run, settings[1:])
-    assert any(once.transcribe(u.audio).score != told[u.audio].score for u in corpus)
+    assert any(once.transcribe(u.audio).score != reported[u.audio].score for u in corpus)
     assert "speeds" in (tmp_path / "page.html").read_text()
 
 
 @pytest.fixture
 def with_long(tiny, tmp_path):
-    """A split of two utterances as they are, and one of all of them behind each other, twice."""
+    """A split of two utterances and a long one: all utterances concatenated, twice."""
     corpus = read_manifest(tiny.parent / "test.tsv")
     waves = [soundfile.read(u.audio) for u in corpus]
     rate = waves[0][1]
@@ -154,59 +166,74 @@ def with_long(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("more", [(), (SPEEDS, "decode.beam=2")], ids=["once", "at three speeds"])
-def test_what_is_too_long_is_heard_as_transcribe_hears_it(
+def test_long_utterances_are_decoded_as_by_transcribe(
     more, with_long, tiny_run, commands, tmp_path
 ):
-    settings = ("decode.longest=1", *more)
+    settings = ("decode.max_segment_seconds=1", *more)
     corpus, out = read_manifest(with_long), tmp_path / "out"
     assert corpus.seconds[2] > 2 > 1 > corpus.seconds[1]
-    code, said, _ = commands(evaluate, tiny_run, "--split", with_long, "--out", out, *settings)
-    assert code == 0 and "1 utterances are too long to be heard at once (decode.longest)" in said
+    code, output, _ = commands(evaluate, tiny_run, "--split", with_long, "--out", out, *settings)
+    assert (
+        code == 0
+        and "1 utterances exceed decode.max_segment_seconds and are decoded in segments" in output
+    )
     recognizer = Recognizer.load(tiny_run, settings)
-    told = [recognizer.transcribe(u.audio) for u in corpus]
-    rows = heard(out)
-    assert [row["hypothesis"] for row in rows] == [transcript.text for transcript in told]
+    reported = [recognizer.transcribe(u.audio) for u in corpus]
+    rows = hypothesis_rows(out)
+    assert [row["hypothesis"] for row in rows] == [transcript.text for transcript in reported]
     assert 0 < float(rows[2]["length_ratio"]) < 2 and rows[2]["finished"] in ("yes", "no")
-    whole = Recognizer.load(tiny_run, more).transcribe(corpus[2].audio)
-    assert whole.tokens != told[2].tokens  # or the test could not fail
+    full = Recognizer.load(tiny_run, more).transcribe(corpus[2].audio)
+    assert full.tokens != reported[2].tokens  # otherwise the test could not fail
     assert json.loads((out / "score.json").read_text())["about"]["in_pieces"] == 1
 
 
 @pytest.mark.parametrize("find", ["beam", "ctc"])
-def test_nobody_says_an_overlap_twice(find, tmp_path):
-    """Neither the search nor CTC alone, by a model that makes no mistakes, where nobody pauses."""
+def test_overlaps_are_not_transcribed_twice(find, tmp_path):
+    """By the search and by CTC alone, with an error-free model and audio without pauses."""
     words = ["abc", "cab", "bca", "a", "acb", "bac"] * 8
-    wave, _ = spoken(words, 0.12)  # which is too short to be cut at
+    wave, _ = spoken(words, 0.12)  # which is too short for a cut
     soundfile.write(tmp_path / "a.wav", wave, RATE)
     utterance = Utterance("u", "s", tmp_path / "a.wav", len(wave) / RATE, " ".join(words))
-    recognizer = tone_recognizer(longest=4.0, overlap=1.0, search=find)
-    assert len(recognizer.cut(torch.from_numpy(wave).float())) > 5
-    found = decode_long(recognizer, utterance)
-    assert found.text == found.ctc == utterance.text and found.finished
+    recognizer = tone_recognizer(max_segment_seconds=4.0, overlap=1.0, search=find)
+    assert len(recognizer.segments(torch.from_numpy(wave).float())) > 5
+    actual = decode_long(recognizer, utterance)
+    assert actual.text == actual.ctc == utterance.text and actual.finished
 
 
-def test_tuning_leaves_out_what_is_too_long(with_long, tiny_run, commands, tmp_path):
+def test_tuning_skips_long_utterances(with_long, tiny_run, commands, tmp_path):
     run = shutil.copytree(tiny_run, tmp_path / "run")
     line = (evaluate, run, "--split", with_long, "--tune")
-    code, out, _ = commands(*line, "decode.longest=1")
+    code, out, _ = commands(*line, "decode.max_segment_seconds=1")
     assert (
-        code == 0 and "left out: 1 utterances, too long" in out and "2 utterances, decoded" in out
+        code == 0
+        and "skipped: 1 utterances longer than decode.max_segment_seconds" in out
+        and "2 utterances, decoded" in out
     )
     rows = with_long.read_text().splitlines()
     with_long.write_text("\n".join([rows[0], rows[3]]) + "\n")
-    assert "all are longer than decode.longest = 1" in commands.refused(*line, "decode.longest=1")
+    assert "all are longer than decode.max_segment_seconds = 1" in commands.refused(
+        *line, "decode.max_segment_seconds=1"
+    )
 
 
 def test_a_long_recording_that_cannot_be_read_is_scored_as_empty(
     with_long, tiny_run, commands, tmp_path
 ):
     (with_long.parent / "2.flac").write_bytes(b"no audio")
-    line = (evaluate, tiny_run, "--split", with_long, "--out", tmp_path / "out", "decode.longest=1")
+    line = (
+        evaluate,
+        tiny_run,
+        "--split",
+        with_long,
+        "--out",
+        tmp_path / "out",
+        "decode.max_segment_seconds=1",
+    )
     code, out, _ = commands(*line)
     assert code == 2 and "not decoded, scored as empty: u2: " in out
 
 
-def test_a_column_that_is_not_there_is_one_line(tiny, tiny_run, commands, tmp_path):
+def test_a_missing_column_is_one_line(tiny, tiny_run, commands, tmp_path):
     line = commands.refused(
         evaluate, tiny_run, "--split", "test", "--by", "accent", "--out", tmp_path / "no"
     )
@@ -228,9 +255,9 @@ def test_a_run_does_not_beat_itself(tiny, tiny_run, commands, tmp_path):
 def test_against_another_run_the_differences_are_those_of_every_resampling(
     tiny, tiny_run, commands, tmp_path
 ):
-    """Four utterances: all 4^4 ways to draw them anew tell the bootstrap's p exactly."""
+    """Four utterances: enumerating all 4^4 resamples gives the bootstrap's exact p."""
     assert commands(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "ours")[0] == 0
-    rows = heard(tmp_path / "ours")
+    rows = hypothesis_rows(tmp_path / "ours")
     other = [rows[0]["reference"], f"a b c {rows[1]['reference']}", "c c", rows[3]["reference"]]
     texts, ids, speakers = ([row[key] for row in rows] for key in ("reference", "id", "speaker"))
     write_evaluation(tmp_path / "run/evaluate/test", score(texts, other, ids, speakers))
@@ -239,10 +266,10 @@ def test_against_another_run_the_differences_are_those_of_every_resampling(
     )[1]
     ours = [row["hypothesis"] for row in rows]
     rates = jiwer.wer(texts, ours), jiwer.wer(texts, other)
-    told = "{:.2f} % against {:.2f} %: {:+.2f} points"
-    assert told.format(100 * rates[0], 100 * rates[1], 100 * (rates[0] - rates[1])) in out
+    reported = "{:.2f} % against {:.2f} %: {:+.2f} points"
+    assert reported.format(100 * rates[0], 100 * rates[1], 100 * (rates[0] - rates[1])) in out
     pairs = [
-        [jiwer.process_words(t, said) for said in both]
+        [jiwer.process_words(t, output) for output in both]
         for t, *both in zip(texts, ours, other, strict=True)
     ]
     wrong = [[m.substitutions + m.deletions + m.insertions for m in pair] for pair in pairs]
@@ -250,8 +277,8 @@ def test_against_another_run_the_differences_are_those_of_every_resampling(
     drawn = [sum(draw) for draw in itertools.product(gains, repeat=len(gains))]
     below, above = sum(d <= 0 for d in drawn), sum(d >= 0 for d in drawn)
     exact = min(1.0, 2 * min(below, above) / len(drawn))
-    told_p = float(re.search(r"bootstrap over utterances \(4\): .* p = (\S+)", out)[1])
-    assert 0.01 < exact < 1 and abs(told_p - exact) < 0.03
+    reported_p = float(re.search(r"bootstrap over utterances \(4\): .* p = (\S+)", out)[1])
+    assert 0.01 < exact < 1 and abs(reported_p - exact) < 0.03
 
 
 def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path):
@@ -262,22 +289,22 @@ def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path
 
 
 @pytest.mark.parametrize("what", ["utterances", "texts"])
-def test_against_what_is_of_other_speech_nothing_is_decoded(
+def test_comparison_with_other_data_stops_before_decoding(
     what, tiny, tiny_run, commands, tmp_path, monkeypatch
 ):
-    """A manifest of that name elsewhere, or mended since: said at once, not after the search."""
-    there = read_manifest(tiny.parent / "test.tsv")
-    texts = [f"{text} a" for text in there.texts]
+    """Another manifest of that name, or a corrected one, is reported before the search."""
+    original = read_manifest(tiny.parent / "test.tsv")
+    texts = [f"{text} a" for text in original.texts]
     other, out = tmp_path / "other", tmp_path / "e"
-    ids = there.ids if what == "texts" else None
+    ids = original.ids if what == "texts" else None
     write_evaluation(other / "evaluate" / "test", score(texts, texts, ids))
-    monkeypatch.setattr(evaluate, "evaluate", lambda *_: pytest.fail("decoded in vain"))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("decoded in vain"))
     line = commands.refused(evaluate, tiny_run, "--split", "test", "--against", other, "--out", out)
     assert f"is of other {what} than" in line and not out.exists()
 
 
-def test_the_result_says_what_it_is_of(tiny, tiny_run, commands, tmp_path):
-    """Fewer checkpoints than were asked for, and a setting other than the run's."""
+def test_the_result_names_its_checkpoints_and_settings(tiny, tiny_run, commands, tmp_path):
+    """Fewer checkpoints than requested, and a setting other than the run's."""
     settings = ["decode.average=7", "decode.checkpoint=last", "features.mvn=none"]
     given = ["--split", "test", "--out", tmp_path, "--pictures", "0", *settings]
     code, out, _ = commands(evaluate, tiny_run, *given)
@@ -292,23 +319,23 @@ def test_a_folder_that_cannot_be_made_is_refused_before_decoding(
     tiny, tiny_run, commands, tmp_path, monkeypatch
 ):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(evaluate, "evaluate", lambda *_: pytest.fail("decoded in vain"))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("decoded in vain"))
     line = commands.refused(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "file" / "e")
     assert f"{tmp_path / 'file'} cannot be written into; choose another --out" in line
 
 
-def test_a_disk_that_is_full_at_the_end_does_not_cost_the_rates(
+def test_a_full_disk_at_the_end_still_prints_the_rates(
     tiny, tiny_run, commands, tmp_path, monkeypatch
 ):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
 
-    monkeypatch.setattr(evaluate, "write", full)
+    monkeypatch.setattr(evaluation, "write", full)
     code, out, err = commands(evaluate, tiny_run, "--split", "test", "--out", tmp_path)
     assert code == 2 and "tiny: test: WER" in out and "No space left" in err
 
 
-def test_the_files_are_written_before_anyone_stops_reading(tiny_run, tmp_path):
+def test_the_files_are_written_before_the_output_pipe_closes(tiny_run, tmp_path):
     """`asr.evaluate ... | head -1` closes the pipe after its first line."""
     line = [sys.executable, "-m", "asr.evaluate", tiny_run, "--split", "test", "--out", tmp_path]
     with subprocess.Popen([*map(str, line), "--pictures", "0"], stdout=subprocess.PIPE) as process:
@@ -318,10 +345,12 @@ def test_the_files_are_written_before_anyone_stops_reading(tiny_run, tmp_path):
 
 @pytest.mark.parametrize("count", ["-1", "2.5", "some"])
 def test_pictures_are_counted_from_0(count, tiny_run, commands):
-    """-1 would be all utterances but one."""
+    """As a slice, -1 would select all utterances but one."""
     code, _, err = commands(evaluate, tiny_run, "--split", "test", "--pictures", count)
-    told = err.splitlines()[-1]
-    assert code == 2 and told.endswith(f"--pictures: '{count}' is not a whole number, 0 or above")
+    reported = err.splitlines()[-1]
+    assert code == 2 and reported.endswith(
+        f"--pictures: '{count}' is not a whole number, 0 or above"
+    )
 
 
 @pytest.mark.parametrize(
@@ -334,9 +363,9 @@ def test_every_split_has_a_folder_of_its_own(split, name):
 def test_the_page_names_the_language_model(tiny_run, commands, tmp_path):
     save_language_run(tmp_path / "lm", Recognizer.load(tiny_run).tokenizer)
     named = [f"decode.lm={tmp_path / 'lm'}", "decode.beam=2"]
-    for weight, there in (("0.25", True), ("0", False)):
+    for weight, original in (("0.25", True), ("0", False)):
         out = tmp_path / weight
         given = ["--split", "test", "--out", out, *named, f"decode.lm_weight={weight}"]
         assert commands(evaluate, tiny_run, *given)[0] == 0
         page = (out / "page.html").read_text()
-        assert (f"{tmp_path / 'lm'}, weight {weight}" in page) is there
+        assert (f"{tmp_path / 'lm'}, weight {weight}" in page) is original

@@ -1,4 +1,4 @@
-"""A run to pass on: the same words from half the bytes, and nothing of the machine it came from."""
+"""An exported run: the same transcripts from half the bytes, and no local paths."""
 
 import json
 import resource
@@ -10,14 +10,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from asr import evaluate, export, train, transcribe
-from asr.recognizer import Recognizer
-from asr.trained import run_recipe
+from asr.inference.load import load_run_recipe
+from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import SUMS, WEIGHTS, list_checkpoints
 
 
 @pytest.fixture
 def run(tiny_run, tmp_path):
-    """A copy that a test may write into."""
+    """A copy that a test may modify."""
     return shutil.copytree(tiny_run, tmp_path / "run")
 
 
@@ -40,14 +40,14 @@ def test_the_weights_are_those_decoded_with_in_fp16(tiny_run, commands, tmp_path
     assert bytes_of(to / "checkpoints") < bytes_of(list_checkpoints(tiny_run)[0].folder) / 4
 
 
-def test_it_is_a_run_without_the_machine(tiny, tiny_run, commands, tmp_path):
+def test_an_export_is_a_run_without_local_paths(tiny, tiny_run, commands, tmp_path):
     to = tmp_path / "small"
     assert commands(export, tiny_run, "--to", to, "train.device=cuda:1")[0] == 0
-    assert run_recipe(to).train.device == "auto"
+    assert load_run_recipe(to).train.device == "auto"
     for path in to.rglob("*"):
         assert path.is_dir() or str(tiny.parent).encode() not in path.read_bytes(), path
-    heard = commands(transcribe, to, tiny.parent / "test-0.flac")
-    assert heard[0] == 0 and heard[1]
+    transcribed = commands(transcribe, to, tiny.parent / "test-0.flac")
+    assert transcribed[0] == 0 and transcribed[1]
     assert commands(evaluate, to, "--split", tiny.parent / "test.tsv")[0] == 0
     code, _, err = commands(evaluate, to, "--split", "valid")
     assert code == 2 and len(err.splitlines()) == 1
@@ -57,31 +57,31 @@ def test_it_is_a_run_without_the_machine(tiny, tiny_run, commands, tmp_path):
     assert commands(train, tiny, *overrides, "--run", tmp_path / "more")[0] == 0
 
 
-def test_the_card_says_what_the_run_knows(tiny, run, commands, tmp_path):
-    (tmp_path / "told.md").write_text("Trained on tones, which nobody owns.\n")
+def test_the_card_contains_the_facts_of_the_run(tiny, run, commands, tmp_path):
+    (tmp_path / "about.md").write_text("Trained on tones, which are public.\n")
     assert commands(evaluate, run, "--split", "test", "--by", "speaker")[0] == 0
-    assert commands(export, run, "--to", tmp_path / "to", "--about", tmp_path / "told.md")[0] == 0
+    assert commands(export, run, "--to", tmp_path / "to", "--about", tmp_path / "about.md")[0] == 0
     card = (tmp_path / "to" / "README.md").read_text()
-    assert card.startswith("# to\n\nTrained on tones, which nobody owns.\n\nA las model of ")
-    found = json.loads((run / "evaluate/test/score.json").read_text())
+    assert card.startswith("# to\n\nTrained on tones, which are public.\n\nA las model of ")
+    actual = json.loads((run / "evaluate/test/score.json").read_text())
     rows = [line.split(" | ") for line in card.splitlines() if line.startswith("| test |")]
-    speakers = found["about"]["groups"]["speaker"]
+    speakers = actual["about"]["groups"]["speaker"]
     assert [row[1] for row in rows[1:]] == [f"speaker {name}" for name in sorted(speakers)]
     assert len(speakers) > 1
     assert [row[3] for row in rows] == [
-        f"{100 * part['wer']:.2f} %" for part in (found, *speakers.values())
+        f"{100 * part['wer']:.2f} %" for part in (actual, *speakers.values())
     ]
-    low, high = found["wer_interval"]
+    low, high = actual["wer_interval"]
     assert rows[0][4] == f"{100 * low:.2f} % to {100 * high:.2f} %"
 
 
 def test_rates_of_other_checkpoints_are_not_in_the_card(run, commands, tmp_path):
     assert commands(evaluate, run, "--split", "test")[0] == 0
-    for number, (average, there) in enumerate((("1", True), ("2", False))):
+    for number, (average, present) in enumerate((("1", True), ("2", False))):
         to = tmp_path / str(number)
-        code, said, _ = commands(export, run, "--to", to, f"decode.average={average}")
-        assert code == 0 and ("not in the card" in said) is not there
-        assert ("| test |" in (to / "README.md").read_text()) is there
+        code, output, _ = commands(export, run, "--to", to, f"decode.average={average}")
+        assert code == 0 and ("not in the card" in output) is not present
+        assert ("| test |" in (to / "README.md").read_text()) is present
 
 
 def test_groups_of_two_columns_do_not_hide_each_other(tiny, run, commands, tmp_path):
@@ -99,11 +99,11 @@ def test_groups_of_two_columns_do_not_hide_each_other(tiny, run, commands, tmp_p
 
 def overflow(run):
     folder = list_checkpoints(run)[-1].folder
-    there = load_file(folder / WEIGHTS)
-    name = next(iter(there))
+    present = load_file(folder / WEIGHTS)
+    name = next(iter(present))
     with safe_open(folder / WEIGHTS, "pt") as file:
         about = file.metadata()
-    save_file(there | {name: there[name] + 1e6}, folder / WEIGHTS, metadata=about)
+    save_file(present | {name: present[name] + 1e6}, folder / WEIGHTS, metadata=about)
     (folder / SUMS).unlink()
 
 
@@ -122,7 +122,7 @@ def damage(run):
     ],
     ids=["too large for fp16", "damaged score", "no checkpoint", "no text"],
 )
-def test_what_cannot_be_exported(run, commands, tmp_path, spoil, more, words):
+def test_runs_that_cannot_be_exported(run, commands, tmp_path, spoil, more, words):
     spoil(run)
     code, _, err = commands(export, run, "--to", tmp_path / "to", *more)
     assert code == 2 and words in err and len(err.splitlines()) == 1
@@ -130,8 +130,8 @@ def test_what_cannot_be_exported(run, commands, tmp_path, spoil, more, words):
 
 
 @pytest.mark.parametrize("limit", [500, 5000])
-def test_a_full_disk_leaves_nothing_in_the_way_of_another_try(tiny_run, commands, tmp_path, limit):
-    """The system refuses every byte beyond the limit: of the recipe, or of the weights."""
+def test_a_full_disk_does_not_block_another_try(tiny_run, commands, tmp_path, limit):
+    """RLIMIT_FSIZE refuses every byte beyond the limit: of the recipe, or of the weights."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
@@ -139,10 +139,10 @@ def test_a_full_disk_leaves_nothing_in_the_way_of_another_try(tiny_run, commands
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert code == 2 and err.startswith(f"error: --to {tmp_path / 'to'}: cannot be written (")
-    assert err.endswith("make room, then do it again\n") and "--resume" not in err
+    assert err.endswith("make room, try again\n") and "--resume" not in err
     assert commands(export, tiny_run, "--to", tmp_path / "to")[0] == 0
 
 
-def test_nothing_is_written_over(tiny_run, commands):
+def test_nothing_is_overwritten(tiny_run, commands):
     code, _, err = commands(export, tiny_run, "--to", tiny_run)
     assert code == 2 and "is there already" in err

@@ -1,4 +1,4 @@
-"""Log-mel, MFCC and Slaney-mel: judged by Kaldi's formulae in slow loops, torchaudio, librosa."""
+"""Log-mel, MFCC and Slaney-mel against Kaldi's formulae in slow loops, torchaudio and librosa."""
 
 import math
 
@@ -21,7 +21,7 @@ def waveform(samples: int, seed: int = 0) -> torch.Tensor:
 
 
 def slow_log_mel(wave: np.ndarray, bins: int, rate: int = 16_000) -> np.ndarray:
-    """Kaldi's compute-fbank-feats by its description, one frame and one filter at a time."""
+    """Kaldi's compute-fbank-feats from its description, one frame and one filter at a time."""
     window, shift, fft = rate * 25 // 1000, rate // 100, 512
     povey = [(0.5 - 0.5 * math.cos(2 * math.pi * n / (window - 1))) ** 0.85 for n in range(window)]
     lowest, highest = (1127 * math.log(1 + hertz / 700) for hertz in (20.0, rate / 2))
@@ -146,7 +146,7 @@ def test_dither_comes_from_the_generator_and_is_the_same_without_one():
     drawn = [extract(silence, torch.Generator().manual_seed(seed)) for seed in (5, 5, 7)]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
-    # Of one unit in 16 bits: the energy of 398 samples of white noise of variance 1, by Parseval.
+    # One unit in 16 bits: the energy of 398 samples of white noise of variance 1, by Parseval.
     noise = torch.randn(16_000, generator=torch.Generator().manual_seed(5)) / 32768
     torch.testing.assert_close(drawn[0], Fbank()(noise))
 
@@ -165,6 +165,6 @@ def test_dither_comes_from_the_generator_and_is_the_same_without_one():
         (lambda: Fbank()(torch.zeros(1, 999)), r"\(samples,\), got shape \(1, 999\)"),
     ],
 )
-def test_settings_that_make_no_sense_say_so(make, message):
+def test_invalid_settings_are_reported(make, message):
     with pytest.raises(ValueError, match=message):
         make()

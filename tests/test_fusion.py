@@ -1,4 +1,4 @@
-"""Language models in the beam: brute force over every sentence, and what a recipe may ask for."""
+"""Language models in the beam against brute force over every sentence, and their recipe keys."""
 
 import itertools
 import sys
@@ -7,13 +7,13 @@ import pytest
 import torch
 from small_language_model import language_model
 from test_beam_models import FAMILIES, WORDS, V, alone, encoded, tiny
+from toy_speller import NO_FRAMES, beam_search
 
-from asr import build, evaluate
-from asr.data.text import Characters
-from asr.decoding.beam import beam_search
-from asr.recipe import validate, write_recipe
-from asr.recognizer import Recognizer
-from asr.tokens import EOS, SOS
+from asr import evaluate
+from asr.config.loader import validate, write_recipe
+from asr.data.tokenizer import EOS, SOS, Characters
+from asr.inference.recognition import Recognizer
+from asr.models import build
 from asr.training.checkpoint import save_checkpoint
 
 LM_WEIGHT = 0.6
@@ -48,20 +48,20 @@ def ctc_log_probs(ctc, sentences):
 def brute_force(model, lm, lm_weight, memory, ctc, longest, settings):
     """One utterance: [(score, tokens)] of all sentences, best first."""
     weight, alpha = settings["ctc_weight"], settings.get("length_penalty", 0.0)
-    found = []
+    results = []
     for length in range(longest + 1):
-        said = list(itertools.product(WORDS, repeat=length))
+        sentences = list(itertools.product(WORDS, repeat=length))
         many = type(memory)(
-            memory.states.expand(len(said), -1, -1), memory.valid.expand(len(said), -1)
+            memory.states.expand(len(sentences), -1, -1), memory.valid.expand(len(sentences), -1)
         )
-        total = (1 - weight) * sentence_log_probs(lambda t, m=many: model.decode(m, t), said)
+        total = (1 - weight) * sentence_log_probs(lambda t, m=many: model.decode(m, t), sentences)
         if weight:
-            total = total + weight * ctc_log_probs(ctc, said)
-        total = total + lm_weight * sentence_log_probs(lm, said)
+            total = total + weight * ctc_log_probs(ctc, sentences)
+        total = total + lm_weight * sentence_log_probs(lm, sentences)
         total = total / ((6 + length) / 6) ** alpha
         total = total + settings.get("token_reward", 0.0) * (length + 1)
-        found += zip(total.tolist(), said, strict=True)
-    return sorted(found, reverse=True)
+        results += zip(total.tolist(), sentences, strict=True)
+    return sorted(results, reverse=True)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "all"])
@@ -70,7 +70,7 @@ def brute_force(model, lm, lm_weight, memory, ctc, longest, settings):
 def test_a_beam_as_wide_as_the_space_is_brute_force(family, kind, settings):
     model, lm = tiny(family), language_model(kind, V)
     memory, ctc = encoded(model)
-    wide = {"beam": 150, "nbest": 4, "max_ratio": 0, "max_constant": 4, "ctc": ctc}
+    wide = {"beam": 150, "nbest": 4, "max_ratio": NO_FRAMES, "max_constant": 4, "ctc": ctc}
     results = beam_search(model, memory, scorers=[(LM_WEIGHT, lm)], **wide, **settings)
     for b, ours in enumerate(results):
         judge = brute_force(model, lm, LM_WEIGHT, *alone(memory, ctc, b), 4, settings)[:4]
@@ -78,13 +78,13 @@ def test_a_beam_as_wide_as_the_space_is_brute_force(family, kind, settings):
         assert [h.score for h in ours] == pytest.approx([s for s, _ in judge], abs=1e-6)
 
 
-def test_the_language_models_of_the_brute_force_matter():
-    """A judge that found the same sentences with and without would judge nothing."""
+def test_brute_force_results_depend_on_the_language_models():
+    """With equal sentences with and without language models, the comparison would prove nothing."""
     for kind in KINDS:
         model, lm = tiny("las location"), language_model(kind, V)
         one = alone(*encoded(model), 0)
-        found = [brute_force(model, lm, w, *one, 4, SETTINGS[1])[:4] for w in (0.0, LM_WEIGHT)]
-        assert [tokens for _, tokens in found[0]] != [tokens for _, tokens in found[1]]
+        results = [brute_force(model, lm, w, *one, 4, SETTINGS[1])[:4] for w in (0.0, LM_WEIGHT)]
+        assert [tokens for _, tokens in results[0]] != [tokens for _, tokens in results[1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,11 +96,11 @@ def test_fused_scores_add_up(family, kind):
     for b, hypotheses in enumerate(results):
         mine, own_ctc = alone(memory, ctc, b)
         for hypothesis in hypotheses:
-            said = [hypothesis.tokens]
+            sentences = [hypothesis.tokens]
             parts = [
-                sentence_log_probs(lambda t, m=mine: model.decode(m, t), said),
-                ctc_log_probs(own_ctc, said),
-                sentence_log_probs(lm, said),
+                sentence_log_probs(lambda t, m=mine: model.decode(m, t), sentences),
+                ctc_log_probs(own_ctc, sentences),
+                sentence_log_probs(lm, sentences),
             ]
             assert hypothesis.parts == pytest.approx([float(p) for p in parts], abs=1e-5)
             total = 0.7 * parts[0] + 0.3 * parts[1] + 0.4 * parts[2]
@@ -109,7 +109,7 @@ def test_fused_scores_add_up(family, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["las location", "transformer"])
-def test_a_batch_is_its_utterances_one_by_one(family, kind):
+def test_a_batch_equals_its_utterances_one_by_one(family, kind):
     model, scorers = tiny(family), [(0.5, language_model(kind, V))]
     memory, ctc = encoded(model)
     settings = {"nbest": 3, "ctc_weight": 0.3, "coverage_penalty": 0.1, "length_penalty": 0.6}
@@ -130,7 +130,7 @@ def save_language_run(run, tokenizer, task="language"):
     tokenizer.save(run)
     write_recipe(recipe, run / "recipe.yaml")
     torch.manual_seed(1)
-    made = build.language_model(recipe.model, tokenizer.size)
+    made = build.build_language_model(recipe.model, tokenizer.size)
     torch.nn.init.normal_(made.out.weight, std=3.0)
     save_checkpoint(run, made, {}, 1, 1.0, {"vocabulary": tokenizer.fingerprint()})
 
@@ -168,7 +168,7 @@ def test_another_vocabulary_is_one_clear_line(commands, tiny_run, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["decode.lm=away"], "decode.lm = away: neither a run's folder nor a file of n-grams"),
+        (["decode.lm=away"], "decode.lm = away: neither a run folder nor a file of n-grams"),
         (["decode.lm=."], "no recipe.yaml in it, so it is no run folder"),
         (["decode.lm=away", "decode.search=ctc"], "decode.lm needs decode.search=beam"),
         (["decode.lm_weight=-1"], "decode.lm_weight = -1: should be greater than or equal to 0"),
@@ -179,7 +179,7 @@ def test_another_vocabulary_is_one_clear_line(commands, tiny_run, tmp_path):
         ),
     ],
 )
-def test_mistakes_are_one_clear_line(commands, tiny_run, overrides, message):
+def test_errors_are_one_clear_line(commands, tiny_run, overrides, message):
     assert message in refused(commands, tiny_run, *overrides)
 
 
@@ -188,7 +188,7 @@ def test_a_speech_run_is_no_language_model(commands, tiny_run):
     assert line.endswith("a run of the task speech, no language model")
 
 
-def test_without_kenlm_the_line_says_what_to_install(commands, tiny_run, tmp_path, monkeypatch):
+def test_without_kenlm_the_error_names_the_package(commands, tiny_run, tmp_path, monkeypatch):
     (tmp_path / "three.arpa").write_text("\\data\\\n")
     monkeypatch.setitem(sys.modules, "kenlm", None)  # import kenlm fails
     line = refused(commands, tiny_run, f"decode.lm={tmp_path / 'three.arpa'}")

@@ -13,18 +13,21 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from asr import prepare, train
-from asr.data import download
-from asr.data.corpora import mnist
-from asr.data.images import ImageEpochs, Images, binary, digits, in_order, moved, read_idx
+from asr.analysis.plots import tiles
+from asr.analysis.statistics import confusion, mean_interval, wilson_interval
+from asr.config.loader import read_recipe
+from asr.data.importers import download
 from asr.errors import UserError
-from asr.models.row_classifier import RowClassifier
-from asr.recipe import read_recipe
-from asr.scoring.classes import confusion, mean_interval, wilson_interval
-from asr.scoring.pictures import tiles
-from asr.tasks import images
+from asr.images import data as mnist
+from asr.images import task
+from asr.images.config import RowClassifierConfig
+from asr.images.data import ImageEpochs, Images, binary, digits, in_order, read_idx, shifted
+from asr.images.models import RowClassifier
+from asr.training import run as training_run
 
 
 def idx(array, kind=8, sizes=None):
@@ -83,7 +86,7 @@ def write_set(folder, train_labels=(0, 1, 2, 1, 0, 2, 1), test_labels=(2, 0, 1),
     return folder
 
 
-def test_a_set_whose_parts_do_not_fit_is_refused(tmp_path):
+def test_a_set_with_inconsistent_parts_is_refused(tmp_path):
     assert [len(images) for images in mnist.read(write_set(tmp_path / "good"))] == [7, 3]
     with pytest.raises(UserError, match="differ in size"):
         mnist.read(write_set(tmp_path / "size", rows=7))
@@ -105,7 +108,7 @@ def test_prepare_copies_a_folder(tmp_path, commands):
     }
     (source / "t10k-labels-idx1-ubyte.gz").unlink()
     line = commands.refused(prepare, "mnist", "--from", source, "--to", to)
-    assert "t10k-labels-idx1-ubyte: not there, nor with .gz" in line
+    assert "t10k-labels-idx1-ubyte: not found, nor with .gz" in line
 
 
 def test_prepare_downloads_and_verifies(tmp_path, commands, monkeypatch):
@@ -119,7 +122,7 @@ def test_prepare_downloads_and_verifies(tmp_path, commands, monkeypatch):
     sums = {p.name: hashlib.md5(p.read_bytes()).hexdigest() for p in source.iterdir()}
     try:
         code, _, err = commands(prepare, "mnist", "--to", tmp_path / "a", "--url", url)
-        line = err.splitlines()[-1]  # those before it are the progress bar's
+        line = err.splitlines()[-1]  # the lines before it are the progress bar
         assert code == 2 and line.startswith("error: ") and "Traceback" not in err
         assert "MD5" in line and "deleted" in line  # not the published files
         assert list((tmp_path / "a").iterdir()) == []
@@ -137,24 +140,24 @@ def some(count=11, rows=5, columns=3):
 
 def test_an_epoch_reads_every_image_once_and_resumes():
     epochs = ImageEpochs(some(), 4, seed=1, shift=1)
-    whole = list(epochs.batches(2))
-    assert [len(batch) for batch in whole] == [4, 4, 3]
-    assert sorted(name for b in whole for name in b.ids) == sorted(f"train-{i}" for i in range(11))
-    assert [b.ids for b in whole] != [b.ids for b in epochs.batches(3)]
-    for old, again in zip(whole[1:], epochs.batches(2, skip=1), strict=True):
+    full = list(epochs.batches(2))
+    assert [len(batch) for batch in full] == [4, 4, 3]
+    assert sorted(name for b in full for name in b.ids) == sorted(f"train-{i}" for i in range(11))
+    assert [b.ids for b in full] != [b.ids for b in epochs.batches(3)]
+    for old, again in zip(full[1:], epochs.batches(2, skip=1), strict=True):
         assert old.ids == again.ids and torch.equal(old.images, again.images)
     plain = torch.cat([batch.images for batch in in_order(some(), 4)])
     torch.testing.assert_close(plain, some().pixels / 255)
 
 
-def test_an_image_moves_as_a_whole():
+def test_an_image_is_shifted_as_a_whole():
     image = torch.zeros(40, 5, 7)
     image[:, 2, 3] = 1.0
-    found = moved(image, 2, np.random.default_rng(1))
-    rows, columns = found.flatten(1).argmax(1) // 7 - 2, found.flatten(1).argmax(1) % 7 - 3
-    assert torch.equal(found.flatten(1).sum(1), torch.ones(40))
+    actual = shifted(image, 2, np.random.default_rng(1))
+    rows, columns = actual.flatten(1).argmax(1) // 7 - 2, actual.flatten(1).argmax(1) % 7 - 3
+    assert torch.equal(actual.flatten(1).sum(1), torch.ones(40))
     assert set(rows.tolist()) == set(columns.tolist()) == {-2, -1, 0, 1, 2}
-    assert moved(image, 0, np.random.default_rng(1)) is image
+    assert shifted(image, 0, np.random.default_rng(1)) is image
 
 
 def test_binary_pixels_are_white_by_their_brightness():
@@ -175,7 +178,8 @@ def test_the_built_in_digits():
 
 def test_row_classifier_without_norm_is_torch_lstm():
     torch.manual_seed(1)
-    ours, judge = RowClassifier(3, 7, hidden=5, layers=2, norm="none"), nn.LSTM(3, 5, 2)
+    config = RowClassifierConfig(kind="rows", hidden=5, layers=2, norm="none")
+    ours, judge = RowClassifier(3, 7, config), nn.LSTM(3, 5, 2)
     judge.load_state_dict(ours.lstm.state_dict())
     images = torch.randn(2, 11, 3)
     outputs, _ = judge(images.transpose(0, 1))
@@ -194,7 +198,7 @@ def test_intervals_and_confusions():
     assert counts.tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 1]]
 
 
-def test_tiles_stand_in_rows():
+def test_tiles_are_in_rows():
     picture = tiles(np.stack([np.full((2, 3), v) for v in (0.0, 1.0, 0.2)]), 2)
     assert picture.shape == (6, 8, 3)
     assert picture[0, 4, 0] == 255 and picture[3, 0, 0] == 51 and picture[0, 0, 0] == 0
@@ -218,58 +222,59 @@ def recipes(tmp_path_factory):
 
 
 def test_rows_from_recipe_to_score(recipes, tmp_path):
-    assert train.train(read_recipe(recipes / "rows.yaml"), tmp_path / "run") == 0
+    assert training_run.train(read_recipe(recipes / "rows.yaml"), tmp_path / "run") == 0
     score = json.loads((tmp_path / "run/evaluate/test/score.json").read_text())
     counts = np.array(score["confusion"])
     assert counts.sum() == score["images"] == 360 and counts.trace() == score["right"]
     assert score["accuracy"] == pytest.approx(counts.trace() / 360) == 1 - score["error"]
     low, high = score["accuracy_interval"]
     assert low < score["accuracy"] < high
-    health = json.loads((tmp_path / "run/health.json").read_text())["figures"]
-    assert {"variance/lstm.l0/forget", "flat/lstm.l0/c", "gradient/out"} <= set(health)
+    health = EventAccumulator(str(tmp_path / "run")).Reload().Tags()["scalars"]
+    names = ("variance/lstm.l0/forget", "flat/lstm.l0/c", "gradient/out")
+    assert {f"health/{name}" for name in names} <= set(health)
 
 
-def test_other_images_are_noticed_at_a_resume(recipes, tmp_path, monkeypatch):
+def test_changed_images_are_detected_when_resuming(recipes, tmp_path, monkeypatch):
     recipe = read_recipe(recipes / "rows.yaml", ["train.steps=1", "train.health=0"])
-    assert train.train(recipe, tmp_path / "run") == 0
-    assert train.train(recipe, tmp_path / "run", resume=True) == 0
-    training, test = images.read(recipe.data)
+    assert training_run.train(recipe, tmp_path / "run") == 0
+    assert training_run.train(recipe, tmp_path / "run", resume=True) == 0
+    training, test = task.read(recipe.data)
     training.labels[0] = (training.labels[0] + 1) % 10
-    monkeypatch.setattr(images, "read", lambda data: (training, test))
+    monkeypatch.setattr(task, "read", lambda data: (training, test))
     with pytest.raises(UserError, match=r"data\.folder: the same size, but another content"):
-        train.train(recipe, tmp_path / "run", resume=True)
+        training_run.train(recipe, tmp_path / "run", resume=True)
 
 
 def test_draw_from_recipe_to_score(recipes, tmp_path):
-    assert train.train(read_recipe(recipes / "draw.yaml"), tmp_path / "run") == 0
+    assert training_run.train(read_recipe(recipes / "draw.yaml"), tmp_path / "run") == 0
     score = json.loads((tmp_path / "run/evaluate/test/score.json").read_text())
-    low, high = score["nats_interval"]
-    assert score["images"] == 360 and low < score["nats"] < high
+    low, high = score["nll_interval"]
+    assert score["images"] == 360 and low < score["nll"] < high
 
 
 def test_images_in_the_order_of_their_classes_are_refused(recipes, tmp_path, monkeypatch):
-    """Those held out for validation, the last tenth, would be of classes that are never learned."""
+    """The last tenth, held out for validation, would contain only classes missing from training."""
     recipe = read_recipe(recipes / "rows.yaml")
-    training, test = images.read(recipe.data)
+    training, test = task.read(recipe.data)
     order = training.labels.argsort()
     training = dataclasses.replace(
         training, pixels=training.pixels[order], labels=training.labels[order]
     )
-    monkeypatch.setattr(images, "read", lambda data: (training, test))
-    with pytest.raises(UserError, match=r"have classes 0 to [78] alone.*; shuffle the training"):
-        train.train(recipe, tmp_path / "run")
+    monkeypatch.setattr(task, "read", lambda data: (training, test))
+    with pytest.raises(UserError, match=r"only have classes 0 to [78], .*; shuffle the training"):
+        training_run.train(recipe, tmp_path / "run")
 
 
-def test_going_on_at_an_epochs_end_validates_once(recipes, tmp_path, capsys):
+def test_resuming_at_an_epochs_end_validates_once(recipes, tmp_path, capsys):
     for steps in (6, 8):  # an epoch has six
         recipe = read_recipe(recipes / "rows.yaml", [f"train.steps={steps}"])
-        assert train.train(recipe, tmp_path / "run", resume=steps > 6) == 0
-    said = capsys.readouterr().out
-    assert "1293 training images" in said  # in batches of 256
-    assert re.findall(r"^step (\d+)  validation", said, re.M) == ["6", "8"]
+        assert training_run.train(recipe, tmp_path / "run", resume=steps > 6) == 0
+    output = capsys.readouterr().out
+    assert "1293 training images" in output  # in batches of 256
+    assert re.findall(r"^step (\d+)  validation", output, re.M) == ["6", "8"]
 
 
-def test_a_users_mistakes(recipes, tmp_path, commands):
+def test_user_errors(recipes, tmp_path, commands):
     rows, draw = recipes / "rows.yaml", recipes / "draw.yaml"
     run = ["--run", tmp_path / "run"]
     line = commands.refused(train, rows, f"data.folder={tmp_path / 'none'}", *run)

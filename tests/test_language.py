@@ -8,14 +8,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_sentences import make_lines, manifest, write
+from test_text_corpus import make_lines, manifest, write
 
 from asr import train
-from asr.data.text import Characters, load_tokenizer
-from asr.decoding.sample import sample
-from asr.recipe import read_recipe
-from asr.tasks.language import language_task, load_language_model
-from asr.tokens import EOS, SOS
+from asr.config.loader import read_recipe
+from asr.data.tokenizer import EOS, SOS, Characters, load_tokenizer
+from asr.decoding.scorer import sample
+from asr.inference.load import load_language_model
+from asr.tasks.language import language_task
 from asr.training.checkpoint import list_checkpoints
 
 MODELS = {
@@ -62,13 +62,13 @@ def make_recipe(folder, model="lstm", **data):
 
 
 def hand_nats(model, tokenizer, lines):
-    """The judge: sentence by sentence, token by token, nothing padded -> (nats, tokens)."""
+    """The reference: sentence by sentence, token by token, without padding -> (nats, tokens)."""
     total, count = 0.0, 0
     with torch.no_grad():
         for line in lines:
-            said = [*tokenizer.encode(line), EOS]
-            logits = model(torch.tensor([[SOS, *said[:-1]]]))[0]
-            for row, token in zip(logits, said, strict=True):
+            tokens_read = [*tokenizer.encode(line), EOS]
+            logits = model(torch.tensor([[SOS, *tokens_read[:-1]]]))[0]
+            for row, token in zip(logits, tokens_read, strict=True):
                 total -= math.log(float(row.exp()[token]) / float(row.exp().sum()))
                 count += 1
     return total, count
@@ -91,10 +91,10 @@ def test_a_run_gives_the_perplexity_of_its_model(commands, folder, kind):
     nats, tokens = hand_nats(model, tokenizer, lines)
     words = sum(len(line.split()) + 1 for line in lines)
     shown, events = scalars(run)
-    assert shown["valid/nats"] == pytest.approx(nats / tokens, rel=1e-4)
+    assert shown["valid/nll"] == pytest.approx(nats / tokens, rel=1e-4)
     assert shown["valid/perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert shown["valid/word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-4)
-    assert shown["train/perplexity"] == pytest.approx(math.exp(shown["train/nats"]), rel=1e-4)
+    assert shown["train/perplexity"] == pytest.approx(math.exp(shown["train/nll"]), rel=1e-4)
     assert list_checkpoints(run)[-1].loss == pytest.approx(nats / tokens, rel=1e-4)
     (text,) = events.Tensors("samples/text_summary")[-1].tensor_proto.string_val
     assert text.decode().count("\n\n") == 2
@@ -103,9 +103,9 @@ def test_a_run_gives_the_perplexity_of_its_model(commands, folder, kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_resumed_in_mid_epoch_is_the_same_run(commands, folder, kind):
     recipe = make_recipe(folder, kind)
-    whole, cut = folder / "whole", folder / "cut"
+    full, cut = folder / "whole", folder / "cut"
     steps = ["train.steps=9", "train.save_every=5", "train.keep=99"]
-    assert commands(train, recipe, *steps, "--run", whole)[0] == 0
+    assert commands(train, recipe, *steps, "--run", full)[0] == 0
     assert commands(train, recipe, *steps, "--run", cut)[0] == 0
     for checkpoint in list_checkpoints(cut):
         if checkpoint.step > 5:
@@ -116,16 +116,16 @@ def test_resumed_in_mid_epoch_is_the_same_run(commands, folder, kind):
     code, out, err = commands(train, recipe, *steps, "--run", cut, "--resume")
     assert code == 0, err
     assert "resuming" in out
-    names = [run / "checkpoints" / "00000009" / "model.safetensors" for run in (whole, cut)]
+    names = [run / "checkpoints" / "00000009" / "model.safetensors" for run in (full, cut)]
     first, second = map(load_file, names)
     assert all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
     with (folder / "valid.txt").open("a") as file:
         file.write("one more\n")
     line = commands.refused(train, recipe, *steps, "--run", cut, "--resume")
-    assert "its data have changed since: data.valid: 9 sentences -> 10. Take the old" in line
+    assert "its data have changed since: data.valid: 9 sentences -> 10. Restore the old" in line
 
 
-def test_the_vocabulary_of_a_run_is_taken(commands, folder):
+def test_the_vocabulary_of_a_run_is_reused(commands, folder):
     speech = folder / "speech"
     tokenizer = Characters.train(["ABCDEFGHIJKLMNOPQRSTUVWXYZ '"])
     tokenizer.save(speech)
@@ -150,7 +150,7 @@ def test_two_runs_must_agree_on_the_vocabulary(commands, folder):
     ("change", "message"),
     [
         ({"train": []}, "data.train = []: Tuple should have at least 1 item"),
-        ({"train": ["away.txt"]}, "data.train: away.txt is not there; name a .txt, .txt.gz or"),
+        ({"train": ["away.txt"]}, "data.train: away.txt is missing; name a .txt, .txt.gz or"),
         (
             {"train": ["d/librispeech-lm-norm.txt.gz"], "corpus": "librispeech-lm"},
             "make it with: python -m asr.prepare librispeech-lm --to d",
@@ -163,24 +163,24 @@ def test_two_runs_must_agree_on_the_vocabulary(commands, folder):
             {"train": ["d/foo.tsv"], "corpus": "spoken-numbers"},
             "asr.prepare spoken-numbers --to d, which has train.tsv, valid.tsv and test.tsv",
         ),
-        ({"train": ["d/foo.txt"], "corpus": "spoken-numbers"}, "foo.txt is not there; name a .txt"),
+        ({"train": ["d/foo.txt"], "corpus": "spoken-numbers"}, "foo.txt is missing; name a .txt"),
         ({"max_bytes": 1}, "data.max_bytes = 1: each of the 48 lines is longer"),
         ({"batch_byte": 1}, "data.batch_byte is not a recipe key. Did you mean 'batch_bytes'?"),
     ],
 )
-def test_mistakes_are_one_clear_line(commands, folder, change, message):
+def test_errors_are_one_clear_line(commands, folder, change, message):
     refused = commands.refused(train, make_recipe(folder, **change), "--run", folder / "run")
     assert message in refused
     assert not (folder / "run").exists()
 
 
-def test_a_text_in_other_letters_is_named(commands, folder):
+def test_a_text_in_other_letters_is_reported(commands, folder):
     Characters.train(["abc xyz"]).save(folder / "speech")
     line = commands.refused(train, make_recipe(folder), f"text.run={folder / 'speech'}")
-    assert "train.txt.gz: 100 % of its letters are none that the model knows: " in line
+    assert "train.txt.gz: 100 % of its letters are not in the vocabulary: " in line
 
 
-def test_what_is_too_long_is_counted_and_samples_fit_learned_positions(commands, folder):
+def test_too_long_lines_are_counted_and_samples_fit_learned_positions(commands, folder):
     recipe = make_recipe(folder, "transformer")
     lengths = [len(line) for line in (*make_lines(41), *make_lines(7, seed=5))]
     longest = sorted(lengths)[20]
@@ -192,10 +192,8 @@ def test_what_is_too_long_is_counted_and_samples_fit_learned_positions(commands,
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
-def test_a_sentence_with_more_places_than_are_learned_is_told_before_training(
-    commands, folder, split
-):
-    """Of the characters, and of the end: validation hears what training leaves out as well."""
+def test_too_few_learned_positions_are_reported_before_training(commands, folder, split):
+    """Positions of characters and EOS: validation also reads the lines that training skips."""
     recipe = make_recipe(folder, "transformer")
     lines = {"train": [*make_lines(41), *make_lines(7, seed=5)], "valid": make_lines(9, seed=6)}
     most = {name: max(map(len, texts)) + 1 for name, texts in lines.items()}
@@ -206,19 +204,19 @@ def test_a_sentence_with_more_places_than_are_learned_is_told_before_training(
         most[other] = 16
     assert most[split] > 16
     line = commands.refused(train, recipe, *given, f"model.max_positions={most[split] - 1}")
-    assert "places with its end, and model.max_positions is" in line and "raise it" in line
-    assert f" {most[split]} places" in line
+    assert "positions with its end, and model.max_positions is" in line and "raise it" in line
+    assert f" {most[split]} positions" in line
     assert commands(train, recipe, *given, f"model.max_positions={max(most.values())}")[0] == 0
 
 
-def test_learned_places_do_not_hide_that_every_line_is_too_long(commands, folder):
+def test_learned_positions_do_not_hide_that_every_line_is_too_long(commands, folder):
     given = ["data.max_bytes=1", "model.positions=learned", "--run", folder / "run"]
     line = commands.refused(train, make_recipe(folder, "transformer"), *given)
     assert "data.max_bytes = 1: each of the 48 lines is longer" in line
 
 
-def test_what_health_looks_at_is_not_padded(folder):
-    """Sentences from all of the text, not the shortest of it."""
+def test_health_figures_use_unpadded_sentences(folder):
+    """Sentences from the whole text, not its shortest ones."""
     task = language_task(read_recipe(make_recipe(folder)), folder / "run", resume=False)
     batches = list(task.samples())
     assert len(batches) == 4 and all(len(batch) == 1 for batch in batches)
@@ -234,9 +232,9 @@ def test_a_model_that_diverged_is_one_line(commands, folder):
     assert "NaN" in line or "not finite" in line
 
 
-def test_a_damaged_text_is_named(commands, folder):
-    whole = gzip.compress(b"ONE TWO THREE\n" * 300)
-    (folder / "train.txt.gz").write_bytes(whole[: len(whole) // 2])
+def test_a_damaged_text_is_reported(commands, folder):
+    full = gzip.compress(b"ONE TWO THREE\n" * 300)
+    (folder / "train.txt.gz").write_bytes(full[: len(full) // 2])
     assert "train.txt.gz: cannot be read" in commands.refused(train, make_recipe(folder))
 
 
@@ -254,9 +252,9 @@ class Bigrams:
         return probs.log(), state
 
 
-def test_samples_come_as_often_as_they_are_likely():
-    said = sample(Bigrams(), 2000, 7, torch.Generator().manual_seed(1))
-    assert {tuple(tokens) for tokens in said} == {(5,), (4, 5)}
-    assert 440 < sum(tokens == [4, 5] for tokens in said) < 560  # 500 expected, deviation 19
+def test_samples_are_as_frequent_as_their_probability():
+    tokens_read = sample(Bigrams(), 2000, 7, torch.Generator().manual_seed(1))
+    assert {tuple(tokens) for tokens in tokens_read} == {(5,), (4, 5)}
+    assert 440 < sum(tokens == [4, 5] for tokens in tokens_read) < 560  # 500 expected, deviation 19
     assert sample(Bigrams(), 2, 1, torch.Generator().manual_seed(1))[0] in ([4], [5])
     assert sample(Bigrams(), 0, 7, torch.Generator()) == []

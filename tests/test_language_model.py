@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from small_language_model import KINDS, LSTM, TRANSFORMER, language_model
+from small_language_model import KINDS, language_model, lstm, transformer
 from torch import nn
 
-from asr.models.language_model import LstmLanguageModel, TransformerLanguageModel
-from asr.nn.memory import Memory
-from asr.tokens import BLANK, SOS
+from asr.data.tokenizer import BLANK, SOS
+from asr.nn.attention import Memory
 
 V, B, U = 13, 3, 11
 
@@ -35,20 +34,22 @@ def test_step_by_step_is_the_full_pass(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_selected_hypotheses_go_on_as_their_own_sentences(kind):
-    """Hypotheses are swapped, copied and dropped, utterance 0 leaves: each says what it is."""
+def test_selected_hypotheses_continue_their_own_sentences(kind):
+    """Hypotheses are swapped, copied and dropped, and utterance 0 is finished."""
     model = language_model(kind, V)
     state = model.select(model.start(memory(2)), torch.tensor([[0, 0, 0], [1, 1, 1]]))
     _, state = model.step(state, torch.full((2, 3), SOS))
     _, state = model.step(state, torch.tensor([[4, 5, 6], [7, 8, 9]]))
     state = model.select(state, torch.tensor([[5, 3, 5, 4]]))
     log_probs, state = model.step(state, torch.tensor([[10, 11, 12, 4]]))
-    said = torch.tensor([[SOS, 9, 10], [SOS, 7, 11], [SOS, 9, 12], [SOS, 8, 4]])
-    torch.testing.assert_close(log_probs[0], model(said)[:, -1].log_softmax(-1), atol=1e-9, rtol=0)
+    tokens = torch.tensor([[SOS, 9, 10], [SOS, 7, 11], [SOS, 9, 12], [SOS, 8, 4]])
+    torch.testing.assert_close(
+        log_probs[0], model(tokens)[:, -1].log_softmax(-1), atol=1e-9, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_leaves_its_state_as_it_was(kind):
+def test_a_step_does_not_change_its_state(kind):
     model = language_model(kind, V)
     _, before = model.step(model.start(memory(1)), torch.tensor([[SOS]]))
     first, _ = model.step(before, torch.tensor([[5]]))
@@ -68,8 +69,8 @@ def test_padding_and_batch_mates_change_nothing(kind):
     torch.testing.assert_close(model(loud)[1:2, :7], alone, atol=1e-12, rtol=0)
 
 
-def test_without_norms_the_lstm_is_torchs():
-    ours = LstmLanguageModel(V, **LSTM, norm="none").double()
+def test_without_norms_the_lstm_matches_torch():
+    ours = lstm(V, norm="none").double()
     judge = nn.LSTM(5, 7, 2, batch_first=True).double()
     judge.load_state_dict(ours.lstm.state_dict())
     tokens = sentences()
@@ -78,7 +79,7 @@ def test_without_norms_the_lstm_is_torchs():
 
 
 def test_the_transformer_is_torchs_encoder_behind_a_causal_mask():
-    ours = TransformerLanguageModel(V, **TRANSFORMER, dropout=0.0).double()
+    ours = transformer(V, dropout=0.0).double()
     layer = nn.TransformerEncoderLayer(
         6, 2, 11, dropout=0.0, batch_first=True, norm_first=True, layer_norm_eps=1e-6
     )
@@ -112,10 +113,10 @@ def test_no_token_sees_a_later_one(kind):
     ("name", "value"),
     [("encoder_windows", {"offsets": [-1, 0], "width": 0.7}), ("encoder_convolution", 5)],
 )
-def test_what_only_an_encoder_has_is_refused(name, value):
-    """It would see later tokens, or be parameters that nothing uses."""
-    with pytest.raises(ValueError, match=f"{name} is for encoders; .* leave it out"):
-        TransformerLanguageModel(V, **TRANSFORMER, **{name: value})
+def test_encoder_only_settings_are_refused(name, value):
+    """It would attend to later tokens, or have unused parameters."""
+    with pytest.raises(ValueError, match=rf"{name}\n  Extra inputs are not permitted"):
+        transformer(V, **{name: value})
 
 
 def test_tied_weights_are_one_parameter():
@@ -129,8 +130,8 @@ def test_tied_weights_are_one_parameter():
 
 def test_dropout_acts_in_training_alone():
     tokens = sentences()
-    for make, settings in ((LstmLanguageModel, LSTM), (TransformerLanguageModel, TRANSFORMER)):
-        model = make(V, **settings, dropout=0.5)
+    for make in (lstm, transformer):
+        model = make(V, dropout=0.5)
         model.train()
         assert not torch.equal(model(tokens), model(tokens))
         model.eval()
@@ -140,7 +141,7 @@ def test_dropout_acts_in_training_alone():
 def test_deepnets_scales_are_those_of_a_decoder_alone():
     """Wang et al. 2022, figure 2: alpha = (2 M)^(1/4), beta = (8 M)^(-1/4)."""
     settings = {"d_model": 64, "heads": 2, "layers": 18, "feed_forward": 32}
-    model = TransformerLanguageModel(V, **settings, residual_scale="deepnet", norm_position="post")
+    model = transformer(V, **settings, residual_scale="deepnet", norm_position="post")
     layer = model.stack.layers[0]
     assert layer.around_self_attention.alpha == pytest.approx(36**0.25)
     fan = (2 / (64 + 64)) ** 0.5

@@ -1,31 +1,31 @@
-"""LAS as every loop and search sees it: one face, exact padding, steps equal to the whole."""
+"""LAS through the common model interface: exact padding, single steps equal to whole sequences."""
 
 import pytest
 import torch
 from torch import nn
 
-from asr.data.batch import Batch
-from asr.decoding.search import greedy
+from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig
+from asr.data.batching import Batch
+from asr.data.tokenizer import BLANK, EOS, SOS
+from asr.decoding.scorer import greedy
+from asr.kernels.dispatch import backends
 from asr.models.las import LAS
-from asr.models.listener import Listener
-from asr.models.speller import Speller
-from asr.nn.lstm import backends
-from asr.nn.memory import Memory
-from asr.tokens import BLANK, EOS, SOS
-from asr.training.objective import SpeechObjective
+from asr.nn.attention import Memory
+from asr.training.losses import SpeechObjective
 
 F, H, V = 7, 5, 13
 LENGTHS = [11, 6, 3]
 TOKEN_LENGTHS = [4, 0, 2]
 
 
-def las(
-    sampling=0.0, ctc=True, norm="ba", kind="location", std=0.5, backend="reference", **speller
-):
+def las(sampling=0.0, ctc=True, norm="ba", kind="location", std=0.5, backend="reference"):
     torch.manual_seed(1)
-    listener = Listener(F, 2, H, pyramid=(2,), norm=norm, backend="reference")
-    spelling = Speller(V, 2 * H, 1, 11, 3, kind, 7, norm=norm, backend=backend, **speller)
-    model = LAS(listener, spelling, V, sampling, ctc)
+    listener = ListenerConfig(layers=2, hidden=H, pyramid=(2,), norm=norm, backend="reference")
+    speller = SpellerConfig(
+        layers=1, hidden=11, embedding=3, scheduled_sampling=sampling, norm=norm, backend=backend
+    )
+    parts = {"listener": listener, "speller": speller, "ctc_weight": 0.3 if ctc else 0.0}
+    model = LAS(F, V, LasConfig(kind="las", attention=kind, attention_size=7, **parts))
     for weight in model.parameters():
         nn.init.normal_(weight, std=std)
     return model.double().eval()
@@ -42,14 +42,14 @@ def batch(seed=2):
     return Batch(("a", "b", "c"), features, lengths[0], tokens, lengths[1], 0.2)
 
 
-def one(whole, row):
+def one(full, row):
     frames, count = LENGTHS[row], TOKEN_LENGTHS[row]
     return Batch(
-        (whole.ids[row],),
-        whole.features[row : row + 1, :frames],
-        whole.lengths[row : row + 1],
-        whole.tokens[row : row + 1, :count],
-        whole.token_lengths[row : row + 1],
+        (full.ids[row],),
+        full.features[row : row + 1, :frames],
+        full.lengths[row : row + 1],
+        full.tokens[row : row + 1, :count],
+        full.token_lengths[row : row + 1],
         0.1,
     )
 
@@ -57,15 +57,15 @@ def one(whole, row):
 @torch.no_grad()
 @pytest.mark.parametrize("norm", ["none", "ba", "raw", "per_gate", "cell"])
 def test_padding_and_batch_mates_change_nothing(norm):
-    model, whole = las(norm=norm), batch()
-    memory = model.encode(whole.features, whole.lengths)
-    inputs = torch.cat([torch.full((3, 1), SOS), whole.tokens], dim=1)
+    model, padded = las(norm=norm), batch()
+    memory = model.encode(padded.features, padded.lengths)
+    inputs = torch.cat([torch.full((3, 1), SOS), padded.tokens], dim=1)
     logits, weights = model.decode(memory, inputs), model.attention(memory, inputs)
     ctc = model.ctc(memory)
-    frames = model.memory_lengths(whole.lengths).tolist()
+    frames = model.memory_lengths(padded.lengths).tolist()
     assert frames == memory.valid.sum(dim=1).tolist()
     for row, t in enumerate(frames):
-        single = one(whole, row)
+        single = one(padded, row)
         alone = model.encode(single.features, single.lengths)
         u = TOKEN_LENGTHS[row] + 1
         torch.testing.assert_close(alone.states[0], memory.states[row, :t])
@@ -91,22 +91,22 @@ def gradients(model, batches):
 
 
 def test_the_loss_and_its_gradient_are_those_of_each_utterance_alone():
-    model, whole = las(), batch()
-    (together,), grads = gradients(model, [whole])
-    apart, expected = gradients(model, [one(whole, row) for row in range(3)])
+    model, full = las(), batch()
+    (together,), grads = gradients(model, [full])
+    alone, expected = gradients(model, [one(full, row) for row in range(3)])
     for name, (total, count) in together.items():
-        assert total == pytest.approx(sum(single[name][0] for single in apart)), name
-        assert count == sum(single[name][1] for single in apart), name
-    # The loss is taken in float32, whatever the model computes in.
+        assert total == pytest.approx(sum(single[name][0] for single in alone)), name
+        assert count == sum(single[name][1] for single in alone), name
+    # The loss is computed in float32, whatever the model's dtype.
     torch.testing.assert_close(grads, expected, atol=1e-5, rtol=1e-5)
     assert all(grad.isfinite().all() and grad.any() for grad in grads[:4])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["additive", "dot", "location"])
-def test_steps_equal_the_whole(kind):
-    model, whole = las(kind=kind), batch()
-    memory = model.encode(whole.features, whole.lengths)
+def test_steps_equal_the_whole_sequence(kind):
+    model, full = las(kind=kind), batch()
+    memory = model.encode(full.features, full.lengths)
     tokens = torch.tensor([[SOS, 4, 9, 9, 5], [SOS, 12, 4, 7, 8], [SOS, 6, 6, 6, 6]])
     expected = model.decode(memory, tokens).log_softmax(-1)
     weights = model.attention(memory, tokens)
@@ -121,9 +121,9 @@ def test_steps_equal_the_whole(kind):
 
 @torch.no_grad()
 def test_a_beam_follows_its_hypotheses():
-    """Three hypotheses each, reordered twice, an utterance dropped: as if spelt from the start."""
-    model, whole = las(), batch()
-    memory = model.encode(whole.features, whole.lengths)
+    """Three hypotheses each, reordered twice, one utterance dropped: as if decoded again."""
+    model, padded = las(), batch()
+    memory = model.encode(padded.features, padded.lengths)
     _, state = model.step(model.start(memory), torch.full((3, 1), SOS))
     state = model.select(state, torch.arange(3)[:, None].expand(3, 3))
     words = [[[4], [5], [6]], [[7], [8], [9]], [[10], [11], [12]]]
@@ -150,17 +150,17 @@ def test_a_beam_follows_its_hypotheses():
 
 
 @torch.no_grad()
-def test_greedy_reads_the_model_through_its_own_steps():
-    model, whole = las(std=1.5), batch()
-    memory = model.encode(whole.features, whole.lengths)
-    found = greedy(model, memory, max_ratio=1.0, max_constant=3.0)
-    assert any(h.tokens for h in found)
-    for b, hypothesis in enumerate(found):
+def test_greedy_search_uses_the_model_s_own_steps():
+    model, full = las(std=1.5), batch()
+    memory = model.encode(full.features, full.lengths)
+    actual = greedy(model, memory, max_ratio=1.0, max_constant=3.0)
+    assert any(h.tokens for h in actual)
+    for b, hypothesis in enumerate(actual):
         inputs = torch.tensor([[SOS, *hypothesis.tokens]])
         alone = Memory(memory.states[b : b + 1], memory.valid[b : b + 1])
         log_probs = model.decode(alone, inputs)[0].log_softmax(-1)
-        said = torch.tensor([*hypothesis.tokens, EOS])
-        total = log_probs.gather(1, said[:, None]).sum()
+        tokens = torch.tensor([*hypothesis.tokens, EOS])
+        total = log_probs.gather(1, tokens[:, None]).sum()
         assert hypothesis.score == pytest.approx(float(total))
         log_probs[:, [BLANK, SOS]] = -torch.inf
         best = log_probs.argmax(-1).tolist()
@@ -169,22 +169,22 @@ def test_greedy_reads_the_model_through_its_own_steps():
 
 @torch.no_grad()
 def test_ctc_is_a_distribution_or_absent():
-    whole = batch()
+    full = batch()
     model = las()
-    log_probs = model.ctc(model.encode(whole.features, whole.lengths))
+    log_probs = model.ctc(model.encode(full.features, full.lengths))
     assert log_probs.shape == (3, 6, V)
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(3, 6).double())
     bare = las(ctc=False)
-    assert bare.ctc(bare.encode(whole.features, whole.lengths)) is None
+    assert bare.ctc(bare.encode(full.features, full.lengths)) is None
     assert not [name for name, _ in bare.named_parameters() if "ctc" in name]
 
 
 class TestScheduledSampling:
-    """Bengio et al. 2015: in training the speller reads its own last choice now and then."""
+    """Bengio et al. 2015: in training the speller sometimes reads its own last output."""
 
     tokens = torch.tensor([[SOS, 4, 9, 5, 7], [SOS, 12, 4, 7, 8], [SOS, 6, 10, 6, 11]])
 
-    @pytest.fixture(params=["reference", "cpu"])  # step by step, or at once where nothing is drawn
+    @pytest.fixture(params=["reference", "cpu"])  # cpu: one kernel call without sampling
     def backend(self, request):
         if backends()[request.param]:
             pytest.skip(f"no {request.param}: {backends()[request.param]}")
@@ -192,16 +192,16 @@ class TestScheduledSampling:
 
     @torch.no_grad()
     def logits(self, model, seed=3):
-        whole = batch()
+        full = batch()
         torch.manual_seed(seed)
-        return model.decode(model.encode(whole.features, whole.lengths), self.tokens)
+        return model.decode(model.encode(full.features, full.lengths), self.tokens)
 
     def test_evaluation_reads_the_true_tokens(self, backend):
         torch.testing.assert_close(
             self.logits(las(0.7, backend=backend)), self.logits(las(0.0, backend=backend))
         )
 
-    def test_never_and_hardly_ever_are_the_true_tokens(self, backend):
+    def test_rates_of_0_and_near_0_read_the_true_tokens(self, backend):
         never, hardly_ever = (las(rate, backend=backend).train() for rate in (0.0, 1e-9))
         torch.testing.assert_close(self.logits(never), self.logits(hardly_ever))
 
@@ -209,9 +209,9 @@ class TestScheduledSampling:
         model = las(1.0 - 1e-9, std=1.0, backend=backend)
         sampled = self.logits(model.train())
         model.eval()
-        whole = batch()
+        full = batch()
         with torch.no_grad():
-            state = model.start(model.encode(whole.features, whole.lengths))
+            state = model.start(model.encode(full.features, full.lengths))
             token = self.tokens[:, :1]
             for u in range(5):
                 log_probs, state = model.step(state, token)
@@ -222,7 +222,7 @@ class TestScheduledSampling:
         model = las(0.3).train()
         torch.manual_seed(4)
         true, output = torch.zeros(10_007, dtype=torch.long), torch.zeros(10_007, 1, 11 + 2 * H)
-        model.speller.out.bias.data[7] += 100.0  # its own choice is always 7
+        model.speller.out.bias.data[7] += 100.0  # its own output is always 7
         own = model._sample(true, output.double())
         assert set(own.tolist()) == {0, 7}
         share = float((own == 7).double().mean())

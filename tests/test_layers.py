@@ -1,35 +1,43 @@
-"""Who may import whom, and how long a file and a function may be: read from the source."""
+"""Which package imports which, read from the source of every module, commands included."""
 
 import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for top in ("asr", "features") for path in (ROOT / top).rglob("*.py"))
-MAX_FILE, MAX_FUNCTION = 250, 40  # lines
 
-LEAVES = {"asr.tokens", "asr.errors", "asr.console"}  # importable everywhere in asr
-# Room -> the rooms of ours that it may import beside itself and the leaves.
-TABLE = {
-    "features": set(),
-    "asr.tokens": set(),
-    "asr.errors": set(),
-    "asr.console": set(),
-    "asr.settings": set(),
-    "asr.recipe": {"asr.settings"},
-    "asr.nn": set(),
-    "asr.scoring": set(),
-    "asr.data": {"features"},
-    "asr.models": {"asr.nn"},
-    "asr.decoding": {"asr.nn"},
-    "asr.training": {"asr.data"},
+COMMANDS = ("compare", "evaluate", "export", "prepare", "prune", "recipe", "sweep", "train")
+COMMANDS += ("transcribe", "__main__")
+# Lowest first: a package imports those before it, and itself; exceptions are listed below.
+ORDER = ["features", "asr.errors", "asr.io", "asr.config", "asr.kernels", "asr.nn", "asr.data"]
+ORDER += ["asr.models", "asr.decoding", "asr.training", "asr.analysis", "asr.inference"]
+ORDER += ["asr.recognizer", "asr.tasks", "asr.images", *(f"asr.{name}" for name in COMMANDS)]
+NOT_IMPORTED = {
+    "asr.errors": set(ORDER) - {"features"},
+    "asr.io": set(ORDER) - {"asr.errors"},
+    "asr.config": set(ORDER) - {"asr.errors", "asr.io"},
+    "asr.kernels": set(ORDER) - {"asr.errors"},
+    "asr.nn": {"features", "asr.io"},
+    "asr.data": {"asr.kernels", "asr.nn"},
+    "asr.decoding": {"features", "asr.io", "asr.kernels", "asr.models"},
+    "asr.analysis": {"features", "asr.kernels", "asr.nn", "asr.data", "asr.models"},
+    "asr.images": {"asr.models", "asr.decoding", "asr.inference", "asr.recognizer", "asr.tasks"},
+    **{f"asr.{name}": {f"asr.{other}" for other in COMMANDS if other != name} for name in COMMANDS},
 }
-# These see the recipe, as the commands do, but neither a command nor each other.
-ALL = set(TABLE) | {"asr.build"}
-TABLE["asr.runs"] = ALL
-TABLE["asr.tasks"] = ALL | {"asr.corpora", "asr.recognizer", "asr.search", "asr.trained"}
-TABLE["asr.bulk"] = ALL | {"asr.recognizer", "asr.transcript"}
+NO_BACKEND = {"asr.kernels.dispatch", "asr.kernels.types", "asr.kernels.deferred"}
+# Modules whose only import from a package is this module.
+ONLY = {
+    ("asr.decoding", "asr.data"): {"asr.data.tokenizer"},  # the special tokens
+    ("asr.models", "asr.data"): {"asr.data.tokenizer"},
+    ("asr.models", "asr.kernels"): NO_BACKEND,
+    ("asr.nn", "asr.kernels"): NO_BACKEND,
+    ("asr.errors", "features"): {"features"},
+}
 
 
 def module_of(path):
@@ -37,47 +45,68 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module):
+MODULES = {module_of(path): path for path in FILES}
+
+
+def package_of(module):
     """features.audio -> features, asr.nn.lstm -> asr.nn, asr.train -> asr.train."""
     parts = module.split(".")
     return parts[0] if parts[0] == "features" else ".".join(parts[:2])
 
 
-def imported(source, module, is_package):
-    """The modules of ours that a source names in imports, wherever they stand in it."""
-    found = set()
+def imported(source, module, is_package=False):
+    """The modules of this project that a source imports, at its top or inside a function."""
+    names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parts = module.split(".")
                 parts = parts[: len(parts) - node.level + is_package]
                 base = ".".join([*parts, *filter(None, [node.module])])
-            # `from asr import build` names a module, `from asr.build import las` a thing in one.
-            found |= {f"{base}.{alias.name}" for alias in node.names} if base == "asr" else {base}
-    return {name for name in found if name.split(".")[0] in ("asr", "features")}
+            for alias in node.names:  # a module, or a name in one
+                full = f"{base}.{alias.name}"
+                names.add(full if full in MODULES else base)
+    return {name for name in names if name.split(".")[0] in ("asr", "features")}
 
 
 def forbidden(module, names):
-    room = room_of(module)
-    if room not in TABLE:  # build, the commands and what they share see everything
-        return set()
-    allowed = TABLE[room] | {room} | (LEAVES if room.startswith("asr") else set())
-    return {name for name in names if room_of(name) not in allowed}
+    """Those of the imported modules that the table does not allow."""
+    own = package_of(module)
+    if own not in ORDER:
+        return names if own != "asr" else set()
+    allowed = set(ORDER[: ORDER.index(own)]) - NOT_IMPORTED.get(own, set()) | {own}
+    wrong = set()
+    for name in names:
+        package = package_of(name)
+        only = ONLY.get((own, package))
+        if package not in allowed or (only is not None and name not in only):
+            wrong.add(name)
+    return wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path))
-def test_imports_point_one_way(path):
-    module = module_of(path)
-    names = imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
-    assert not forbidden(module, names), f"{module} must not import these"
+def imports_of(module):
+    path = MODULES[module]
+    return imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
 
 
-def test_every_room_is_in_the_table():
-    rooms = {room_of(module_of(path)) for path in FILES if len(module_of(path).split(".")) > 2}
-    assert rooms <= set(TABLE)
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module):
+    assert not forbidden(module, imports_of(module)), f"{module} must not import these"
+
+
+def test_every_package_is_in_the_table():
+    assert {package_of(module) for module in MODULES} - {"asr"} == set(ORDER)
+
+
+def test_modules_form_no_cycle():
+    graph = {module: imports_of(module) - {module} for module in MODULES}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
 
 
 @pytest.mark.parametrize(
@@ -85,26 +114,53 @@ def test_every_room_is_in_the_table():
     [
         ("asr.nn.lstm", "from asr.errors import UserError", set()),
         ("asr.nn.lstm", "def f():\n    import asr.models.las", {"asr.models.las"}),
+        ("asr.nn.lstm", "from asr.kernels import reference", {"asr.kernels.reference"}),
         ("asr.models.las", "from asr.nn import lstm\nfrom asr import recipe", {"asr.recipe"}),
-        ("asr.models.las", "from ..recipe import Recipe", {"asr.recipe"}),
-        ("asr.models.las", "from .listener import Listener", set()),
-        ("asr.decoding.beam", "from asr.models.las import LAS", {"asr.models.las"}),
+        ("asr.models.las", "from ..recipe import main", {"asr.recipe"}),
+        ("asr.models.las", "from .transformer import Transformer", set()),
+        ("asr.decoding.beam_search", "from asr.models.las import LAS", {"asr.models.las"}),
         ("features.audio", "import asr.errors", {"asr.errors"}),
-        ("asr.build", "from asr.recipe import Recipe", set()),
+        ("asr.tasks.speech", "from asr.images.task import image_task", {"asr.images.task"}),
+        ("asr.prune", "from asr.export import export", {"asr.export"}),
+        ("asr.train", "from asr.config.loader import read_recipe", set()),
     ],
 )
-def test_the_reader_of_imports_sees_them(module, source, wrong):
-    assert forbidden(module, imported(source, module, False)) == wrong
+def test_the_reader_of_imports_finds_them(module, source, wrong):
+    assert forbidden(module, imported(source, module)) == wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path))
-def test_files_and_functions_are_short(path):
-    source = path.read_text(encoding="utf-8")
-    assert source.count("\n") <= MAX_FILE
-    long = [
-        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION
-    ]
-    assert not long
+# Every module that a command loads beyond its task slows every start and worker process.
+TRAIN = """
+import sys
+from asr.config.loader import read_recipe
+from asr.training.run import train
+from pathlib import Path
+train(read_recipe(sys.argv[1], ["train.steps=1", "data.workers=0"]), Path(sys.argv[2]))
+print("MODULES", *sys.modules)
+"""
+
+
+def test_training_speech_loads_speech_alone(tiny, tmp_path):
+    line = [sys.executable, "-c", TRAIN, str(tiny), str(tmp_path / "run")]
+    result = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    (loaded,) = [text for text in result.stdout.splitlines() if text.startswith("MODULES")]
+    modules = set(loaded.split())
+    other = {"asr.images.task", "asr.images.models", "asr.models.language_model"}
+    assert not modules & {*other, "asr.tasks.language", "sklearn", "librosa", "asr.compare"}
+    own = [name for name in modules if name in MODULES]
+    lines = sum(len(MODULES[name].read_text().splitlines()) for name in own)
+    print(len(own), "files,", lines, "lines")
+    assert len(own) <= 75 and lines <= 12_000
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "__main__"])
+def test_help_needs_no_torch(command):
+    """--help is quick: commands parse their arguments before they import torch and pydantic."""
+    code = f"import sys, runpy; sys.argv = ['asr.{command}', '--help']\n"
+    code += f"try: runpy.run_module('asr.{command}', run_name='__main__')\n"
+    code += "except SystemExit as end: print('EXIT', end.code)\nprint('MODULES', *sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "EXIT 0" in result.stdout and "usage: python -m asr." in result.stdout
+    heavy = {"torch", "pydantic", "numpy", "matplotlib", "asr.config.schema"}
+    assert not heavy & set(result.stdout.partition("MODULES")[2].split())

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from asr.models.listener import Listener, join_pairs
+from asr.config.schema import ListenerConfig
+from asr.models.las import Listener, join_pairs
 
 B, F, H = 3, 7, 5
 LENGTHS = [13, 6, 1]
@@ -12,8 +13,8 @@ LENGTHS = [13, 6, 1]
 
 def listener(**settings):
     torch.manual_seed(1)
-    made = Listener(F, hidden=H, backend="reference", **settings)
-    for weight in made.parameters():  # gains and biases too: all 1 or 0 would hide a mix-up
+    made = Listener(F, ListenerConfig(hidden=H, backend="reference", **settings))
+    for weight in made.parameters():  # gains and biases too: all 1 or 0 would hide an exchange
         nn.init.normal_(weight, std=0.4)
     return made.double()
 
@@ -27,7 +28,7 @@ def batch(seed=2, lengths=LENGTHS):
 
 
 def slow_pairs(frames):
-    """[(E,)] -> [(2E,)], the last of an odd number beside zeros."""
+    """[(E,)] -> [(2E,)], the last of an odd number joined with zeros."""
     frames = [*frames, torch.zeros_like(frames[0])] if len(frames) % 2 else frames
     return [torch.cat([frames[i], frames[i + 1]]) for i in range(0, len(frames), 2)]
 
@@ -44,7 +45,7 @@ def slow_listener(ours, features, pyramid):
 
 
 @pytest.mark.parametrize("pyramid", [(), (1,), (2, 3), (1, 2, 3)])
-def test_it_is_the_slow_pyramid(pyramid):
+def test_listener_equals_the_slow_pyramid(pyramid):
     ours = listener(layers=3, pyramid=pyramid, norm="none")
     features, lengths = batch()
     with torch.no_grad():
@@ -89,11 +90,11 @@ def test_poisoned_padding_reaches_no_gradient():
 def test_output_lengths_are_exact(convolution, pyramid):
     ours = listener(layers=2, pyramid=pyramid, convolution=convolution)
     lengths = torch.arange(1, 20)
-    told = ours.output_lengths(lengths)
+    expected = ours.output_lengths(lengths)
     with torch.no_grad():
         memory = ours(torch.randn(19, 19, F, dtype=torch.float64), lengths)
-    assert told.tolist() == memory.valid.sum(dim=1).tolist()
-    assert memory.states.shape == (19, int(told.max()), 2 * H) and ours.size == 2 * H
+    assert expected.tolist() == memory.valid.sum(dim=1).tolist()
+    assert memory.states.shape == (19, int(expected.max()), 2 * H) and ours.size == 2 * H
 
 
 def test_join_pairs_keeps_order_and_pairs_the_odd_one_with_zeros():
@@ -106,7 +107,7 @@ def test_join_pairs_keeps_order_and_pairs_the_odd_one_with_zeros():
 @pytest.mark.parametrize(
     ("where", "normed"), [("all", [1, 2, 3]), ("pyramid", [2, 3]), ("first", [1])]
 )
-def test_norm_layers_says_which_layers_are_normalised(where, normed):
+def test_norm_layers_selects_the_normalised_layers(where, normed):
     ours = listener(layers=3, pyramid=(2, 3), norm="ba", norm_layers=where)
     assert [n for n, layer in enumerate(ours.layers, 1) if layer.setting.norm == "ba"] == normed
     assert all(layer.setting.norm in ("ba", "none") for layer in ours.layers)

@@ -1,4 +1,4 @@
-"""What a run writes, read back by TensorBoard's own reader."""
+"""The log of a run, read back by TensorBoard's own reader."""
 
 import errno
 import io
@@ -20,15 +20,14 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny_speech import age
 
 from asr.errors import UserError
-from asr.training.given import Step
-from asr.training.log import Log
-from asr.training.objective import Sum
-from asr.training.position import Position
+from asr.training.logging import Log
+from asr.training.losses import Sum
+from asr.training.trainer import Step, TrainState
 
 
 def events(run):
-    found = EventAccumulator(str(run), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
-    return found.Reload()
+    actual = EventAccumulator(str(run), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    return actual.Reload()
 
 
 def curve(run, name):
@@ -36,7 +35,7 @@ def curve(run, name):
 
 
 def step(total, count, norm=1.0, lr=0.5, seconds=3.0):
-    return Step({"nats": Sum(torch.tensor(total), torch.tensor(count))}, norm, lr, seconds)
+    return Step({"nll": Sum(torch.tensor(total), torch.tensor(count))}, norm, lr, seconds)
 
 
 def text(run, name):
@@ -47,10 +46,10 @@ def text(run, name):
 def test_curves_are_means_over_the_steps_between(tmp_path):
     with Log(tmp_path, every=2, total_steps=5) as log:
         for n, each in enumerate([step(6.0, 3), step(1.0, 4, norm=7.0), step(5.0, 5)], start=1):
-            log.step(Position(step=n, epoch=1), each)
-        log.step(Position(step=4, epoch=2), step(3.0, 1, norm=0.25, lr=0.25))
-        log.step(Position(step=5, epoch=2), step(9.0, 3), last=True)
-    assert curve(tmp_path, "train/nats") == [(2, 1.0), (4, pytest.approx(8 / 6)), (5, 3.0)]
+            log.step(TrainState(step=n, epoch=1), each)
+        log.step(TrainState(step=4, epoch=2), step(3.0, 1, norm=0.25, lr=0.25))
+        log.step(TrainState(step=5, epoch=2), step(9.0, 3), last=True)
+    assert curve(tmp_path, "train/nll") == [(2, 1.0), (4, pytest.approx(8 / 6)), (5, 3.0)]
     assert curve(tmp_path, "run/gradient_norm") == [(2, 7.0), (4, 1.0), (5, 1.0)]
     assert curve(tmp_path, "run/learning_rate") == [(2, 0.5), (4, 0.25), (5, 0.5)]
     assert [value for _, value in curve(tmp_path, "run/epoch")] == [1, 2, 2]
@@ -58,26 +57,26 @@ def test_curves_are_means_over_the_steps_between(tmp_path):
 
 
 @pytest.mark.parametrize("open_console", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
-def test_a_run_goes_on_without_its_console(tmp_path, monkeypatch, open_console):
-    """Its reader has gone (`| head`, a `tee` that died with the connection), or it was closed."""
+def test_a_run_continues_without_its_console(tmp_path, monkeypatch, open_console):
+    """Its reader has exited (`| head`, a `tee` killed with the connection), or it was closed."""
     reader, writer = open_console()
     with os.fdopen(writer, "w") as console:
         monkeypatch.setattr("sys.stdout", console)
         with Log(tmp_path, every=1, total_steps=2) as log:
-            log.note("read")
+            log.info("read")
             os.close(reader)
-            log.note("not read")
-            log.step(Position(step=1), step(6.0, 3))
-            log.note("nor this")
+            log.info("not read")
+            log.step(TrainState(step=1), step(6.0, 3))
+            log.info("nor this")
         monkeypatch.undo()
-    said = (tmp_path / "train.log").read_text()
-    assert all(line in said for line in (" read\n", " not read\n", " nor this\n", "step 1/2"))
-    assert said.count("the console is gone") == 1
-    assert curve(tmp_path, "train/nats") == [(1, 2.0)]
+    logged = (tmp_path / "train.log").read_text()
+    assert all(line in logged for line in (" read\n", " not read\n", " nor this\n", "step 1/2"))
+    assert logged.count("the console is gone") == 1
+    assert curve(tmp_path, "train/nll") == [(1, 2.0)]
 
 
-def test_a_console_that_is_no_file_may_go_too(tmp_path, monkeypatch):
-    """A notebook's has no number; with `>&-` there is none at all."""
+def test_a_console_without_a_descriptor_may_close_too(tmp_path, monkeypatch):
+    """A notebook's console has no file descriptor; with `>&-` there is no console."""
 
     class Notebook(io.StringIO):
         def write(self, text):
@@ -88,23 +87,23 @@ def test_a_console_that_is_no_file_may_go_too(tmp_path, monkeypatch):
         run = tmp_path / str(number)
         run.mkdir()
         with Log(run, every=1, total_steps=1) as log:
-            log.note("first")
-            log.note("second")
+            log.info("first")
+            log.info("second")
         if console:
-            sys.stdout.close()  # what took its place
+            sys.stdout.close()  # the file that has its descriptor now
         monkeypatch.undo()
         assert " second\n" in (run / "train.log").read_text()
 
 
-def test_lines_go_to_the_console_and_the_file(tmp_path, capsys):
+def test_lines_are_written_to_the_console_and_the_file(tmp_path, capsys):
     with Log(tmp_path, every=1, total_steps=2) as log:
-        log.note("[left out] a: 100 %")
-        log.step(Position(step=1), step(6.0, 3))
+        log.info("[left out] a: 100 %")
+        log.step(TrainState(step=1), step(6.0, 3))
     out = capsys.readouterr().out
     written = (tmp_path / "train.log").read_text(encoding="utf-8")
     for place in (out, written):
         assert "[left out] a: 100 %" in place
-        assert "step 1/2  epoch 1  nats 2.0000" in place
+        assert "step 1/2  epoch 1  nll 2.0000" in place
     assert "min left" in out
     assert "\x1b" not in out  # plain lines where there is no terminal
 
@@ -113,31 +112,31 @@ def test_a_step_that_was_not_used_is_on_no_curve(tmp_path, capsys):
     bad = replace(step(math.nan, 5, norm=math.inf), finite=False)
     with Log(tmp_path, every=2, total_steps=6) as log:
         for n, each in enumerate([bad, step(6.0, 3), step(1.0, 4), bad, bad, bad], start=1):
-            log.step(Position(step=n), each, last=n == 6)
-    assert curve(tmp_path, "train/nats") == [(2, 2.0), (4, 0.25)]
+            log.step(TrainState(step=n), each, last=n == 6)
+    assert curve(tmp_path, "train/nll") == [(2, 2.0), (4, 0.25)]
     assert curve(tmp_path, "run/gradient_norm") == [(2, 1.0), (4, 1.0), (6, 0.0)]
     assert "step 6/6  epoch 1  no step used  " in capsys.readouterr().out
 
 
-def test_a_window_that_resuming_began_is_as_long_as_it_is(tmp_path, capsys):
+def test_a_window_after_resuming_has_its_own_length(tmp_path, capsys):
     with Log(tmp_path, every=10, total_steps=70, step=7) as log:
         log.since -= 3.0
         for n in (8, 9, 10):  # a second each; 60 are left
-            log.step(Position(step=n), step(1.0, 1, seconds=0.0))
+            log.step(TrainState(step=n), step(1.0, 1, seconds=0.0))
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("  1.0 steps/s  1.0 min left")
 
 
 @pytest.mark.parametrize("end", [6, 13])
 def test_epochs_may_be_longer_or_shorter_than_the_first(end, tmp_path, capsys):
-    """Planned were 8 steps; the line between the usual ones comes at the true end."""
+    """8 steps were planned; the last line is printed at the true end."""
     with Log(tmp_path, every=5, total_steps=8) as log:
         for n in range(1, end + 1):
-            log.step(Position(step=n), step(1.0, 1), last=n == end)
-    told = re.findall(r"^step (\S+) .*  (\S+) min left$", capsys.readouterr().out, re.MULTILINE)
+            log.step(TrainState(step=n), step(1.0, 1), last=n == end)
+    progress = re.findall(r"^step (\S+) .*  (\S+) min left$", capsys.readouterr().out, re.MULTILINE)
     places = {6: ["5/8", "6/6"], 13: ["5/8", "10/10", "13/13"]}
-    assert [place for place, _ in told] == places[end]
-    assert float(told[-1][1]) == 0.0 and all(not left.startswith("-") for _, left in told)
+    assert [place for place, _ in progress] == places[end]
+    assert float(progress[-1][1]) == 0.0 and all(not left.startswith("-") for _, left in progress)
 
 
 def test_the_log_closes_its_file_when_training_fails(tmp_path):
@@ -145,7 +144,7 @@ def test_the_log_closes_its_file_when_training_fails(tmp_path):
         raise RuntimeError("boom")
     assert not log.lines.handlers
     with Log(tmp_path, 1, 2, step=1) as log:
-        log.note("again")
+        log.info("again")
     assert (tmp_path / "train.log").read_text().count("again") == 1
 
 
@@ -155,13 +154,11 @@ def test_pictures_and_texts(tmp_path):
     with Log(tmp_path, 1, 2) as log:
         log.picture("attention/u1", pixels, 7)
         log.text("decoded/u1", "reference: a", 7)
-        log.scalars("valid", {"wer": 0.5, "nats": 1.5}, 7)
+        log.scalars("valid", {"wer": 0.5, "nll": 1.5}, 7)
     (image,) = events(tmp_path).Images("attention/u1")
     assert (image.step, image.height, image.width) == (7, 11, 23)
     assert text(tmp_path, "decoded/u1/text_summary") == "reference: a"
-    assert curve(tmp_path, "valid/wer") == [(7, 0.5)] and curve(tmp_path, "valid/nats") == [
-        (7, 1.5)
-    ]
+    assert curve(tmp_path, "valid/wer") == [(7, 0.5)] and curve(tmp_path, "valid/nll") == [(7, 1.5)]
 
 
 def test_the_recipe_is_kept_as_text_and_hparams_and_no_curve_is_touched(tmp_path):
@@ -171,11 +168,11 @@ def test_the_recipe_is_kept_as_text_and_hparams_and_no_curve_is_touched(tmp_path
         log.recipe("seed: 1\n", flat, {"valid/wer": 0.25})
     assert text(tmp_path, "recipe/text_summary") == "```yaml\nseed: 1\n```"
     assert "_hparams_/session_start_info" in events(tmp_path).summary_metadata
-    # A final figure that were written as valid/wer would bend the curve.
+    # A final figure written as valid/wer would distort the curve.
     assert curve(tmp_path, "valid/wer") == [(7, 0.5)]
 
 
-def test_what_a_killed_run_wrote_behind_its_checkpoint_is_purged(tmp_path):
+def test_events_after_the_checkpoint_of_a_killed_run_are_purged(tmp_path):
     with Log(tmp_path, 1, 9) as log:
         for n in range(1, 6):
             log.scalars("valid", {"wer": n / 10}, n)
@@ -187,8 +184,8 @@ def test_what_a_killed_run_wrote_behind_its_checkpoint_is_purged(tmp_path):
     assert dict(curve(tmp_path, "valid/wer"))[5] == pytest.approx(0.05)
 
 
-def test_a_run_that_starts_anew_in_the_same_folder_hides_the_old_curves(tmp_path):
-    """Killed before its first checkpoint and started again: steps must not overlap."""
+def test_a_run_restarted_in_the_same_folder_hides_the_old_curves(tmp_path):
+    """A run killed before its first checkpoint and restarted: steps must not overlap."""
     with Log(tmp_path, 1, 9) as log:
         for n in range(1, 6):
             log.scalars("valid", {"wer": n / 10}, n)
@@ -199,11 +196,11 @@ def test_a_run_that_starts_anew_in_the_same_folder_hides_the_old_curves(tmp_path
     assert [s for s, _ in curve(tmp_path, "valid/wer")] == [1, 2, 3]
 
 
-def test_validation_is_left_out_of_the_throughput(tmp_path):
+def test_validation_is_excluded_from_the_throughput(tmp_path):
     with Log(tmp_path, 1, 2) as log:
         log.since -= 100.0  # as if 100 s of validation had passed
-        log.pause(100.0)
-        log.step(Position(step=1), step(1.0, 1, seconds=60.0))
+        log.exclude(100.0)
+        log.step(TrainState(step=1), step(1.0, 1, seconds=60.0))
     ((_, rate),) = curve(tmp_path, "run/audio_per_second")
     assert rate > 60
 
@@ -213,8 +210,8 @@ def test_a_full_disk_ends_the_run_at_the_next_line(tmp_path, capfd):
     (tmp_path / "train.log").symlink_to("/dev/full")
     refused = pytest.raises(UserError, match=r"its log cannot be written \(No space left")
     with refused as error, Log(tmp_path, 1, 5) as log:
-        log.note("one line")
-        pytest.fail("nothing was said")
+        log.info("one line")
+        pytest.fail("no error was raised")
     assert str(error.value).startswith(f"{tmp_path}: ") and "--resume" in str(error.value)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -227,11 +224,11 @@ def test_a_full_disk_under_tensorboard_is_no_traceback_of_its_thread(tmp_path, c
     refused = pytest.raises(UserError, match=r"its log cannot be written \(No space left")
     with refused, Log(tmp_path, 1, 5) as log:
         monkeypatch.setattr(RecordWriter, "write", full)
-        log.scalars("train", {"nats": 1.0}, 1)
+        log.scalars("train", {"nll": 1.0}, 1)
         for _ in range(1000):  # its thread may take a moment
             log.flush()
             time.sleep(0.001)
-        pytest.fail("nothing was said")
+        pytest.fail("no error was raised")
     assert capfd.readouterr().err == "" and threading.excepthook is before
 
 

@@ -1,10 +1,11 @@
-"""The LayerNorm-LSTM as a module: what it shares with nn.LSTM, how it starts, what it refuses."""
+"""The LayerNorm-LSTM as a module: equality with nn.LSTM, initialisation, and errors."""
 
 import pytest
 import torch
 from torch import nn
 
-from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, backends
+from asr.kernels.dispatch import backends
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
 NORMS = ["none", "ba", "raw", "thesis", "per_gate", "cell"]
 
@@ -84,31 +85,31 @@ def test_start_values(norm):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_quiet_start_of_the_recurrence(norm):
+def test_recurrent_gain_scales_the_recurrence_of_norm_ba(norm):
     torch.manual_seed(6)
     x, h, c = torch.randn(5, 3), torch.randn(5, 7), torch.randn(5, 7)
-    quiet = LayerNormLSTMCell(3, 7, norm=norm, recurrent_gain=0.1)
-    now, deaf = quiet(x, (h, c)), quiet(x, (torch.zeros_like(h), c))
-    loud = LayerNormLSTMCell(3, 7, norm=norm)
-    loud.load_state_dict(quiet.state_dict())
+    weak = LayerNormLSTMCell(3, 7, norm=norm, recurrent_gain=0.1)
+    now, without = weak(x, (h, c)), weak(x, (torch.zeros_like(h), c))
+    full = LayerNormLSTMCell(3, 7, norm=norm)
+    full.load_state_dict(weak.state_dict())
     if norm == "ba":
-        nn.init.ones_(loud.gain_hh)
-        far = (loud(x, (h, c))[1] - deaf[1]).abs().mean()
-        assert 0 < (now[1] - deaf[1]).abs().mean() < 0.2 * far
+        nn.init.ones_(full.gain_hh)
+        far = (full(x, (h, c))[1] - without[1]).abs().mean()
+        assert 0 < (now[1] - without[1]).abs().mean() < 0.2 * far
     else:
-        assert torch.equal(loud(x, (h, c))[0], now[0])
+        assert torch.equal(full(x, (h, c))[0], now[0])
 
 
 @torch.no_grad()
-def test_a_disturbed_frame_echoes_for_ever_where_the_recurrence_starts_loud():
+def test_a_perturbation_persists_with_full_recurrent_gain_only():
     left = {}
     for gain in (1.0, 0.1):
         torch.manual_seed(7)
         lstm = LayerNormLSTM(11, 67, recurrent_gain=gain).double()
         x = torch.randn(1, 101, 11, dtype=torch.double)
         other = torch.cat([x[:, :1] + 1e-6, x[:, 1:]], dim=1)
-        apart = (lstm(x)[0] - lstm(other)[0]).norm(dim=-1)[0]
-        left[gain] = apart[-1] / apart[0]
+        distance = (lstm(x)[0] - lstm(other)[0]).norm(dim=-1)[0]
+        left[gain] = distance[-1] / distance[0]
     assert left[1.0] > 0.5 and left[0.1] < 1e-6
 
 
@@ -129,7 +130,7 @@ def test_recurrent_dropout_keeps_one_mask_for_the_sequence():
     nn.init.zeros_(lstm.weight_hh_l0)
     x = torch.randn(2, 1, 3).expand(-1, 5, -1)
     _, (_, c) = lstm(x)
-    dropped = c[0] == 0  # a candidate that is dropped at every step leaves its cell at zero
+    dropped = c[0] == 0  # a candidate dropped at every step leaves its cell at zero
     assert 0.2 < dropped.float().mean() < 0.8
     assert not torch.equal(dropped[0], dropped[1])
     assert (lstm.eval()(x)[1][1] != 0).all()
@@ -145,7 +146,7 @@ def test_cell_draws_its_mask_once_per_sequence():
 
 
 def test_state_of_the_thesis_is_swapped_on_reading():
-    """Its memory is bounded: what it carries as c is sigmoid * tanh."""
+    """Its memory is bounded: it stores sigmoid * tanh as c."""
     torch.manual_seed(6)
     thesis, raw = (LayerNormLSTMCell(3, 7, norm=norm) for norm in ("thesis", "raw"))
     raw.load_state_dict(thesis.state_dict())
@@ -153,7 +154,7 @@ def test_state_of_the_thesis_is_swapped_on_reading():
     torch.testing.assert_close(thesis(x, (h, c)), raw(x, (c, h)))
 
 
-def test_backends_say_what_can_run():
+def test_backends_lists_what_can_run():
     known = backends()
     assert known["reference"] is None
     assert all(reason is None or reason for reason in known.values())
@@ -166,7 +167,7 @@ def call(**changes):
 
 MISTAKES = {
     "norm 'batch' is not known; choose one of none, ba": lambda: LayerNormLSTM(3, 7, norm="batch"),
-    "zero_rows 'skip' is not known": lambda: LayerNormLSTM(3, 7, zero_rows="skip"),
+    "zero_variance 'skip' is not known": lambda: LayerNormLSTM(3, 7, zero_variance="skip"),
     "precision 'fp8' is not known": lambda: LayerNormLSTMCell(3, 7, precision="fp8"),
     "backend 'gpu' is not known; choose one of auto": lambda: LayerNormLSTM(3, 7, backend="gpu"),
     "eps is -1": lambda: LayerNormLSTM(3, 7, eps=-1),
@@ -195,6 +196,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("message", MISTAKES)
-def test_mistake_is_named(message):
+def test_wrong_arguments_are_reported(message):
     with pytest.raises(ValueError, match=message):
         MISTAKES[message]()

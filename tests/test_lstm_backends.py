@@ -1,4 +1,4 @@
-"""Every backend that this machine can run, against slow loops, numerical gradients and itself."""
+"""Every backend available on this machine, against slow loops and numerical gradients."""
 
 import copy
 
@@ -7,23 +7,24 @@ import torch
 from reference_lstm import naive_layer_norm_loop, run_layer
 from torch.autograd import gradcheck
 
-from asr.nn.kernels.problem import DEFAULT_EPS
-from asr.nn.lstm import LayerNormLSTM, backends
+from asr.kernels.dispatch import backends
+from asr.kernels.types import DEFAULT_EPS
+from asr.nn.lstm import LayerNormLSTM
 
 NORMS = ["none", "ba", "raw", "thesis", "per_gate", "cell"]
 LENGTHS = [4, 11, 1, 7, 7]
-# cuda too where TRITON_INTERPRET=1 is set: by hand, for it takes minutes.
+# cuda too with TRITON_INTERPRET=1, which is set by hand because it takes minutes.
 HERE = [name for name, reason in backends().items() if reason is None]
 
 
 @pytest.fixture(params=HERE)
 def backend(request, monkeypatch):
-    monkeypatch.setattr("asr.nn.kernels.cuda.backend.BUCKET", 3)  # few idle steps
+    monkeypatch.setattr("asr.kernels.cuda.lstm.BUCKET", 3)  # few idle steps
     return request.param
 
 
 def make(norm, backend, bidirectional=True, layers=1, gain=0.3, size=(3, 7), **settings):
-    """An LSTM with no weight left at a round start value."""
+    """An LSTM with all weights moved from their initial values."""
     torch.manual_seed(1)
     lstm = LayerNormLSTM(*size, layers, bidirectional, norm=norm, backend=backend, **settings)
     with torch.no_grad():
@@ -175,27 +176,27 @@ def test_silence_leaves_gradients_finite(norm, frames, backend):
 
 
 def test_the_textbook_formula_explodes_in_silence():
-    lstm = make("per_gate", "reference", gain=1.0, zero_rows="raw", eps=1e-12)
+    lstm = make("per_gate", "reference", gain=1.0, zero_variance="raw", eps=1e-12)
     with torch.no_grad():
         for name, weight in lstm.named_parameters():
             if name.startswith("bias"):
                 weight.zero_()
     x = torch.randn(2, 17, 3)
     x[:, :5] = 0
-    found = gradients([lstm(x)[0]], list(lstm.parameters()))
-    assert any(gradient.isnan().any() for gradient in found)
+    actual = gradients([lstm(x)[0]], list(lstm.parameters()))
+    assert any(gradient.isnan().any() for gradient in actual)
 
 
 @pytest.mark.parametrize("norm", ["none", "ba", "thesis"])
-def test_pieces_with_carried_state_are_the_whole(norm, backend):
+def test_segments_with_carried_state_equal_the_whole_sequence(norm, backend):
     lstm = make(norm, backend, bidirectional=False, layers=2)
     x = torch.randn(5, 11, 3)
-    whole, (h, c) = lstm(x)
+    full, (h, c) = lstm(x)
     parts, state = [], None
     for piece in x.split([4, 1, 6], dim=1):
         part, state = lstm(piece, None, state)
         parts.append(part)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(parts, dim=1), full, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(state, (h, c), atol=1e-6, rtol=1e-5)
 
 
@@ -225,7 +226,7 @@ def test_without_gradients_the_values_are_the_same(backend):
     torch.testing.assert_close(plain, tracked, atol=1e-6, rtol=1e-5)
 
 
-def test_two_graphs_live_side_by_side_and_backward_runs_twice(backend):
+def test_two_graphs_coexist_and_backward_runs_twice(backend):
     lstm = make("ba", backend)
     inputs = [torch.randn(5, 11, 3, requires_grad=True) for _ in range(2)]
     alone = [gradients([lstm(x)[0]], [x]) for x in inputs]
@@ -234,8 +235,8 @@ def test_two_graphs_live_side_by_side_and_backward_runs_twice(backend):
         for output, x, expected in zip((first, second), inputs, alone, strict=True):
             total = torch.Generator().manual_seed(2)
             weight = torch.randn(output.shape, generator=total, dtype=torch.float64).float()
-            found = torch.autograd.grad((output * weight).sum(), [x], retain_graph=True)
-            torch.testing.assert_close(found, expected)
+            actual = torch.autograd.grad((output * weight).sum(), [x], retain_graph=True)
+            torch.testing.assert_close(actual, expected)
 
 
 def test_a_run_repeats_bit_for_bit(backend):

@@ -1,4 +1,4 @@
-"""Which backend is taken, what a user is told, and that processes and threads do not matter."""
+"""The choice of a backend, its log lines, and independence of processes and threads."""
 
 import logging
 import multiprocessing
@@ -11,35 +11,36 @@ import pytest
 import torch
 from test_lstm_backends import HERE, LENGTHS, gradients, make
 
-from asr.build import named
+from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig
 from asr.errors import UserError
+from asr.kernels import dispatch
+from asr.kernels.cpu import compiler
+from asr.models.build import config_errors
 from asr.models.las import LAS
-from asr.models.listener import Listener
-from asr.models.speller import Speller
-from asr.nn.kernels import choice
-from asr.nn.kernels.cpu import build
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
-CPU = pytest.mark.skipif(build.obstacle() is not None, reason=f"no kernels: {build.obstacle()}")
+CPU = pytest.mark.skipif(
+    compiler.obstacle() is not None, reason=f"no kernels: {compiler.obstacle()}"
+)
 
 
 @pytest.fixture(autouse=True)
-def said_nothing_yet(monkeypatch):
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    choice._say_once.cache_clear()
+def no_warning_yet(monkeypatch):
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    dispatch._warn_once.cache_clear()
 
 
 def test_variable_replaces_auto_and_nothing_else(monkeypatch):
     setting, weight = make("ba", "auto").setting, torch.zeros(1)
-    monkeypatch.setenv(choice.VARIABLE, "python")
-    assert choice.choose("auto", setting, weight) == "python"
-    assert choice.choose("reference", setting, weight) == "reference"
-    monkeypatch.setenv(choice.VARIABLE, "gpu")
+    monkeypatch.setenv(dispatch.VARIABLE, "python")
+    assert dispatch.choose_backend("auto", setting, weight) == "python"
+    assert dispatch.choose_backend("reference", setting, weight) == "reference"
+    monkeypatch.setenv(dispatch.VARIABLE, "gpu")
     with pytest.raises(UserError, match=r"LAYERNORM_LSTM_BACKEND = gpu: no such backend; choose"):
-        choice.choose("auto", setting, weight)
+        dispatch.choose_backend("auto", setting, weight)
 
 
-def test_what_is_not_covered_falls_back_and_says_so_once(caplog):
+def test_uncovered_settings_fall_back_with_one_warning(caplog):
     for _ in range(2):
         make("thesis", "python")(torch.randn(2, 3, 3))
     messages = [r.message for r in caplog.records if r.levelno == logging.WARNING]
@@ -48,14 +49,14 @@ def test_what_is_not_covered_falls_back_and_says_so_once(caplog):
 
 @pytest.fixture
 def no_compiler(monkeypatch, tmp_path):
-    """An empty cache and a compiler that does not exist."""
+    """An empty cache and a missing compiler."""
     monkeypatch.setenv("LAYERNORM_LSTM_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(build, "_failures", [])
-    for cached in (build.load, build._library_path):
+    monkeypatch.setattr(compiler, "_failures", [])
+    for cached in (compiler.load, compiler._library_path):
         cached.cache_clear()
     yield
-    for cached in (build.load, build._library_path):
+    for cached in (compiler.load, compiler._library_path):
         cached.cache_clear()
 
 
@@ -73,12 +74,12 @@ def test_without_compiler_one_warning_and_python(no_compiler, caplog):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_recipe_that_forces_what_cannot_run_gets_one_line():
-    with pytest.raises(UserError) as caught, named("model"):
+    with pytest.raises(UserError) as caught, config_errors("model"):
         LayerNormLSTMCell(3, 7, backend="cuda")
     assert str(caught.value).startswith("model: backend 'cuda' cannot run here: ")
 
 
-def test_weights_elsewhere_than_the_forced_backend_are_named():
+def test_weights_on_another_device_than_the_forced_backend_are_reported():
     lstm = LayerNormLSTM(3, 7, backend="python")
     lstm.backend = "cpu"
     with pytest.raises(UserError, match=r"backend 'cpu' of the LSTM cannot run: .* torch.bfloat16"):
@@ -86,16 +87,16 @@ def test_weights_elsewhere_than_the_forced_backend_are_named():
 
 
 @pytest.mark.parametrize("backend", [name for name in HERE if name != "reference"])
-def test_bf16_is_near_and_its_gradients_point_the_same_way(backend):
+def test_bf16_is_close_and_its_gradients_have_the_same_direction(backend):
     models = [make("ba", backend, size=(13, 37), precision=p) for p in ("fp32", "bf16")]
     x = torch.randn(5, 11, 13, requires_grad=True)
     exact, half = (model(x, LENGTHS)[0] for model in models)
     torch.testing.assert_close(half, exact, atol=1e-2, rtol=0)
-    found = [
+    results = [
         gradients([y], (x, *model.parameters()))
         for y, model in zip((exact, half), models, strict=True)
     ]
-    for judge, ours in zip(*found, strict=True):
+    for judge, ours in zip(*results, strict=True):
         assert torch.cosine_similarity(ours.flatten(), judge.flatten(), dim=0) >= 0.99
 
 
@@ -104,7 +105,7 @@ def test_bf16_is_near_and_its_gradients_point_the_same_way(backend):
     "rows, inputs, hidden", [(1, 3, 2), (15, 31, 7), (16, 32, 16), (17, 37, 23), (47, 67, 41)]
 )
 def test_bf16_rounds_the_factors_alone_at_every_edge_of_a_tile(rows, inputs, hidden):
-    """Processors multiply bf16 in tiles of 16 rows, 32 deep, 16 wide."""
+    """Processors multiply bf16 in tiles of 16 rows, depth 32, width 16."""
     torch.manual_seed(rows)
     ours = LayerNormLSTM(inputs, hidden, norm="none", backend="cpu", precision="bf16")
     judge = torch.nn.LSTM(inputs, hidden, batch_first=True)  # of factors rounded beforehand
@@ -117,33 +118,33 @@ def test_bf16_rounds_the_factors_alone_at_every_edge_of_a_tile(rows, inputs, hid
     )
     outputs = ours(x, state=tuple(state))[0], judge(x, tuple(state))[0]
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
-    found = [
+    results = [
         gradients([y], (x, *state, *model.parameters()))
         for y, model in zip(outputs, (ours, judge), strict=True)
     ]
-    for own, true in zip(*found, strict=True):  # those of the gates are rounded too
+    for own, true in zip(*results, strict=True):  # those of the gates are rounded too
         assert (own - true).norm() <= 0.01 * true.norm()
 
 
 @pytest.mark.parametrize("backend", HERE)
 def test_threads_change_nothing(backend):
     lstm, x, before = make("ba", backend, layers=2), torch.randn(9, 11, 3), torch.get_num_threads()
-    found = []
+    results = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             y = lstm(x)[0]
-            found.append([y, *gradients([y], list(lstm.parameters()))])
+            results.append([y, *gradients([y], list(lstm.parameters()))])
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found[2], found[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(results[2], results[0], atol=1e-5, rtol=1e-4)
 
 
 def trained(threads):
     """A fingerprint of one training pass."""
-    # Torch's own parallel loops (here in the orthogonal start's QR) hang in a process forked from
-    # one that has run such a loop; only the kernels are to be judged.
+    # Torch's own parallel loops (here in the QR of the orthogonal initialisation) hang in a process
+    # forked from one that has run such a loop; this test is about the kernels only.
     torch.set_num_threads(1)
     lstm, x = make("ba", "auto"), torch.ones(8, 11, 3)
     torch.set_num_threads(threads)
@@ -155,38 +156,42 @@ def trained(threads):
 def test_other_processes_compute_the_same(method):
     before = torch.get_num_threads()
     try:
-        here = trained(2)  # threads exist before the fork
+        expected = trained(2)  # starts threads before the fork
     finally:
         torch.set_num_threads(before)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
+        warnings.simplefilter(
+            "ignore"
+        )  # newer Pythons warn about any fork in a process with threads
         with multiprocessing.get_context(method).Pool(1) as pool:
-            there = pool.apply_async(trained, (2,)).get(timeout=100)
-    assert there == pytest.approx(here, rel=1e-5)
+            result = pool.apply_async(trained, (2,)).get(timeout=100)
+    assert result == pytest.approx(expected, rel=1e-5)
 
 
-def load_with_slow_compiler(built, said):
-    """In place of a compiler, which says that it was called: the lock is what is judged."""
+def load_with_slow_compiler(built, calls):
+    """A slow replacement of the compiler that records its calls, to test the lock."""
 
     def compile_slowly(target):
-        said.write_text(said.read_text() + "compiled ")
+        calls.write_text(calls.read_text() + "compiled ")
         time.sleep(1)
         shutil.copy(built, target.with_suffix(".part"))
         target.with_suffix(".part").replace(target)
 
-    build._compile = compile_slowly
-    for cached in (build.load, build._library_path):
+    compiler._compile = compile_slowly
+    for cached in (compiler.load, compiler._library_path):
         cached.cache_clear()
-    build.load()
+    compiler.load()
 
 
 @CPU
 def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
-    arguments = (build._compiled(), tmp_path / "said")
+    arguments = (compiler._compiled(), tmp_path / "calls")
     arguments[1].touch()
     monkeypatch.setenv("LAYERNORM_LSTM_CACHE", str(tmp_path / "cache"))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
+        warnings.simplefilter(
+            "ignore"
+        )  # newer Pythons warn about any fork in a process with threads
         fork = multiprocessing.get_context("fork").Process
         several = [fork(target=load_with_slow_compiler, args=arguments) for _ in range(2)]
         for process in several:
@@ -199,7 +204,7 @@ def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
 
 @CPU
 def test_a_compiler_without_openmp_or_march_gets_a_second_try(tmp_path, monkeypatch, capsys):
-    compiled, tried = build._compiled(), []
+    compiled, tried = compiler._compiled(), []
 
     def compile_plainly(name, folder, flags):
         tried.append(flags)
@@ -207,9 +212,9 @@ def test_a_compiler_without_openmp_or_march_gets_a_second_try(tmp_path, monkeypa
             raise RuntimeError("Error building\ncc1plus: error: bad value for '-march='")
         return shutil.copy(compiled, tmp_path / name)
 
-    monkeypatch.setattr(build, "_build", lambda *given: Path(compile_plainly(*given)))
+    monkeypatch.setattr(compiler, "_build", lambda *given: Path(compile_plainly(*given)))
     monkeypatch.setenv("LAYERNORM_LSTM_MARCH", "x86-64-v9")
-    build._compile(tmp_path / "kernels.so")
+    compiler._compile(tmp_path / "kernels.so")
     assert tried == [["-march=x86-64-v9", "-fopenmp"], []]
     assert (tmp_path / "kernels.so").read_bytes() == compiled.read_bytes()
     assert "again, for any processor: cc1plus: error: bad value" in capsys.readouterr().err
@@ -218,9 +223,9 @@ def test_a_compiler_without_openmp_or_march_gets_a_second_try(tmp_path, monkeypa
 def las_losses(backend, steps=50):
     """A small LAS with recurrent gains of 0.3, where rounding does not grow."""
     torch.manual_seed(1)
-    lstm = {"hidden": 7, "backend": backend}
-    listener = Listener(5, layers=2, pyramid=(2,), **lstm)
-    model = LAS(listener, Speller(11, listener.size, embedding=3, attention_size=5, **lstm), 11)
+    listener = ListenerConfig(layers=2, hidden=7, pyramid=(2,), backend=backend)
+    speller = SpellerConfig(hidden=7, embedding=3, backend=backend)
+    model = LAS(5, 11, LasConfig(kind="las", listener=listener, attention_size=5, speller=speller))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "gain_hh" in name:
@@ -245,5 +250,5 @@ def reference_losses():
 
 @pytest.mark.parametrize("backend", [name for name in HERE if name != "reference"])
 def test_fifty_steps_of_las_follow_the_reference(backend, reference_losses):
-    assert reference_losses[-1] < 0.5 * reference_losses[0]  # it learns
+    assert reference_losses[-1] < 0.5 * reference_losses[0]  # the loss falls
     torch.testing.assert_close(las_losses(backend), reference_losses, atol=1e-3, rtol=0)

@@ -26,13 +26,13 @@ def test_step_is_the_reference_step(norm, backend):
     mask = ours.dropout_mask(3)
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     start = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
-    found = []
+    results = []
     for cell in (judge, ours):
         state = tuple(start)
         for _ in range(3):
             state = cell(x, state, mask)
-        found.append([*state, *gradients(state, (x, start, *cell.parameters()))])
-    torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11)
+        results.append([*state, *gradients(state, (x, start, *cell.parameters()))])
+    torch.testing.assert_close(results[1], results[0], atol=1e-11, rtol=1e-11)
 
 
 STRIDED = {
@@ -44,18 +44,18 @@ STRIDED = {
 
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("layout", STRIDED)
-def test_a_mask_may_lie_in_memory_as_it_likes(layout, backend):
+def test_a_mask_may_have_any_strides(layout, backend):
     judge, ours = pair("ba", backend, recurrent_dropout=0.3)
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     start = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
     mask = STRIDED[layout](torch.rand(3, 11, dtype=torch.float64))
-    found = []
+    results = []
     for cell in (judge, ours):
         state = cell(x, tuple(start), mask)
-        found.append([*state, *gradients(state, (x, start, *cell.parameters()))])
+        results.append([*state, *gradients(state, (x, start, *cell.parameters()))])
         with torch.no_grad():
-            found[-1] += cell(x, tuple(start), mask)
-    torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11)
+            results[-1] += cell(x, tuple(start), mask)
+    torch.testing.assert_close(results[1], results[0], atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("norm", ["ba", "none", "per_gate"])
@@ -66,7 +66,7 @@ def test_step_without_gradients_has_the_same_values(norm):
         torch.testing.assert_close(ours(x), judge(x))
 
 
-def test_half_precision_of_a_step_touches_the_products_alone():
+def test_half_precision_of_a_step_affects_only_the_products():
     judge, ours = (cell.float() for cell in pair("ba", "auto", precision="bf16"))
     x, state = torch.randn(3, 5), (torch.randn(3, 11), torch.randn(3, 11))
     with torch.autocast("cpu", torch.bfloat16):
@@ -77,8 +77,8 @@ def test_half_precision_of_a_step_touches_the_products_alone():
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_gradients_asked_for_one_by_one_are_those_asked_for_together(backend):
-    """One product over all steps: what a pass before left there must not be in it."""
+def test_gradients_requested_separately_equal_those_requested_together(backend):
+    """One product covers all steps: it must not include values of an earlier pass."""
     cell, _ = pair("ba", backend)
     x, state = torch.randn(2, 5, dtype=torch.float64, requires_grad=True), None
     weights = cell.loop_weights()
@@ -109,8 +109,8 @@ MISFITS = {
 
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("message", MISFITS)
-def test_what_does_not_fit_a_step_is_named(message, backend):
-    """C++ would read it from wherever it is, as long as it should be."""
+def test_mismatched_shapes_of_a_step_are_reported(message, backend):
+    """C++ would read beyond the end of the tensor."""
     h, c, mask, *dtype = MISFITS[message]
     x = torch.randn(2, 5, dtype=dtype[0] if dtype else None)
     with pytest.raises(ValueError, match=message):

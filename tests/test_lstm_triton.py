@@ -1,4 +1,4 @@
-"""The Triton kernels under Triton's interpreter, without a GPU: the reference is the judge."""
+"""The Triton kernels under Triton's interpreter, without a GPU, against the reference."""
 
 import importlib.util
 import os
@@ -11,12 +11,12 @@ import pytest
 SCRIPT = """
 import sys
 import torch
-from asr.nn.kernels.cuda import backend
+from asr.kernels.cuda import lstm as cuda
 from asr.nn.lstm import LayerNormLSTM, backends
 from test_lstm_backends import gradients
 
 assert backends()["cuda"] is None
-backend.BUCKET = 3  # one step more than there are frames
+cuda.BUCKET = 3  # one step more than frames
 x = torch.randn(2, 2, 2, dtype=torch.float64)
 x[1, 1] = float("nan")  # padding
 x.requires_grad_()

@@ -2,12 +2,24 @@
 
 import pytest
 import torch
+from pydantic import ValidationError
 from reference_transformer import attend, multi_head
 from torch import nn
 
-from asr.nn.multihead import CrossAttention, SelfAttention, attention_weights
+from asr.config.language import TransformerLanguageModelConfig
+from asr.config.schema import TransformerConfig
+from asr.nn.transformer import CrossAttention, SelfAttention, attention_weights
 
 E, H, T, Q, B = 21, 3, 11, 5, 2
+
+
+def config(**rates):
+    return TransformerConfig(kind="transformer", d_model=E, heads=H, **rates)
+
+
+def self_attention(dropout=0.0, drop_head=0.0):
+    rates = config(attention_dropout=dropout, drop_head=drop_head)
+    return SelfAttention(rates, gain=1.0, windows=None)
 
 
 def places(lengths, size=T):
@@ -33,7 +45,7 @@ def test_the_worked_example():
 @pytest.mark.parametrize("causal", [False, True])
 def test_self_attention_equals_slow_loops(causal):
     torch.manual_seed(0)
-    module, x = SelfAttention(E, H).double(), torch.randn(B, T, E, dtype=torch.float64)
+    module, x = self_attention().double(), torch.randn(B, T, E, dtype=torch.float64)
     lengths = [T, T] if causal else [T, 7]
     out = module(x, None if causal else places(lengths), causal)
     for b, length in enumerate(lengths):
@@ -44,7 +56,7 @@ def test_self_attention_equals_slow_loops(causal):
 
 def test_cross_attention_and_its_weights_equal_slow_loops():
     torch.manual_seed(1)
-    module = CrossAttention(E, H).double()
+    module = CrossAttention(config(), gain=1.0).double()
     x = torch.randn(B, Q, E, dtype=torch.float64)
     memory = torch.randn(B, T, E, dtype=torch.float64)
     valid = places([T, 7])
@@ -72,7 +84,7 @@ def copied(judge, ours):
 @pytest.mark.parametrize("train", [False, True])
 def test_equals_torch_with_gradients(train):
     torch.manual_seed(2)
-    ours = SelfAttention(E, H, dropout=1e-9 if train else 0.5).train(train)  # rounds to no dropout
+    ours = self_attention(1e-9 if train else 0.5).train(train)  # rounds to no dropout
     judge = copied(nn.MultiheadAttention(E, H, batch_first=True), ours)
     x, valid = torch.randn(B, T, E, requires_grad=True), places([T, 7])
     y = x.detach().clone().requires_grad_()
@@ -87,8 +99,8 @@ def test_equals_torch_with_gradients(train):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("train", [False, True])
-def test_a_place_that_may_see_nothing_gets_zeros(train, dropout):
-    ours = SelfAttention(E, H, dropout).train(train)
+def test_a_position_without_a_visible_key_gets_zeros(train, dropout):
+    ours = self_attention(dropout).train(train)
     x = torch.randn(B, T, E, requires_grad=True)
     out = ours(x, places([T, 0]))
     torch.testing.assert_close(out[1], ours.out.bias.expand(T, E))
@@ -99,7 +111,7 @@ def test_a_place_that_may_see_nothing_gets_zeros(train, dropout):
 
 def test_attention_dropout_keeps_the_expectation():
     torch.manual_seed(3)
-    ours = SelfAttention(E, H, dropout=0.4)
+    ours = self_attention(dropout=0.4)
     x, valid = torch.randn(1, T, E), places([T])
     mean = torch.stack([ours(x, valid) for _ in range(4000)]).mean(0)
     assert not torch.equal(ours(x, valid), ours(x, valid))
@@ -110,7 +122,7 @@ def test_attention_dropout_keeps_the_expectation():
 
 def test_drop_head_silences_whole_heads():
     torch.manual_seed(4)
-    ours = SelfAttention(E, H, drop_head=0.5)
+    ours = self_attention(drop_head=0.5)
     ours.out = nn.Identity()
     x, valid = torch.randn(97, T, E), places([T] * 97)
     dropped = ours(x, valid).unflatten(-1, (H, -1))
@@ -123,17 +135,19 @@ def test_drop_head_silences_whole_heads():
 
 def test_step_by_step_equals_the_causal_pass():
     torch.manual_seed(5)
-    ours, x = SelfAttention(E, H).eval(), torch.randn(B, T, E)
+    ours, x = self_attention().eval(), torch.randn(B, T, E)
     past = torch.empty(0, B, 2, E)
     for t, expected in enumerate(ours(x, causal=True).unbind(1)):
         past = torch.cat([past, torch.full((1, B, 2, E), float("nan"))])
         torch.testing.assert_close(ours.step(x[:, t], past), expected)
 
 
-def test_bad_sizes_have_one_clear_line():
-    for heads in (4, 0, -1):
-        message = f"^model size 21 is not divisible by heads {heads}$"
-        with pytest.raises(ValueError, match=message):
-            SelfAttention(21, heads)
-        with pytest.raises(ValueError, match=message):
-            CrossAttention(21, heads)
+@pytest.mark.parametrize("heads", [4, 0, -1])
+def test_bad_sizes_give_one_clear_line(heads):
+    for kind in (TransformerConfig, TransformerLanguageModelConfig):
+        with pytest.raises(ValidationError) as caught:
+            kind(kind="transformer", d_model=21, heads=heads)
+        (error,) = caught.value.errors()
+        assert error["loc"] == ("heads",)
+        message = "must divide d_model = 21: choose 1, 3, 7" if heads == 4 else "greater than or"
+        assert message in error["msg"]

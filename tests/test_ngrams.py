@@ -1,15 +1,14 @@
-"""N-grams in a search: each sentence scores what its text scores, whatever its tokens are."""
+"""N-grams in a search: a sentence has the score of its text, whatever its tokens are."""
 
 import math
 
 import pytest
 import torch
 
-from asr.data.text import Characters, SentencePieces
-from asr.decoding.ngrams import SPACE, NgramScorer, load_ngrams
+from asr.data.tokenizer import EOS, SOS, Characters, SentencePieces
+from asr.decoding.fusion import SPACE, NgramScorer, load_ngrams
 from asr.errors import UserError
-from asr.nn.memory import Memory
-from asr.tokens import EOS, SOS
+from asr.nn.attention import Memory
 
 BIGRAMS = {  # log10 P(second | first), and back-off to BACK
     ("<s>", "ONE"): -0.2,
@@ -27,7 +26,7 @@ class State:
 
 
 class Bigrams:
-    """What kenlm.Model offers, in a table."""
+    """The interface of kenlm.Model over a table."""
 
     def BeginSentenceWrite(self, state):
         state.word = "<s>"
@@ -56,28 +55,28 @@ def walked(scorer, ids):
     state, total, last = scorer.start(memory(1)), 0.0, SOS
     for token in [*ids, EOS]:
         scores, state = scorer.step(state, torch.tensor([[last]]))
-        assert (scores <= 0).all()  # the beam's exact stop relies on it
+        assert (scores <= 0).all()  # the exact stop of the beam search requires it
         total, last = total + float(scores[0, 0, token]), token
     return total
 
 
 VOCABULARIES = {
     "characters": lambda: Characters.train(TEXTS),
-    "subwords": lambda: SentencePieces.train(TEXTS * 3, 17),
+    "subwords": lambda: SentencePieces.train(TEXTS * 3, 17, "bpe"),
 }
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_words_score_what_their_text_scores(vocabulary, text):
+def test_words_score_the_same_as_their_text(vocabulary, text):
     tokenizer = VOCABULARIES[vocabulary]()
-    scorer = NgramScorer(Bigrams(), State, tokenizer.surfaces)
+    scorer = NgramScorer(Bigrams(), State, tokenizer.surfaces, "word")
     assert walked(scorer, tokenizer.encode(text)) == pytest.approx(judge(text.split()), abs=1e-5)
 
 
 def test_spaces_without_a_word_score_nothing():
     tokenizer = Characters.train(TEXTS)
-    scorer = NgramScorer(Bigrams(), State, tokenizer.surfaces)
+    scorer = NgramScorer(Bigrams(), State, tokenizer.surfaces, "word")
     ids = tokenizer.encode(" ONE   TWO ")
     assert walked(scorer, ids) == pytest.approx(judge(["ONE", "TWO"]), abs=1e-5)
 
@@ -92,7 +91,7 @@ def test_tokens_score_as_words_of_their_own(monkeypatch):
 
 
 @pytest.mark.parametrize("unit", ["word", "token"])
-def test_selected_hypotheses_go_on_as_their_own(unit):
+def test_selected_hypotheses_continue_their_own_history(unit):
     tokenizer = Characters.train(TEXTS)
     scorer = NgramScorer(Bigrams(), State, tokenizer.surfaces, unit)
     ids = tokenizer.encode("ONE T")
@@ -102,9 +101,9 @@ def test_selected_hypotheses_go_on_as_their_own(unit):
     _, state = scorer.step(state, torch.tensor([[ids[4], ids[1]], [ids[2], ids[0]]]))
     state = scorer.select(state, torch.tensor([[3, 2, 3]]))
     ours, _ = scorer.step(state, torch.tensor([[ids[1], ids[0], ids[4]]]))
-    for row, said in enumerate([(0, 1), (2, 0), (0, 4)]):
+    for row, places in enumerate([(0, 1), (2, 0), (0, 4)]):
         alone = scorer.start(memory(1))
-        for token in [SOS, *(ids[place] for place in said)]:
+        for token in [SOS, *(ids[place] for place in places)]:
             expected, alone = scorer.step(alone, torch.tensor([[token]]))
         assert torch.equal(ours[0, row], expected[0, 0])
 
@@ -124,14 +123,14 @@ def test_kenlm_reads_an_arpa_file(tmp_path, text):
     path = tmp_path / "two.arpa"
     path.write_text(arpa())
     tokenizer = Characters.train(TEXTS)
-    found = walked(load_ngrams(path, tokenizer.surfaces), tokenizer.encode(text))
-    assert found == pytest.approx(kenlm.Model(str(path)).score(text) * math.log(10), abs=1e-4)
-    assert "W" in text or found == pytest.approx(judge(text.split()), abs=1e-4)
+    actual = walked(load_ngrams(path, tokenizer.surfaces, "word"), tokenizer.encode(text))
+    assert actual == pytest.approx(kenlm.Model(str(path)).score(text) * math.log(10), abs=1e-4)
+    assert "W" in text or actual == pytest.approx(judge(text.split()), abs=1e-4)
 
 
-def test_what_kenlm_cannot_read_is_one_line(tmp_path):
+def test_a_file_that_kenlm_cannot_read_is_one_line(tmp_path):
     pytest.importorskip("kenlm", reason="kenlm (the extra lm) is not installed")
     (tmp_path / "bad.arpa").write_text("nothing of the kind\n")
     with pytest.raises(UserError, match="kenlm cannot read it") as error:
-        load_ngrams(tmp_path / "bad.arpa", [])
+        load_ngrams(tmp_path / "bad.arpa", [], "word")
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""The Transformer's norms against their formulas, and what happens at the edges."""
+"""The Transformer's norms against their formulas, and edge cases."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_norm_is_its_formula(kind):
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms", "scale"])
-def test_a_vector_keeps_its_size_at_the_start(kind):
+def test_a_vector_keeps_its_size_at_initialisation(kind):
     x = 100 * torch.randn(3, 64)
     size = make_norm(kind, 64)(x).norm(dim=-1)
     torch.testing.assert_close(size, torch.full((3,), 8.0), atol=1e-3, rtol=1e-3)
@@ -54,7 +54,7 @@ def test_bf16_statistics_are_taken_in_float32(kind):
     torch.manual_seed(2)
     x = torch.randn(3, 513).bfloat16()
     exact = make_norm(kind, 513)(x.float())
-    assert torch.equal(make_norm(kind, 513)(x), exact.bfloat16())  # to the bit, and in bf16
+    assert torch.equal(make_norm(kind, 513)(x), exact.bfloat16())  # bit for bit, and in bf16
 
 
 def test_scale_has_one_parameter_that_starts_at_the_root_of_the_size():
@@ -69,6 +69,6 @@ def test_eps_can_be_set():
     torch.testing.assert_close(make_norm("rms", 4, eps=3.0)(x), x / 2)
 
 
-def test_unknown_norm_is_named():
+def test_unknown_norm_is_reported():
     with pytest.raises(ValueError, match="norm 'batch' is not known; choose one of layer, rms"):
         make_norm("batch", 3)

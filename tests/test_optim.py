@@ -1,10 +1,11 @@
-"""Schedules against the papers' formulae and torch's schedulers; which weights are decayed."""
+"""Schedules against the papers' formulae and torch's schedulers; the choice of decayed weights."""
 
 import pytest
 import torch
 from torch import nn, optim
 
-from asr.training.optim import constant, load_moments, make_optimizer, noam, ramp_hold_decay
+from asr.config.schema import OptimizerConfig
+from asr.training.optim import constant, load_moments, make_optimizer, noam, tri_stage
 
 
 def torch_rates(make, steps, lr=0.7):
@@ -18,7 +19,7 @@ def torch_rates(make, steps, lr=0.7):
     return rates
 
 
-def test_constant_is_torchs_linear_warm_up():
+def test_constant_matches_torch_linear_warm_up():
     judge = torch_rates(lambda o: optim.lr_scheduler.LinearLR(o, 1 / 13, 1.0, 12), 40)
     rate = constant(0.7, 13)
     assert [rate(step, 0.0) for step in range(1, 41)] == pytest.approx(judge)
@@ -35,7 +36,7 @@ def test_noam_is_the_formula():
     assert noam(1.0, 0, 4)(1, 0.0) == 0.5
 
 
-def test_ramp_hold_decay_is_torchs_three_schedulers_in_a_row():
+def test_tri_stage_matches_three_torch_schedulers_in_a_row():
     steps, warmup, hold, floor = 200, 10, 0.4, 0.01
 
     def judge(optimizer):
@@ -47,25 +48,25 @@ def test_ramp_hold_decay_is_torchs_three_schedulers_in_a_row():
         ]
         return optim.lr_scheduler.SequentialLR(optimizer, parts, [warmup, int(steps * hold) - 1])
 
-    rate = ramp_hold_decay(0.7, warmup, hold, floor)
+    rate = tri_stage(0.7, warmup, hold, floor)
     ours = [rate(step, step / steps) for step in range(1, steps + 1)]
     assert ours == pytest.approx(torch_rates(judge, steps), rel=1e-9)
     assert ours[-1] == pytest.approx(0.7 * floor)
 
 
-def test_ramp_hold_decay_at_its_edges():
-    assert ramp_hold_decay(1.0, 0, 1.0, 0.1)(9, 1.0) == 1.0  # never falls
-    assert ramp_hold_decay(1.0, 0, 0.0, 0.1)(9, 0.5) == pytest.approx(0.1**0.5)
-    assert ramp_hold_decay(1.0, 0, 0.5, 0.1)(9, 1.7) == pytest.approx(0.1)  # beyond the end
+def test_tri_stage_at_its_edges():
+    assert tri_stage(1.0, 0, 1.0, 0.1)(9, 1.0) == 1.0  # never falls
+    assert tri_stage(1.0, 0, 0.0, 0.1)(9, 0.5) == pytest.approx(0.1**0.5)
+    assert tri_stage(1.0, 0, 0.5, 0.1)(9, 1.7) == pytest.approx(0.1)  # beyond the end
 
 
 @pytest.mark.parametrize(("kind", "judge"), [("adam", optim.Adam), ("adamw", optim.AdamW)])
-def test_optimizer_is_torchs_and_spares_gains_and_biases(kind, judge):
+def test_optimizer_matches_torch_and_does_not_decay_gains_and_biases(kind, judge):
     torch.manual_seed(1)
     ours, theirs = nn.Linear(5, 7), nn.Linear(5, 7)
     theirs.load_state_dict(ours.state_dict())
     settings = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-5}
-    first = make_optimizer(ours, kind, weight_decay=0.2, **settings)
+    first = make_optimizer(OptimizerConfig(kind=kind, weight_decay=0.2, **settings), ours)
     second = [
         judge([theirs.weight], weight_decay=0.2, **settings),
         judge([theirs.bias], weight_decay=0.0, **settings),
@@ -80,20 +81,20 @@ def test_optimizer_is_torchs_and_spares_gains_and_biases(kind, judge):
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
-def test_frozen_weights_stay_out():
+def test_frozen_weights_are_not_optimised():
     module = nn.Linear(5, 7)
     module.weight.requires_grad_(False)
-    optimizer = make_optimizer(module, "adam", 0.1, (0.9, 0.99), 1e-8, 0.0)
+    optimizer = make_optimizer(OptimizerConfig(), module)
     assert [p.shape for group in optimizer.param_groups for p in group["params"]] == [(7,)]
 
 
 @pytest.mark.parametrize(("kind", "judge"), [("adam", optim.Adam), ("adamw", optim.AdamW)])
 def test_moments_are_loaded_and_settings_are_not(kind, judge):
-    """Judged by torch's own, built with the old settings and changed by hand."""
+    """Against torch's own optimizer, built with the old settings and changed by hand."""
     torch.manual_seed(1)
     ours, theirs = nn.Linear(5, 7, bias=False), nn.Linear(5, 7, bias=False)
     theirs.load_state_dict(ours.state_dict())
-    first = make_optimizer(ours, "adam", 0.03, (0.9, 0.99), 1e-8, 0.0)
+    first = make_optimizer(OptimizerConfig(lr=0.03, betas=(0.9, 0.99)), ours)
     second = judge([theirs.weight], lr=0.03, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
 
     def steps(optimizer, module):
@@ -105,7 +106,7 @@ def test_moments_are_loaded_and_settings_are_not(kind, judge):
     steps(first, ours)
     steps(second, theirs)
     after = {"betas": (0.5, 0.6), "eps": 1e-2, "weight_decay": 0.3}
-    resumed = make_optimizer(ours, kind, 0.03, **after)
+    resumed = make_optimizer(OptimizerConfig(kind=kind, lr=0.03, **after), ours)
     load_moments(resumed, first.state_dict())
     second.param_groups[0].update(after)
     steps(resumed, ours)

@@ -1,4 +1,4 @@
-"""asr.scoring.page: what outsiders wrote stays text, and the page's data is what was scored."""
+"""asr.analysis.page: untrusted text stays text, and the page's data equals the scores."""
 
 import json
 import re
@@ -10,9 +10,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from asr.analysis.page import write_page
+from asr.analysis.wer import score
 from asr.errors import UserError
-from asr.scoring.page import write_page
-from asr.scoring.wer import score
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -68,15 +68,15 @@ def scored(words):
 def page(folder, words):
     path = folder / "page.html"
     links = {word: folder / f"{number}.png" for number, word in enumerate(words)}
-    found, more = scored(words), {"about": {words[0]: words[1]}}
-    more["groups"] = {words[1]: {words[2]: found}}
-    write_page(path, found, title=words[2], audio=links, pictures=links, **more)
+    actual, more = scored(words), {"about": {words[0]: words[1]}}
+    more["groups"] = {words[1]: {words[2]: actual}}
+    write_page(path, actual, title=words[2], audio=links, pictures=links, **more)
     return Parsed(path)
 
 
 @pytest.mark.parametrize("start", range(len(HOSTILE)))
 def test_hostile_text_adds_no_element_and_no_attribute(tmp_path, start):
-    # White space would make several words of one and so another, equally innocent, table.
+    # White space would split a word and so give another, equally harmless, table.
     words = [re.sub(r"\s", "/", HOSTILE[(start + step) % len(HOSTILE)]) for step in (0, 1, 2)]
     # Same alphabetical order, as the tables are sorted.
     tame = [f"w{sorted(words).index(word)}" for word in words]
@@ -89,13 +89,15 @@ def test_hostile_text_adds_no_element_and_no_attribute(tmp_path, start):
 
 
 @pytest.mark.parametrize("word", HOSTILE)
-def test_data_survive_the_page(tmp_path, word):
-    found = score([f"a {word} b", ""], [f"a {word}x b", word], ids=[word, "2"], speakers=[word, ""])
+def test_data_are_unchanged_by_the_page(tmp_path, word):
+    actual = score(
+        [f"a {word} b", ""], [f"a {word}x b", word], ids=[word, "2"], speakers=[word, ""]
+    )
     path = tmp_path / "page.html"
-    write_page(path, found)
+    write_page(path, actual)
     first, second = Parsed(path).data
     assert (first["id"], first["speaker"], second["speaker"]) == (word, word, "")
-    for row, utterance in zip((first, second), found.utterances, strict=True):
+    for row, utterance in zip((first, second), actual.utterances, strict=True):
         for side, text in ((1, utterance.reference), (2, utterance.hypothesis)):
             assert " ".join(filter(None, (edit[side] for edit in row["edits"]))) == text
         marks = "".join(edit[0] for edit in row["edits"])
@@ -129,7 +131,7 @@ def test_only_the_page_own_script_and_style_may_run(tmp_path):
 @pytest.mark.parametrize(
     "name", ["a b.flac", "50%.flac", "a#b?c.flac", "javascript:alert(1)", "é語.flac", "x/../y"]
 )
-def test_links_are_relative_and_lead_to_the_file(tmp_path, name):
+def test_links_are_relative_and_point_to_the_file(tmp_path, name):
     folder = tmp_path / "evaluate" / "test"
     file = tmp_path / "audio" / name
     write_page(folder / "p.html", score(["a"], ["b"]), audio={"1": file}, pictures={"1": str(file)})
@@ -149,9 +151,9 @@ def test_a_file_beside_the_page_cannot_be_named_like_a_scheme(tmp_path):
 
 def test_only_png_data_are_taken_as_they_are(tmp_path):
     png = "data:image/png;base64," + b64encode(b"\x89PNG\r\n\x1a\n?").decode()
-    found = score(["a", "b"], ["a", "b"])
+    actual = score(["a", "b"], ["a", "b"])
     others = "data:text/html,<script>alert(1)</script>"
-    write_page(tmp_path / "p.html", found, pictures={"1": png, "2": others})
+    write_page(tmp_path / "p.html", actual, pictures={"1": png, "2": others})
     first, second = Parsed(tmp_path / "p.html").data
     assert first["picture"] == png
     assert urlsplit(second["picture"]).scheme == ""
@@ -159,8 +161,8 @@ def test_only_png_data_are_taken_as_they_are(tmp_path):
 
 
 def test_figures_and_tables_are_on_the_page(tmp_path):
-    found = score(["a b c", "a"], ["a x", "a"], speakers=["ann", ""])
-    write_page(tmp_path / "p.html", found, title="demo & test")
+    actual = score(["a b c", "a"], ["a x", "a"], speakers=["ann", ""])
+    write_page(tmp_path / "p.html", actual, title="demo & test")
     parsed = Parsed(tmp_path / "p.html")
     assert parsed.texts["h1"] == ["demo & test"]
     assert parsed.texts["dd"][:1] == ["50.00 %"]
@@ -170,8 +172,8 @@ def test_figures_and_tables_are_on_the_page(tmp_path):
 
 
 def test_groups_have_a_table_of_their_own(tmp_path):
-    found = score(["a b c", "a"], ["a x", "a"])
-    write_page(tmp_path / "p.html", found, groups={"source": {"web": found}})
+    actual = score(["a b c", "a"], ["a x", "a"])
+    write_page(tmp_path / "p.html", actual, groups={"source": {"web": actual}})
     parsed = Parsed(tmp_path / "p.html")
     assert parsed.texts["summary"][0] == "By source"
     assert parsed.texts["td"][:7] == ["web", "2", "4", "1", "1", "0", "50.00 %"]

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from asr import command, prepare
-from asr.data import download
-from asr.data.corpora import librispeech, spoken_numbers
+from asr import errors, prepare
 from asr.data.corpus import Utterance, read_manifest, write_manifest
+from asr.data.importers import download, librispeech, spoken_numbers
 
 
 @pytest.fixture
@@ -25,10 +24,10 @@ def asr_prepare(monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
-            command.run(prepare.main)
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return caught.value.code, said.out, said.err.splitlines()
+            errors.run_command(prepare.main)
+        output = capsys.readouterr()
+        assert "Traceback" not in output.err
+        return caught.value.code, output.out, output.err.splitlines()
 
     return run
 
@@ -86,7 +85,7 @@ def test_a_relative_call_gives_the_same(own, tmp_path, asr_prepare, monkeypatch)
 
 
 @pytest.mark.parametrize(("case", "text"), [("upper", "ÇA VA"), ("lower", "ça va")])
-def test_text_is_turned_only_where_asked(own, tmp_path, asr_prepare, case, text):
+def test_text_is_converted_only_on_request(own, tmp_path, asr_prepare, case, text):
     assert asr_prepare("tsv", own, "--to", tmp_path, "--text", case)[0] == 0
     assert read_manifest(tmp_path / "mine.tsv")[1].text == text
 
@@ -107,14 +106,14 @@ FAULTS = [
     ("d\ta.wav\t\t1\ts\tr", "the text is empty"),
     ("d\ta.wav\t  \t1\ts\tr", "the text is empty"),
     ("\ta.wav\tText\t1\ts\tr", "the id is empty"),
-    ("a\ta.wav\tText\t1\ts\tr", "id 'a' stands in line 2 already"),
-    ("d\t\tText\t1\ts\tr", "no audio file is named"),
+    ("a\ta.wav\tText\t1\ts\tr", "id 'a' is already in line 2"),
+    ("d\t\tText\t1\ts\tr", "no audio file is given"),
     ("d\ta.wav\tText\t-1\ts\tr", "seconds is '-1'; a length must be above 0"),
     ("d\ta.wav\tText\tnan\ts\tr", "seconds is 'nan'; a length must be above 0"),
     ("d\ta.wav\tText\tlong\ts\tr", "seconds is 'long', not a number"),
     ("d\ta.wav\tText\t1.2\ts\tr", "seconds is 1.2, but the file has 1.000"),
-    ("d\t../other.wav\tText\t1\ts\tr", "'../other.wav' lies outside"),
-    ("d\t/dev/zero\tText\t1\ts\tr", "'/dev/zero' lies outside"),
+    ("d\t../other.wav\tText\t1\ts\tr", "'../other.wav' is outside"),
+    ("d\t/dev/zero\tText\t1\ts\tr", "'/dev/zero' is outside"),
     ("d\ta.wav\tText", "3 fields where the header has 6"),
     ("d\ta.wav\tText\t1\ts\tr\tmore", "7 fields where the header has 6"),
 ]
@@ -123,30 +122,32 @@ FAULTS = [
 def spoil(folder):
     record(folder.parent / "other.wav")
     (folder / "text.wav").write_text("this is no sound" * 99)
-    whole = record(folder / "whole.flac", 3.0).read_bytes()
-    (folder / "cut.flac").write_bytes(whole[: len(whole) // 2])
+    intact = record(folder / "whole.flac", 3.0).read_bytes()
+    (folder / "cut.flac").write_bytes(intact[: len(intact) // 2])
     soundfile.write(folder / "zero.wav", np.zeros(0), 16000)
     soundfile.write(folder / "short.wav", np.zeros(5), 16000)
     soundfile.write(folder / "nan.wav", np.full(99, np.nan), 16000, subtype="FLOAT")
 
 
-def test_all_faults_are_told_at_once_and_nothing_is_written(own, tmp_path, asr_prepare):
+def test_all_faults_are_reported_at_once_and_nothing_is_written(own, tmp_path, asr_prepare):
     spoil(own.parent)
     own.write_text(own.read_text() + "".join(f"{row}\n" for row, _ in FAULTS))
     code, out, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
     assert code == 2 and out == "" and not (tmp_path / "to").exists()
     assert len(err) == len(FAULTS) + 1
     ids = [f"{own}:{line}: " for line in range(5, 5 + len(FAULTS))]
-    for told, where, (row, words) in zip(err, ids, FAULTS, strict=False):
-        # Three rows share the id 'd' with the first: they are told of that instead.
+    for message, where, (row, words) in zip(err, ids, FAULTS, strict=False):
+        # Three rows share the id 'd' with the first; the message reports that instead.
         expected = words if row.split("\t")[0] != "d" or where == ids[0] else ""
-        assert told.startswith(where) and (expected in told or "stands in line 5" in told)
+        assert message.startswith(where) and (
+            expected in message or "is already in line 5" in message
+        )
     assert err[-1].startswith(f"error: {own}: {len(FAULTS)} of {len(FAULTS) + 3} rows are faulty")
     assert "--skip-bad" in err[-1]
 
 
 @pytest.mark.parametrize(("row", "words"), FAULTS)
-def test_each_fault_has_its_words_and_can_be_skipped(own, tmp_path, asr_prepare, row, words):
+def test_each_fault_has_its_message_and_can_be_skipped(own, tmp_path, asr_prepare, row, words):
     spoil(own.parent)
     own.write_text(own.read_text() + f"{row}\n")
     code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
@@ -158,7 +159,7 @@ def test_each_fault_has_its_words_and_can_be_skipped(own, tmp_path, asr_prepare,
     assert read_manifest(tmp_path / "to" / "mine.tsv").ids == ["a", "b", "c"]
 
 
-def test_headers_alone_do_not_show_a_file_that_breaks_off(own, tmp_path, asr_prepare):
+def test_headers_alone_do_not_show_a_truncated_file(own, tmp_path, asr_prepare):
     spoil(own.parent)
     own.write_text(own.read_text() + "d\tcut.flac\tText\t\ts\tr\n")
     assert asr_prepare("tsv", own, "--to", tmp_path, "--headers-only")[0] == 0
@@ -170,7 +171,7 @@ def test_long_recordings_are_a_fault_where_a_limit_is_set(own, tmp_path, asr_pre
         assert code == 2 and f"{own}:4: " in err[0] and "limit of 1.2" in err[0]
 
 
-def test_a_part_is_random_yet_the_same_whatever_the_order(tmp_path, asr_prepare):
+def test_a_random_part_does_not_depend_on_the_order(tmp_path, asr_prepare):
     lengths = {f"u{n}": 0.3 + 0.01 * n for n in range(23)}
     for name, seconds in lengths.items():
         record(tmp_path / "own" / f"{name}.wav", seconds)
@@ -198,12 +199,12 @@ def test_a_part_is_random_yet_the_same_whatever_the_order(tmp_path, asr_prepare)
         (0.3 / 3600, "too short for one row"),
     ],
 )
-def test_a_part_that_cannot_be(own, tmp_path, asr_prepare, hours, words):
+def test_an_impossible_part(own, tmp_path, asr_prepare, hours, words):
     code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to", "--hours", hours)
     assert code == 2 and len(err) == 1 and words in err[0] and not (tmp_path / "to").exists()
 
 
-def test_audio_elsewhere_is_taken_where_its_folder_is_named(own, tmp_path, asr_prepare):
+def test_outside_audio_is_accepted_below_a_named_folder(own, tmp_path, asr_prepare):
     other = record(tmp_path / "elsewhere" / "d.wav")
     own.write_text(f"id\taudio\ttext\nd\t{other}\tText\n")
     code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
@@ -232,7 +233,7 @@ def test_a_table_that_cannot_be_used(tmp_path, asr_prepare, content, words):
     assert code == 2 and words in err[-1] and not (tmp_path / "to").exists()
 
 
-def test_the_table_itself_is_never_written_over(own, asr_prepare):
+def test_the_table_itself_is_never_overwritten(own, asr_prepare):
     before = own.read_text()
     code, _, err = asr_prepare("tsv", own, "--to", own.parent)
     assert code == 2 and "is the table itself" in err[0] and own.read_text() == before
@@ -245,7 +246,7 @@ def test_a_wrong_command_line_has_exit_code_2(asr_prepare, arguments):
 
 
 def libri_speech(folder, subset, speakers=(19, 26)):
-    """A small tree of the corpus' own shape."""
+    """A small tree in the corpus' own layout."""
     for speaker in speakers:
         chapter = folder / "LibriSpeech" / subset / str(speaker) / "198"
         lines = []
@@ -259,7 +260,7 @@ def libri_speech(folder, subset, speakers=(19, 26)):
 
 
 @pytest.mark.parametrize("level", ["", "LibriSpeech", "LibriSpeech/dev-clean"])
-def test_an_unpacked_tree_is_listed_where_it_lies(tmp_path, asr_prepare, level):
+def test_an_unpacked_tree_is_listed_in_place(tmp_path, asr_prepare, level):
     tree = libri_speech(tmp_path / "from", "dev-clean")
     code, out, err = asr_prepare(
         "librispeech",
@@ -279,11 +280,11 @@ def test_an_unpacked_tree_is_listed_where_it_lies(tmp_path, asr_prepare, level):
     assert corpus[0].audio.resolve() == first.resolve()
 
 
-def test_a_subset_that_is_not_there_stops_all(tmp_path, asr_prepare):
+def test_a_missing_subset_stops_everything(tmp_path, asr_prepare):
     tree = libri_speech(tmp_path / "from", "dev-clean")
     both = ("--subsets", "dev-clean", "test-clean", "--from")
     code, _, err = asr_prepare("librispeech", "--to", tmp_path / "to", *both, tree)
-    assert code == 2 and err == [f"error: {tree}: no subset test-clean; dev-clean is there"]
+    assert code == 2 and err == [f"error: {tree}: no subset test-clean; it has dev-clean"]
     assert not (tmp_path / "to").exists()
     code, _, err = asr_prepare("librispeech", "--to", tmp_path / "to", *both, tmp_path / "no")
     assert code == 2 and "no such folder" in err[0]
@@ -317,11 +318,11 @@ def _empty_line(chapter):
         (_break_audio, "19-198-0001.flac: not readable as audio"),
         (_break_line, "19-198.trans.txt:2: not a line '19-198-NUMBER TEXT'"),
         (_empty_line, "19-198.trans.txt:1: not a line"),
-        (lambda chapter: shutil.rmtree(chapter.parents[1]), "no subset dev-clean; nothing"),
+        (lambda chapter: shutil.rmtree(chapter.parents[1]), "no subset dev-clean; it has nothing"),
         (lambda chapter: shutil.rmtree(chapter.parent), "no SPEAKER/CHAPTER"),
     ],
 )
-def test_a_tree_that_is_not_whole_is_refused(tmp_path, asr_prepare, spoil_tree, words):
+def test_an_incomplete_tree_is_refused(tmp_path, asr_prepare, spoil_tree, words):
     tree = libri_speech(tmp_path / "from", "dev-clean", speakers=[19])
     spoil_tree(tree / "dev-clean" / "19" / "198")
     code, _, err = asr_prepare(
@@ -333,7 +334,7 @@ def test_a_tree_that_is_not_whole_is_refused(tmp_path, asr_prepare, spoil_tree, 
 
 @pytest.fixture
 def mirror(tmp_path, monkeypatch):
-    """A server with NUMBER/SUBSET.tar.gz of two subsets, whose sums stand for the published."""
+    """A server with NUMBER/SUBSET.tar.gz of two subsets, whose checksums replace the published."""
     root = tmp_path / "mirror"
     for subset, number in (("dev-clean", 12), ("dev-clean-2", 31)):
         tree = libri_speech(tmp_path / "source" / subset, subset)
@@ -384,7 +385,7 @@ def test_the_text_for_language_models_is_downloaded(mirror, tmp_path, asr_prepar
     assert (tmp_path / "to" / text.name).read_bytes() == b"a few books"
 
 
-def test_the_archive_is_kept_where_asked(mirror, tmp_path, asr_prepare):
+def test_the_archive_is_kept_on_request(mirror, tmp_path, asr_prepare):
     call = ("librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--url", mirror[0])
     assert asr_prepare(*call, "--keep-archives")[0] == 0
     assert (tmp_path / "to" / "dev-clean.tar.gz").is_file()
@@ -442,8 +443,8 @@ def test_real_librispeech_folders(tmp_path, asr_prepare, shared):
 def test_spoken_numbers_are_made_by_the_command(tmp_path, asr_prepare, monkeypatch):
     def two_of_each(folder, seed):
         for split in ("train", "valid", "test"):
-            said = [Utterance(f"{seed}-{n}", "s", folder / "a.flac", 1800, "ONE") for n in (1, 2)]
-            write_manifest(folder / f"{split}.tsv", said)
+            output = [Utterance(f"{seed}-{n}", "s", folder / "a.flac", 1800, "ONE") for n in (1, 2)]
+            write_manifest(folder / f"{split}.tsv", output)
 
     monkeypatch.setattr(spoken_numbers, "prepare", two_of_each)
     to = tmp_path / "numbers"

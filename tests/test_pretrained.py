@@ -1,4 +1,4 @@
-"""The run folders that come with the project: small enough, whole, and they hear something."""
+"""The pretrained runs of the project: size, integrity and error rate."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import jiwer
 import pytest
 
 from asr.data.corpus import read_manifest
-from asr.recognizer import Recognizer
+from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import WEIGHTS, is_sound, list_checkpoints
 
 ROOT = Path(__file__).parent.parent
@@ -15,14 +15,14 @@ LIMIT = 12_000_000  # bytes
 
 
 @pytest.mark.parametrize("name", FINALISTS)
-def test_it_is_small_whole_and_has_a_card(name):
+def test_it_is_small_and_complete_and_has_a_card(name):
     folder = ROOT / "pretrained" / name
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < LIMIT
     (checkpoint,) = list_checkpoints(folder)
     assert is_sound(checkpoint, (WEIGHTS,))
     card = (folder / "README.md").read_text(encoding="utf-8")
-    for said in ("CC BY 4.0", "CC BY-SA 3.0", "over speakers", "small_corpus_", "hours"):
-        assert said in card
+    for text in ("CC BY 4.0", "CC BY-SA 3.0", "over speakers", "small_corpus_", "hours"):
+        assert text in card
 
 
 BESIDE = f"decode.ensemble=[{ROOT / 'pretrained' / 'las_seed2'}]"
@@ -32,10 +32,10 @@ BESIDE = f"decode.ensemble=[{ROOT / 'pretrained' / 'las_seed2'}]"
     ("name", "overrides", "most"),
     [("las", [], 0.4), ("las", [BESIDE], 0.4), ("transformer", [], 0.5)],
 )
-def test_it_hears_speakers_it_was_not_trained_on(name, overrides, most, shared):
+def test_it_recognises_unseen_speakers(name, overrides, most, shared):
     """Character errors by jiwer; on all of dev they are 20 and 25 %."""
     some = read_manifest(shared("speech/dev.tsv"))[:300:60]
     assert len(some.speakers) > 3
     recognizer = Recognizer.load(ROOT / "pretrained" / name, overrides)
-    heard = [recognizer.transcribe(utterance.audio).text for utterance in some]
-    assert jiwer.cer([utterance.text for utterance in some], heard) < most
+    hypotheses = [recognizer.transcribe(utterance.audio).text for utterance in some]
+    assert jiwer.cer([utterance.text for utterance in some], hypotheses) < most

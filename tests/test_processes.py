@@ -1,4 +1,4 @@
-"""What only real processes show: who may train in a run folder, and what signals end."""
+"""The lock of a run folder, and signals, with real processes."""
 
 import json
 import os
@@ -11,13 +11,13 @@ import pytest
 
 from asr.training.signals import SIGNALS, Stop
 
-SCRIPT = Path(__file__).parent / "held_trainings.py"
+SCRIPT = Path(__file__).parent / "signal_trainings.py"
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP")
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What held_trainings.py saw."""
+    """The results of signal_trainings.py."""
     folder = tmp_path_factory.mktemp("held")
     line = [sys.executable, str(SCRIPT), str(folder)]
     ended = subprocess.run(
@@ -30,49 +30,49 @@ def seen(tmp_path_factory):
 def test_two_trainings_do_not_share_a_run_folder(seen):
     lock = seen["lock"]
     assert lock["second"] == [2, 2]
-    for line in lock["said"]:
+    for line in lock["messages"]:
         assert line.startswith(f"error: {seen['folder']}/shared: process {lock['holder']} on ")
         assert line.endswith("is training in it; wait for its end, end it, or choose another --run")
-    assert len(lock["said"]) == 2
+    assert len(lock["messages"]) == 2
 
 
-def test_a_run_that_is_trained_in_can_be_read(seen):
+def test_a_run_in_training_can_be_read(seen):
     assert seen["lock"]["transcribe"] == 0
 
 
-def test_the_lock_goes_with_its_process(seen):
+def test_the_lock_ends_with_its_process(seen):
     assert seen["lock"]["resumed"] == 0 and not seen["lock"]["left"]
 
 
-def test_what_is_refused_leaves_no_folder(seen):
+def test_a_refused_training_leaves_no_folder(seen):
     assert seen["lock"]["refused"] == [2, False]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_first_signal_lets_the_step_end_and_saves(name, seen):
+def test_the_first_signal_saves_after_the_step(name, seen):
     assert seen[name] == [True, 3, [1, 2]]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_after_the_first_signal_the_system_itself_ends_the_process(name):
-    """A handler of Python's would wait for the end of whatever torch computes."""
+def test_after_the_first_signal_the_default_handlers_are_back(name):
+    """A Python handler would wait until torch's current operation ends."""
     before = [signal.getsignal(number) for number in SIGNALS]
     with Stop() as stop:
         os.kill(os.getpid(), signal.Signals[name])
-        assert stop.asked == name
+        assert stop.signal == name
         assert [signal.getsignal(signal.Signals[each]) for each in NAMES[:2]] == [
             signal.SIG_DFL
         ] * 2
-        os.kill(os.getpid(), signal.SIGHUP)  # of a closed terminal, after the shell's
+        os.kill(os.getpid(), signal.SIGHUP)  # the terminal's SIGHUP, after the shell's
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_nohup_lets_a_run_live_on_without_its_terminal():
+def test_nohup_ignores_sighup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Stop() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.asked is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert stop.signal is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -81,5 +81,5 @@ def test_nohup_lets_a_run_live_on_without_its_terminal():
     ("first", "second"), [("SIGTERM", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGINT", "SIGINT")]
 )
 def test_a_second_signal_ends_the_run_at_once(first, second, seen):
-    """The step is not ended, what was saved before stays whole, and there is no traceback."""
+    """The step is aborted, earlier checkpoints stay intact, and there is no traceback."""
     assert seen[f"{first} {second}"] == [True, -signal.Signals[second], [1], []]

@@ -1,4 +1,4 @@
-"""The command that leaves layers out of a trained run: what it writes is a run like any other."""
+"""The command that removes layers from a trained run writes an ordinary run."""
 
 import re
 from dataclasses import replace
@@ -8,11 +8,12 @@ import torch
 import yaml
 
 from asr import evaluate, export, prune, train, transcribe
+from asr.config.loader import read_recipe
 from asr.data.corpus import read_manifest, write_manifest
-from asr.models.pruning import residual_alphas
-from asr.recipe import read_recipe
-from asr.recognizer import Recognizer
-from asr.tokens import EOS, SOS
+from asr.data.tokenizer import EOS, SOS
+from asr.inference.recognition import Recognizer
+from asr.prune import residual_alphas
+from asr.training import run as training
 from asr.training.checkpoint import list_checkpoints, read_training
 
 SIZES = "d_model: 6, heads: 2, feed_forward: 7, subsampling_channels: 2, ctc_weight: 0.3"
@@ -22,7 +23,7 @@ MODEL = f"model={{kind: transformer, encoder_layers: 5, decoder_layers: 3, layer
 def trained(tiny, run, more=""):
     """The tiny corpus with a Transformer, trained for a few steps."""
     overrides = [f"{MODEL}{more}}}", "train.steps=3", "features.mvn=global", "decode.average=2"]
-    train.train(read_recipe(tiny, overrides), run)
+    training.train(read_recipe(tiny, overrides), run)
     return run
 
 
@@ -45,11 +46,11 @@ def test_every_other_keeps_the_rule_s_layers_with_their_weights(run, commands, t
     code, out, _ = commands(prune, run, "--to", tmp_path / "half", "--encoder", 3)
     assert code == 0
     assert "encoder: kept 1 3 5 of 5 layers\ndecoder: kept 1 2 3 of 3 layers\n" in out
-    whole, (encoder, decoder) = layers_of(run), layers_of(tmp_path / "half")
+    full, (encoder, decoder) = layers_of(run), layers_of(tmp_path / "half")
     assert len(encoder) == len(decoder) == 3
     for number, old in enumerate((0, 2, 4)):
-        assert same(encoder[number], whole[0][old])
-    assert all(map(same, decoder, whole[1]))
+        assert same(encoder[number], full[0][old])
+    assert all(map(same, decoder, full[1]))
 
 
 def test_a_pruned_run_is_an_ordinary_run(tiny, run, commands, tmp_path):
@@ -61,13 +62,15 @@ def test_a_pruned_run_is_an_ordinary_run(tiny, run, commands, tmp_path):
     code, out, _ = commands(evaluate, half, "--split", "test", "decode.lm=null")
     assert code == 0 and "WER" in out and (half / "evaluate/test/score.json").is_file()
     assert commands(transcribe, half, tiny.parent / "test-0.flac", "decode.lm=null")[0] == 0
-    assert "decode.average" not in out  # which asked for two, of which the one is the mean
+    assert (
+        "decode.average" not in out
+    )  # the source run averaged two; the pruned run stores their mean
     twice = tmp_path / "twice"
     assert commands(prune, half, "--to", twice, "--encoder", 2)[0] == 0
     assert len(layers_of(twice)[0]) == 2
 
 
-def test_training_goes_on_from_a_pruned_run(tiny, run, commands, tmp_path):
+def test_training_resumes_from_a_pruned_run(tiny, run, commands, tmp_path):
     half = tmp_path / "half"
     assert commands(prune, run, "--to", half, "--decoder", 2)[0] == 0
     before = list_checkpoints(half)[-1]
@@ -81,7 +84,7 @@ def test_training_goes_on_from_a_pruned_run(tiny, run, commands, tmp_path):
 
 
 def test_a_pruned_run_is_measured_as_it_is_now(tiny, run, commands, tmp_path):
-    """Not with the figures of the whole one, though no step is left."""
+    """Not with the scores of the unpruned run, although no training step is left."""
     half, valid = tmp_path / "half", tmp_path / "fewer.tsv"
     corpus = read_manifest(tiny.parent / "valid.tsv")
     write_manifest(valid, [replace(u, audio=tmp_path / u.audio.name) for u in corpus[:2]])
@@ -90,10 +93,10 @@ def test_a_pruned_run_is_measured_as_it_is_now(tiny, run, commands, tmp_path):
     assert commands(prune, run, f"data.valid={valid}", "--to", half, "--encoder", 3)[0] == 0
     code, out, _ = commands(train, half / "recipe.yaml", "--run", half, "--resume")
     assert code == 0 and "step 3  validation: " in out
-    whole, small = (read_training(list_checkpoints(r)[-1]) for r in (run, half))
-    assert whole["metrics"]["valid/nats"] != small["metrics"]["valid/nats"]
+    full, small = (read_training(list_checkpoints(r)[-1]) for r in (run, half))
+    assert full["metrics"]["valid/nll"] != small["metrics"]["valid/nll"]
     assert small["content"]["data.valid"]["utterances"] == 2
-    assert small["content"]["data.train"] == whole["content"]["data.train"]
+    assert small["content"]["data.train"] == full["content"]["data.train"]
 
 
 def test_an_exported_run_is_pruned_without_a_training_state(tiny, run, commands, tmp_path):
@@ -111,27 +114,27 @@ def slow_nats(recognizer, manifest):
     for utterance in read_manifest(manifest):
         features = recognizer.front_end.features(recognizer.front_end.load(utterance.audio))
         memory = recognizer.model.encode(features[None], torch.tensor([len(features)]))
-        said = [SOS, *recognizer.tokenizer.encode(utterance.text), EOS]
-        for u in range(1, len(said)):
-            logits = recognizer.model.decode(memory, torch.tensor([said[:u]]))[0, -1]
-            losses.append(-logits.log_softmax(-1)[said[u]].item())
+        tokens = [SOS, *recognizer.tokenizer.encode(utterance.text), EOS]
+        for u in range(1, len(tokens)):
+            logits = recognizer.model.decode(memory, torch.tensor([tokens[:u]]))[0, -1]
+            losses.append(-logits.log_softmax(-1)[tokens[u]].item())
     return sum(losses) / len(losses)
 
 
-def test_search_keeps_what_the_validation_set_misses_most(tiny, run, commands, tmp_path):
-    """One layer goes: a slow loop tries them all."""
+def test_search_keeps_the_layers_that_lower_the_validation_loss(tiny, run, commands, tmp_path):
+    """One layer is removed: a slow loop tries them all."""
     costs = {}
-    for gone in range(5):
+    for removed in range(5):
         recognizer = Recognizer.load(run)
         recognizer.model.eval()
-        del recognizer.model.encoder.layers[gone]
-        costs[gone] = slow_nats(recognizer, tiny.parent / "valid.tsv")
-    gone = min(costs, key=costs.get)
+        del recognizer.model.encoder.layers[removed]
+        costs[removed] = slow_nats(recognizer, tiny.parent / "valid.tsv")
+    removed = min(costs, key=costs.get)
     to = tmp_path / "searched"
     code, out, _ = commands(prune, run, "--to", to, "--encoder", 4, "--how", "search")
     assert code == 0
-    assert f"encoder: kept {' '.join(str(n + 1) for n in range(5) if n != gone)} of 5" in out
-    assert list_checkpoints(to)[-1].loss == pytest.approx(costs[gone], rel=1e-5)
+    assert f"encoder: kept {' '.join(str(n + 1) for n in range(5) if n != removed)} of 5" in out
+    assert list_checkpoints(to)[-1].loss == pytest.approx(costs[removed], rel=1e-5)
 
 
 def test_search_in_both_stacks(run, commands, tmp_path):
@@ -147,9 +150,9 @@ def test_search_in_both_stacks(run, commands, tmp_path):
 
 
 def test_the_scales_of_deepnet_stay_those_of_the_whole_model(tiny, commands, tmp_path):
-    whole = trained(tiny, tmp_path / "deep", ", norm_position: post, residual_scale: deepnet")
-    assert commands(prune, whole, "--to", tmp_path / "half", "--encoder", 3, "--decoder", 2)[0] == 0
-    alphas = [residual_alphas(Recognizer.load(r).model) for r in (whole, tmp_path / "half")]
+    full = trained(tiny, tmp_path / "deep", ", norm_position: post, residual_scale: deepnet")
+    assert commands(prune, full, "--to", tmp_path / "half", "--encoder", 3, "--decoder", 2)[0] == 0
+    alphas = [residual_alphas(Recognizer.load(r).model) for r in (full, tmp_path / "half")]
     assert alphas[0] == alphas[1]
     assert alphas[0] == pytest.approx({"encoder": 0.81 * (5**4 * 3) ** 0.0625, "decoder": 9**0.25})
 
@@ -167,13 +170,13 @@ def test_the_scales_of_deepnet_stay_those_of_the_whole_model(tiny, commands, tmp
         (["--encoder", 3, "model.heads=3", "model.d_model=9"], ".*weights of another model"),
     ],
 )
-def test_what_cannot_be_pruned(arguments, message, run, commands, tmp_path):
+def test_runs_that_cannot_be_pruned(arguments, message, run, commands, tmp_path):
     line = commands.refused(prune, run, "--to", tmp_path / "new", *arguments)
     assert re.match(message, line)
     assert not (tmp_path / "new").exists()
 
 
-def test_folders_that_are_none_or_taken(run, tiny_run, commands, tmp_path):
+def test_missing_and_existing_folders(run, tiny_run, commands, tmp_path):
     line = commands.refused(prune, tmp_path, "--to", tmp_path / "new", "--encoder", 3)
     assert line == f"{tmp_path}: no recipe.yaml in it, so it is no run folder"
     line = commands.refused(prune, run, "--to", run, "--encoder", 3)
@@ -185,6 +188,6 @@ def test_folders_that_are_none_or_taken(run, tiny_run, commands, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_help_is_no_mistake(commands):
+def test_help_exits_with_0(commands):
     code, out, _ = commands(prune, "--help")
     assert code == 0 and "python -m asr.prune" in out

@@ -1,4 +1,4 @@
-"""Pruning keeps exactly the named layers, and search finds what an exhaustive search finds."""
+"""Pruning keeps exactly the named layers; search equals an exhaustive search."""
 
 from fractions import Fraction
 from itertools import combinations
@@ -7,16 +7,16 @@ from math import floor
 import pytest
 import torch
 
-from asr.models.pruning import every_other, prune, residual_alphas, search
+from asr.config.schema import TransformerConfig
 from asr.models.transformer import Transformer
+from asr.prune import every_other, keep_layers, residual_alphas, search_layers
 
 
 def model(**settings):
-    settings = {"encoder_layers": 5, "decoder_layers": 3} | settings
+    settings = {"encoder_layers": 5, "decoder_layers": 3, "subsampling_channels": 2} | settings
+    settings |= {"kind": "transformer", "d_model": 6, "heads": 2, "feed_forward": 13}
     torch.manual_seed(0)
-    return Transformer(
-        7, 11, d_model=6, heads=2, feed_forward=13, subsampling_channels=2, **settings
-    ).eval()
+    return Transformer(7, 11, TransformerConfig(**settings)).eval()
 
 
 def test_every_other_is_the_rule():
@@ -34,7 +34,7 @@ def test_every_other_in_words():
     assert every_other(5, 5) == [0, 1, 2, 3, 4]
 
 
-def test_bad_counts_have_one_clear_line():
+def test_bad_counts_give_one_clear_line():
     with pytest.raises(ValueError, match=r"^every-other cannot prune 12 .* to 5, .*: use search$"):
         every_other(12, 5)
     with pytest.raises(ValueError, match=r"^pruning 3 layers to 0 would leave no layer"):
@@ -42,23 +42,24 @@ def test_bad_counts_have_one_clear_line():
     with pytest.raises(ValueError, match=r"^pruning cannot keep 4 layers: the stack has 3$"):
         every_other(3, 4)
     with pytest.raises(ValueError, match=r"would leave no layer"):
-        prune(model(), [0], [])
+        keep_layers(model(), [0], [])
     with pytest.raises(ValueError, match=r"^pruning cannot keep 6 layers: the stack has 5$"):
-        search(model(), 6, 3, lambda pruned: 0.0)
+        search_layers(model(), 6, 3, lambda pruned: 0.0)
 
 
 def test_prune_keeps_exactly_the_named_layers():
-    whole = model()
-    layers = list(whole.encoder.layers), list(whole.decoder.layers)
-    pruned = prune(whole, [0, 3], [2])
-    assert list(pruned.encoder.layers) == [layers[0][0], layers[0][3]]
-    assert list(pruned.decoder.layers) == [layers[1][2]]
+    full = model()
+    layers = list(full.encoder.layers), list(full.decoder.layers)
+    keep_layers(full, [0, 3], [2])
+    assert list(full.encoder.layers) == [layers[0][0], layers[0][3]]
+    assert list(full.decoder.layers) == [layers[1][2]]
 
 
 @pytest.mark.parametrize("scale", [1.0, "deepnet"])
 @torch.no_grad()
 def test_a_pruned_model_is_an_ordinary_one(scale):
-    pruned = prune(model(residual_scale=scale, norm_position="post"), [1, 4], [0, 2])
+    pruned = model(residual_scale=scale, norm_position="post")
+    keep_layers(pruned, [1, 4], [0, 2])
     again = model(
         encoder_layers=2,
         decoder_layers=2,
@@ -73,32 +74,32 @@ def test_a_pruned_model_is_an_ordinary_one(scale):
 
 
 def test_search_finds_the_best_layers_and_leaves_the_model():
-    whole = model()
-    layers = [*whole.encoder.layers, *whole.decoder.layers]
+    full = model()
+    layers = [*full.encoder.layers, *full.decoder.layers]
     worth = dict(zip(layers, [3.0, 11.0, 2.0, 7.0, 5.0, 13.0, 1.0, 17.0], strict=True))
     calls = []
 
     def score(pruned):
-        """With worths that add up, greedy choice is optimal: brute force can judge it."""
+        """With additive values, greedy choice is optimal and equals brute force."""
         calls.append(len(pruned.encoder.layers) + len(pruned.decoder.layers))
         return -sum(worth[layer] for s in (pruned.encoder, pruned.decoder) for layer in s.layers)
 
-    found = search(whole, 3, 1, score)
+    kept = search_layers(full, 3, 1, score)
     best = max(
         ((e, d) for e in combinations(range(5), 3) for d in combinations(range(3), 1)),
         key=lambda kept: sum(worth[layers[i]] for i in (*kept[0], *(5 + j for j in kept[1]))),
     )
-    assert found == tuple(map(list, best))
-    assert [*whole.encoder.layers, *whole.decoder.layers] == layers
+    assert kept == tuple(map(list, best))
+    assert [*full.encoder.layers, *full.decoder.layers] == layers
     assert calls == [7] * 8 + [6] * 7 + [5] * calls.count(5) + [4] * calls.count(4)
 
 
 def test_search_restores_the_model_when_scoring_fails():
-    whole = model()
+    full = model()
 
     def score(pruned):
         raise RuntimeError("no validation set")
 
     with pytest.raises(RuntimeError, match="no validation set"):
-        search(whole, 4, 3, score)
-    assert (len(whole.encoder.layers), len(whole.decoder.layers)) == (5, 3)
+        search_layers(full, 4, 3, score)
+    assert (len(full.encoder.layers), len(full.decoder.layers)) == (5, 3)

@@ -1,4 +1,4 @@
-"""From audio to timed words, judged by a model that hears tones without a mistake."""
+"""From audio to timed words, with a model that recognises tones without errors."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,10 @@ import torch
 from tiny_speech import RATE
 from tone_model import LETTER, spoken, tone_recognizer
 
-from asr.data.text import Characters, SentencePieces
-from asr.recognizer import Recognizer
-from asr.transcript import token_texts
-from features.samples import AudioError
+from asr.data.tokenizer import Characters, SentencePieces
+from asr.inference.recognition import Recognizer
+from asr.inference.transcript import token_texts
+from features import AudioError
 
 WORDS = ["abc", "cab", "bca", "ac", "b", "c", "a", "bab", "cb", "abcabc", "bc", "ca", "cbc"]
 FRAME = 0.04  # of memory
@@ -18,28 +18,28 @@ FRAME = 0.04  # of memory
 
 @pytest.mark.parametrize("with_ctc", [True, False], ids=["ctc", "attention"])
 @pytest.mark.parametrize("pause", [0.3, 0.12])
-def test_words_start_when_they_are_said(pause, with_ctc):
+def test_words_start_at_their_times(pause, with_ctc):
     samples, starts = spoken(WORDS, pause)
-    told = tone_recognizer(with_ctc=with_ctc).transcribe(samples)
-    assert told.text.split() == WORDS == [word.text for word in told.words]
-    found = [word.start for word in told.words]
-    errors = np.abs(np.array(found) - starts)
+    result = tone_recognizer(with_ctc=with_ctc).transcribe(samples)
+    assert result.text.split() == WORDS == [word.text for word in result.words]
+    results = [word.start for word in result.words]
+    errors = np.abs(np.array(results) - starts)
     assert np.median(errors) <= 0.08 and errors.max() <= 0.12
-    assert all(word.start < word.end for word in told.words)
-    assert len(told.times) == len(told.tokens) and sorted(told.times) == list(told.times)
+    assert all(word.start < word.end for word in result.words)
+    assert len(result.times) == len(result.tokens) and sorted(result.times) == list(result.times)
 
 
 def test_ctc_times_are_exact_to_a_frame():
     samples, starts = spoken(WORDS, 0.3)
-    told = tone_recognizer().transcribe(samples)
-    for word, start in zip(told.words, starts, strict=True):
+    result = tone_recognizer().transcribe(samples)
+    for word, start in zip(result.words, starts, strict=True):
         assert abs(word.start - start) <= FRAME
         assert abs(word.end - (start + LETTER * (len(word.text) - 1))) <= 2 * FRAME
         assert 0.95 < word.confidence <= 1
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_ctc_alone_times_and_trusts_its_words_too(beam):
+def test_ctc_alone_gives_times_and_confidences_too(beam):
     samples, _ = spoken(WORDS, 0.3)
     joint = tone_recognizer().transcribe(samples)
     alone = tone_recognizer(search="ctc", beam=beam).transcribe(samples)
@@ -49,24 +49,24 @@ def test_ctc_alone_times_and_trusts_its_words_too(beam):
     assert [word.confidence for word in alone.words] == pytest.approx([sure] * 13, abs=1e-5)
 
 
-def test_a_frame_of_memory_lasts_as_long_as_the_reduction_says():
+def test_a_frame_of_memory_lasts_as_long_as_the_reduction():
     assert tone_recognizer().frame_seconds == pytest.approx(FRAME)
 
 
-@pytest.mark.parametrize("longest", [2.0, 5.0, 7.3])
+@pytest.mark.parametrize("seconds", [2.0, 5.0, 7.3])
 @pytest.mark.parametrize("pause", [0.3, 0.12], ids=["pauses", "none"])
-def test_long_audio_says_every_word_once_at_its_time(longest, pause):
+def test_long_audio_has_every_word_once_at_its_time(seconds, pause):
     words = [WORDS[i % 13] for i in range(61)]
     samples, starts = spoken(words, pause)
-    told = tone_recognizer(longest, overlap=min(2.0, longest / 4)).transcribe(samples)
-    if pause < 0.2 and longest < 3:
-        # Nobody pauses and half a second is shared: a word may be broken, but not many are.
-        assert abs(len(told.words) - 61) <= 8
+    result = tone_recognizer(seconds, overlap=min(2.0, seconds / 4)).transcribe(samples)
+    if pause < 0.2 and seconds < 3:
+        # No pauses and half a second of overlap: a few words are cut.
+        assert abs(len(result.words) - 61) <= 8
         return
-    assert told.text.split() == words
-    errors = np.abs(np.array([word.start for word in told.words]) - starts)
+    assert result.text.split() == words
+    errors = np.abs(np.array([word.start for word in result.words]) - starts)
     assert np.median(errors) <= 0.08 and errors.max() <= 0.12
-    assert told.words[-1].end <= len(samples) / RATE
+    assert result.words[-1].end <= len(samples) / RATE
 
 
 def test_batch_mates_change_nothing(tmp_path):
@@ -78,61 +78,66 @@ def test_batch_mates_change_nothing(tmp_path):
         alone.append(tone_recognizer(4.0).transcribe(paths[-1]))
     for seconds in (0.5, 9.0, 240.0):
         together = tone_recognizer(4.0, batch_seconds=seconds).transcribe_files(paths)
-        for (path, told), before, expected in zip(together, alone, paths, strict=True):
+        for (path, result), before, expected in zip(together, alone, paths, strict=True):
             assert path == expected
-            assert (told.text, told.tokens, told.words) == (before.text, before.tokens, told.words)
-            assert told.score == pytest.approx(before.score, abs=1e-4)
+            assert (result.text, result.tokens, result.words) == (
+                before.text,
+                before.tokens,
+                result.words,
+            )
+            assert result.score == pytest.approx(before.score, abs=1e-4)
 
 
 @pytest.mark.parametrize(
     "samples",
     [np.zeros(0), np.zeros(3), np.zeros(RATE), np.zeros(50 * RATE), np.full(RATE, 1e-4)],
-    ids=["none", "less than a frame", "a second", "long", "a hum far below hearing"],
+    ids=["none", "less than a frame", "a second", "long", "an inaudible hum"],
 )
-def test_where_nothing_is_said_nothing_is_heard(samples, tmp_path):
-    told = tone_recognizer(5.0).transcribe(samples)
-    assert (told.text, told.tokens, told.times, told.words) == ("", (), (), ())
+def test_silence_gives_an_empty_transcript(samples, tmp_path):
+    result = tone_recognizer(5.0).transcribe(samples)
+    assert (result.text, result.tokens, result.times, result.words) == ("", (), (), ())
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
-    assert tone_recognizer(5.0).transcribe(tmp_path / "a.wav") == told
+    assert tone_recognizer(5.0).transcribe(tmp_path / "a.wav") == result
 
 
-def test_samples_come_with_their_rate_and_shape():
+def test_samples_need_their_rate_and_shape():
     samples, _ = spoken(["abc"], 0.3)
-    hear = tone_recognizer().transcribe
+    transcribe = tone_recognizer().transcribe
     stereo = np.stack([samples, samples], axis=1)
-    assert hear(samples, float(RATE)).text == hear(stereo).text == "abc"
+    assert transcribe(samples, float(RATE)).text == transcribe(stereo).text == "abc"
     for wrong, rate in ((stereo.T, RATE), (samples, 0)):
         with pytest.raises(AudioError, match="the waveform: "):
-            hear(wrong, rate)
+            transcribe(wrong, rate)
 
 
-def test_a_silent_piece_is_left_to_rest():
+def test_a_silent_segment_is_skipped():
     samples, starts = spoken(["abc", "cab"], 0.3)
     silence = np.zeros(30 * RATE)
-    told = tone_recognizer(4.0).transcribe(np.concatenate([samples, silence, samples]))
-    assert told.text == "abc cab abc cab"
+    result = tone_recognizer(4.0).transcribe(np.concatenate([samples, silence, samples]))
+    assert result.text == "abc cab abc cab"
     shift = (len(samples) + len(silence)) / RATE
-    assert told.words[2].start == pytest.approx(starts[0] + shift, abs=0.08)
+    assert result.words[2].start == pytest.approx(starts[0] + shift, abs=0.08)
 
 
-def test_files_that_cannot_be_read_are_noted_or_raised(tmp_path):
+def test_unreadable_files_are_recorded_or_raised(tmp_path):
     samples, _ = spoken(["abc"], 0.3)
     good, bad = tmp_path / "good.wav", tmp_path / "bad.wav"
     soundfile.write(good, samples, RATE)
     bad.write_bytes(b"no audio")
     faults = {}
-    told = dict(tone_recognizer().transcribe_files([bad, good], faults))
-    assert list(told) == [good] and told[good].text == "abc"
+    result = dict(tone_recognizer().transcribe_files([bad, good], faults))
+    assert list(result) == [good] and result[good].text == "abc"
     assert list(faults) == [bad] and "not readable as audio" in faults[bad]
     with pytest.raises(AudioError, match="not readable"):
         list(tone_recognizer().transcribe_files([bad, good]))
 
 
-def test_the_longest_piece_is_what_was_trained_on(tiny_run):
-    assert Recognizer.load(tiny_run).longest == 35.0
-    assert Recognizer.load(tiny_run, ["data.max_seconds=7"]).longest == 7.0
-    assert Recognizer.load(tiny_run, ["data.max_seconds=0.5"]).longest == 1.0
-    assert Recognizer.load(tiny_run, ["decode.longest=3", "data.max_seconds=7"]).longest == 3.0
+def test_segments_have_the_length_of_the_training_data(tiny_run):
+    assert Recognizer.load(tiny_run).max_segment_seconds == 35.0
+    assert Recognizer.load(tiny_run, ["data.max_seconds=7"]).max_segment_seconds == 7.0
+    assert Recognizer.load(tiny_run, ["data.max_seconds=0.5"]).max_segment_seconds == 1.0
+    overrides = ["decode.max_segment_seconds=3", "data.max_seconds=7"]
+    assert Recognizer.load(tiny_run, overrides).max_segment_seconds == 3.0
 
 
 def test_token_texts_add_up_to_the_text():
@@ -142,6 +147,6 @@ def test_token_texts_add_up_to_the_text():
         for line in lines:
             ids = tokenizer.encode(line)
             assert "".join(token_texts(tokenizer, ids)) == tokenizer.decode(ids) == line
-        for _ in range(50):  # what a model may say, special tokens too
+        for _ in range(50):  # any model output, including special tokens
             ids = torch.randint(tokenizer.size, (17,), generator=draw).tolist()
             assert "".join(token_texts(tokenizer, ids)) == tokenizer.decode(ids)

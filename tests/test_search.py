@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from toy_speller import ToySpeller, alone, toy_memory
+from toy_speller import ToySpeller, alone, beam_search, toy_memory
 
-from asr.decoding.beam import beam_search
-from asr.decoding.search import Hypothesis, greedy, length_limits
+from asr.config.schema import DecodeConfig
+from asr.data.tokenizer import BLANK, EOS, SOS
+from asr.decoding.scorer import Hypothesis, greedy, length_limits
 from asr.errors import UserError
-from asr.nn.memory import Memory
-from asr.search import search
-from asr.settings import Decode
-from asr.tokens import BLANK, EOS, SOS
+from asr.inference.decode import decode_memory, is_greedy
+from asr.nn.attention import Memory
 
 
 def greedy_loop(model, memory, limit):
-    """The judge: always run the whole sentence again, take the best allowed token."""
+    """The reference: always decode the whole sentence again, take the best allowed token."""
     tokens = []
     while len(tokens) < limit:
         log_probs, _ = model.spell(memory, tokens)
@@ -42,28 +41,30 @@ def test_greedy_is_the_plain_loop_for_every_utterance(seed):
         assert ours.score == pytest.approx(float(each.sum()), abs=1e-9)
 
 
-def test_seeds_reach_both_ends():
-    """The judge above would be idle if every sentence ended the same way."""
-    found = [h for s in range(5) for h in greedy(ToySpeller(seed=s), toy_memory(11, 3, 7, 2))]
-    assert {h.finished for h in found} == {True, False}
+def test_the_seeds_cover_finished_and_unfinished_hypotheses():
+    """If every sentence ended the same way, the comparison above would prove little."""
+    results = [
+        h for s in range(5) for h in greedy(ToySpeller(seed=s), toy_memory(11, 3, 7, 2), 1.0)
+    ]
+    assert {h.finished for h in results} == {True, False}
 
 
 def test_ended_utterances_cost_no_more_steps():
     model, memory = ToySpeller(seed=3), toy_memory(11, 3, 7, 2)
-    hypotheses = greedy(model, memory)
+    hypotheses = greedy(model, memory, 1.0)
     assert model.steps == sum(len(h.tokens) + 1 for h in hypotheses)
 
 
-def test_an_utterance_without_frames_says_nothing_and_harms_no_mate():
+def test_an_utterance_without_frames_is_empty_and_changes_no_other():
     model, memory = ToySpeller(), toy_memory(5, 3)
     silent = Memory(memory.states, memory.valid & torch.tensor([[True], [False]]))
-    assert greedy(model, silent)[1] == Hypothesis((), 0.0, True)
-    assert greedy(model, silent)[0].tokens == greedy(model, memory)[0].tokens
+    assert greedy(model, silent, 1.0)[1] == Hypothesis((), 0.0, True)
+    assert greedy(model, silent, 1.0)[0].tokens == greedy(model, memory, 1.0)[0].tokens
     nothing = Memory(torch.zeros(2, 0, 5), torch.zeros(2, 0, dtype=torch.bool))
-    assert greedy(model, nothing) == [Hypothesis((), 0.0, True)] * 2
+    assert greedy(model, nothing, 1.0) == [Hypothesis((), 0.0, True)] * 2
 
 
-def test_a_limit_of_no_tokens_leaves_only_the_end():
+def test_a_limit_of_0_tokens_leaves_only_eos():
     (hypothesis,) = greedy(ToySpeller(), toy_memory(5), max_ratio=0, max_constant=0)
     assert hypothesis.tokens == ()
     assert len(hypothesis.log_probs) == 1
@@ -75,21 +76,37 @@ def test_limits_count_real_frames_only():
     assert length_limits(valid, 0, -3).tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, True),
+        ({"length_penalty": 0.0, "token_reward": 1.0, "patience": 2.0, "max_ratio": 0.5}, True),
+        ({"eos_threshold": 1.5}, True),
+        ({"eos_threshold": None}, False),
+        ({"eos_threshold": 2.0}, False),
+        *(({key: 2}, False) for key in ("beam", "ngram", "temperature")),
+        *(({key: 0.1}, False) for key in ("min_ratio", "coverage_penalty", "ctc_weight")),
+    ],
+)
+def test_every_rule_that_greedy_search_lacks_asks_for_the_beam_search(keys, expected):
+    assert is_greedy(DecodeConfig(**keys)) == expected
+
+
 @pytest.mark.parametrize("ranking", [{"length_penalty": 3.0}, {"token_reward": 2.0}])
 def test_a_beam_of_1_is_greedy_however_long_hypotheses_are_ranked(ranking):
     others = 0
     for seed in range(5):
         model, memory = ToySpeller(seed=seed), toy_memory(11, 3, 7, 2)
-        expected = greedy(model, memory)
-        found = search(model, memory, Decode(**ranking))
-        assert [best for (best,) in found] == expected
+        expected = greedy(model, memory, 1.0)
+        actual = decode_memory(model, memory, DecodeConfig(**ranking))
+        assert [best for (best,) in actual] == expected
         ranked = beam_search(model, memory, 1, **ranking)
         others += [h.tokens for (h,) in ranked] != [h.tokens for h in expected]
-    assert others  # a beam that ranks by length goes on behind the end
+    assert others  # a beam that ranks by length continues after the first EOS
 
 
-def test_nan_is_named_not_searched():
+def test_nan_is_reported_before_the_search():
     model = ToySpeller()
     model.output[:] = torch.nan
     with pytest.raises(UserError, match="log-probs are NaN"):
-        greedy(model, toy_memory(3))
+        greedy(model, toy_memory(3), 1.0)

@@ -1,4 +1,4 @@
-"""Audio packed into tars: the same features in the same order, and what a damaged tar says."""
+"""Audio packed into tars: the same features in the same order, and errors of damaged tars."""
 
 import json
 import tarfile
@@ -8,26 +8,24 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from tiny_speech import make_corpus, make_recipe
+from tiny_speech import make_corpus, make_recipe, spec_augment
 
 from asr import evaluate, prepare, train, transcribe
 from asr.data.corpus import read_manifest
-from asr.data.loader import Epochs, Utterances
+from asr.data.loader import SpeechEpochs, UtteranceDataset
 from asr.data.shards import pack
-from asr.data.text import Characters
+from asr.data.tokenizer import Characters
 from asr.errors import UserError
-from features.audio import audio_seconds, read_audio
-from features.augment import SpecAugment
+from features import AudioError
+from features.audio import TarMember, audio_seconds, member_of, read_audio
 from features.fbank import Fbank
 from features.front_end import FrontEnd
 from features.normalize import MeanVarianceNorm
-from features.packed import Member, member_of
-from features.samples import AudioError
 
 
 @pytest.fixture
 def loose(tmp_path):
-    """Thirteen recordings of several kinds, with a column more, in a folder of their own."""
+    """Thirteen recordings of several formats, with an extra column, in their own folder."""
     folder, random = tmp_path / "loose", np.random.default_rng(0)
     folder.mkdir()
     rows = ["id\troom\tspeaker\taudio\tseconds\ttext"]
@@ -44,7 +42,7 @@ def loose(tmp_path):
 
 @pytest.fixture
 def packed(loose, tmp_path):
-    """The same in tars of at most 60 kB."""
+    """The same recordings in tars of at most 60 kB."""
     return pack(loose, tmp_path / "packed", megabytes=0.06)
 
 
@@ -52,11 +50,13 @@ def epochs(manifest):
     front_end = FrontEnd(
         Fbank(num_mel_bins=11),
         MeanVarianceNorm("utterance"),
-        spec_augment=SpecAugment(),
+        spec_augment=spec_augment(),
         noise=(5, 9),
     )
-    utterances = Utterances(read_manifest(manifest), front_end, Characters(["a", "b"]), seed=7)
-    return Epochs(utterances, 3.0, (0.9, 1.0, 1.1), workers=0)
+    utterances = UtteranceDataset(
+        read_manifest(manifest), front_end, Characters(["a", "b"]), seed=7
+    )
+    return SpeechEpochs(utterances, 3.0, (0.9, 1.0, 1.1), short_first=False, workers=0)
 
 
 def test_batches_are_those_of_single_files(loose, packed):
@@ -71,7 +71,7 @@ def test_batches_are_those_of_single_files(loose, packed):
         assert torch.equal(one.features, other.features)
 
 
-def test_the_manifest_keeps_all_but_the_place(loose, packed):
+def test_the_manifest_keeps_everything_but_the_audio_path(loose, packed):
     before, after = (
         [line.split("\t") for line in p.read_text().splitlines()] for p in (loose, packed)
     )
@@ -85,8 +85,8 @@ def test_the_manifest_keeps_all_but_the_place(loose, packed):
     assert max(sizes) < 60_000 + 2 * 10_240 + 2048  # the end of a tar is padded to 10 kB
 
 
-def test_tarfile_and_webdataset_find_the_same(loose, packed):
-    """Members come in pairs of one name without a point in it, as webdataset groups them."""
+def test_tarfile_and_webdataset_read_the_same(loose, packed):
+    """Members are pairs with one base name without a dot, as webdataset groups them."""
     original, pairs = {u.id: u for u in read_manifest(loose)}, {}
     for path in sorted(packed.parent.glob("*.tar")):
         with tarfile.open(path) as tar:
@@ -101,27 +101,28 @@ def test_tarfile_and_webdataset_find_the_same(loose, packed):
         assert content == {utterance.audio.suffix[1:]: utterance.audio.read_bytes()}
 
 
-def test_what_is_packed_can_be_packed_again(loose, packed, tmp_path):
+def test_a_packed_manifest_can_be_packed_again(loose, packed, tmp_path):
     again = pack(packed, tmp_path / "again", megabytes=1)
     assert [p.name for p in again.parent.glob("*.tar")] == ["train-00000.tar"]
     for one, other in zip(read_manifest(loose), read_manifest(again), strict=True):
-        assert torch.equal(read_audio(one.audio), read_audio(other.audio))
+        assert torch.equal(read_audio(one.audio, 16_000), read_audio(other.audio, 16_000))
         assert audio_seconds(other.audio) == audio_seconds(one.audio)
 
 
-def test_audio_elsewhere_is_packed_where_that_is_allowed(loose, commands, tmp_path):
+def test_outside_audio_is_packed_where_allowed(loose, commands, tmp_path):
     table = tmp_path / "own" / "train.tsv"
     table.parent.mkdir()
     table.write_text(f"id\tspeaker\taudio\tseconds\ttext\nu\ts\t{loose.parent / '0.wav'}\t0.5\ta\n")
     line = ("shards", table, "--to", tmp_path / "out")
     assert "reads it (asr.prepare shards: --outside);" in commands.refused(prepare, *line)
     assert commands(prepare, *line, "--outside")[0] == 0
-    assert len(read_audio(read_manifest(tmp_path / "out" / "train.tsv")[0].audio)) == 8000
+    audio = read_manifest(tmp_path / "out" / "train.tsv")[0].audio
+    assert len(read_audio(audio, 16_000)) == 8000
 
 
 def error(path):
     with pytest.raises(AudioError) as caught:
-        read_audio(path)
+        read_audio(path, 16_000)
     message = str(caught.value)
     assert message.startswith(f"{path}: ") and "\n" not in message
     return message
@@ -152,7 +153,7 @@ def test_a_damaged_tar_is_one_clear_line(packed, tmp_path):
         assert "the tar ends before it" in error(f"{place.tar}/{place.name}@{offset}+{size}")
 
 
-def test_damage_within_a_file_is_the_file_s(packed):
+def test_damage_within_a_file_is_reported_for_that_file(packed):
     audio = read_manifest(packed)[1].audio
     member = member_of(audio)
     content = bytearray(Path(member.tar).read_bytes())
@@ -161,8 +162,8 @@ def test_damage_within_a_file_is_the_file_s(packed):
     assert "not readable as audio" in error(audio)
 
 
-def test_only_such_a_path_is_a_place():
-    assert member_of("a/x.tar/1.wav@512+9") == Member("a/x.tar", "1.wav", 512, 9)
+def test_only_paths_of_tar_members_are_parsed():
+    assert member_of("a/x.tar/1.wav@512+9") == TarMember("a/x.tar", "1.wav", 512, 9)
     for path in (
         "a.wav",
         "x.tar",
@@ -175,8 +176,8 @@ def test_only_such_a_path_is_a_place():
         assert member_of(path) is None
 
 
-def test_packing_refuses_what_it_cannot_do(loose, packed, tmp_path):
-    with pytest.raises(UserError, match=r"train.tsv: is there already; remove it"):
+def test_packing_refuses_invalid_input(loose, packed, tmp_path):
+    with pytest.raises(UserError, match=r"train.tsv: already exists; remove it"):
         pack(loose, packed.parent)
     with pytest.raises(UserError, match="must be above 0"):
         pack(loose, tmp_path / "b", megabytes=0)
@@ -197,9 +198,9 @@ def test_the_commands_take_packed_manifests(commands, tmp_path):
     splits = [f"data.train={to}/train.tsv", f"data.valid={to}/valid.tsv"]
     line = [make_recipe(tmp_path), "--run", tmp_path / "run", *splits, "train.steps=2"]
     code, out, err = commands(train, *line)
-    assert code == 0 and "left out" not in out, out + err
+    assert code == 0 and "skipped" not in out, out + err
     assert commands(evaluate, tmp_path / "run", "--split", to / "test.tsv")[0] == 0
     page = (tmp_path / "run" / "evaluate" / "test" / "page.html").read_text()
-    assert "test-2" in page and ".tar/" not in page  # a browser cannot play from a tar
+    assert "test-2" in page and ".tar/" not in page  # a browser cannot play audio from a tar
     audio = read_manifest(to / "test.tsv")[0].audio
     assert commands(transcribe, tmp_path / "run", audio)[0] == 0

@@ -1,13 +1,13 @@
-"""asr.scoring.significance on synthetic runs whose difference is known."""
+"""asr.analysis.significance on synthetic runs whose difference is known."""
 
 import random
 from math import comb, erfc, sqrt
 
 import pytest
 
+from asr.analysis.significance import matched_pairs, paired_bootstrap
+from asr.analysis.wer import score
 from asr.errors import UserError
-from asr.scoring.significance import matched_pairs, paired_bootstrap
-from asr.scoring.wer import score
 
 
 def run(rates, seed, speaker_of=lambda number: str(number % 7), words=11):
@@ -34,26 +34,26 @@ TESTS = [
 @pytest.mark.parametrize("test", TESTS)
 def test_identical_runs_do_not_differ(test):
     same = run([0.2] * 53, seed=1)
-    found = test(same, same)
-    assert (found.wer, found.interval, found.p) == (0, (0, 0), 1)
+    actual = test(same, same)
+    assert (actual.wer, actual.interval, actual.p) == (0, (0, 0), 1)
 
 
 @pytest.mark.parametrize("test", TESTS)
 def test_a_large_difference_is_found(test):
-    found = test(run([0.3] * 301, seed=1), run([0.2] * 301, seed=2))
-    assert found.wer == pytest.approx(-0.1, abs=0.03)
-    assert found.interval[0] < found.wer < found.interval[1] < 0
-    assert found.p < 0.02
+    actual = test(run([0.3] * 301, seed=1), run([0.2] * 301, seed=2))
+    assert actual.wer == pytest.approx(-0.1, abs=0.03)
+    assert actual.interval[0] < actual.wer < actual.interval[1] < 0
+    assert actual.p < 0.02
 
 
 @pytest.mark.parametrize("test", TESTS)
 def test_order_of_the_runs_changes_the_sign_only(test):
     first, second = run([0.20] * 101, seed=1), run([0.17] * 101, seed=2)
-    found, turned = test(first, second), test(second, first)
-    assert 0 < found.p < 1
-    assert turned.p == found.p
-    assert turned.wer == -found.wer == pytest.approx(first.wer - second.wer)
-    assert turned.interval == pytest.approx((-found.interval[1], -found.interval[0]))
+    actual, turned = test(first, second), test(second, first)
+    assert 0 < actual.p < 1
+    assert turned.p == actual.p
+    assert turned.wer == -actual.wer == pytest.approx(first.wer - second.wer)
+    assert turned.interval == pytest.approx((-actual.interval[1], -actual.interval[0]))
 
 
 @pytest.mark.parametrize("test", TESTS)
@@ -86,7 +86,7 @@ def test_one_in_twenty_equal_systems_is_called_different(test):
 
 
 def test_speakers_who_differ_are_no_proof_over_speakers():
-    # Half the speakers do better with one system, half with the other, all of them by far.
+    # Half of the speakers are much better with one system, half with the other.
     speakers, each = 12, 40
     better = [0.1 if number // each < 7 else 0.4 for number in range(speakers * each)]
     worse = [0.4 if number // each < 7 else 0.1 for number in range(speakers * each)]
@@ -99,8 +99,8 @@ def test_speakers_who_differ_are_no_proof_over_speakers():
 
 
 def test_bootstrap_p_is_the_exact_one_of_a_case_small_enough_to_enumerate():
-    # Ten one-word utterances: the second system repairs two and spoils one. A draw of ten repairs
-    # i, spoils j; p/2 is the chance that it repairs no more than it spoils.
+    # Ten one-word utterances: the second system corrects two and breaks one. A resample of ten
+    # corrects i and breaks j; p/2 is the probability that it corrects no more than it breaks.
     first = score(["a"] * 10, ["x", "x"] + ["a"] * 8)
     second = score(["a"] * 10, ["a", "a", "x"] + ["a"] * 7)
     exact = sum(
@@ -117,11 +117,11 @@ def test_matched_pairs_by_hand():
     wrong = [(1, 0), (1, 0), (1, 0), (2, 0), (0, 1), (1, 1), (0, 0), (0, 0), (0, 0)]
     texts = [[" ".join(["x"] * w[run] + ["a"] * (5 - w[run])) for w in wrong] for run in (0, 1)]
     first, second = (score(["a a a a a"] * 9, hypotheses) for hypotheses in texts)
-    found = matched_pairs(first, second, segments="utterances")
-    assert found.wer == pytest.approx(-4 / 45)
-    assert found.p == pytest.approx(erfc(4 / sqrt(8) / sqrt(2)))
+    actual = matched_pairs(first, second, segments="utterances")
+    assert actual.wer == pytest.approx(-4 / 45)
+    assert actual.p == pytest.approx(erfc(4 / sqrt(8) / sqrt(2)))
     half = 1.959964 * sqrt(8) / 45
-    assert found.interval == pytest.approx((-4 / 45 - half, -4 / 45 + half))
+    assert actual.interval == pytest.approx((-4 / 45 - half, -4 / 45 + half))
 
 
 def test_phrases_end_after_two_good_words():

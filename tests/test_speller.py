@@ -4,18 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from asr.models.speller import Speller
-from asr.nn.attention import Look
-from asr.nn.memory import Memory
-from asr.tokens import SOS
+from asr.config.schema import LasConfig, SpellerConfig
+from asr.data.tokenizer import SOS
+from asr.models.las import Speller
+from asr.nn.attention import AttentionState, Memory
 
 B, T, E, H, D, A, V = 2, 7, 5, 11, 3, 13, 17  # D embedding
 LENGTHS = [7, 4]
 
 
-def speller(**settings):
+def speller(attention="location", **settings):
     torch.manual_seed(1)
-    made = Speller(V, E, hidden=H, embedding=D, attention_size=A, backend="reference", **settings)
+    cells = SpellerConfig(hidden=H, embedding=D, backend="reference", **settings)
+    config = LasConfig(kind="las", attention=attention, attention_size=A, speller=cells)
+    made = Speller(V, E, config)
     for weight in made.parameters():
         nn.init.normal_(weight, std=0.5)
     return made.double().eval()
@@ -35,25 +37,25 @@ def slow_speller(ours, memory, tokens):
     for judge, cell in zip(cells, ours.cells, strict=True):
         judge.load_state_dict(cell.state_dict())
     states = [(torch.zeros(1, H).double(), torch.zeros(1, H).double()) for _ in cells]
-    read, look = torch.zeros(1, E).double(), ours.start(memory).look
+    context, attended = torch.zeros(1, E).double(), ours.start(memory).attended
     logits, weights = [], []
     for token in tokens:
-        x = torch.cat([ours.embedding.weight[token][None], read], dim=1)
+        x = torch.cat([ours.embedding.weight[token][None], context], dim=1)
         for i, cell in enumerate(cells):
             states[i] = cell(x, states[i])
             x = states[i][0]
         keys = ours.attend.keys(memory)
-        look = ours.attend(x[:, None], keys, memory.valid, look)
-        read = sum(look.weights[0, 0, t] * memory.states[:, t] for t in range(len(keys[0])))
-        merged = torch.tanh(ours.merge(torch.cat([x, read], dim=1)))
+        attended = ours.attend(x[:, None], keys, memory.valid, attended)
+        context = sum(attended.weights[0, 0, t] * memory.states[:, t] for t in range(len(keys[0])))
+        merged = torch.tanh(ours.merge(torch.cat([x, context], dim=1)))
         logits.append(ours.out(merged)[0])
-        weights.append(look.weights[0, 0])
+        weights.append(attended.weights[0, 0])
     return torch.stack(logits), torch.stack(weights)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["additive", "dot", "location"])
-def test_it_is_the_slow_loop(kind, tied, memory):
+def test_speller_equals_the_slow_loop(kind, tied, memory):
     ours = speller(layers=2, norm="none", attention=kind, tied=tied)
     sentences = [[SOS, 5, 9, 9, 4], [SOS, 16, 4, 5, 7]]
     state = ours.start(memory)
@@ -69,7 +71,7 @@ def test_it_is_the_slow_loop(kind, tied, memory):
                 assert (state.attention[b, 0, length:] == 0).all()
 
 
-def test_a_step_leaves_the_state_before_it_as_it_was(memory):
+def test_a_step_does_not_change_the_state_before_it(memory):
     ours = speller()
     before = ours.start(memory)
     sos = torch.full((B, 1), SOS)
@@ -97,7 +99,7 @@ def test_select_reorders_expands_and_drops(memory):
     # Utterance 1 only, with 2 hypotheses: its third and then its first.
     rows = torch.tensor([[5, 3]])
     state = ours.select(state, rows)
-    assert state.context.memory.states.shape[0] == 1  # kept once per utterance
+    assert state.constants.memory.states.shape[0] == 1  # kept once per utterance
     last = torch.tensor([[10, 11]])
     logits, state = spell(ours, state, last[..., None])
     for k, words in enumerate([[SOS, 9, 10], [SOS, 7, 11]]):
@@ -105,7 +107,7 @@ def test_select_reorders_expands_and_drops(memory):
         expected, after = spell(ours, ours.start(alone), torch.tensor([[words]]))
         torch.testing.assert_close(logits[0, k], expected[0, 0])
         torch.testing.assert_close(state.attention[0, k, :4], after.attention[0, 0])
-        torch.testing.assert_close(state.look.total[0, k, :4], after.look.total[0, 0])
+        torch.testing.assert_close(state.attended.total[0, k, :4], after.attended.total[0, 0])
 
 
 @torch.no_grad()
@@ -125,10 +127,10 @@ def test_select_can_swap_utterances_and_shrink_the_beam(memory):
 def test_selecting_all_copies_no_memory(memory):
     ours = speller()
     state = ours.select(ours.start(memory), torch.arange(B)[:, None].expand(B, 5))
-    assert state.context.memory.states.data_ptr() == memory.states.data_ptr()
+    assert state.constants.memory.states.data_ptr() == memory.states.data_ptr()
 
 
-def test_tied_weights_are_one_tensor_that_learns_from_both_sides(memory):
+def test_tied_weights_are_one_tensor_with_gradients_from_both_uses(memory):
     ours = speller(tied=True)
     assert ours.out.weight is ours.embedding.weight
     names = [name for name, _ in ours.named_parameters()]
@@ -144,13 +146,13 @@ def test_recurrent_dropout_draws_one_mask_for_the_sentence(memory):
     ours = speller(recurrent_dropout=0.5, layers=2).train()
     torch.manual_seed(5)
     state = ours.start(memory)
-    assert [mask.shape for mask in state.context.masks] == [(B, H), (B, H)]
+    assert [mask.shape for mask in state.constants.masks] == [(B, H), (B, H)]
     _, later = ours.advance(state, torch.full((B, 1), SOS))
-    assert later.context is state.context
-    assert speller(recurrent_dropout=0.5).start(memory).context.masks == (None,)
+    assert later.constants is state.constants
+    assert speller(recurrent_dropout=0.5).start(memory).constants.masks == (None,)
 
 
-def test_dropout_is_silent_in_evaluation(memory):
+def test_dropout_acts_in_training_only(memory):
     ours = speller(dropout=0.5)
     sos = torch.full((B, 1), SOS)
     assert torch.equal(*(ours.advance(ours.start(memory), sos)[0] for _ in range(2)))
@@ -158,11 +160,11 @@ def test_dropout_is_silent_in_evaluation(memory):
     assert not torch.equal(*(ours.advance(ours.start(memory), sos)[0] for _ in range(2)))
 
 
-def test_input_feeding_reads_what_attention_found(memory):
-    """What was read of the memory enters the next step: change it and the next step changes."""
+def test_input_feeding_reads_the_context(memory):
+    """The context vector enters the next step: change it and the next step changes."""
     ours = speller()
     _, state = ours.advance(ours.start(memory), torch.full((B, 1), SOS))
-    told, _ = ours.advance(state, torch.full((B, 1), 4))
-    other, _ = ours.advance(state._replace(read=state.read + 1), torch.full((B, 1), 4))
-    assert not torch.allclose(told[..., :H], other[..., :H])
-    assert isinstance(state.look, Look)
+    first, _ = ours.advance(state, torch.full((B, 1), 4))
+    other, _ = ours.advance(state._replace(context=state.context + 1), torch.full((B, 1), 4))
+    assert not torch.allclose(first[..., :H], other[..., :H])
+    assert isinstance(state.attended, AttentionState)

@@ -1,4 +1,4 @@
-"""The built-in corpus: its phrases, its splits, its audio, and what survives a break."""
+"""The built-in corpus: its phrases, splits and audio, and interrupted creation."""
 
 import builtins
 import random
@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 import soundfile
 
-from asr.data.corpora import espeak, spoken_numbers
-from asr.data.corpora.spoken_numbers import ACCENTS, VARIANTS, cardinal, in_a_room, phrases, prepare
 from asr.data.corpus import read_manifest
+from asr.data.importers import spoken_numbers
+from asr.data.importers.spoken_numbers import (
+    ACCENTS,
+    VARIANTS,
+    add_room,
+    cardinal,
+    phrases,
+    prepare,
+)
 from asr.errors import UserError
 
 SPLITS = {"train": 7, "valid": 3, "test": 5}
@@ -23,7 +30,7 @@ SPLITS = {"train": 7, "valid": 3, "test": 5}
 def corpus(tmp_path_factory):
     pytest.importorskip("espeakng_loader", reason="the speech engine is the extra `demo`")
     folder = tmp_path_factory.mktemp("data") / "spoken_numbers"
-    prepare(folder, **SPLITS, workers=1)
+    prepare(folder, **SPLITS)
     return folder
 
 
@@ -35,7 +42,7 @@ WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def value(words: str) -> int:
-    """The number back from its words, by adding up: a judge that shares no code with `cardinal`."""
+    """The number from its words, by addition; shares no code with `cardinal`."""
     units = {word: i for i, word in enumerate(WORDS[:20])}
     units |= {word: 10 * i for i, word in enumerate(WORDS[20:], start=2)}
     total = group = 0
@@ -49,7 +56,7 @@ def value(words: str) -> int:
     return total + group
 
 
-def test_every_cardinal_says_its_number():
+def test_every_cardinal_has_its_value():
     numbers = [*range(1200), *random.Random(3).sample(range(1200, 1_000_000), 2000)]
     assert [value(cardinal(n)) for n in numbers] == numbers
 
@@ -71,15 +78,15 @@ def test_cardinals_in_british_words(number, words):
 
 
 def test_phrases_are_capital_words_without_repeats():
-    said = list(islice(phrases(random.Random(5)), 3000))
-    assert len(set(said)) == 3000
-    assert all(re.fullmatch(r"[A-Z]+( [A-Z]+)*", phrase) for phrase in said)
-    words = {word for phrase in said for word in phrase.split()}
+    spoken = list(islice(phrases(random.Random(5)), 3000))
+    assert len(set(spoken)) == 3000
+    assert all(re.fullmatch(r"[A-Z]+( [A-Z]+)*", phrase) for phrase in spoken)
+    words = {word for phrase in spoken for word in phrase.split()}
     assert len(words) == 33 and {"ZERO", "OH", "POINT", "HUNDRED", "AND", "THOUSAND"} < words
-    assert said == list(islice(phrases(random.Random(5)), 3000))
+    assert spoken == list(islice(phrases(random.Random(5)), 3000))
 
 
-def test_no_variant_speaks_in_two_splits():
+def test_no_voice_is_in_two_splits():
     for one, other in combinations(VARIANTS.values(), 2):
         assert not set(one) & set(other)
 
@@ -93,13 +100,13 @@ def test_splits_share_neither_phrase_nor_speaker(corpus):
         assert not set(one.ids) & set(other.ids)
 
 
-def test_the_audio_is_what_the_manifest_says(corpus):
+def test_the_audio_matches_the_manifest(corpus):
     for split in SPLITS:
         for utterance in read_manifest(corpus / f"{split}.tsv"):
             samples, rate = soundfile.read(utterance.audio)
             assert rate == 16000 and samples.ndim == 1 and utterance.audio.suffix == ".flac"
             assert len(samples) / rate == pytest.approx(utterance.seconds, abs=1e-3)
-            # Someone speaks, for a while that fits the text, and nothing is clipped.
+            # There is speech, with a plausible duration for the text, and no clipping.
             assert 0.05 < np.abs(samples).max() < 0.95
             assert 0.02 < utterance.seconds / len(utterance.text) < 0.3
             assert samples.std() > 10 * np.sort(np.abs(samples))[len(samples) // 20]
@@ -124,7 +131,7 @@ def test_another_corpus_in_the_folder_is_refused(corpus, tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
-def test_a_break_leaves_nothing(tmp_path, monkeypatch):
+def test_an_interruption_leaves_nothing(tmp_path, monkeypatch):
     def build(folder, *_):
         (folder / "train.tsv").write_text("half")
         raise KeyboardInterrupt
@@ -135,12 +142,12 @@ def test_a_break_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_callers_at_one_time_leave_one_whole_corpus(tmp_path, monkeypatch):
+def test_concurrent_callers_leave_one_complete_corpus(tmp_path, monkeypatch):
     meet = threading.Barrier(3)
 
     def build(folder, *_):
         (folder / "train.tsv").write_text(folder.name)
-        meet.wait(10)  # all have built before the first renames
+        meet.wait(10)  # all have built before the first renames its folder
 
     monkeypatch.setattr(spoken_numbers, "_build", build)
     folder, errors = tmp_path / "corpus", []
@@ -178,45 +185,45 @@ def test_a_missing_extra_is_named_with_its_remedy(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def engine():
     pytest.importorskip("espeakng_loader", reason="the speech engine is the extra `demo`")
-    return espeak.Engine()
+    return spoken_numbers.Engine()
 
 
-def test_every_voice_of_the_cast_exists_and_speaks(engine):
+def test_every_voice_exists_and_makes_sound(engine):
     variants = [v for split in VARIANTS.values() for v in split]
-    # The engine passes over a variant that it does not know.
+    # The engine ignores an unknown variant.
     known = Path(pytest.importorskip("espeakng_loader").get_data_path()) / "voices" / "!v"
     assert [v for v in variants if not (known / v).is_file()] == []
     for accent, variant in product(ACCENTS, variants):
-        spoken = engine.say("seven", f"{accent}+{variant}", 160, 50)
+        spoken = engine.synthesise("seven", f"{accent}+{variant}", 160, 50)
         assert 0.2 < len(spoken) / engine.sample_rate < 1.5
         assert 1000 < np.abs(spoken.astype(int)).max() < 32767
     with pytest.raises(ValueError, match="no voice 'en-moon'"):
-        engine.say("seven", "en-moon", 160, 50)
+        engine.synthesise("seven", "en-moon", 160, 50)
 
 
-def test_rate_and_pitch_are_heard(engine):
-    slow, fast = (engine.say("seven hundred", "en-us", rate, 50) for rate in (120, 240))
+def test_rate_and_pitch_change_the_audio(engine):
+    slow, fast = (engine.synthesise("seven hundred", "en-us", rate, 50) for rate in (120, 240))
     assert len(slow) > 1.4 * len(fast)
-    low, high = (engine.say("nine", "en-us", 160, pitch).astype(float) for pitch in (10, 90))
+    low, high = (engine.synthesise("nine", "en-us", 160, pitch).astype(float) for pitch in (10, 90))
     assert _pitch(high, engine.sample_rate) > 1.3 * _pitch(low, engine.sample_rate)
 
 
 def _pitch(samples: np.ndarray, rate: int) -> float:
-    """The fundamental in Hz, by the delay at which 0.1 s of the voice is most like itself."""
+    """The fundamental frequency in Hz, by the autocorrelation peak of 0.1 s of the voice."""
     middle = samples[len(samples) // 3 :][: rate // 10]
     echo = np.correlate(middle - middle.mean(), middle - middle.mean(), "full")[len(middle) - 1 :]
     shortest, longest = rate // 220, rate // 50
     return rate / (shortest + int(echo[shortest:longest].argmax()))
 
 
-def test_the_room_keeps_to_its_noise_and_its_gain():
+def test_room_noise_and_gain_are_within_their_limits():
     speech = np.sin(np.arange(16000) / 5).astype(np.float32)
     silent = np.zeros(4000, np.float32)
     for seed in range(20):
-        heard = in_a_room(np.concatenate([silent, speech, silent]), np.random.default_rng(seed))
-        before_and_after = len(heard) - 16000
+        recording = add_room(np.concatenate([silent, speech, silent]), np.random.default_rng(seed))
+        before_and_after = len(recording) - 16000
         assert 2 * 800 - 10 <= before_and_after < 2 * 4000
-        assert 0.09 < np.abs(heard).max() < 0.9
-        noise = heard[:800].std()
-        ratio = 20 * np.log10(heard[4000:14000].std() / noise)
+        assert 0.09 < np.abs(recording).max() < 0.9
+        noise = recording[:800].std()
+        ratio = 20 * np.log10(recording[4000:14000].std() / noise)
         assert 13 < ratio < 42

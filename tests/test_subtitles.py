@@ -7,8 +7,8 @@ import pytest
 import srt as srt_library
 import webvtt as webvtt_library
 
+from asr.decoding.alignment import TimedWord
 from asr.decoding.subtitles import LINE, LONGEST, Cue, make_cues, srt, webvtt
-from asr.decoding.times import Word
 
 CUES = [
     Cue(0.0, 1.2345, "four hundred\nand seven"),
@@ -33,19 +33,21 @@ def test_webvtt_is_read_back():
     assert parsed[1].raw_text == 'R&amp;B &lt;loud&gt; --&gt; "end"'
     assert parsed[2].text == CUES[2].text
     for ours, cue in zip(CUES, parsed, strict=True):
-        assert cue.start_in_seconds == pytest.approx(ours.start, abs=1)  # whole seconds there
+        assert cue.start_in_seconds == pytest.approx(
+            ours.start, abs=1
+        )  # it rounds to whole seconds
         assert cue.end_in_seconds == pytest.approx(ours.end, abs=1)
     assert [cue.start for cue in parsed] == ["00:00:00.000", "00:01:00.000", "01:02:05.500"]
 
 
-def test_nothing_said_gives_valid_empty_files():
+def test_an_empty_transcript_gives_valid_empty_files():
     assert make_cues([]) == []
     assert list(srt_library.parse(srt([]))) == []
     assert len(webvtt_library.from_buffer(io.StringIO(webvtt([])))) == 0
 
 
 def words_at(text, times):
-    return [Word(w, s, e, 1.0) for w, (s, e) in zip(text.split(), times, strict=True)]
+    return [TimedWord(w, s, e, 1.0) for w, (s, e) in zip(text.split(), times, strict=True)]
 
 
 def test_cues_break_at_pauses():
@@ -54,15 +56,15 @@ def test_cues_break_at_pauses():
 
 
 def test_cues_fill_two_lines_and_no_more():
-    words = [Word("hundred", 0.1 * i, 0.1 * i + 0.1, 1.0) for i in range(23)]
+    words = [TimedWord("hundred", 0.1 * i, 0.1 * i + 0.1, 1.0) for i in range(23)]
     cues = make_cues(words)
     assert " ".join(" ".join(cue.text.split()) for cue in cues) == " ".join(["hundred"] * 23)
     assert all(len(line) <= LINE for cue in cues for line in cue.text.split("\n"))
     assert [len(cue.text.split("\n")) for cue in cues] == [2, 2, 1]
 
 
-def test_cues_do_not_stay_too_long():
-    words = [Word("a", float(i), i + 0.9, 1.0) for i in range(20)]
+def test_cues_have_a_maximum_duration():
+    words = [TimedWord("a", float(i), i + 0.9, 1.0) for i in range(20)]
     cues = make_cues(words)
     assert all(cue.end - cue.start <= LONGEST for cue in cues)
     assert len(cues) == 3
@@ -73,7 +75,7 @@ def test_a_cue_ends_where_the_next_begins():
     assert make_cues(words) == [Cue(0.0, 4.0, "a"), Cue(4.0, 11.5, "b")]
 
 
-def test_words_in_disorder_still_give_cues_that_follow_each_other():
+def test_unordered_words_still_give_consecutive_cues():
     words = words_at("a b c", [(0.0, 5.0), (0.0, 9.0), (2.0, 2.0)])
     cues = make_cues(words)
     parsed = list(srt_library.parse(srt(cues)))
@@ -82,5 +84,5 @@ def test_words_in_disorder_still_give_cues_that_follow_each_other():
 
 
 def test_a_word_longer_than_a_line_is_kept_whole():
-    (cue,) = make_cues([Word("x" * 99, 0.0, 1.0, 1.0)])
+    (cue,) = make_cues([TimedWord("x" * 99, 0.0, 1.0, 1.0)])
     assert cue.text == "x" * 99

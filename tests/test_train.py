@@ -17,16 +17,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_speech import RATE, age, tones
 
 from asr import evaluate, train, transcribe
+from asr.config.loader import read_recipe
 from asr.data import loader
 from asr.data.corpus import read_manifest, write_manifest
-from asr.data.text import load_tokenizer
-from asr.recipe import read_recipe
-from asr.recognizer import Recognizer
-from asr.runs import training_run
+from asr.data.tokenizer import load_tokenizer
+from asr.errors import EXIT_STOPPED
+from asr.inference.recognition import Recognizer
 from asr.tasks.speech import SpeechTask
-from asr.training import loop
+from asr.training import run as training_run
+from asr.training import trainer
 from asr.training.checkpoint import list_checkpoints
-from asr.training.objective import SpeechObjective
+from asr.training.losses import SpeechObjective
 
 
 def events(run):
@@ -38,10 +39,10 @@ def curve(run, name):
 
 
 def last_state(run):
-    """Weights, optimiser and place of the last checkpoint, as one flat dict."""
+    """Weights, optimiser state and position of the last checkpoint, as one flat dict."""
     folder = list_checkpoints(run)[-1].folder
     state = torch.load(folder / "training.pt", weights_only=True)
-    state["position"].pop("train_seconds")  # a clock's reading
+    state["position"].pop("train_seconds")  # measured time
     moments = {
         f"{key}.{number}": value
         for number, one in state["optimizer"]["state"].items()
@@ -58,29 +59,29 @@ def assert_same_state(run, other):
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_run_holds_what_it_needs(tiny, tiny_run):
+def test_a_run_folder_contains_its_files(tiny, tiny_run):
     names = {path.name for path in tiny_run.iterdir()}
     assert {"recipe.yaml", "tokenizer.json", "train.log", "checkpoints"} <= names
     assert read_recipe(tiny_run / "recipe.yaml") == read_recipe(tiny)
     assert not [name for name in names if "part" in name]
 
 
-def test_curves_pictures_and_texts_are_there(tiny_run):
+def test_curves_images_and_texts_are_written(tiny_run):
     board = events(tiny_run)
     scalars = set(board.Tags()["scalars"])
-    assert {f"train/{n}" for n in ("objective", "nats", "ctc", "accuracy")} <= scalars
-    assert {f"valid/{n}" for n in ("nats", "accuracy", "wer", "ctc_wer", "diagonality")} <= scalars
+    assert {f"train/{n}" for n in ("objective", "nll", "ctc", "accuracy")} <= scalars
+    assert {f"valid/{n}" for n in ("nll", "accuracy", "wer", "ctc_wer", "diagonality")} <= scalars
     assert {f"run/{n}" for n in ("learning_rate", "gradient_norm", "audio_per_second")} <= scalars
     assert set(board.Tags()["images"]) == {"attention/valid-0", "features/valid-0"}
     (shown, *_) = board.Tensors("decoded/valid-0/text_summary")
     assert "reference: cb a" in shown.tensor_proto.string_val[0].decode()
-    for name in ("train/nats", "valid/nats", "valid/wer"):
+    for name in ("train/nll", "valid/nll", "valid/wer"):
         steps = [step for step, _ in curve(tiny_run, name)]
         assert steps == sorted(set(steps)) and steps[0] > 0, f"{name} has a point beside its curve"
 
 
 def test_the_validation_loss_is_the_model_s_on_that_split(tiny, tiny_run):
-    """Judged utterance by utterance with torch's cross_entropy; best by that loss."""
+    """Computed utterance by utterance with torch's cross_entropy; best by that loss."""
     recognizer = Recognizer.load(tiny_run, ["decode.checkpoint=last"])
     total, count = 0.0, 0
     for utterance in read_manifest(tiny.parent / "valid.tsv"):
@@ -93,20 +94,20 @@ def test_the_validation_loss_is_the_model_s_on_that_split(tiny, tiny_run):
         targets = torch.tensor([*ids, 3])
         total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
         count += len(targets)
-    step, value = curve(tiny_run, "valid/nats")[-1]
+    step, value = curve(tiny_run, "valid/nll")[-1]
     assert value == pytest.approx(total / count, rel=1e-4)
     assert list_checkpoints(tiny_run)[-1].step == step
     assert list_checkpoints(tiny_run)[-1].loss == pytest.approx(value, rel=1e-5)
 
 
 class Killed(KeyboardInterrupt):
-    """Somebody pressed Ctrl-C."""
+    """An interruption by Ctrl-C."""
 
 
 @pytest.mark.parametrize(("step", "workers"), [(2, 2), (5, 0)])
 def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp_path, monkeypatch):
-    """Killed in the middle of an epoch, gone on with other workers."""
-    after_step = train.Training.after_step
+    """Killed in the middle of an epoch, resumed with another number of workers."""
+    after_step = training_run.Training.after_step
 
     def killer(self, position):
         after_step(self, position)
@@ -114,7 +115,7 @@ def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Training, "after_step", killer)
+        patch.setattr(training_run.Training, "after_step", killer)
         code, *_ = commands(train, tiny, "--run", tmp_path, "train.save_every=1")
     _, position = last_state(tmp_path)
     assert code == 130 and position["step"] == step and position["batch"] > 0
@@ -123,12 +124,14 @@ def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp
     code, out, _ = commands(train, *arguments)
     assert code == 0 and "resuming tiny" in out
     assert_same_state(tmp_path, tiny_run)
-    steps = [at for at, _ in curve(tmp_path, "train/nats")]
-    assert steps == sorted(set(steps)) == [at for at, _ in curve(tiny_run, "train/nats")]
+    steps = [at for at, _ in curve(tmp_path, "train/nll")]
+    assert steps == sorted(set(steps)) == [at for at, _ in curve(tiny_run, "train/nll")]
 
 
-def test_a_damaged_checkpoint_and_the_one_before_it(tiny, tiny_run, commands, tmp_path):
-    """The run ended; its last checkpoint went bad on the disk: made again, the same bits."""
+def test_a_damaged_checkpoint_is_replaced_from_the_one_before_it(
+    tiny, tiny_run, commands, tmp_path
+):
+    """The last checkpoint of a finished run is damaged: resuming recreates it bit for bit."""
     assert commands(train, tiny, "--run", tmp_path, "train.save_every=2")[0] == 0
     last = list_checkpoints(tmp_path)[-1].folder
     content = bytearray((last / "training.pt").read_bytes())
@@ -137,16 +140,14 @@ def test_a_damaged_checkpoint_and_the_one_before_it(tiny, tiny_run, commands, tm
     age(tmp_path)
     code, out, _ = commands(train, tiny, "--run", tmp_path, "--resume")
     assert code == 0 and f"{last}: damaged, its checksums differ; it is set aside" in out
-    assert "going on from the one before it, step " in out
+    assert "resuming from the one before it, step " in out
     assert_same_state(tmp_path, tiny_run)
-    assert curve(tmp_path, "train/nats") == curve(tiny_run, "train/nats")
-    assert curve(tmp_path, "valid/nats") == curve(tiny_run, "valid/nats")
+    assert curve(tmp_path, "train/nll") == curve(tiny_run, "train/nll")
+    assert curve(tmp_path, "valid/nll") == curve(tiny_run, "valid/nll")
 
 
-def test_torchrun_goes_on_with_what_it_began_and_with_nothing_else(
-    tiny, tiny_run, commands, tmp_path, monkeypatch
-):
-    """By what it tells its processes, here one: how often it started, and a folder of its own."""
+def test_torchrun_resumes_only_its_own_run(tiny, tiny_run, commands, tmp_path, monkeypatch):
+    """torchrun's variables, here for one process: its restart count, and its own folder."""
     run, more = tmp_path / "run", "train.epochs=3"
     shutil.copytree(tiny_run, run)
 
@@ -162,16 +163,18 @@ def test_torchrun_goes_on_with_what_it_began_and_with_nothing_else(
     assert attempt(1, "/logs/none_b")[0] == 0
     assert attempt(1, "/logs/none_c")[0] == 2
     assert attempt(1, "/logs/none_c", "--resume")[0] == 0
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")  # another's, who starts one process
+    monkeypatch.setenv(
+        "TORCHELASTIC_ERROR_FILE", "error.json"
+    )  # another launch, which starts one process
     assert commands(train, tiny, "--run", run, more, "--resume")[0] == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("where", ["step", "validation", "drawing"])
-def test_a_signal_saves_and_resuming_goes_on(
+def test_a_signal_saves_and_the_run_can_be_resumed(
     number, where, tiny, tiny_run, commands, tmp_path, monkeypatch
 ):
-    """In the middle of a step, of the first validation, or of its pictures."""
+    """In the middle of a step, of the first validation, or of its figures."""
     seen = []
 
     def signalled(original):
@@ -185,24 +188,26 @@ def test_a_signal_saves_and_resuming_goes_on(
     name = {"step": "take_step", "validation": "validate"}.get(where)
     with monkeypatch.context() as patch:
         if where == "step":
-            patch.setattr(loop, name, signalled(loop.take_step))
+            patch.setattr(trainer, name, signalled(trainer.take_step))
         elif where == "validation":
-            patch.setattr(training_run, name, signalled(training_run.validate))
+            patch.setattr(training_run, name, signalled(trainer.validate))
         else:
-            patch.setattr(SpeechTask, "_show", signalled(SpeechTask._show))
+            patch.setattr(SpeechTask, "_pictures", signalled(SpeechTask._pictures))
         code, out, _ = commands(train, tiny, "--run", tmp_path)
-    assert code == training_run.STOPPED == 3 and f"{number.name}: stopped after step " in out
+    assert code == EXIT_STOPPED == 3 and f"{number.name}: stopped after step " in out
     assert signal.getsignal(number) not in (None, signal.SIG_IGN)
     step = list_checkpoints(tmp_path)[-1].step
     assert step == 1 if where == "step" else step < list_checkpoints(tiny_run)[-1].step
     age(tmp_path)
     assert commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0
     assert_same_state(tmp_path, tiny_run)
-    for name in ("train/nats", "valid/nats", "valid/wer"):
+    for name in ("train/nll", "valid/nll", "valid/wer"):
         assert curve(tmp_path, name) == curve(tiny_run, name)
 
 
-def test_bad_numbers_stop_the_run_and_the_evidence_is_kept(tiny, commands, tmp_path, monkeypatch):
+def test_non_finite_losses_stop_the_run_and_the_batches_are_kept(
+    tiny, commands, tmp_path, monkeypatch
+):
     forward = SpeechObjective.forward
 
     def poisoned(self, batch):
@@ -234,20 +239,20 @@ def test_a_full_disk_stops_the_run_with_one_line(tiny, commands, tmp_path, monke
 
     monkeypatch.setattr(torch, "save", full)
     line = commands.refused(train, tiny, "--run", tmp_path, "train.save_every=1")
-    assert "00000002: cannot be saved" in line and "go on with --resume" in line
+    assert "00000002: cannot be saved" in line and "resume with --resume" in line
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
 
 
 def test_a_killed_worker_ends_the_run_with_one_line(tiny, commands, tmp_path, monkeypatch):
-    """As the system does where memory is short; in whatever the trainer is just then."""
-    item, trainer = loader.Utterances.__getitem__, os.getpid()
+    """By the system when memory is short, at any point of the training."""
+    item, parent = loader.UtteranceDataset.__getitem__, os.getpid()
 
     def killed(self, planned):
-        if planned.epoch == 2 and os.getpid() != trainer:
+        if planned.epoch == 2 and os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
         return item(self, planned)
 
-    monkeypatch.setattr(loader.Utterances, "__getitem__", killed)
+    monkeypatch.setattr(loader.UtteranceDataset, "__getitem__", killed)
     more = ("data.workers=1", "train.save_every=1")
     line = commands.refused(train, tiny, "--run", tmp_path, *more)
     assert line.startswith("a process that reads data was killed") and "--resume" in line
@@ -258,13 +263,13 @@ def test_a_killed_worker_ends_the_run_with_one_line(tiny, commands, tmp_path, mo
 def test_the_last_step_before_a_kill_at_an_epoch_s_end(
     tiny, tiny_run, commands, tmp_path, monkeypatch
 ):
-    """The checkpoint of the epoch's last step is there, its validation is not."""
+    """The checkpoint of the epoch's last step exists, its validation does not."""
 
     def killer(self, position):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Training, "after_epoch", killer)
+        patch.setattr(training_run.Training, "after_epoch", killer)
         commands(train, tiny, "--run", tmp_path, "train.save_every=1")
     assert commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0
     assert_same_state(tmp_path, tiny_run)
@@ -276,7 +281,9 @@ def test_workers_change_no_bit(tiny, tiny_run, commands, tmp_path):
 
 
 def test_resuming_a_finished_run_changes_nothing(tiny, commands, tmp_path, tiny_run):
-    assert commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0  # nothing there: anew
+    assert (
+        commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0
+    )  # an empty folder: starts a new run
     assert_same_state(tmp_path, tiny_run)
     code, out, _ = commands(train, tiny, "--run", tmp_path, "--resume")
     assert code == 0 and "finished at step" in out
@@ -290,14 +297,18 @@ def test_another_seed_is_another_run(tiny, tiny_run, commands, tmp_path):
     )
 
 
-def test_it_learns(tiny, commands, tmp_path):
-    still = ["features.spec_augment=null", "features.speed=[1.0]", "model.speller.sampling=0"]
+def test_training_lowers_the_loss(tiny, commands, tmp_path):
+    still = [
+        "features.spec_augment=null",
+        "features.speed_perturb=[1.0]",
+        "model.speller.scheduled_sampling=0",
+    ]
     plain = ["model.listener.dropout=0", "model.listener.recurrent_dropout=0"]
     more = ["train.steps=40", "train.accumulate=1", "train.batch_seconds=9", "train.keep=2"]
     rates = ["train.optimizer.lr=0.02", "train.validate_every=20", "model.speller.dropout=0"]
     code, *_ = commands(train, tiny, "--run", tmp_path, *still, *plain, *more, *rates)
     assert code == 0
-    nats = [value for _, value in curve(tmp_path, "train/nats")]
+    nats = [value for _, value in curve(tmp_path, "train/nll")]
     assert nats[0] == pytest.approx(math.log(8), rel=0.2)  # 8 tokens, by chance
     assert nats[-1] < 0.75 * nats[0]
     assert [at for at, _ in curve(tmp_path, "valid/wer")] == [20, 40]
@@ -309,12 +320,12 @@ def test_fine_tuning_starts_from_another_run_s_weights(tiny, tiny_run, commands,
     assert code == 0
     best = min(list_checkpoints(tiny_run), key=lambda c: c.loss)
     expected = load_file(best.folder / "model.safetensors")
-    found = load_file(list_checkpoints(tmp_path)[-1].folder / "model.safetensors")
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+    actual = load_file(list_checkpoints(tmp_path)[-1].folder / "model.safetensors")
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
 
 
 def test_fine_tuning_keeps_the_vocabulary(tiny, tiny_run, commands, tmp_path):
-    """The new text has fewer letters, and one that the old one had not."""
+    """The new text has fewer letters, and one that the old text did not have."""
     corpus = read_manifest(tiny.parent / "train.tsv")
     manifest = tiny.parent / "tune.tsv"
     write_manifest(manifest, [replace(u, text=u.text.replace("c", "x")) for u in corpus])
@@ -325,7 +336,7 @@ def test_fine_tuning_keeps_the_vocabulary(tiny, tiny_run, commands, tmp_path):
     assert old == new
 
 
-def test_fine_tuning_says_what_it_does_not_use_or_cannot(tiny, tiny_run, commands, tmp_path):
+def test_fine_tuning_reports_what_it_ignores_or_cannot_load(tiny, tiny_run, commands, tmp_path):
     init = f"train.init={tiny_run}"
     _, out, _ = commands(train, tiny, "--run", tmp_path, init, "text.kind=bpe", "train.steps=1")
     assert f"the vocabulary of {init} is kept; text.* is not used\n" in out
@@ -336,37 +347,37 @@ def test_fine_tuning_says_what_it_does_not_use_or_cannot(tiny, tiny_run, command
 
 
 def test_the_true_last_step_is_on_the_curves(tiny, commands, tmp_path, monkeypatch):
-    """Though more steps were planned than the later epochs have batches for."""
-    monkeypatch.setattr(training_run, "planned_steps", lambda epochs, limits, position: 99)
+    """Although more steps were planned than the later epochs have batches for."""
+    monkeypatch.setattr(trainer, "planned_steps", lambda epochs, limits, position: 99)
     code, out, _ = commands(train, tiny, "--run", tmp_path, "train.log_every=100")
     last = list_checkpoints(tmp_path)[-1].step
     assert code == 0 and f"step {last}/{last}  epoch 2  " in out and "  0.0 min left" in out
-    assert [step for step, _ in curve(tmp_path, "train/nats")] == [last]
+    assert [step for step, _ in curve(tmp_path, "train/nll")] == [last]
 
 
-def test_a_sound_model_is_traced_without_a_word(tiny, commands, tmp_path):
-    """By the kernels that a recipe gets, which give outputs that nobody uses."""
+def test_a_sound_model_is_traced_without_output(tiny, commands, tmp_path):
+    """With the kernels that a recipe selects, some of whose outputs are unused."""
     kernels = [f"model.{part}.backend=auto" for part in ("listener", "speller")]
     given = ["--run", tmp_path, "train.debug=nan", "train.steps=1", *kernels]
     code, out, err = commands(train, tiny, *given)
     assert code == 0 and "finished at step 1" in out and not err
 
 
-def test_the_alarm_says_what_to_try(tiny, commands, tmp_path):
+def test_the_alarm_names_remedies(tiny, commands, tmp_path):
     alarm = ["train.alarm.steps=1", "train.alarm.diagonality=1.0", "train.steps=1"]
     _, out, _ = commands(train, tiny, "--run", tmp_path, *alarm)
     assert "ALARM: attention is not diagonal yet" in out and "model.ctc_weight" in out
     assert "ALARM" in (tmp_path / "train.log").read_text()
 
 
-def test_broken_audio_is_named_skipped_and_counted(tiny, commands, tmp_path):
+def test_unreadable_audio_is_reported_skipped_and_counted(tiny, commands, tmp_path):
     lines = (tiny.parent / "train.tsv").read_text().splitlines()
     broken = [*lines, "bad\ts0\tmissing.flac\t0.400\tab"]
     manifest = tiny.parent / "broken.tsv"
     manifest.write_text("\n".join(broken) + "\n")
     arguments = ["--run", tmp_path, f"data.train={manifest}", "train.epochs=1"]
     code, out, _ = commands(train, tiny, *arguments)
-    assert code == 0 and "left out bad: " in out and "missing.flac: no such file" in out
+    assert code == 0 and "skipped bad: " in out and "missing.flac: no such file" in out
     assert last_state(tmp_path)[1]["broken"] == 1
 
 
@@ -385,17 +396,17 @@ def test_broken_audio_is_named_skipped_and_counted(tiny, commands, tmp_path):
     ids=["global-bpe", "speaker-mfcc", "slaney-without-ctc-beam", "tied-bf16", "transformer",
          "convolution-consistency"],
 )  # fmt: skip
-def test_every_way_through_trains_evaluates_and_transcribes(overrides, tiny, commands, tmp_path):
+def test_every_configuration_trains_evaluates_and_transcribes(overrides, tiny, commands, tmp_path):
     code, out, _ = commands(train, tiny, "--run", tmp_path, "train.steps=2", *overrides)
-    told = any(text in overrides for text in ("features.mvn=global", "features.mvn=speaker"))
-    assert code == 0 and told == ("measuring features" in out)
+    expected = any(text in overrides for text in ("features.mvn=global", "features.mvn=speaker"))
+    assert code == 0 and expected == ("measuring features" in out)
     code, out, _ = commands(evaluate, tmp_path, "--split", "test")
     assert code == 0 and "WER" in out
     code, out, _ = commands(transcribe, tmp_path, tiny.parent / "test-0.flac")
     assert code == 0 and "test-0.flac:" in out
 
 
-def test_evaluate_scores_what_it_heard(tiny, tiny_run, commands, tmp_path):
+def test_evaluate_scores_its_transcripts(tiny, tiny_run, commands, tmp_path):
     code, out, _ = commands(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "e")
     assert code == 0 and "4 utterances, 6 words" in out
     score = json.loads((tmp_path / "e" / "score.json").read_text())
@@ -424,7 +435,9 @@ def test_evaluate_takes_a_manifest_and_overrides(tiny, tiny_run, commands, tmp_p
     assert commands(evaluate, tiny_run, "--split", "valid", "--out", second, *more)[0] == 0
 
 
-def test_evaluate_counts_unreadable_audio_as_empty_and_says_so(tiny, tiny_run, commands, tmp_path):
+def test_evaluate_counts_unreadable_audio_as_empty_and_reports_it(
+    tiny, tiny_run, commands, tmp_path
+):
     lines = (tiny.parent / "test.tsv").read_text().splitlines()
     manifest = tiny.parent / "half.tsv"
     manifest.write_text("\n".join([*lines[:2], "gone\ts0\tgone.flac\t0.4\tab c"]) + "\n")
@@ -434,7 +447,7 @@ def test_evaluate_counts_unreadable_audio_as_empty_and_says_so(tiny, tiny_run, c
     assert score["deletions"] >= 2 and score["about"]["not_decoded"] == 1
 
 
-def test_transcribe_writes_a_line_a_file(tiny, tiny_run, commands, tmp_path):
+def test_transcribe_writes_one_line_per_file(tiny, tiny_run, commands, tmp_path):
     stereo = np.stack([tones("cab", 1)] * 2, axis=1).repeat(2, axis=0)
     soundfile.write(tmp_path / "b.wav", stereo, 2 * RATE)
     soundfile.write(tmp_path / "short.wav", np.zeros(5) + 0.1, RATE)
@@ -446,14 +459,14 @@ def test_transcribe_writes_a_line_a_file(tiny, tiny_run, commands, tmp_path):
     assert out.splitlines()[2] == f"{files[2]}: "
 
 
-def test_transcribe_json_is_one_object_a_line(tiny, tiny_run, commands):
+def test_transcribe_json_is_one_object_per_line(tiny, tiny_run, commands):
     files = [tiny.parent / "test-0.flac", tiny.parent / "test-1.flac"]
     code, out, _ = commands(transcribe, tiny_run, "--json", *files)
     objects = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [o["audio"] for o in objects] == [str(path) for path in files]
-    for told in objects:
-        assert math.isfinite(told["score"]) and told["score"] <= 0
-        assert isinstance(told["text"], str) and isinstance(told["tokens"], list)
+    for expected in objects:
+        assert math.isfinite(expected["score"]) and expected["score"] <= 0
+        assert isinstance(expected["text"], str) and isinstance(expected["tokens"], list)
 
 
 def test_one_bad_file_does_not_stop_the_others(tiny, tiny_run, commands, tmp_path):
@@ -469,7 +482,7 @@ def test_recognizer_reads_paths_arrays_and_tensors_alike(tiny, tiny_run):
     recognizer = Recognizer.load(tiny_run)
     path = tiny.parent / "test-2.flac"
     samples, rate = soundfile.read(path, dtype="float32")
-    told = recognizer.transcribe(path)
-    assert recognizer.transcribe(samples, rate) == told
-    assert recognizer.transcribe(torch.from_numpy(samples)) == told
-    assert recognizer.transcribe(str(path)) == told
+    expected = recognizer.transcribe(path)
+    assert recognizer.transcribe(samples, rate) == expected
+    assert recognizer.transcribe(torch.from_numpy(samples)) == expected
+    assert recognizer.transcribe(str(path)) == expected

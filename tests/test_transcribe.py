@@ -1,4 +1,4 @@
-"""asr.transcribe's formats, judged by libraries that read them, and what it refuses."""
+"""asr.transcribe's formats, read back by independent libraries, and its errors."""
 
 import json
 import os
@@ -13,13 +13,14 @@ from tiny_speech import RATE
 from tone_model import spoken, tone_recognizer
 
 from asr import transcribe
+from asr.inference import recognition
 
 
 @pytest.fixture
 def recordings(tmp_path, monkeypatch):
-    """Two recordings of known words; the command hears with a model that makes no mistake."""
+    """Two recordings of known words; the command decodes with an error-free model."""
     load = staticmethod(lambda run, overrides=(): tone_recognizer())
-    monkeypatch.setattr(transcribe.Recognizer, "load", load)
+    monkeypatch.setattr(recognition.Recognizer, "load", load)
     paths = {}
     for name, words in (("one", ["abc", "cab"]), ("two", ["bca", "ac", "b"])):
         samples, _ = spoken(words, 0.3)
@@ -41,21 +42,21 @@ def test_srt_and_vtt_are_read_by_libraries(recordings, commands, tmp_path):
 
 def test_json_has_words_with_times_and_confidence(recordings, commands, tmp_path):
     code, out, _ = commands(transcribe, "run", recordings["one"], "--format", "json")
-    told = json.loads(out)
-    assert code == 0 and [word["text"] for word in told["words"]] == ["abc", "cab"]
-    for word in told["words"]:
+    result = json.loads(out)
+    assert code == 0 and [word["text"] for word in result["words"]] == ["abc", "cab"]
+    for word in result["words"]:
         assert 0 <= word["start"] < word["end"] and 0 < word["confidence"] <= 1
     commands(transcribe, "run", recordings["one"], "--format", "json", "--out", tmp_path)
-    assert json.loads((tmp_path / "one.json").read_text()) == told
+    assert json.loads((tmp_path / "one.json").read_text()) == result
 
 
-def test_a_name_that_is_no_text_is_read_back_from_json(recordings, commands, tmp_path):
+def test_a_name_that_is_not_utf8_is_read_back_from_json(recordings, commands, tmp_path):
     name = recordings["one"].rename(os.fsdecode(bytes(tmp_path / "one") + b"\xff.wav"))
-    for number in range(2):  # to a file, then to the screen
+    for number in range(2):  # to a file, then to stdout
         folder = ["--out", tmp_path / "out"] if number == 0 else []
-        code, told, _ = commands(transcribe, "run", name, "--json", *folder)
+        code, result, _ = commands(transcribe, "run", name, "--json", *folder)
         assert code == 0
-    for text in (next((tmp_path / "out").iterdir()).read_text(), told):
+    for text in (next((tmp_path / "out").iterdir()).read_text(), result):
         assert json.loads(text)["audio"] == str(name)
 
 
@@ -70,7 +71,7 @@ def test_two_recordings_of_one_name_are_refused(recordings, commands, tmp_path):
     assert "would share a file in --out" in line and not (tmp_path / "out").exists()
 
 
-def test_settings_are_no_files(commands, tiny_run, tiny):
+def test_settings_are_not_taken_as_files(commands, tiny_run, tiny):
     assert "no audio file" in commands.refused(transcribe, tiny_run, "decode.beam=2")
     file = tiny.parent / "test-0.flac"
     line = commands.refused(transcribe, tiny_run, file, "decode.beam=0")
@@ -83,15 +84,15 @@ def test_ctc_weight_needs_a_ctc_head(commands, tiny_run, tiny):
     assert "decode.ctc_weight=0.3 needs a CTC head" in line
 
 
-def test_silence_and_nothing_are_empty_transcripts(commands, tiny_run, tmp_path):
+def test_silence_and_empty_audio_give_empty_transcripts(commands, tiny_run, tmp_path):
     for name, count in (("silent", 4000), ("empty", 0)):
         soundfile.write(tmp_path / f"{name}.wav", np.zeros(count), RATE)
         code, out, _ = commands(transcribe, tiny_run, tmp_path / f"{name}.wav")
         assert (code, out) == (0, f"{tmp_path / name}.wav: \n")
 
 
-def test_a_folder_s_name_may_hold_an_equals_sign(commands, tiny_run, tmp_path):
-    """As the runs of a sweep do; also inside a tar, whose members are no files by themselves."""
+def test_a_folder_name_may_contain_an_equals_sign(commands, tiny_run, tmp_path):
+    """As the runs of a sweep do; also for members of a tar, which are not files."""
     folder = tmp_path / "norm=ba"
     folder.mkdir()
     wave = spoken(["ac"], 0.3)[0]
@@ -102,7 +103,7 @@ def test_a_folder_s_name_may_hold_an_equals_sign(commands, tiny_run, tmp_path):
         (member,) = tar.getmembers()
     packed = folder / "x.tar" / f"a.flac@{member.offset_data}+{member.size}"
     code, out, _ = commands(transcribe, tiny_run, packed, folder / "a.flac")
-    told = [line.rpartition(": ")[2] for line in out.splitlines()]
-    assert code == 0 and len(told) == 2 and told[0] == told[1]
+    result = [line.rpartition(": ")[2] for line in out.splitlines()]
+    assert code == 0 and len(result) == 2 and result[0] == result[1]
     code, _, err = commands(transcribe, tiny_run, folder / "away.flac")
     assert code == 2 and err == f"error: {folder / 'away.flac'}: no such file\n"

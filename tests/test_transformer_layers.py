@@ -1,4 +1,4 @@
-"""Layers against torch's own and against slow loops; what padding and the future may not do."""
+"""Layers against torch's own and slow loops; independence of padding and future positions."""
 
 import math
 from functools import partial
@@ -8,12 +8,21 @@ import torch
 from reference_transformer import feed_forward, multi_head, residual, sinusoid
 from torch import nn
 
+from asr.config.schema import DropPerStack, PerStack, TransformerConfig
 from asr.errors import UserError
-from asr.nn.activation import make_activation
-from asr.nn.multihead import CrossAttention, SelfAttention
 from asr.nn.positions import make_positions
-from asr.nn.residual import Residual, Scale, per_stack, residual_scales
-from asr.nn.transformer_layers import DecoderLayer, EncoderLayer, FeedForward, LayerSettings, Stack
+from asr.nn.transformer import (
+    ACTIVATIONS,
+    DecoderLayer,
+    EncoderLayer,
+    Residual,
+    ResidualScales,
+    Stack,
+    decoder_stack,
+    encoder_stack,
+    per_stack,
+    residual_scales,
+)
 
 E, H, F, T, U, B = 14, 2, 23, 11, 7, 3
 POSITIONS = ("pre", "post")
@@ -24,14 +33,16 @@ def places(lengths, size=T):
     return (torch.arange(size) < torch.tensor(lengths)[:, None])[:, None, None]
 
 
-def layer(kind, norm="layer", position="pre", alpha=1.0, activation="relu", dropout=0.0):
-    """A layer in evaluation whose norms and biases are not the identity that they start as."""
-    attentions = [SelfAttention] if kind is EncoderLayer else [SelfAttention, CrossAttention]
-    made = kind(
-        *(attention(E, H) for attention in attentions),
-        FeedForward(E, F, activation),
-        partial(Residual, E, norm, position, alpha, dropout),
-    )
+def config(**settings):
+    sizes = {"d_model": E, "heads": H, "feed_forward": F, "dropout": 0.0}
+    return TransformerConfig(kind="transformer", **(sizes | settings))
+
+
+def layer(kind, norm="layer", position="pre", alpha=1.0, activation="relu"):
+    """A layer in evaluation mode with norms and biases moved from their initial values."""
+    settings = config(norm=norm, norm_position=position, activation=activation)
+    extras = (None, None) if kind is EncoderLayer else ()
+    made = kind(settings, ResidualScales(alpha), *extras)
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return made.eval()
@@ -59,7 +70,7 @@ def judge_of(ours, judge):
 
 
 def gradients_agree(ours, judge, shared):
-    """Gradients of the inputs, and of the parameters as a whole."""
+    """Gradients of the inputs, and of all parameters as one vector."""
     for mine, theirs in shared:
         torch.testing.assert_close(mine.grad, theirs.grad)
     norms = [sum(p.grad.square().sum() for p in m.parameters()) for m in (ours, judge)]
@@ -164,7 +175,7 @@ def test_the_future_changes_nothing():
 
 def test_dropout_is_on_the_sublayer_output_only():
     torch.manual_seed(4)
-    around = Residual(E, "layer", "pre", alpha=2.0, dropout=0.5)
+    around = Residual(config(norm_position="pre", dropout=0.5), alpha=2.0)
     x, output = torch.randn(101, E), torch.ones(101, E)
     added = around.leave(x, output) - 2 * x
     assert {round(v, 4) for v in added.flatten().tolist()} == {0.0, 2.0}
@@ -173,15 +184,15 @@ def test_dropout_is_on_the_sublayer_output_only():
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_each_sublayer_has_one_norm_and_pre_adds_one_to_the_stack(position):
-    settings = LayerSettings(heads=H, feed_forward=F, norm_position=position)
-    for made, sublayers in ((settings.encoder, 2), (settings.decoder, 3)):
-        stack = made(E, 5, Scale(1.0), 0.0)
+    settings = (config(norm_position=position), 5, ResidualScales(1.0), 0.0)
+    stacks = ((encoder_stack(*settings, None, None), 2), (decoder_stack(*settings), 3))
+    for stack, sublayers in stacks:
         norms = sum(isinstance(module, nn.LayerNorm) for module in stack.modules())
         assert norms == 5 * sublayers + (position == "pre")
         assert isinstance(stack.last_norm, nn.LayerNorm) == (position == "pre")
 
 
-def test_layer_drop_leaves_out_layers_in_training_only():
+def test_layer_drop_skips_layers_in_training_only():
     torch.manual_seed(5)
     stack = Stack([nn.Identity() for _ in range(11)], None, layer_drop=0.5)
     depths = {len(list(stack.passing())) for _ in range(97)}
@@ -195,15 +206,18 @@ def test_deepnet_scales_from_the_paper():
     assert encoder.gain == pytest.approx(0.87 * (18**4 * 6) ** -0.0625)
     assert decoder.alpha == pytest.approx(18**0.25)
     assert decoder.gain == pytest.approx(72**-0.25)
-    assert residual_scales(1.5, 3, 2) == (Scale(1.5), Scale(1.5))
-    assert residual_scales({"encoder": 2, "decoder": 3.0}, 3, 2) == (Scale(2), Scale(3.0))
+    assert residual_scales(1.5, 3, 2) == (ResidualScales(1.5), ResidualScales(1.5))
+    assert residual_scales(PerStack(encoder=2, decoder=3.0), 3, 2) == (
+        ResidualScales(2),
+        ResidualScales(3.0),
+    )
 
 
 def test_deepnet_scales_values_outputs_and_feed_forward_only():
     torch.manual_seed(6)
     size, gain = 199, 0.3
-    stack = LayerSettings(heads=1, feed_forward=size).decoder(size, 1, Scale(1.0, gain), 0.0)
-    made = stack.layers[0]
+    settings = config(d_model=size, heads=1, feed_forward=size)
+    made = DecoderLayer(settings, ResidualScales(1.0, gain))
     xavier = math.sqrt(1 / size)  # sqrt(2 / (inputs + outputs))
     query, key, value = made.self_attention.query_key_value.weight.chunk(3)
     cross_key, cross_value = made.cross_attention.key_value.weight.chunk(2)
@@ -217,7 +231,7 @@ def test_deepnet_scales_values_outputs_and_feed_forward_only():
 
 @pytest.mark.parametrize("size", [8, 7])
 def test_sinusoidal_positions(size):
-    positions = make_positions("sinusoidal", size)
+    positions = make_positions("sinusoidal", size, 13)
     slow = torch.stack([sinusoid(place, size) for place in range(1300)]).float()
     torch.testing.assert_close(positions(0, 3), slow[:3])
     torch.testing.assert_close(positions(1290, 10), slow[1290:])  # the table grows
@@ -227,7 +241,7 @@ def test_sinusoidal_positions(size):
 def test_learned_positions_end_with_one_clear_line():
     positions = make_positions("learned", 5, 13)
     torch.testing.assert_close(positions(11, 2), positions.table[11:])
-    with pytest.raises(UserError, match=r"^a sequence of 14 places is longer than the 13 learned"):
+    with pytest.raises(UserError, match=r"^a sequence of length 14 is longer than the 13 learned"):
         positions(10, 4)
 
 
@@ -240,22 +254,16 @@ def test_activations(name):
         "swish": lambda v: v / (1 + math.exp(-v)),
     }[name]
     torch.testing.assert_close(
-        make_activation(name)(x.clone()), torch.tensor([*map(slow, x.tolist())])
+        ACTIVATIONS[name]()(x.clone()), torch.tensor([*map(slow, x.tolist())])
     )
 
 
-def test_bad_settings_have_one_clear_line():
-    with pytest.raises(ValueError, match=r"^norm_position 'mid' is unknown: choose pre or post$"):
-        Residual(E, "layer", "mid")
-    for alpha in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"^residual_scale {alpha} must be above 0$"):
-            Residual(E, alpha=alpha)
+def test_a_number_for_both_stacks_or_for_each():
+    assert per_stack(0.3) == (0.3, 0.3)
+    assert per_stack(PerStack(decoder=2)) == (1.0, 2.0)
+    assert per_stack(DropPerStack(encoder=0.1)) == (0.1, 0.0)
+
+
+def test_an_unknown_norm_has_one_clear_line():
     with pytest.raises(ValueError, match=r"^norm 'batch' is not known"):
-        Residual(E, "batch")
-    with pytest.raises(ValueError, match=r"^positions 'rotary' is unknown: choose sinusoidal or"):
-        make_positions("rotary", E)
-    for setting in ("deep", {"encoder": 1.0}):
-        with pytest.raises(ValueError, match=r"^residual_scale .* neither a number nor one for"):
-            residual_scales(setting, 2, 2)
-    with pytest.raises(ValueError, match=r"^layer_drop 1\.0 is not a rate"):
-        Stack([], None, per_stack("layer_drop", 1.0)[0])
+        Residual(config().model_copy(update={"norm": "batch"}), 1.0)

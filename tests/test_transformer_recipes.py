@@ -1,12 +1,13 @@
-"""The Transformer's recipes, and what a user can write wrong in one: one line, exit code 2."""
+"""The Transformer's recipes; errors in one give one line and exit code 2."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from asr import build, train
-from asr.recipe import read_recipe
+from asr import train
+from asr.config.loader import read_recipe
+from asr.training import optim
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 FULL = RECIPES / "librispeech100_transformer.yaml"
@@ -15,14 +16,14 @@ MODEL = "model={kind: transformer, d_model: 10, heads: 2, feed_forward: 7"
 
 def difference(ours, theirs, prefix=""):
     """Dotted keys whose values differ."""
-    found = set()
+    differing = set()
     for key in ours.keys() | theirs.keys():
         a, b = ours.get(key), theirs.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found |= difference(a, b, f"{prefix}{key}.")
+            differing |= difference(a, b, f"{prefix}{key}.")
         elif a != b:
-            found.add(prefix + key)
-    return found
+            differing.add(prefix + key)
+    return differing
 
 
 def test_post_norm_differs_in_nothing_else():
@@ -34,15 +35,15 @@ def test_post_norm_differs_in_nothing_else():
     assert post.model.norm_position == "post" and post.model.ctc_weight == 0.3
 
 
-def test_las_and_transformer_hear_the_same_data():
+def test_las_and_transformer_use_the_same_data():
     las = read_recipe(RECIPES / "librispeech100.yaml")
     ours = read_recipe(FULL)
     assert (ours.data, ours.features, ours.text) == (las.data, las.features, las.text)
 
 
-def test_the_rate_peaks_where_the_recipe_says():
+def test_the_rate_peaks_at_the_value_of_the_recipe():
     recipe = read_recipe(FULL)
-    rate = build.schedule(recipe.train)
+    rate = optim.make_schedule(recipe.train.schedule, recipe.train.optimizer.lr)
     peak = max(rate(step, 0.0) for step in range(1, 40000, 50))
     assert peak == pytest.approx(2e-3, rel=0.03)
     assert rate(15000, 0.0) == pytest.approx(4 * 256**-0.5 * 15000**-0.5)
@@ -104,7 +105,7 @@ def test_vaswani_s_settings(size, width, heads, hidden, dropout, average):
         ("norms: rms", r"model.norms is not a recipe key. Did you mean 'norm'\?$"),
     ],
 )
-def test_a_setting_that_cannot_be(setting, message, tiny, commands, tmp_path):
+def test_an_invalid_setting(setting, message, tiny, commands, tmp_path):
     replaced = MODEL.replace("heads: 2, ", "") if setting.startswith("heads") else MODEL
     run = tmp_path / "run"
     line = commands.refused(train, tiny, "--run", run, f"{replaced}, {setting}}}")
@@ -115,12 +116,12 @@ def test_a_setting_that_cannot_be(setting, message, tiny, commands, tmp_path):
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("none.yaml", r".*own.yaml: base 'none.yaml' is not there \(looked for .*none.yaml\)\.$"),
-        ("own.yaml", r".*own.yaml: base names a recipe that is based on this one. Remove the ring"),
+        ("none.yaml", r".*own.yaml: base 'none.yaml' does not exist \(looked for .*none.yaml\)\.$"),
+        ("own.yaml", r".*own.yaml: base names a recipe that is based on it: remove"),
         ("[a.yaml]", r".*own.yaml: base must be the name of a recipe file"),
     ],
 )
-def test_a_base_that_cannot_be(base, message, commands, tmp_path):
+def test_an_invalid_base(base, message, commands, tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(f"base: {base}\nrun: own\n")
     assert re.match(message, commands.refused(train, path, "--run", tmp_path / "run"))

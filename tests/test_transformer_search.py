@@ -1,11 +1,11 @@
-"""Decoding step by step: the cache, beams, and what a state keeps once."""
+"""Decoding step by step: the cache, beams, and memory stored once per utterance."""
 
 import pytest
 import torch
 from small_transformer import SETTINGS, E, V, batch, model
 
-from asr.nn.memory import Memory
-from asr.tokens import SOS
+from asr.data.tokenizer import SOS
+from asr.nn.attention import Memory
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -25,24 +25,24 @@ def test_the_cache_equals_the_full_pass(settings):
 
 @torch.no_grad()
 def test_beams_equal_the_full_pass_of_every_hypothesis():
-    """Random reordering, widths and finished utterances, against prefixes written down beside."""
+    """Random reordering, widths and finished utterances, against prefixes kept in lists."""
     torch.manual_seed(1)
     ours = model()
     features, lengths, _ = batch()
     memory = ours.encode(features, lengths)
-    state, alive = ours.start(memory), [0, 1, 2]
-    prefixes = [[[SOS]] for _ in alive]
+    state, unfinished = ours.start(memory), [0, 1, 2]
+    prefixes = [[[SOS]] for _ in unfinished]
     tokens = torch.full((3, 1), SOS)
     for step, (width, staying) in enumerate([(4, 3), (4, 3), (5, 2), (2, 2), (3, 1), (3, 1)]):
         log_probs, state = ours.step(state, tokens)
-        for line, b in enumerate(alive):
+        for line, b in enumerate(unfinished):
             one = Memory(memory.states[b : b + 1], memory.valid[b : b + 1])
             for k, prefix in enumerate(prefixes[line]):
                 full = ours.decode(one, torch.tensor([prefix]))[0, -1].log_softmax(-1)
                 torch.testing.assert_close(log_probs[line, k], full)
-                looked = ours.attention(one, torch.tensor([prefix]))[0, -1]
-                torch.testing.assert_close(state.attention[line, k], looked)
-        old, lines = tokens.size(1), torch.randperm(len(alive))[:staying]
+                weights = ours.attention(one, torch.tensor([prefix]))[0, -1]
+                torch.testing.assert_close(state.attention[line, k], weights)
+        old, lines = tokens.size(1), torch.randperm(len(unfinished))[:staying]
         rows = lines[:, None] * old + torch.randint(old, (staying, width))
         state, tokens = ours.select(state, rows), torch.randint(4, V, (staying, width))
         assert state.attention.shape == (staying, width, memory.states.size(1))
@@ -50,7 +50,7 @@ def test_beams_equal_the_full_pass_of_every_hypothesis():
             [[*prefixes[r // old][r % old], t] for r, t in zip(*line, strict=True)]
             for line in zip(rows.tolist(), tokens.tolist(), strict=True)
         ]
-        alive = [alive[i] for i in lines.tolist()]
+        unfinished = [unfinished[i] for i in lines.tolist()]
         assert len(prefixes[0][0]) == step + 2
 
 
@@ -70,7 +70,7 @@ def test_selecting_twice_is_selecting_the_selected():
 
 
 @torch.no_grad()
-def test_a_state_can_be_gone_on_from_twice():
+def test_a_state_can_be_stepped_from_twice():
     ours = model()
     features, lengths, tokens = batch()
     memory = ours.encode(features, lengths)

@@ -1,4 +1,4 @@
-"""Tuning against re-ranking by hand and jiwer, and against a planted weight of a language model."""
+"""Tuning against re-ranking by hand with jiwer, and a planted language model weight."""
 
 import itertools
 import random
@@ -15,11 +15,12 @@ from test_fusion import save_language_run
 from tiny_speech import RATE, tones
 from tone_model import ToneModel, tone_recognizer
 
-from asr import evaluate, tune
+from asr import evaluate
+from asr.config.loader import read_recipe, write_recipe
 from asr.data.corpus import Utterance, read_manifest, write_manifest
-from asr.decoding.search import Hypothesis
-from asr.recipe import read_recipe, write_recipe
-from asr.recognizer import Recognizer
+from asr.decoding.scorer import Hypothesis
+from asr.inference import tune
+from asr.inference.recognition import Recognizer
 
 A, B, C = 5, 6, 7  # tokens of tone_model.SYMBOLS
 WORDS = {1: "one", 2: "two", 3: "three", 5: "five"}
@@ -30,13 +31,13 @@ def spoken(**texts):
     return [Utterance(name, "s", None, 1.0, text) for name, text in texts.items()]
 
 
-def heard(tokens, *parts, covered=0.0):
+def hypothesis(tokens, *parts, covered=0.0):
     return Hypothesis(tokens, 0.0, True, parts=parts, covered=covered)
 
 
 def reranked(setting, corpus, nbest):
     """Errors by jiwer if every n-best is ranked by Wu et al. 2016, equation 14, and an LM."""
-    said = []
+    texts = []
     for utterance in corpus:
 
         def final(h):
@@ -47,16 +48,16 @@ def reranked(setting, corpus, nbest):
             total += setting["coverage_penalty"] * h.covered
             return total + setting["token_reward"] * length
 
-        said.append(READER.text(max(nbest[utterance.id], key=final)))
-    found = jiwer.process_words([utterance.text for utterance in corpus], said)
-    return found.substitutions + found.deletions + found.insertions
+        texts.append(READER.text(max(nbest[utterance.id], key=final)))
+    actual = jiwer.process_words([utterance.text for utterance in corpus], texts)
+    return actual.substitutions + actual.deletions + actual.insertions
 
 
-def test_the_weight_of_a_language_model_lies_where_both_utterances_are_right(monkeypatch):
+def test_the_tuned_weight_makes_both_utterances_correct(monkeypatch):
     corpus = spoken(more="one two", less="three")
     nbest = {  # the first needs a weight above 0.25, the second one below 0.4
-        "more": [heard((1, 3), -4.5, -3.0), heard((1, 2), -5.0, -1.0)],
-        "less": [heard((5,), -4.4, -3.0), heard((3,), -4.0, -4.0)],
+        "more": [hypothesis((1, 3), -4.5, -3.0), hypothesis((1, 2), -5.0, -1.0)],
+        "less": [hypothesis((5,), -4.4, -3.0), hypothesis((3,), -4.0, -4.0)],
     }
     monkeypatch.setattr(tune, "nbests", lambda *_: [nbest])
     plain = dict.fromkeys(tune.PENALTIES, 0.0)
@@ -67,7 +68,7 @@ def test_the_weight_of_a_language_model_lies_where_both_utterances_are_right(mon
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_setting_is_the_one_that_trying_all_finds(monkeypatch, seed):
+def test_the_best_setting_equals_an_exhaustive_search(monkeypatch, seed):
     draw = random.Random(seed)
     corpus = spoken(
         **{f"u{i}": " ".join(draw.choices(list(WORDS.values()), k=4)) for i in range(7)}
@@ -79,7 +80,7 @@ def test_the_best_setting_is_the_one_that_trying_all_finds(monkeypatch, seed):
             ids[word] if draw.random() < 0.6 else draw.choice([*WORDS]) for word in text.split()
         ]
         parts = [draw.uniform(-4, 0) * len(tokens) for _ in range(3)]
-        return heard(tuple(tokens[: draw.randint(1, 4)]), *parts, covered=draw.uniform(-20, 0))
+        return hypothesis(tuple(tokens[: draw.randint(1, 4)]), *parts, covered=draw.uniform(-20, 0))
 
     nbest = {u.id: [rival(u.text) for _ in range(5)] for u in corpus}
     monkeypatch.setattr(tune, "nbests", lambda *_: [nbest])
@@ -95,8 +96,8 @@ def test_the_best_setting_is_the_one_that_trying_all_finds(monkeypatch, seed):
     assert trial.errors == reranked(trial.setting, corpus, nbest)
 
 
-class Mishearing(ToneModel):
-    """Takes every letter for a c, with two chances in three."""
+class NoisyToneModel(ToneModel):
+    """Recognises every letter as c with probability 2/3."""
 
     def step(self, state, tokens):
         log_probs, state = super().step(state, tokens)
@@ -106,7 +107,7 @@ class Mishearing(ToneModel):
 
 
 class FewCs:
-    """A unigram language model: c is e^1.5 times as rare as a and b, so 0.47 of it hears right."""
+    """A unigram language model: c is e^1.5 times as rare as a and b, so weight 0.47 corrects it."""
 
     def start(self, memory):
         return None
@@ -120,7 +121,7 @@ class FewCs:
         return None
 
 
-def test_the_planted_weight_is_found_written_and_decodes_without_a_mistake(tiny_run, tmp_path):
+def test_the_planted_weight_is_found_saved_and_decodes_without_errors(tiny_run, tmp_path):
     texts = ["ab", "ba", "b"]
     rows = []
     for number, text in enumerate(texts):
@@ -133,8 +134,9 @@ def test_the_planted_weight_is_found_written_and_decodes_without_a_mistake(tiny_
     recipe = read_recipe(run / "recipe.yaml", [f"decode.lm={tmp_path}"])
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"ctc_weight": 0})})
     teacher = tone_recognizer(with_ctc=False)
-    model = Mishearing(with_ctc=False)
-    recognizer = Recognizer(model, teacher.tokenizer, teacher.front_end, recipe.decode, lm=FewCs())
+    model = NoisyToneModel(with_ctc=False)
+    parts = (model, teacher.tokenizer, teacher.front_end, recipe.decode)
+    recognizer = Recognizer(*parts, max_segment_seconds=30.0, lm=FewCs())
     corpus = read_manifest(tmp_path / "own.tsv")
     lines = list(tune.tune(recognizer, corpus, recipe, run))
     written = read_recipe(run / "recipe.yaml").decode
@@ -152,19 +154,19 @@ def test_a_language_model_that_does_not_help_is_not_written(tiny_run, commands, 
     code, out, _ = commands(
         evaluate, run, "--split", "valid", "--tune", f"decode.lm={lm}", "decode.lm_weight=9"
     )
-    told = dict(re.findall(r"decode\.(\w+)=(\S+)", out))
+    reported = dict(re.findall(r"decode\.(\w+)=(\S+)", out))
     decode = read_recipe(run / "recipe.yaml").decode
     assert code == 0 and "lm_weight" in out.splitlines()[1]
-    assert float(told["lm_weight"]) == decode.lm_weight
+    assert float(reported["lm_weight"]) == decode.lm_weight
     assert decode.lm == (lm if decode.lm_weight else None)
 
 
-def test_ctc_alone_has_nothing_to_weigh(tiny_run, commands):
+def test_ctc_alone_has_no_weight_to_tune(tiny_run, commands):
     line = commands.refused(evaluate, tiny_run, "--split", "valid", "--tune", "decode.search=ctc")
     assert line == "--tune weighs what a beam adds up; set decode.search=beam"
 
 
-def test_what_cannot_be_read_is_left_out_and_said(tiny, tiny_run, commands, tmp_path):
+def test_unreadable_audio_is_skipped_and_reported(tiny, tiny_run, commands, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     good = read_manifest(tiny.parent / "valid.tsv")[0]
@@ -173,17 +175,17 @@ def test_what_cannot_be_read_is_left_out_and_said(tiny, tiny_run, commands, tmp_
     soundfile.write(tmp_path / "good.wav", soundfile.read(good.audio)[0], RATE)
     write_manifest(tmp_path / "own.tsv", [replace(good, audio=tmp_path / "good.wav"), bad])
     code, out, _ = commands(evaluate, run, "--split", tmp_path / "own.tsv", "--tune")
-    assert code == 0 and f"left out: bad: {tmp_path / 'bad.wav'}: not readable" in out
+    assert code == 0 and f"skipped: bad: {tmp_path / 'bad.wav'}: not readable" in out
     write_manifest(tmp_path / "none.tsv", [bad])
     line = commands.refused(evaluate, run, "--split", tmp_path / "none.tsv", "--tune")
     assert line == f"{tmp_path / 'none.tsv'}: none of its 1 utterances could be read"
 
 
-def test_a_language_model_that_was_taken_out_stays_out(tiny_run, tmp_path):
+def test_a_removed_language_model_stays_removed(tiny_run, tmp_path):
     recipe = read_recipe(tiny_run / "recipe.yaml", ["decode.lm=away", "decode.lm_weight=0.3"])
     write_recipe(recipe, tmp_path / "recipe.yaml")
     without = recipe.decode.model_copy(update={"lm": None})
-    told = tune.save(tmp_path, without, {"beam": 8, "ctc_weight": 0.25})
+    reported = tune.save(tmp_path, without, {"beam": 8, "ctc_weight": 0.25})
     decode = read_recipe(tmp_path / "recipe.yaml").decode
-    assert (decode.lm, decode.beam) == (None, 8) and told["lm"] == "null"
+    assert (decode.lm, decode.beam) == (None, 8) and reported["lm"] == "null"
     assert tune.save(tmp_path, recipe.decode, {"beam": 8, "lm_weight": 0.2})["lm"] == "away"

@@ -1,4 +1,4 @@
-"""Tars in webdataset's layout become a manifest whose audio is read where it lies."""
+"""Tars in webdataset's layout become a manifest whose audio is read from the tars."""
 
 import io
 import json
@@ -10,13 +10,13 @@ import soundfile
 import torch
 
 from asr import prepare
-from asr.data.corpora import webdataset
 from asr.data.corpus import read_manifest
+from asr.data.importers import webdataset
 from asr.data.shards import pack
 from asr.errors import UserError
 from features.audio import read_audio
 
-LONG = "d" * 120 + "/" + "n" * 120  # longer than any single header holds
+LONG = "d" * 120 + "/" + "n" * 120  # longer than a single header's limit
 
 
 def flac(count, seed):
@@ -31,13 +31,13 @@ def write_tar(path, files, kind=tarfile.PAX_FORMAT):
     with tarfile.open(path, "w", format=kind) as tar:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(content), 1234.5  # a fraction needs a header of its own
+            info.size, info.mtime = len(content), 1234.5  # a fractional time needs an extra header
             tar.addfile(info, io.BytesIO(content))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two tars: long names, points in names, texts of both kinds, samples that lack something."""
+    """Two tars: long names, dots in names, texts of both kinds, incomplete samples."""
     about = {"text": "from json", "id": "mine", "speaker": "ann", "duration": 0.75}
     files = {
         "a/0.flac": flac(8000, 0),
@@ -60,8 +60,8 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_samples_become_utterances(folder, tmp_path, inside):
-    found = webdataset.write(folder, folder if inside else tmp_path / "to")
-    corpus = read_manifest(found.manifest)
+    actual = webdataset.write(folder, folder if inside else tmp_path / "to")
+    corpus = read_manifest(actual.manifest)
     assert corpus.ids == ["x-0-a/0", "mine", f"x-0-{LONG}", "x-1-a/0"]
     assert corpus.texts == ["hello there", "from json", "Ü long", "again"]
     assert corpus.speakers[1] == "ann" and len(set(corpus.speakers)) == 4
@@ -70,11 +70,11 @@ def test_samples_become_utterances(folder, tmp_path, inside):
         corpus, [(8000, 0), (12_000, 1), (9000, 2), (7000, 9)], strict=True
     ):
         judge, _ = soundfile.read(io.BytesIO(flac(count, seed)), dtype="float32")
-        assert torch.equal(read_audio(utterance.audio), torch.from_numpy(judge))
-    said = [line.partition(":")[2][1:] for line in found.left_out]
-    assert said[:2] == ["3: has no text", "4: has no audio"]
-    assert said[2].startswith("5: ") and "not readable as audio" in said[2]
-    assert said[3:] == ["6: its .json cannot be read as JSON"]
+        assert torch.equal(read_audio(utterance.audio, 16_000), torch.from_numpy(judge))
+    messages = [line.partition(":")[2][1:] for line in actual.skipped]
+    assert messages[:2] == ["3: has no text", "4: has no audio"]
+    assert messages[2].startswith("5: ") and "not readable as audio" in messages[2]
+    assert messages[3:] == ["6: its .json cannot be read as JSON"]
 
 
 def test_recordings_that_share_a_name_are_not_given_each_others_texts(tmp_path):
@@ -83,10 +83,10 @@ def test_recordings_that_share_a_name_are_not_given_each_others_texts(tmp_path):
         files[f"rec_{times}.flac"] = flac(8000, number)
         files[f"rec_{times}.txt"] = f"text {number}".encode()
     write_tar(tmp_path / "set" / "x.tar", files)
-    found = webdataset.write(tmp_path / "set", tmp_path / "to")
-    assert read_manifest(found.manifest).texts == ["text 2"]
-    (said,) = found.left_out  # neither the first nor the second
-    assert said.startswith("x.tar: rec_0: 2 files of one kind")
+    actual = webdataset.write(tmp_path / "set", tmp_path / "to")
+    assert read_manifest(actual.manifest).texts == ["text 2"]
+    (messages,) = actual.skipped  # neither the first nor the second
+    assert messages.startswith("x.tar: rec_0: 2 files of one kind")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_recordings_that_share_a_name_are_not_given_each_others_texts(tmp_path):
         ("json", b'{"text": "A", "id": "good"}', "another sample of the id 'good'"),
     ],
 )
-def test_an_odd_sample_is_left_out_and_costs_no_other(tmp_path, kind, content, fault):
+def test_an_odd_sample_is_skipped_and_costs_no_other(tmp_path, kind, content, fault):
     files = {
         "1.flac": flac(8000, 0),
         "1.json": b'\xef\xbb\xbf{"text": "HI", "id": "good", "speaker": null}',
@@ -110,11 +110,11 @@ def test_an_odd_sample_is_left_out_and_costs_no_other(tmp_path, kind, content, f
         f"2.{kind}": content,
     }
     write_tar(tmp_path / "set" / "x.tar", files)
-    found = webdataset.write(tmp_path / "set", tmp_path / "to")
-    (utterance,) = read_manifest(found.manifest)
+    actual = webdataset.write(tmp_path / "set", tmp_path / "to")
+    (utterance,) = read_manifest(actual.manifest)
     assert (utterance.id, utterance.speaker, utterance.text) == ("good", "good", "HI")
-    (said,) = found.left_out
-    assert fault in said
+    (messages,) = actual.skipped
+    assert fault in messages
 
 
 def test_a_null_id_is_no_id_and_a_byte_order_mark_no_text(tmp_path):
@@ -127,19 +127,19 @@ def test_a_null_id_is_no_id_and_a_byte_order_mark_no_text(tmp_path):
     assert corpus.ids == ["x-1", "x-2", "a b", "x-3"] and corpus.texts == ["A", "HI", "D", "C"]
 
 
-def test_what_we_pack_is_such_a_tar(folder, tmp_path):
+def test_our_shards_are_webdataset_tars(folder, tmp_path):
     manifest = webdataset.write(folder, tmp_path / "to").manifest
     packed = pack(manifest, tmp_path / "packed")
     again = read_manifest(webdataset.write(packed.parent, tmp_path / "again").manifest)
     for one, other in zip(read_manifest(manifest), again, strict=True):
         assert (one.id, one.speaker, one.text) == (other.id, other.speaker, other.text)
         assert one.seconds == other.seconds
-        assert torch.equal(read_audio(one.audio), read_audio(other.audio))
+        assert torch.equal(read_audio(one.audio, 16_000), read_audio(other.audio, 16_000))
 
 
 def test_tars_of_a_folder_itself_are_read(tmp_path):
-    """`tar -cf x.tar .` calls its files ./a.wav; a length that is told spares no look at them."""
-    about = json.dumps({"text": "told", "duration": 0.5}).encode()
+    """`tar -cf x.tar .` names its files ./a.wav; a given duration is trusted."""
+    about = json.dumps({"text": "given", "duration": 0.5}).encode()
     files = {
         "./a.flac": flac(8000, 0),
         "./a.json": about,
@@ -147,10 +147,10 @@ def test_tars_of_a_folder_itself_are_read(tmp_path):
         "./b.txt": b"b",
     }
     write_tar(tmp_path / "set" / "x.tar", files)
-    found = webdataset.write(tmp_path / "set", tmp_path / "to")
-    corpus = read_manifest(found.manifest)
-    assert corpus.texts == ["told", "b"] and not found.left_out
-    assert [len(read_audio(u.audio)) for u in corpus] == [8000, 9000]
+    actual = webdataset.write(tmp_path / "set", tmp_path / "to")
+    corpus = read_manifest(actual.manifest)
+    assert corpus.texts == ["given", "b"] and not actual.skipped
+    assert [len(read_audio(u.audio, 16_000)) for u in corpus] == [8000, 9000]
 
 
 def refusal(folder, to):
@@ -174,7 +174,7 @@ def test_bad_tars_are_one_line(folder, tmp_path):
     assert refusal(folder, to) == f"{folder}: there is no .tar in it"
 
 
-def test_the_command_says_what_is_left_out(folder, tmp_path, commands):
+def test_the_command_lists_skipped_samples(folder, tmp_path, commands):
     code, out, err = commands(prepare, "webdataset", folder, "--to", tmp_path / "to")
     assert code == 0 and f"{tmp_path / 'to' / 'set.tsv'}: 4 utterances" in out
-    assert err.count("left out: x-0.tar: ") == 4
+    assert err.count("skipped: x-0.tar: ") == 4

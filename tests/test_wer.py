@@ -1,4 +1,4 @@
-"""asr.scoring.wer and alignment, judged by a plain Levenshtein loop and by hand."""
+"""asr.analysis.wer and alignments against a plain Levenshtein loop and hand-made examples."""
 
 import random
 import time
@@ -6,9 +6,8 @@ from math import sqrt
 
 import pytest
 
+from asr.analysis.wer import Edit, align, alignment_text, confusions, score, summarize
 from asr.errors import UserError
-from asr.scoring.alignment import Edit, align, alignment_text, confusions
-from asr.scoring.wer import score, summarize
 
 
 def levenshtein(reference, hypothesis):
@@ -29,29 +28,29 @@ def random_texts(count, seed):
 
 def test_counts_agree_with_a_plain_levenshtein_loop():
     references, hypotheses = random_texts(211, seed=1), random_texts(211, seed=2)
-    found = score(references, hypotheses)
-    for utterance, ours, theirs in zip(found.utterances, references, hypotheses, strict=True):
+    actual = score(references, hypotheses)
+    for utterance, ours, theirs in zip(actual.utterances, references, hypotheses, strict=True):
         words, other = ours.split(), theirs.split()
         assert utterance.errors == levenshtein(words, other)
         assert utterance.character_errors == levenshtein(ours, theirs)
         assert utterance.insertions - utterance.deletions == len(other) - len(words)
         assert (utterance.words, utterance.characters) == (len(words), len(ours))
-    assert found.errors == sum(u.errors for u in found.utterances)
-    assert found.words == sum(len(text.split()) for text in references)
-    assert found.wer == found.errors / found.words
-    assert found.cer == sum(u.character_errors for u in found.utterances) / found.characters
-    assert found.sentence_errors == sum(
+    assert actual.errors == sum(u.errors for u in actual.utterances)
+    assert actual.words == sum(len(text.split()) for text in references)
+    assert actual.wer == actual.errors / actual.words
+    assert actual.cer == sum(u.character_errors for u in actual.utterances) / actual.characters
+    assert actual.sentence_errors == sum(
         a.split() != b.split() for a, b in zip(references, hypotheses, strict=True)
     )
 
 
 def test_hand_worked_counts():
-    found = score(["THE CAT SAT ON THE MAT", "YES"], ["THE CAT SAD THE MAT NOW", "YES"])
-    assert (found.substitutions, found.deletions, found.insertions) == (1, 1, 1)
-    assert (found.words, found.wer) == (7, 3 / 7)
+    actual = score(["THE CAT SAT ON THE MAT", "YES"], ["THE CAT SAD THE MAT NOW", "YES"])
+    assert (actual.substitutions, actual.deletions, actual.insertions) == (1, 1, 1)
+    assert (actual.words, actual.wer) == (7, 3 / 7)
     # SAT ON -> SAD: T to D and three characters less; " NOW": four more. 22 + 3 characters.
-    assert (found.character_errors, found.characters) == (8, 25)
-    assert (found.sentences, found.sentence_errors, found.sentence_error_rate) == (2, 1, 0.5)
+    assert (actual.character_errors, actual.characters) == (8, 25)
+    assert (actual.sentences, actual.sentence_errors, actual.sentence_error_rate) == (2, 1, 0.5)
 
 
 def test_white_space_is_one_space_but_case_and_punctuation_count():
@@ -71,28 +70,28 @@ def test_empty_texts_are_scored():
 
 
 def test_speakers_have_their_own_counts():
-    found = score(
+    actual = score(
         ["a b", "c d e", "f"], ["a x", "c d e", ""], speakers=["zoe", "ann", "zoe"], ids="xyz"
     )
-    assert [(s.speaker, s.sentences, s.words, s.errors) for s in found.speakers] == [
+    assert [(s.speaker, s.sentences, s.words, s.errors) for s in actual.speakers] == [
         ("ann", 1, 3, 0),
         ("zoe", 2, 3, 2),
     ]
-    assert found.speakers[1].wer == 2 / 3
-    assert [u.id for u in found.utterances] == ["x", "y", "z"]
+    assert actual.speakers[1].wer == 2 / 3
+    assert [u.id for u in actual.utterances] == ["x", "y", "z"]
 
 
 def test_interval_is_the_binomial_one_where_words_fail_independently():
     draw = random.Random(5)
     rate, size = 0.3, 2003
     wrong = ["no" if draw.random() < rate else "yes" for _ in range(size)]
-    found = score(["yes"] * size, wrong, draws=4000)
-    half = 1.96 * sqrt(found.wer * (1 - found.wer) / size)
-    assert found.wer_interval == pytest.approx((found.wer - half, found.wer + half), rel=0.02)
+    actual = score(["yes"] * size, wrong, draws=4000)
+    half = 1.96 * sqrt(actual.wer * (1 - actual.wer) / size)
+    assert actual.wer_interval == pytest.approx((actual.wer - half, actual.wer + half), rel=0.02)
 
 
 def test_interval_over_speakers_is_wider_where_speakers_differ():
-    # Every utterance of a speaker fails or none: 41 speakers are all that is known.
+    # Either every utterance of a speaker fails or none: the sample size is 41 speakers.
     speakers = [str(number // 23) for number in range(41 * 23)]
     hypotheses = ["no" if int(speaker) % 4 == 0 else "yes" for speaker in speakers]
     given = (["yes"] * len(speakers), hypotheses, None, speakers)
@@ -129,8 +128,8 @@ def test_same_seed_same_interval():
 
 
 def test_a_part_can_be_summarized():
-    found = score(["a", "b c", "d"], ["a", "b", "x"], speakers=["p", "q", "p"])
-    part = summarize([u for u in found.utterances if u.speaker == "p"])
+    actual = score(["a", "b c", "d"], ["a", "b", "x"], speakers=["p", "q", "p"])
+    part = summarize([u for u in actual.utterances if u.speaker == "p"])
     assert part == score(["a", "d"], ["a", "x"], ids=["1", "3"], speakers=["p", "p"])
 
 
@@ -144,7 +143,7 @@ def test_a_part_can_be_summarized():
         ((["a", "b"], ["a", "b"], ["x", "x"]), "id 'x' comes more than once: make the ids unique"),
     ],
 )
-def test_wrong_input_is_named(given, message):
+def test_wrong_input_is_reported(given, message):
     with pytest.raises(UserError, match=message):
         score(*given)
 
@@ -155,11 +154,11 @@ def test_ten_thousand_utterances_are_quick():
     references = [" ".join(draw.choices(words, k=17)) for _ in range(10_000)]
     hypotheses = [text.replace("A ", "B ").replace(" C", " ") for text in references]
     start = time.process_time()
-    found = score(references, hypotheses)
+    actual = score(references, hypotheses)
     assert (
         time.process_time() - start < 6
     )  # 1.2 s on an idle core; a loaded one may take twice that
-    assert found.sentences == 10_000
+    assert actual.sentences == 10_000
 
 
 def test_alignment_is_an_optimal_path_through_both_texts():
@@ -198,9 +197,9 @@ def test_long_alignments_wrap():
 
 def test_confusions_are_counted_and_ordered():
     alignments = align(["a b c", "a b", "d", "e"], ["x b", "x y", "d d", "e q"])
-    found = confusions(alignments)
-    assert found.substitutions == (("a", "x", 2), ("b", "y", 1))
-    assert found.deletions == (("c", 1),)
-    assert found.insertions == (("d", 1), ("q", 1))
+    actual = confusions(alignments)
+    assert actual.substitutions == (("a", "x", 2), ("b", "y", 1))
+    assert actual.deletions == (("c", 1),)
+    assert actual.insertions == (("d", 1), ("q", 1))
     assert confusions(alignments, most=1).substitutions == (("a", "x", 2),)
     assert confusions([]).deletions == ()

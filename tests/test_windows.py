@@ -5,17 +5,22 @@ import math
 import pytest
 import torch
 
-from asr.nn.multihead import SelfAttention
-from asr.nn.windows import LOWEST, Windows
+from asr.config.schema import TransformerConfig, WindowsConfig
+from asr.nn.transformer import LOWEST, GaussianWindows, SelfAttention
 
 E, H, T, B = 21, 3, 11, 2
-GIVEN = {"offsets": [-2.0, 0.5, 3.0], "width": 0.7}
+GIVEN = WindowsConfig(offsets=[-2.0, 0.5, 3.0], width=0.7)
 
 
-def attention(**settings):
-    """Self-attention with windows, moved a little from where they start."""
+def attention_with(windows):
+    config = TransformerConfig(kind="transformer", d_model=E, heads=H)
+    return SelfAttention(config, 1.0, windows)
+
+
+def attention():
+    """Self-attention with windows moved from their initial values."""
     torch.manual_seed(0)
-    made = SelfAttention(E, H, windows=GIVEN, **settings).double()
+    made = attention_with(GIVEN).double()
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return made
@@ -55,17 +60,18 @@ def test_equals_a_slow_loop_with_gradients(train):
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), parameters))
 
 
-def test_each_head_begins_at_its_offset():
-    seen = Windows(H, [-2.0, 0.0, 3.0], 0.7)(T).softmax(-1)  # scores of 0: the windows alone
+def test_each_head_starts_at_its_offset():
+    scores = GaussianWindows([-2.0, 0.0, 3.0], 0.7)(T)  # of the windows alone
+    seen = scores.softmax(-1)
     middle = T // 2
     assert seen[:, middle].argmax(-1).tolist() == [middle - 2, middle, middle + 3]
     assert (seen[:, middle].max(-1).values > 0.5).all()
-    assert seen[0, 0].argmax() == 0  # what would lie before the utterance is its first frame
+    assert seen[0, 0].argmax() == 0  # a position before the utterance is its first frame
 
 
-def test_a_window_far_outside_leaves_attention_as_it_is():
-    """So a short utterance has no NaN, and sees what it has."""
-    module = SelfAttention(E, H, windows={"offsets": [5000.0] * H, "width": 0.7}).double()
+def test_a_window_far_outside_does_not_change_attention():
+    """So a short utterance has no NaN and attends to all its frames."""
+    module = attention_with(WindowsConfig(offsets=[5000.0] * H, width=0.7)).double()
     x = torch.randn(B, T, E, dtype=torch.float64)
     with_windows = module(x)
     module.windows = None
@@ -74,7 +80,7 @@ def test_a_window_far_outside_leaves_attention_as_it_is():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_finite_over_a_long_utterance(dtype):
-    module = SelfAttention(E, H, windows=GIVEN).to(dtype)
+    module = attention_with(GIVEN).to(dtype)
     x = torch.randn(1, 1999, E, dtype=dtype, requires_grad=True)
     out = module(x)
     out.float().square().sum().backward()
@@ -82,16 +88,17 @@ def test_half_precision_is_finite_over_a_long_utterance(dtype):
     assert all(p.grad.isfinite().all() for p in module.parameters())
 
 
-def test_bad_settings_have_one_clear_line():
-    with pytest.raises(ValueError, match=r"^2 offsets of windows: 3 heads need one each$"):
-        Windows(3, [1.0, 2.0], 0.7)
+def test_bad_settings_give_one_clear_line():
+    windows = WindowsConfig(offsets=[1.0, 2.0], width=0.7)
+    with pytest.raises(ValueError, match=r"has 2 offsets for 3 heads: give one each"):
+        TransformerConfig(kind="transformer", d_model=E, heads=3, encoder_windows=windows)
     for width in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=r"^a window's width must be above 0, not "):
-            Windows(1, [1.0], width)
+        with pytest.raises(ValueError, match=r"width\n  Input should be (greater than 0|a finite)"):
+            WindowsConfig(offsets=[1.0], width=width)
 
 
 def test_windows_are_not_for_causal_attention():
-    """They would win over it, and every place would see the later ones."""
-    module = SelfAttention(E, H, windows=GIVEN)
+    """They would replace the causal mask, and every position would attend to later ones."""
+    module = attention_with(GIVEN)
     with pytest.raises(AssertionError, match=r"bias .* causal"):
         module(torch.randn(B, T, E), causal=True)

@@ -7,8 +7,9 @@ import pytest
 import soundfile
 import yaml
 
-from asr import command
+from asr import errors
 from asr.data.corpus import Utterance, write_manifest
+from features.augment import SpecAugment
 
 RATE = 8000
 PITCH = {"a": 350.0, "b": 900.0, "c": 2100.0, " ": 0.0}
@@ -19,8 +20,14 @@ TEXTS = {
 }
 
 
+def spec_augment(**settings):
+    """The masks of Park et al.'s policy LD, unlimited by the utterance's length, except these."""
+    policy = {"freq_masks": 2, "freq_width": 27, "time_masks": 2, "time_width": 100}
+    return SpecAugment(**{**policy, "time_fraction": 1.0, **settings})
+
+
 def tones(text, seed):
-    """0.12 s of tone for each letter, in a little noise: (S,) in -1 to 1."""
+    """0.12 s of tone for each letter, with a little noise: (S,) in -1 to 1."""
     time = np.arange(int(0.12 * RATE)) / RATE
     signal = np.concatenate([0.3 * np.sin(2 * np.pi * PITCH[s] * time) for s in text])
     return signal + 0.01 * np.random.default_rng(seed).standard_normal(len(signal))
@@ -44,9 +51,9 @@ def hash_of(name):
 
 
 def make_recipe(folder):
-    """The smallest LAS with all that draws at random switched on."""
+    """The smallest LAS with all random augmentation and dropout."""
     listener = {"layers": 2, "hidden": 5, "pyramid": [2], "dropout": 0.1, "recurrent_dropout": 0.1}
-    speller = {"hidden": 7, "embedding": 3, "sampling": 0.2, "dropout": 0.1}
+    speller = {"hidden": 7, "embedding": 3, "scheduled_sampling": 0.2, "dropout": 0.1}
     recipe = {
         "run": "tiny",
         "data": {
@@ -58,7 +65,7 @@ def make_recipe(folder):
         "features": {
             "sample_rate": RATE,
             "mel_bins": 11,
-            "speed": [0.9, 1.0, 1.1],
+            "speed_perturb": [0.9, 1.0, 1.1],
             "spec_augment": {"freq_width": 3, "time_width": 5},
             "noise": [20, 40],
         },
@@ -74,7 +81,7 @@ def make_recipe(folder):
             "accumulate": 2,
             "optimizer": {"lr": 0.01},
             "schedule": {"warmup": 2},
-            "guide": {"steps": 4},
+            "guided_attention": {"steps": 4},
             "samples": 1,
             "log_every": 1,
             "threads": 1,
@@ -87,8 +94,8 @@ def make_recipe(folder):
 
 
 def age(run):
-    """Event files are read in the order of the second in their name: put these before others."""
-    for number, path in enumerate(sorted(run.glob("events.*"))):  # hparams have one of their own
+    """Event files are read in the order of the time in their name; move these before others."""
+    for number, path in enumerate(sorted(run.glob("events.*"))):  # hparams have their own file
         path.rename(path.with_name(f"events.out.tfevents.{number:010d}.old"))
 
 
@@ -102,12 +109,12 @@ class Commands:
         self.monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            command.run(module.main)
+            errors.run_command(module.main)
         captured = self.capsys.readouterr()
         return ended.value.code, captured.out, captured.err
 
     def refused(self, module, *arguments):
-        """The one line with which a command refuses what the user gave it."""
+        """The one error line of a command that refuses its input."""
         code, _, err = self(module, *arguments)
         assert code == 2, err
         assert "Traceback" not in err

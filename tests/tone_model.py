@@ -1,7 +1,7 @@
-"""A model that needs no training: it hears which tone is loudest, and says what it heard.
+"""A model that needs no training: it recognises the loudest tone.
 
-It has the face of every speech model over features of the tiny corpus' tones (tiny_speech.py), so
-that what lies around a model can be judged by audio whose every word has a known time.
+It has the interface of every speech model, over features of the tones in tiny_speech.py, so that
+the code around a model can be tested with audio in which the time of every word is known.
 """
 
 from typing import NamedTuple
@@ -11,11 +11,10 @@ import torch
 from tiny_speech import PITCH, RATE, tones
 from torch import Tensor, nn
 
-from asr.data.text import Characters
-from asr.nn.memory import Memory
-from asr.recognizer import Recognizer
-from asr.settings import Decode
-from asr.tokens import BLANK, EOS
+from asr.config.schema import DecodeConfig
+from asr.data.tokenizer import BLANK, EOS, Characters
+from asr.inference.recognition import Recognizer
+from asr.nn.attention import Memory
 from features.fbank import Fbank
 from features.front_end import FrontEnd
 from features.normalize import MeanVarianceNorm
@@ -26,8 +25,8 @@ SYMBOLS = " abc"
 BINS = 23
 
 
-class Said(NamedTuple):
-    """State: each utterance's tokens, how many of them each hypothesis has said, and attention."""
+class ToneState(NamedTuple):
+    """Each utterance's tokens and their frames, the length of each hypothesis, and attention."""
 
     tokens: list[list[int]]
     places: list[list[int]]
@@ -64,7 +63,7 @@ class ToneModel(nn.Module):
         label = torch.where(loud, tone.argmax(dim=2) + 2, 1)  # a space, or a letter
         begins = torch.ones_like(loud)
         begins[:, 1:] = label[:, 1:] != label[:, :-1]
-        label = torch.where(begins, label, 0)  # a letter where it begins, then blanks
+        label = torch.where(begins, label, 0)  # a letter at its first frame, then blanks
         valid = torch.arange(label.shape[1]) < self.memory_lengths(lengths)[:, None]
         return Memory(nn.functional.one_hot(label, 1 + len(SYMBOLS)).float(), valid)
 
@@ -76,22 +75,22 @@ class ToneModel(nn.Module):
         probs[..., 4:] += memory.states[..., 1:]
         return probs.log().log_softmax(dim=-1)
 
-    def start(self, memory: Memory) -> Said:
+    def start(self, memory: Memory) -> ToneState:
         tokens, places = [], []
         for states, valid in zip(memory.states, memory.valid, strict=True):
             labels = states[valid].argmax(dim=1).tolist()
-            heard = [(t, label + 3) for t, label in enumerate(labels) if label]
-            while heard and heard[0][1] == 4:  # no spaces around a sentence
-                del heard[0]
-            while heard and heard[-1][1] == 4:
-                del heard[-1]
-            places.append([t for t, _ in heard] + [int(valid.sum()) - 1])
-            tokens.append([token for _, token in heard])
+            labelled = [(t, label + 3) for t, label in enumerate(labels) if label]
+            while labelled and labelled[0][1] == 4:  # no spaces around a sentence
+                del labelled[0]
+            while labelled and labelled[-1][1] == 4:
+                del labelled[-1]
+            places.append([t for t, _ in labelled] + [int(valid.sum()) - 1])
+            tokens.append([token for _, token in labelled])
         count = torch.zeros(len(tokens), 1, dtype=torch.long)
         self.frames = memory.valid.shape[1]
-        return Said(tokens, places, count, None)
+        return ToneState(tokens, places, count, None)
 
-    def step(self, state: Said, tokens: Tensor) -> tuple[Tensor, Said]:
+    def step(self, state: ToneState, tokens: Tensor) -> tuple[Tensor, ToneState]:
         B, K = tokens.shape
         probs = torch.full((B, K, 4 + len(SYMBOLS)), 1e-3)
         attention = torch.zeros(B, K, self.frames)
@@ -101,12 +100,12 @@ class ToneModel(nn.Module):
                 probs[b, k, [*state.tokens[b], EOS][at]] = 1.0
                 attention[b, k, state.places[b][at]] = 1.0
         count = state.count + 1
-        return probs.log().log_softmax(-1), Said(state.tokens, state.places, count, attention)
+        return probs.log().log_softmax(-1), ToneState(state.tokens, state.places, count, attention)
 
-    def select(self, state: Said, rows: Tensor) -> Said:
+    def select(self, state: ToneState, rows: Tensor) -> ToneState:
         K = state.count.shape[1]
         utterances = (rows[:, 0] // K).tolist()
-        return Said(
+        return ToneState(
             [state.tokens[b] for b in utterances],
             [state.places[b] for b in utterances],
             state.count.flatten()[rows],
@@ -121,15 +120,18 @@ class ToneModel(nn.Module):
         return torch.cat(rows, dim=1)
 
 
-def tone_recognizer(longest: float = 30.0, with_ctc: bool = True, **decode: float) -> Recognizer:
-    """A recogniser that hears tones without a mistake."""
-    front_end = FrontEnd(Fbank(RATE, num_mel_bins=BINS), MeanVarianceNorm("none"), RATE)
+def tone_recognizer(
+    max_segment_seconds: float = 30.0, with_ctc: bool = True, **decode: float
+) -> Recognizer:
+    """A recogniser of tones without errors."""
+    front_end = FrontEnd(Fbank(RATE, num_mel_bins=BINS), MeanVarianceNorm("none"))
     model = ToneModel(with_ctc)
-    return Recognizer(model, Characters(list(SYMBOLS)), front_end, Decode(**decode), longest)
+    config = DecodeConfig(**decode)
+    return Recognizer(model, Characters(list(SYMBOLS)), front_end, config, max_segment_seconds)
 
 
 def spoken(words: list[str], pause: float, seed: int = 0) -> tuple[np.ndarray, list[float]]:
-    """Words of tones with near silence between: samples, and when each word begins."""
+    """Words of tones with near silence between: samples, and the start of each word in seconds."""
     gap = 1e-4 * np.random.default_rng(seed).standard_normal(int(pause * RATE))
     parts, starts, at = [gap], [], pause
     for number, word in enumerate(words):

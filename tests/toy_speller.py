@@ -1,6 +1,6 @@
-"""A tiny random encoder-decoder with attention: what the tests of decoding search through.
+"""A tiny random encoder-decoder with attention, for the tests of decoding.
 
-Its state remembers nothing of the search: `spell` runs a whole sentence alone, in a plain loop.
+Its state stores nothing of the search; `spell` decodes one whole sentence in a plain loop.
 """
 
 from typing import NamedTuple
@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asr.nn.memory import Memory
-from asr.tokens import SOS
+from asr.config.schema import BeamConfig
+from asr.data.tokenizer import SOS
+from asr.decoding import beam_search as search
+from asr.nn.attention import Memory
 
 
 class ToyState(NamedTuple):
@@ -31,7 +33,7 @@ class ToySpeller:
         self.recurrent = normal(size, size)
         self.output = normal(2 * size, vocabulary) * sharpness / (2 * size) ** 0.5
         self.size = size
-        self.steps = 0  # rows computed, for tests of what a search costs
+        self.steps = 0  # rows computed, for tests of a search's cost
 
     def start(self, memory):
         return ToyState(memory, torch.zeros(len(memory.valid), 1, self.size).double(), None)
@@ -69,7 +71,7 @@ class ToySpeller:
 
 
 def toy_memory(*lengths, size=5, seed=1):
-    """Random states (B, T, E) float64 with lengths real frames each; the padding is loud."""
+    """Random states (B, T, E) float64 with lengths real frames each; the padding is 1000."""
     draw = torch.Generator().manual_seed(seed)
     frames = torch.arange(max(lengths))
     valid = frames < torch.tensor(lengths)[:, None]
@@ -82,3 +84,14 @@ def alone(memory, utterance):
     length = int(memory.valid[utterance].sum())
     rows = slice(utterance, utterance + 1)
     return Memory(memory.states[rows, :length], memory.valid[rows, :length])
+
+
+NO_FRAMES = 1e-9  # the max_ratio with which only max_constant matters
+
+
+def beam_search(model, memory, beam=8, **settings):
+    """Beam search with recipe keys as arguments, without length penalty and EOS threshold."""
+    keys = {"beam": beam, "length_penalty": 0.0, "eos_threshold": None} | settings
+    config = BeamConfig(**{key: keys[key] for key in keys if key in BeamConfig.model_fields})
+    rest = {key: settings[key] for key in settings if key not in BeamConfig.model_fields}
+    return search.beam_search(model, memory, config, **rest)

@@ -1,35 +1,157 @@
-"""Utterances and the manifests that list them.
+"""Utterances, and the corpora that manifests list.
 
-A manifest is a UTF-8 table with a header, columns parted by tabs, one utterance a line:
+A manifest of up to SMALL bytes is kept in memory. Of a larger one the checked rows, where each ends
+and each duration are written once to MANIFEST.index and memory-mapped: opening takes milliseconds,
+rows become strings only when asked for, and the loader's processes share the memory. An index whose
+manifest has another size or modification time is written again. If it cannot be written beside the
+manifest it goes to the user's cache folder, and if not there either, all rows are kept in memory.
+Rows are found by number and columns are never queried, so two arrays suffice, without Arrow.
 
-    id  speaker  audio  seconds  text
-
-More columns are allowed and ignored. Where no speaker is told, every utterance has its own. `audio`
-is relative to the manifest and must stay below its folder. That rule is about the text of the path:
-a symbolic link in the folder may lead elsewhere, because a link is made by whoever owns the folder
-(asr.prepare makes `NAME.audio` beside `NAME.tsv`) and not by the table. So a manifest from a
-stranger cannot name a file of yours.
-
-Legend: N utterances.
+N utterances.
 """
 
+import contextlib
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import IO, Any
 
 import numpy as np
 
-from asr.data.index import Rows, open_rows
-from asr.data.manifest import COLUMNS, check_row
-from asr.data.table import write_rows
+from asr.data.manifest import COLUMNS, cache_name, check_row, file_state, read_blocks, write_rows
 from asr.errors import UserError
+from asr.io import atomic_writer
+
+SMALL = 16 << 20  # bytes of a manifest
+MAGIC = b"asrindex"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ManifestRows(Sequence[tuple[str, ...]]):
+    """`rows[i]` are the fields of manifest.COLUMNS; seconds (N,) float32 of all."""
+
+    text: np.ndarray  # (bytes,) uint8: every row with a line break after it
+    ends: np.ndarray  # (N,) int64: where each row's break is
+    seconds: np.ndarray
+    file: Path | None = None  # the index they are mapped from
+    source: tuple[tuple[str, int], ...] = ()  # of the index: version, and the manifest's size, time
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> tuple[str, ...]:  # type: ignore[override]
+        index = range(len(self))[index]
+        start = self.ends[index - 1] + 1 if index else 0
+        row = self.text[start : self.ends[index]].tobytes().decode(errors="replace").split("\t")
+        if len(row) != len(COLUMNS):
+            raise UserError(f"{self.file}: damaged; remove it, and it is written again")
+        return tuple(row)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process that is not forked maps the file itself: numpy would send it the content.
+        if self.file:
+            return _reopened, (self.file, self.source)
+        return ManifestRows, (self.text, self.ends, self.seconds)
+
+
+def open_rows(path: Path, allow_outside: bool) -> ManifestRows:
+    """The rows of a manifest. Raises UserError as manifest.read_blocks does."""
+    state = file_state(path, VERSION)
+    if state["size"] <= SMALL:
+        return _in_memory(path, allow_outside)
+    source = tuple({**state, "outside": int(allow_outside)}.items())
+    places = [path.with_name(f"{path.name}.index")]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        places.append(home / "layernorm-asr" / f"{cache_name(path)}.index")
+    for place in places:
+        if rows := _mapped(place, source):
+            return rows
+    for place in places:
+        with contextlib.suppress(OSError):  # a read-only or a full disk
+            _write_index(path, place, source, allow_outside)
+            return _reopened(place, source)
+    print(f"{path}: its index cannot be written, so each process reads it again", flush=True)
+    return _in_memory(path, allow_outside)
+
+
+def _in_memory(path: Path, allow_outside: bool) -> ManifestRows:
+    text = bytearray()
+    ends, seconds = _gather(path, allow_outside, text.extend)
+    return ManifestRows(np.frombuffer(text, np.uint8), ends, seconds)
+
+
+def _gather(
+    path: Path, allow_outside: bool, write: Callable[[bytes], Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Passes every block's text to `write` -> ends and seconds of all rows, (N,) each."""
+    ends, seconds, place = [], [], 0
+    for block in read_blocks(path, allow_outside):
+        write(block.text)
+        ends.append(place + np.flatnonzero(np.frombuffer(block.text, np.uint8) == ord("\n")))
+        seconds.append(block.seconds)
+        place += len(block.text)
+    return np.concatenate(ends), np.concatenate(seconds)
+
+
+def _write_index(path: Path, place: Path, source: tuple, allow_outside: bool) -> None:
+    """Text, padding to 8 bytes, ends, seconds, a description as JSON, its length, MAGIC."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_writer(place, sync=True) as file:
+        print(f"checking {path} and writing {place} (once)", flush=True)
+        ends, seconds = _gather(path, allow_outside, file.write)
+        size = file.tell()
+        file.write(bytes(-size % 8))
+        ends.tofile(file)
+        seconds.tofile(file)
+        about = json.dumps({"source": source, "bytes": size, "rows": len(ends)}).encode()
+        file.write(about + len(about).to_bytes(8, "little") + MAGIC)
+
+
+def _mapped(place: Path, source: tuple) -> ManifestRows | None:
+    """The index at `place`; None if there is none, or of another source."""
+    try:
+        with place.open("rb") as file:
+            about, end = _read_description(file)
+        size, count = about["bytes"], about["rows"]
+        start = size + -size % 8
+        if about["source"] != [list(pair) for pair in source] or end != start + 12 * count:
+            return None
+        return ManifestRows(  # as plain arrays: every slice of a memmap costs microseconds
+            np.asarray(np.memmap(place, np.uint8, "r", shape=(size,))),
+            np.asarray(np.memmap(place, np.int64, "r", start, (count,))),
+            np.memmap(place, np.float32, "r", start + 8 * count, (count,)),
+            place,
+            source,
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_description(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+    """The description at the end of an index, and its position. Raises ValueError without one."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 16))
+    tail = file.read()
+    if tail[8:] != MAGIC:
+        raise ValueError
+    start = file.seek(max(0, size - 16 - int.from_bytes(tail[:8], "little")))
+    return json.loads(file.read()[:-16]), start
+
+
+def _reopened(place: Path, source: tuple) -> ManifestRows:
+    rows = _mapped(place, source)
+    if rows is None:
+        raise UserError(f"{place}: is no longer the index that was opened; start again")
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """One recording and what is said in it; `seconds` is its length as the manifest gives it."""
+    """One recording with its transcript; `seconds` is the duration that the manifest gives."""
 
     id: str
     speaker: str
@@ -39,10 +161,9 @@ class Utterance:
 
 
 class Corpus:
-    """Utterances in the order of their manifest. Iterable; `corpus[i]` is an Utterance.
+    """Utterances in the order of their manifest: any sequence, also one that makes them lazily.
 
-    The utterances may be any sequence, and one that makes them as they are asked for is not turned
-    into a list; `seconds` (N,) is what it knows of their lengths. `corpus[a:b]` is a Corpus.
+    `corpus[i]` is an Utterance, `corpus[a:b]` a Corpus; `seconds` (N,) are the durations.
     """
 
     def __init__(
@@ -54,16 +175,10 @@ class Corpus:
         self.path, self._utterances = path, utterances
         if seconds is None:
             seconds = np.array([u.seconds for u in utterances], dtype=np.float32)
-        self.seconds = seconds  # (N,)
+        self.seconds = seconds
 
     def __len__(self) -> int:
         return len(self._utterances)
-
-    @overload
-    def __getitem__(self, index: int) -> Utterance: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "Corpus": ...
 
     def __getitem__(self, index: int | slice) -> "Utterance | Corpus":
         if isinstance(index, slice):
@@ -79,19 +194,20 @@ class Corpus:
         return Corpus(chosen, self.path, self.seconds[rows])
 
     def sample(self, count: int) -> "Corpus":
-        """At most `count` utterances, evenly spread; all of them where there are no more."""
+        """At most `count` utterances, evenly spread."""
         if len(self) <= count:
             return self
         return self.take(np.linspace(0, len(self) - 1, count).astype(np.int64))
 
     @property
     def unreadable(self) -> str:
-        """What to say where none of its audio could be read."""
+        """The message if none of its audio can be read."""
         return f"{self.path}: none of its {len(self)} utterances could be read"
+
+    # These lists are made at every call: of a large corpus take a sample first.
 
     @property
     def ids(self) -> list[str]:
-        """Made anew at every call, as the other two lists: of a large corpus take a sample."""
         return [u.id for u in self]
 
     @property
@@ -119,7 +235,7 @@ class _Chosen(Sequence[Utterance]):
 class _Listed(Sequence[Utterance]):
     """The utterances of a manifest in the folder `root`."""
 
-    rows: Rows
+    rows: ManifestRows
     root: Path
     allow_outside: bool
 
@@ -128,19 +244,17 @@ class _Listed(Sequence[Utterance]):
 
     def __getitem__(self, index: int) -> Utterance:  # type: ignore[override]
         row = self.rows[index]
-        # Once more: an index that a stranger's manifest came with may hold what no check has seen.
+        # Checked again: an index that came with a stranger's manifest may hold anything.
         check_row(row, self.root, f"row {index} of the index", self.allow_outside)
         name, speaker, audio, seconds, text = row
         return Utterance(name, speaker or name, self.root / audio, float(seconds), text)
 
 
 def read_manifest(path: str | Path, allow_outside: bool = False) -> Corpus:
-    """Reads a manifest; `allow_outside` also accepts audio that is not below its folder.
+    """The corpus of a manifest; `allow_outside` accepts audio that is not below its folder.
 
-    The audio files themselves are not looked at: a corpus may have ten million. Of one over 16 MB
-    an index is kept (index.py).
-    Raises UserError with file and line for the first row that is wrong, and for a manifest that is
-    missing, empty or lacks a column.
+    The audio files are not opened. Raises UserError with file and line for the first invalid row,
+    and for a manifest that is missing, empty or lacks a column.
     """
     path = Path(path)
     rows = open_rows(path, allow_outside)
@@ -148,16 +262,16 @@ def read_manifest(path: str | Path, allow_outside: bool = False) -> Corpus:
 
 
 def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
-    """Writes utterances whose audio lies below the manifest's folder, whole or not at all.
+    """Write utterances whose audio is below the manifest's folder, atomically.
 
     Raises UserError for a field with a tab or a line break and for audio outside the folder.
     """
     path = Path(path)
-    rows = (
-        (u.id, u.speaker, audio_field(u.audio, path), f"{u.seconds:.3f}", u.text)
-        for u in utterances
-    )
-    write_rows(path, COLUMNS, rows)
+
+    def fields(u: Utterance) -> tuple[str, ...]:
+        return u.id, u.speaker, audio_field(u.audio, path), f"{u.seconds:.3f}", u.text
+
+    write_rows(path, COLUMNS, map(fields, utterances))
 
 
 def audio_field(audio: Path, manifest: Path) -> str:
@@ -165,28 +279,27 @@ def audio_field(audio: Path, manifest: Path) -> str:
     try:
         return audio.relative_to(manifest.parent).as_posix()
     except ValueError:
-        raise UserError(f"{manifest}: audio {audio} lies outside the manifest's folder") from None
+        raise UserError(f"{manifest}: audio {audio} is outside the manifest's folder") from None
 
 
 def link_audio(manifest: Path, audio: Path) -> Path:
-    """A folder below the manifest's that shows `audio`: itself, or the link NAME.audio to it.
+    """A path to the folder `audio` below the manifest's folder: itself, or the link NAME.audio.
 
-    Raises UserError where NAME.audio is no link of ours to change, or links cannot be made.
+    Raises UserError if NAME.audio is no link, or links cannot be made.
     """
     folder, audio = manifest.parent.resolve(), audio.resolve()
     if audio.is_relative_to(folder):
         return manifest.parent / audio.relative_to(folder)
     link = manifest.with_suffix(".audio")
     if link.exists() and not link.is_symlink():
-        raise UserError(f"{link}: in the way; a link to {audio} shall stand there")
+        raise UserError(f"{link}: in the way; a link to {audio} belongs there")
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
     try:
         manifest.parent.mkdir(parents=True, exist_ok=True)
         fresh.symlink_to(audio, target_is_directory=True)
         fresh.replace(link)
     except OSError as error:
-        raise UserError(
-            f"{link}: cannot be made a link to {audio}: {error.strerror}; "
-            "or let --to be a folder that holds the audio"
-        ) from None
+        fault = f"cannot be made a link to {audio}: {error.strerror}"
+        remedy = "or let --to be a folder that holds the audio"
+        raise UserError(f"{link}: {fault}; {remedy}") from None
     return link

@@ -1,66 +1,85 @@
-"""Planned utterances, read in batches.
+"""Read planned batches with worker processes, and measure the corpus' feature statistics.
 
 What is drawn at random (order, speed, masks) depends on (seed, epoch, utterance) alone, never on
-how many workers load or where a run was cut off; plan.py says which utterances share a batch.
+the number of workers or on where a run was interrupted.
 
-T frames, F features, U tokens.
+B utterances, T frames, F features, U tokens.
 """
 
 import hashlib
+import os
+import signal
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from asr.data.batch import Batch, Broken, Example, collate
+from asr.data.batching import Batch, Broken, EpochPlan, Example, Item, collate, plan_epoch
 from asr.data.corpus import Corpus
-from asr.data.plan import Item, Plan, plan_epoch
-from asr.data.text import Tokenizer
-from asr.data.workers import read, start_worker
+from asr.data.tokenizer import Tokenizer
+from asr.errors import KILLED, WorkerKilled, is_killed
+from features import AudioError
 from features.front_end import FrontEnd
-from features.samples import AudioError
+from features.normalize import MeanVarianceNorm
 
 
-class Utterances(Dataset):
-    """Reads one planned Item: audio -> features and text -> tokens.
+def read_batches(loader: DataLoader) -> Iterator[Any]:
+    """The loader's batches; reading begins at once. Raises WorkerKilled if a worker is gone."""
+    batches = iter(loader)
+    return _report_killed(batches) if loader.num_workers else batches
 
-    others: speeds at which every utterance is read besides, where nothing is augmented; views: 2
-    where training compares each utterance with itself, masked otherwise.
+
+def _report_killed(batches: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from batches
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        if isinstance(error, RuntimeError) and not is_killed(error):
+            raise
+        raise WorkerKilled(KILLED) from None
+
+
+def start_worker(worker: int) -> None:
+    """Settings of a worker process: one thread, as more threads than cores are far slower.
+
+    Signals to the process group are for the trainer, which still needs a batch to end its step.
     """
+    torch.set_num_threads(1)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        front_end: FrontEnd,
-        tokenizer: Tokenizer,
-        seed: int,
-        others: Sequence[float] = (),
-        views: int = 1,
-    ) -> None:
-        self.corpus, self.front_end, self.tokenizer, self.seed = corpus, front_end, tokenizer, seed
-        self.others, self.views = others, views
+
+@dataclass(eq=False)
+class UtteranceDataset(Dataset):
+    """Reads one planned Item: audio -> features and text -> tokens."""
+
+    corpus: Corpus
+    front_end: FrontEnd
+    tokenizer: Tokenizer
+    seed: int
+    others: Sequence[float] = ()  # further speeds at which evaluation reads every utterance
+    views: int = 1  # 2 if training compares two maskings of each utterance
 
     def __len__(self) -> int:
         return len(self.corpus)
 
     def __getitem__(self, item: Item) -> Example | Broken:
-        utterance = self.corpus[item.index]
-        others: Sequence[Tensor] = ()
-        again: Sequence[Tensor] = ()
+        utterance, front_end = self.corpus[item.index], self.front_end
+        speaker, others, again = utterance.speaker, (), ()
         try:
-            waveform = self.front_end.load(utterance.audio)
+            waveform = front_end.load(utterance.audio)
             if item.epoch == 0:
-                features, *others = self.front_end.at_speeds(
-                    waveform, utterance.speaker, self.others
-                )
+                features, *others = front_end.at_speeds(waveform, speaker, self.others)
             else:
-                chance = random_of(self.seed, item.epoch, utterance.id)
-                features, *again = self.front_end.augmented(
-                    waveform, utterance.speaker, item.speed, chance, self.views
-                )
+                random = utterance_generator(self.seed, item.epoch, utterance.id)
+                views = front_end.augmented(waveform, speaker, item.speed, random, self.views)
+                features, *again = views
         except AudioError as error:
             return Broken(utterance.id, str(error))
         if len(features) == 0:
@@ -69,52 +88,43 @@ class Utterances(Dataset):
         return Example(utterance.id, features, tokens, others, *again)
 
 
-def random_of(seed: int, epoch: int, name: str) -> torch.Generator:
+def utterance_generator(seed: int, epoch: int, name: str) -> torch.Generator:
     """The random numbers of one utterance in one epoch."""
     digest = hashlib.blake2b(f"{seed} {epoch} {name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 @dataclass
-class Epochs:
-    """The training corpus, epoch after epoch."""
+class SpeechEpochs:
+    """The batches of the training corpus, epoch after epoch."""
 
-    utterances: Utterances
-    cap: float  # padded seconds per batch
-    speeds: tuple[float, ...] = (1.0,)
-    short_first: bool = False  # in epoch 1
-    workers: int = 0
-    grid: float = 0.0  # batches are padded to multiples of so many seconds
+    utterances: UtteranceDataset
+    cap: float  # padded seconds in a batch
+    speeds: tuple[float, ...]
+    short_first: bool  # in epoch 1
+    workers: int
+    grid: float = 0.0  # seconds: batches are padded to multiples of it
 
     def __post_init__(self) -> None:
         self.plan = lru_cache(maxsize=1)(self.plan)  # one may be a hundred megabytes
 
-    def plan(self, epoch: int) -> Plan:
+    def plan(self, epoch: int) -> EpochPlan:
         """The batches of an epoch, counted from 1."""
-        return plan_epoch(
-            self.utterances.corpus.seconds,
-            self.cap,
-            self.utterances.seed,
-            epoch,
-            self.speeds,
-            self.short_first and epoch == 1,
-            self.grid,
-        )
+        seconds, seed = self.utterances.corpus.seconds, self.utterances.seed
+        short_first = self.short_first and epoch == 1
+        return plan_epoch(seconds, self.cap, seed, epoch, self.speeds, short_first, self.grid)
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[Batch]:
-        """Every so many of those batches, read, without the first `skip`."""
+        """The batches of an epoch, read: without the first `skip`, then one of `every`."""
         planned = self.plan(epoch).batches[skip::every]
-        return load(self.utterances, planned, self.workers, self.grid)
+        return load_batches(self.utterances, planned, self.workers, self.grid)
 
 
-def load(
-    utterances: Utterances,
-    batches: Sequence[Sequence[Item]],
-    workers: int,
-    grid: float = 0.0,
+def load_batches(
+    utterances: UtteranceDataset, batches: Sequence[Sequence[Item]], workers: int, grid: float = 0.0
 ) -> Iterator[Batch]:
     """The planned batches, in order, read by `workers` processes (0: by this one)."""
-    return read(
+    return read_batches(
         DataLoader(
             utterances,
             batch_sampler=batches,
@@ -125,3 +135,55 @@ def load(
             generator=torch.Generator(),  # its seed is drawn here, not from what dropout draws
         )
     )
+
+
+MEASURED = 30_000  # utterances, about a hundred hours: more would not move their mean
+
+
+class _RawFeatures(Dataset):
+    """Features (T, F) before normalisation, with their speaker; none if the audio is unreadable."""
+
+    def __init__(self, corpus: Corpus, front_end: FrontEnd, speeds: Sequence[float]) -> None:
+        self.corpus, self.front_end, self.speeds = corpus, front_end, speeds
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def __getitem__(self, index: int) -> list[tuple[Tensor, str | None]]:
+        utterance = self.corpus[index]
+        try:
+            waveform = self.front_end.load(utterance.audio)
+        except AudioError:
+            return []
+        return self.front_end.to_measure(waveform, utterance.speaker, self.speeds)
+
+
+def measure_statistics(
+    corpus: Corpus, front_end: FrontEnd, workers: int, speeds: Sequence[float]
+) -> None:
+    """Add the readable utterances to the front end's normalisation, if it needs statistics.
+
+    Global statistics are measured at speed 1 on at most MEASURED utterances, evenly spread;
+    statistics of speakers on all utterances, separately for each of `speeds`.
+    """
+    if not front_end.norm.needs_statistics:
+        return
+    if front_end.norm.kind == "global":
+        corpus, speeds = corpus.sample(MEASURED), (1.0,)
+    raw = _RawFeatures(corpus, front_end, speeds)
+    loader = DataLoader(raw, batch_size=16, num_workers=workers, collate_fn=list)
+    for examples in read_batches(loader):
+        for features, speaker in chain.from_iterable(examples):
+            front_end.norm.add(features, speaker)
+
+
+def with_split_statistics(
+    front_end: FrontEnd, corpus: Corpus, workers: int, speeds: Sequence[float]
+) -> FrontEnd:
+    """The front end with the speaker statistics of this split alone, if it normalises by them."""
+    if front_end.norm.kind != "speaker":
+        return front_end
+    own = copy(front_end)
+    own.norm = MeanVarianceNorm("speaker", front_end.norm.variance)
+    measure_statistics(corpus, own, workers, speeds)
+    return own

@@ -1,137 +1,143 @@
-"""Every rule of a manifest, checked on the way from its table to the rows of a corpus.
+"""Manifests: UTF-8 tables with a header, columns separated by tabs, one utterance a line.
 
-A corpus may have ten million utterances, so the table is streamed, some megabytes at a time. A
-block of lines that is plainly in order is checked column by column, in two microseconds a row; any
-other goes through `_careful`, which looks at one row after another and says what is wrong.
+    id  speaker  audio  seconds  text
 
-Legend: N utterances, n of them in a block.
+More columns are allowed and ignored. An utterance without a speaker is its own speaker. `audio` is
+relative to the manifest and must stay below its folder, so that a stranger's manifest cannot name a
+file of yours. That rule is about the text of the path: the owner of the folder may put a symbolic
+link into it, as asr.prepare does (`NAME.audio` beside `NAME.tsv`).
+
+Manifests of ten million utterances are read in blocks of a megabyte. A block is checked column by
+column, in two microseconds a row; if that fails, row by row, which finds the line and the error.
+
+N utterances, n of them in a block.
 """
 
+import contextlib
+import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 
-from asr.data.table import EMPTY, check_header, fields_of, read_rows, reading
 from asr.errors import UserError
+from asr.io import atomic_writer
 
 COLUMNS = ("id", "speaker", "audio", "seconds", "text")
 BLOCK = 1 << 20  # characters read at once
 SHORTEST = 0.0005  # seconds: less would be written as 0.000
+EMPTY = "the manifest is empty; it needs one line per utterance"
 
 # The fields of n rows, column by column in the order of COLUMNS: plain lists of strings, since a
-# tuple a row would have the garbage collector walk over all of them time and again.
+# tuple a row would make the garbage collector visit all of them again and again.
 Columns = list[list[str]]
 
 
-class Block(NamedTuple):
-    """Some rows: the fields of COLUMNS parted by tabs, one row a line; seconds (n,) float32."""
-
-    text: bytes
-    seconds: np.ndarray
-
-
-def read_blocks(path: Path, allow_outside: bool) -> Iterator[Block]:
-    """All rows of a manifest. The audio files themselves are not looked at.
-
-    Raises UserError with file and line for the first row that is wrong (for an id that comes twice
-    after all others), and for a manifest that is missing, empty or lacks a column.
-    """
-    ids: list[np.ndarray] = []
-    with reading(path) as file:
-        line, header = _header(file)
-        check_header(path, header, COLUMNS)
-        places = [header.index(name) for name in COLUMNS]
-        while lines := file.readlines(BLOCK):
-            columns = _plain(lines, len(header), places, None if allow_outside else path.parent)
-            if columns is None:
-                columns = _careful(path, line, lines, len(header), places, allow_outside)
-            line += len(lines)
-            if columns:
-                ids.append(np.fromiter(map(hash, columns[0]), np.int64, len(columns[0])))
-                yield _block(columns)
-    if not ids:
-        raise UserError(f"{path}: {EMPTY}")
-    _refuse_repeats(path, np.concatenate(ids))
-
-
-def _header(file: IO[str]) -> tuple[int, list[str]]:
-    """The number of the line after the header, and the header."""
-    line = 1
-    while text := file.readline():
-        line += 1
-        if text.strip():
-            return line, fields_of(text)
-    return line, []
-
-
-def _plain(lines: list[str], width: int, places: list[int], root: Path | None) -> Columns | None:
-    """The rows of lines that are in order at first sight; None where one may not be."""
-    if {line.count("\t") for line in lines} != {width - 1}:
-        return None
-    # A last line may lack its break.
-    fields = "".join(lines).rstrip("\n").replace("\n", "\t").split("\t")
-    columns = [list(map(str.strip, fields[place::width])) for place in places]
-    ids, _, audio, seconds, _ = columns
-    if not (all(ids) and all(audio) and _are_lengths(seconds)):
-        return None
-    if root is not None and _may_leave(audio, root):
-        return None
-    return columns
-
-
-def _are_lengths(fields: list[str]) -> bool:
+@contextlib.contextmanager
+def open_table(path: Path) -> Iterator[IO[str]]:
+    """The table as a text file. Raises UserError if it is missing or not UTF-8."""
+    # utf-8-sig: spreadsheets put a byte-order mark before the first column's name.
     try:
-        seconds = np.fromiter(map(float, fields), np.float64, len(fields))
-    except ValueError:
-        return False
-    return bool((np.isfinite(seconds) & (seconds > 0)).all())
+        with path.open(encoding="utf-8-sig") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _may_leave(audio: list[str], root: Path) -> bool:
-    together = "\n".join(audio)
-    if ".." in together:
-        return True
-    if not (together.startswith("/") or "\n/" in together):
-        return False
-    inside = os.path.join(os.path.abspath(root), "")  # noqa: PTH100, PTH118 (not resolved)
-    return not all(path.startswith(inside) for path in audio if path.startswith("/"))
+def split_line(line: str) -> list[str]:
+    """The fields of a line, without the space around them."""
+    return [field.strip() for field in line.rstrip("\n").split("\t")]
 
 
-def _careful(
-    path: Path,
-    first: int,
-    lines: list[str],
-    width: int,
-    places: list[int],
-    allow_outside: bool,
-) -> Columns:
-    """The rows of lines, each looked at by itself; empty lines are passed over."""
-    rows = []
-    for number, line in enumerate(lines, start=first):
-        if not line.strip():
-            continue
-        fields = fields_of(line)
-        if len(fields) != width:
-            raise UserError(f"{path}:{number}: {len(fields)} fields where the header has {width}")
-        row = tuple(fields[place] for place in places)
-        check_row(row, path.parent, f"{path}:{number}", allow_outside)
-        rows.append(row)
-    return list(map(list, zip(*rows, strict=True)))
+def _read_header(path: Path, file: IO[str], required: Sequence[str]) -> tuple[int, list[str]]:
+    """The number of the line after the header, and the header.
+
+    Raises UserError for a column that is missing or appears twice.
+    """
+    line, header = 1, []
+    while not header and (text := file.readline()):
+        line += 1
+        header = split_line(text) if text.strip() else []
+    missing = [name for name in required if name not in header]
+    if missing:
+        raise UserError(
+            f"{path}: no column {', '.join(missing)}; the first line must name the columns "
+            f"{' '.join(required)}, separated by tabs"
+        )
+    twice = next((name for name in header if name and header.count(name) > 1), None)
+    if twice:
+        raise UserError(f"{path}: column {twice} appears twice; rename or remove one of them")
+    return line, header
+
+
+def read_rows(
+    path: Path, required: Sequence[str], faults: dict[int, str] | None = None
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """The rows of a table as (line number, {column: field}), without empty lines.
+
+    A row with another number of fields than the header goes into `faults` by its line number;
+    without `faults` it raises UserError, as does a file that is missing, not UTF-8, without rows or
+    without a required column.
+    """
+    with open_table(path) as file:
+        line, header = _read_header(path, file, required)
+        rows = ((n, split_line(text)) for n, text in enumerate(file, start=line) if text.strip())
+        number = None
+        for number, fields in rows:
+            if len(fields) == len(header):
+                yield number, dict(zip(header, fields, strict=True))
+                continue
+            fault = _wrong_width(fields, len(header))
+            if faults is None:
+                raise UserError(f"{path}:{number}: {fault}")
+            faults[number] = fault
+        if number is None:
+            raise UserError(f"{path}: {EMPTY}")
+
+
+def _wrong_width(fields: Sequence[str], width: int) -> str:
+    return f"{len(fields)} fields where the header has {width}"
+
+
+def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Write a table, atomically. Raises UserError for a field with a tab or a line break."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_writer(path, sync=True) as file:
+        for row in chain([header], rows):
+            if any(mark in field for field in row for mark in "\t\n\r"):
+                raise UserError(f"{path}: {row[0]!r} has a tab or a line break in a field")
+            file.write(("\t".join(row) + "\n").encode())
+
+
+def file_state(path: Path, version: int) -> dict[str, int]:
+    """What an index of that version records of its file. Raises UserError for a missing file."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return {"version": version, "size": status.st_size, "modified": status.st_mtime_ns}
+
+
+def cache_name(path: Path) -> str:
+    """A name for what is cached of a file in another folder, unique to the file's full path."""
+    return f"{path.stem}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]}"
 
 
 def check_row(row: Sequence[str], root: Path, where: str, allow_outside: bool) -> None:
-    """UserError, beginning with `where`, for a row (the fields of COLUMNS) that breaks a rule."""
+    """UserError, beginning with `where`, for a row of a manifest in `root` that breaks a rule."""
     name, _, audio, seconds, _ = row
     if not name or not audio:
         raise UserError(f"{where}: every row needs an id and an audio file")
-    if not allow_outside and leaves(audio, root):
+    if not allow_outside and is_outside(audio, root):
         raise UserError(
-            f"{where}: audio {audio!r} lies outside the manifest's folder; "
-            "if you trust this table, data.outside=true reads it (asr.prepare shards: --outside); "
+            f"{where}: audio {audio!r} is outside the manifest's folder; if you trust this "
+            "table, data.allow_outside_audio=true reads it (asr.prepare shards: --outside); "
             "`python -m asr.prepare tsv --audio FOLDER` makes a manifest with a link to that folder"
         )
     try:
@@ -140,8 +146,17 @@ def check_row(row: Sequence[str], root: Path, where: str, allow_outside: bool) -
         raise UserError(f"{where}: {error}") from None
 
 
+def is_outside(audio: str, root: Path) -> bool:
+    """Whether the path, by its text alone, leaves `root`. Links are not followed."""
+    if ".." in audio and ".." in Path(audio).parts:
+        return True
+    if not os.path.isabs(audio):  # noqa: PTH117 (a million rows: a Path each costs seconds)
+        return False
+    return not Path(audio).is_relative_to(os.path.abspath(root))  # noqa: PTH100 (not resolved)
+
+
 def parse_seconds(field: str) -> float:
-    """A length above 0; ValueError (for the caller to add file and line) for anything else."""
+    """A duration above 0. Raises ValueError, for the caller to add file and line."""
     try:
         seconds = float(field)
     except ValueError:
@@ -152,37 +167,107 @@ def parse_seconds(field: str) -> float:
 
 
 def seconds_field(seconds: float) -> str:
-    """A length as manifests hold it; ValueError (as parse_seconds) for one too short for that."""
+    """A duration as manifests hold it. Raises ValueError for one that rounds to 0."""
     if seconds < SHORTEST:
         raise ValueError(f"{1000 * seconds:.2g} milliseconds long, too short for a manifest")
     return f"{seconds:.3f}"
 
 
-def leaves(audio: str, root: Path) -> bool:
-    """Whether the path, by its text alone, leads out of `root`. Links are not followed."""
-    if ".." in audio and ".." in Path(audio).parts:
-        return True
-    if not os.path.isabs(audio):  # noqa: PTH117 (a million rows: a Path each costs seconds)
+class Block(NamedTuple):
+    """n rows: the fields of COLUMNS separated by tabs, one row a line; seconds (n,) float32."""
+
+    text: bytes
+    seconds: np.ndarray
+
+
+def read_blocks(path: Path, allow_outside: bool) -> Iterator[Block]:
+    """All rows of a manifest. The audio files are not opened.
+
+    Raises UserError for a manifest that is missing, empty or lacks a column, and with file and line
+    for the first invalid row (a repeated id: after all others).
+    """
+    hashes: list[np.ndarray] = []
+    with open_table(path) as file:
+        line, header = _read_header(path, file, COLUMNS)
+        width, places = len(header), [header.index(name) for name in COLUMNS]
+        while lines := file.readlines(BLOCK):
+            columns = _valid_columns(lines, width, places, None if allow_outside else path.parent)
+            if columns is None:
+                columns = _checked_columns(path, line, lines, width, places, allow_outside)
+            line += len(lines)
+            if columns:
+                hashes.append(np.fromiter(map(hash, columns[0]), np.int64, len(columns[0])))
+                yield _block(columns)
+    if not hashes:
+        raise UserError(f"{path}: {EMPTY}")
+    _check_unique(path, np.concatenate(hashes))
+
+
+def _valid_columns(
+    lines: list[str], width: int, places: list[int], root: Path | None
+) -> Columns | None:
+    """The rows of lines that are surely valid; None if one may not be."""
+    if {line.count("\t") for line in lines} != {width - 1}:
+        return None
+    # The file's last line may lack its break.
+    fields = "".join(lines).rstrip("\n").replace("\n", "\t").split("\t")
+    columns = [list(map(str.strip, fields[place::width])) for place in places]
+    ids, _, audio, seconds, _ = columns
+    valid = all(ids) and all(audio) and _are_durations(seconds)
+    return columns if valid and not (root and _may_be_outside(audio, root)) else None
+
+
+def _are_durations(fields: list[str]) -> bool:
+    try:
+        seconds = np.fromiter(map(float, fields), np.float64, len(fields))
+    except ValueError:
         return False
-    return not Path(audio).is_relative_to(os.path.abspath(root))  # noqa: PTH100 (not resolved)
+    return bool((np.isfinite(seconds) & (seconds > 0)).all())
+
+
+def _may_be_outside(audio: list[str], root: Path) -> bool:
+    text = "\n".join(audio)
+    if ".." in text:
+        return True
+    if not (text.startswith("/") or "\n/" in text):
+        return False
+    inside = os.path.join(os.path.abspath(root), "")  # noqa: PTH100, PTH118 (not resolved)
+    return not all(path.startswith(inside) for path in audio if path.startswith("/"))
+
+
+def _checked_columns(
+    path: Path, first: int, lines: list[str], width: int, places: list[int], allow_outside: bool
+) -> Columns:
+    """The rows of lines, without empty lines, each checked by itself."""
+    rows = []
+    for number, line in enumerate(lines, start=first):
+        if not line.strip():
+            continue
+        fields = split_line(line)
+        if len(fields) != width:
+            raise UserError(f"{path}:{number}: {_wrong_width(fields, width)}")
+        row = tuple(fields[place] for place in places)
+        check_row(row, path.parent, f"{path}:{number}", allow_outside)
+        rows.append(row)
+    return list(map(list, zip(*rows, strict=True)))
 
 
 def _block(columns: Columns) -> Block:
     text = "\n".join(map("\t".join, zip(*columns, strict=True))) + "\n"
     seconds = np.fromiter(map(float, columns[3]), np.float64, len(columns[3]))
-    with np.errstate(over="ignore"):  # a length beyond float32 is left out as too long
+    with np.errstate(over="ignore"):  # a duration beyond float32 is skipped as too long
         return Block(text.encode(), seconds.astype(np.float32))
 
 
-def _refuse_repeats(path: Path, ids: np.ndarray) -> None:
-    """UserError for the first id that stands in two lines; ids (N,) are hashed."""
-    ids.sort()
-    twice = set(ids[1:][ids[1:] == ids[:-1]].tolist())
+def _check_unique(path: Path, hashes: np.ndarray) -> None:
+    """Raises UserError for the first id that appears in two lines; hashes (N,) of the ids."""
+    hashes.sort()
+    twice = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
     if not twice:
         return
-    seen: dict[str, int] = {}
+    lines: dict[str, int] = {}
     for line, row in read_rows(path, COLUMNS):
         if hash(row["id"]) in twice:  # two ids may share a hash, once in a million corpora
-            first = seen.setdefault(row["id"], line)
+            first = lines.setdefault(row["id"], line)
             if first != line:
-                raise UserError(f"{path}:{line}: id {row['id']!r} stands in line {first} already")
+                raise UserError(f"{path}:{line}: id {row['id']!r} is already in line {first}")

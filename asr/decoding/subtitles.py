@@ -2,32 +2,29 @@
 
 import textwrap
 from collections.abc import Sequence
+from html import escape
 from itertools import zip_longest
 from typing import NamedTuple
 
-from asr.decoding.times import Word
+from asr.decoding.alignment import TimedWord
 
-LINE = 42  # characters, and two lines: what broadcasters show at once
-LINES = 2
-LONGEST = 7.0  # seconds that a cue stays
+LINE, LINES = 42, 2  # characters per line and lines per cue, as usual in broadcasting
+LONGEST = 7.0  # seconds of a cue
 GAP = 1.0  # seconds of pause that end a cue
-SHORTEST = 0.01  # seconds: WebVTT wants an end after the start, in whole milliseconds
+SHORTEST = 0.01  # seconds of a cue: in WebVTT the end is after the start, in whole milliseconds
 
 
 class Cue(NamedTuple):
-    """What is shown from start to end, in seconds; lines are parted by newlines."""
+    """Text that is shown from start to end, in seconds; newlines separate its lines."""
 
     start: float
     end: float
     text: str
 
 
-def make_cues(words: Sequence[Word]) -> list[Cue]:
-    """Words in order -> cues that break at pauses, and where lines or time run out.
-
-    A word longer than a line, or said for longer than LONGEST, has a cue of its own.
-    """
-    groups: list[list[Word]] = []
+def make_cues(words: Sequence[TimedWord]) -> list[Cue]:
+    """Words in order -> cues, which end at pauses and where the lines or LONGEST are full."""
+    groups: list[list[TimedWord]] = []
     for word in words:
         if groups and _fits(groups[-1], word):
             groups[-1].append(word)
@@ -41,7 +38,7 @@ def make_cues(words: Sequence[Word]) -> list[Cue]:
     return cues
 
 
-def _fits(group: list[Word], word: Word) -> bool:
+def _fits(group: list[TimedWord], word: TimedWord) -> bool:
     return (
         word.start - group[-1].end <= GAP
         and word.end - group[0].start <= LONGEST
@@ -49,7 +46,7 @@ def _fits(group: list[Word], word: Word) -> bool:
     )
 
 
-def _lines(group: list[Word]) -> list[str]:
+def _lines(group: list[TimedWord]) -> list[str]:
     text = " ".join(word.text for word in group)
     return textwrap.wrap(text, LINE, break_long_words=False, break_on_hyphens=False)
 
@@ -66,18 +63,14 @@ def srt(cues: Sequence[Cue]) -> str:
 def webvtt(cues: Sequence[Cue]) -> str:
     """WebVTT (W3C): a header, a point before the milliseconds, markup escaped."""
     blocks = [
-        f"{_clock(cue.start, '.')} --> {_clock(cue.end, '.')}\n{_escaped(cue.text)}\n"
+        f"{_clock(cue.start, '.')} --> {_clock(cue.end, '.')}\n{escape(cue.text, quote=False)}\n"
         for cue in cues
     ]
     return "\n".join(["WEBVTT\n", *blocks])
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
 def _clock(seconds: float, point: str) -> str:
     minutes, milliseconds = divmod(round(max(0.0, seconds) * 1000), 60_000)
     hours, minutes = divmod(minutes, 60)
-    whole, milliseconds = divmod(milliseconds, 1000)
-    return f"{hours:02d}:{minutes:02d}:{whole:02d}{point}{milliseconds:03d}"
+    full_seconds, milliseconds = divmod(milliseconds, 1000)
+    return f"{hours:02d}:{minutes:02d}:{full_seconds:02d}{point}{milliseconds:03d}"

@@ -3,71 +3,56 @@
     LSTM          embed -> LayerNormLSTM layers -> (project) -> output
     Transformer   embed + positions -> causal self-attention layers -> norm (pre) -> output
 
-The Transformer is a decoder without an encoder (Radford et al. 2018): its layers are the encoder's
-(asr/nn/transformer_layers.py) with attention that sees no later token. Tied output: Press & Wolf
-2017; Inan et al. 2017.
+The Transformer is a decoder without an encoder (Radford et al. 2018): the layers of an encoder
+(asr/nn/transformer.py) with causal attention. Tied output: Press & Wolf 2017; Inan et al. 2017.
 
-Both have one face. `forward(tokens)` gives logits after every token of whole sentences that begin
-with <sos>; `start`, `step` and `select` walk hypotheses, as asr/decoding/search.py describes a
-Scorer, so that the beam can add their log-probs to those of a speech model. Padding lies behind a
-sentence and can change nothing before it.
+`start`, `step` and `select` are those of a Scorer (asr/decoding/scorer.py): a beam search can add
+their scores to a speech model's. Padding follows a sentence and changes nothing before it.
 
 Shapes: B utterances, K hypotheses of each, U tokens, V vocabulary, E embedding, H hidden, L layers.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from asr.nn.drop import DropHead
+from asr.config.language import LSTMLanguageModelConfig, TransformerLanguageModelConfig
+from asr.nn.attention import Memory
 from asr.nn.dropout import Dropout
-from asr.nn.fixnorm import WordEmbedding
-from asr.nn.lstm import LayerNormLSTM
-from asr.nn.memory import Memory
+from asr.nn.lstm import LayerNormLSTM, lstm_options
+from asr.nn.norm import WordEmbedding
 from asr.nn.positions import make_positions
-from asr.nn.residual import Scale
-from asr.nn.transformer_layers import EncoderLayer, LayerSettings, Stack
+from asr.nn.transformer import ResidualScales, encoder_stack, extend_past
 
 
-class LstmState(NamedTuple):
+class LSTMState(NamedTuple):
     """h and c of every layer, (L, B * K, H) each, and K."""
 
     h: Tensor
     c: Tensor
     beam: int
-    attention: None = None  # a language model hears nothing
+    attention: None = None  # a language model attends to no audio
 
 
-class LstmLanguageModel(nn.Module):
-    """`tied`: the output layer shares the embedding's weights, behind a projection where the sizes
-    differ. dropout acts on the embedding, between layers and before the output. `lstm`
-    (recurrent_dropout and the keys of asr/settings/lstm.py) goes to LayerNormLSTM.
-    """
+class LSTMLanguageModel(nn.Module):
+    """A tied output layer follows a projection where `hidden` and `embedding` differ."""
 
-    def __init__(
-        self,
-        vocabulary: int,
-        embedding: int = 256,
-        hidden: int = 512,
-        layers: int = 2,
-        dropout: float = 0.0,
-        tied: bool = False,
-        **lstm: Any,
-    ) -> None:
+    def __init__(self, vocabulary: int, config: LSTMLanguageModelConfig) -> None:
         super().__init__()
-        self.dropout = Dropout(dropout)
+        hidden, embedding, tied = config.hidden, config.embedding, config.tied
+        self.dropout = Dropout(config.dropout)
         self.embedding = nn.Embedding(vocabulary, embedding)
         nn.init.normal_(self.embedding.weight, std=embedding**-0.5 if tied else 1.0)
-        self.lstm = LayerNormLSTM(embedding, hidden, layers, dropout=dropout, **lstm)
+        self.lstm = LayerNormLSTM(
+            embedding, hidden, config.layers, dropout=config.dropout,
+            recurrent_dropout=config.recurrent_dropout, **lstm_options(config),
+        )  # fmt: skip
         projects = tied and hidden != embedding
         self.project = nn.Linear(hidden, embedding) if projects else nn.Identity()
         self.out = nn.Linear(embedding if tied else hidden, vocabulary)
         if tied:
             self.out.weight = self.embedding.weight
-
-    def set_step(self, step: int) -> None:
-        """Told the training step, counted from 0; nothing here changes with it."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, U) from <sos> on -> logits (B, U, V) of the token after each."""
@@ -75,32 +60,32 @@ class LstmLanguageModel(nn.Module):
         return self._logits(outputs)
 
     @torch.no_grad()
-    def start(self, memory: Memory) -> LstmState:
-        """One hypothesis per utterance, before <sos>; of the memory only their number counts."""
-        shape = (self.lstm.num_layers, len(memory.valid), self.lstm.hidden_size)
-        zeros = self.out.weight.new_zeros(shape)
-        return LstmState(zeros, zeros, 1)
+    def start(self, memory: Memory) -> LSTMState:
+        """One hypothesis per utterance, before <sos>; of the memory only the size is used."""
+        layers, size = self.lstm.num_layers, self.lstm.hidden_size
+        zeros = self.out.weight.new_zeros(layers, len(memory.valid), size)
+        return LSTMState(zeros, zeros, 1)
 
     @torch.no_grad()
-    def step(self, state: LstmState, tokens: Tensor) -> tuple[Tensor, LstmState]:
+    def step(self, state: LSTMState, tokens: Tensor) -> tuple[Tensor, LSTMState]:
         """tokens (B, K) -> log-probabilities (B, K, V) of the next ones, next state."""
         embedded = self.embedding(tokens.flatten())  # (B * K, E)
         output, (h, c) = self.lstm.step(embedded, (state.h, state.c))
         logits = self._logits(output).unflatten(0, tokens.shape)
-        return logits.log_softmax(-1), LstmState(h, c, tokens.shape[1])
+        return logits.log_softmax(-1), LSTMState(h, c, tokens.shape[1])
 
-    def select(self, state: LstmState, rows: Tensor) -> LstmState:
-        """rows (B', K') number old hypotheses b * K + k."""
+    def select(self, state: LSTMState, rows: Tensor) -> LSTMState:
+        """Keep and reorder hypotheses: rows (B', K') number them b * K + k."""
         flat = rows.flatten()
-        return LstmState(state.h[:, flat], state.c[:, flat], rows.shape[1])
+        return LSTMState(state.h[:, flat], state.c[:, flat], rows.shape[1])
 
     def _logits(self, outputs: Tensor) -> Tensor:
         return self.out(self.project(self.dropout(outputs)))
 
 
-class TransformerState(NamedTuple):
+class CausalState(NamedTuple):
     """past (U, N, L, 2, E): keys and values of the U tokens that N hypotheses have read; rows
-    (B, K) says which of the N each hypothesis goes on from, so that choosing moves nothing.
+    (B, K): which of the N each hypothesis continues, so that selecting copies nothing.
     """
 
     past: Tensor
@@ -109,90 +94,50 @@ class TransformerState(NamedTuple):
 
 
 class TransformerLanguageModel(nn.Module):
-    """`residual_scale`: alpha of every layer, or `deepnet`, which for M layers and no encoder is
-    alpha (2 M)^(1/4) with gain (8 M)^(-1/4) (Wang et al. 2022, arXiv:2203.00555, figure 2).
-    The other arguments are those of asr.models.transformer.Transformer for both of its stacks;
-    what is for its encoder alone, encoder_windows and encoder_convolution, raises ValueError.
-    """
+    """A decoder alone. residual_scale `deepnet`: Wang et al. 2022, arXiv:2203.00555, figure 2."""
 
-    def __init__(
-        self,
-        vocabulary: int,
-        d_model: int = 256,
-        layers: int = 6,
-        residual_scale: float | str = 1.0,
-        layer_drop: float = 0.0,
-        fixnorm: bool = False,
-        tied: bool = False,
-        positions: str = "sinusoidal",
-        max_positions: int = 5000,
-        **layer: Any,
-    ) -> None:
+    def __init__(self, vocabulary: int, config: TransformerLanguageModelConfig) -> None:
         super().__init__()
-        for name in ("encoder_windows", "encoder_convolution"):
-            if layer.get(name) is not None:
-                raise ValueError(f"{name} is for encoders; a language model has none: leave it out")
-        settings = LayerSettings(**layer)
-        scale = Scale((2 * layers) ** 0.25, (8 * layers) ** -0.25)
-        if residual_scale != "deepnet":
-            scale = Scale(residual_scale)
-        self.words = WordEmbedding(vocabulary, d_model, fixnorm)
-        self.positions = make_positions(positions, d_model, max_positions)
-        self.stack = settings.encoder(d_model, layers, scale, layer_drop)
-        self.output = None if tied else nn.Linear(d_model, vocabulary)
-        self.dropout = Dropout(settings.dropout)
-
-    def set_step(self, step: int) -> None:
-        """Tells DropHead and LayerDrop the training step, counted from 0; call it before each."""
-        for module in self.modules():
-            if isinstance(module, DropHead | Stack):
-                module.set_step(step)
+        size, layers = config.d_model, config.layers
+        if config.residual_scale == "deepnet":
+            scale = ResidualScales((2 * layers) ** 0.25, (8 * layers) ** -0.25)
+        else:
+            scale = ResidualScales(config.residual_scale)
+        self.words = WordEmbedding(vocabulary, size, config.fixnorm)
+        self.positions = make_positions(config.positions, size, config.max_positions)
+        self.stack = encoder_stack(config, layers, scale, config.layer_drop, None, None)
+        self.output = None if config.tied else nn.Linear(size, vocabulary)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, U) from <sos> on -> logits (B, U, V) of the token after each."""
         x = self.dropout(self.words(tokens) + self.positions(0, tokens.size(1)))
         for layer in self.stack.passing():
-            x = _through(layer, x, layer.self_attention(_entered(layer, x), causal=True))
+            x = layer(x, valid=None, causal=True)
         return self._logits(x)
 
     @torch.no_grad()
-    def start(self, memory: Memory) -> TransformerState:
-        """One hypothesis per utterance, before <sos>; of the memory only their number counts."""
+    def start(self, memory: Memory) -> CausalState:
+        """One hypothesis per utterance, before <sos>; of the memory only the size is used."""
         batch, size = len(memory.valid), self.words.weight.size(1)
         past = self.words.weight.new_empty(0, batch, len(self.stack.layers), 2, size)
-        return TransformerState(past, torch.arange(batch, device=past.device).unsqueeze(1))
+        return CausalState(past, torch.arange(batch, device=past.device).unsqueeze(1))
 
     @torch.no_grad()
-    def step(self, state: TransformerState, tokens: Tensor) -> tuple[Tensor, TransformerState]:
-        """tokens (B, K) -> log-probabilities (B, K, V) of the next ones, and the state after them.
-
-        For search, so without dropout; `state` itself stays as it was.
-        """
-        length, _, *rest = state.past.shape
-        past = state.past.new_empty(length + 1, tokens.numel(), *rest)
-        torch.index_select(state.past, 1, state.rows.flatten(), out=past[:length])
-        x = self.words(tokens.flatten()) + self.positions(length, 1)  # (B * K, E)
+    def step(self, state: CausalState, tokens: Tensor) -> tuple[Tensor, CausalState]:
+        """tokens (B, K) -> log-probabilities (B, K, V) of the next ones, next state; no dropout."""
+        past = extend_past(state.past, state.rows)
+        x = self.words(tokens.flatten()) + self.positions(len(past) - 1, 1)  # (B * K, E)
         for i, layer in enumerate(self.stack.layers):
-            x = _through(layer, x, layer.self_attention.step(_entered(layer, x), past[:, :, i]))
+            x = layer.step(x, past[:, :, i])
         rows = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
         logits = self._logits(x).unflatten(0, tokens.shape)
-        return logits.log_softmax(-1), TransformerState(past, rows)
+        return logits.log_softmax(-1), CausalState(past, rows)
 
-    def select(self, state: TransformerState, rows: Tensor) -> TransformerState:
-        """rows (B', K') number old hypotheses b * K + k."""
-        return TransformerState(state.past, state.rows.flatten()[rows])
+    def select(self, state: CausalState, rows: Tensor) -> CausalState:
+        """Keep and reorder hypotheses: rows (B', K') number them b * K + k."""
+        return CausalState(state.past, state.rows.flatten()[rows])
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.stack.last_norm(x)
         return self.words.logits(x) if self.output is None else self.output(x)
-
-
-def _entered(layer: EncoderLayer, x: Tensor) -> Tensor:
-    return layer.around_self_attention.enter(x)
-
-
-def _through(layer: EncoderLayer, x: Tensor, attended: Tensor) -> Tensor:
-    """The layer around what its self-attention gave: (..., E) -> (..., E)."""
-    x = layer.around_self_attention.leave(x, attended)
-    around = layer.around_feed_forward
-    return around.leave(x, layer.feed_forward(around.enter(x)))

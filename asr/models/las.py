@@ -1,39 +1,224 @@
-"""Listen, Attend and Spell (Chan et al. 2016) on LayerNorm-LSTMs, with an optional CTC head.
+"""Listen, Attend and Spell (Chan et al. 2016, arXiv:1508.01211) on LayerNorm-LSTMs.
 
-B utterances, T frames, F features, U tokens, V vocabulary, E encoder size.
+    memory = Listener(features): h^j_t = BLSTM(h^j_{t-1}, [h^{j-1}_{2t}, h^{j-1}_{2t+1}])   eq. 5
+    s_u    = LSTM(s_{u-1}, y_{u-1}, c_{u-1})                                                eq. 7
+    c_u    = attention over the memory with query s_u (asr/nn/attention.py)                 eq. 6
+    P(y_u) = softmax(MLP(s_u, c_u))                                                         eq. 8
+
+We differ in four ways. The last frame of an odd length is paired with zeros instead of dropped;
+strided convolutions may precede the listener; the layers outside `pyramid` keep the frame rate; an
+optional CTC head (Graves et al. 2006) reads the memory.
+
+B utterances, K hypotheses per utterance, T frames, U tokens, F features, H hidden size (in the
+listener of one direction), E encoder size (2 H of the listener), A attention size, V vocabulary.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from asr.models.listener import Listener
-from asr.models.speller import Speller, SpellerState
-from asr.nn.memory import Memory
+from asr.config.schema import LasConfig, ListenerConfig
+from asr.kernels import dispatch
+from asr.kernels.types import DecoderConstants, DecoderInput, DeferredWeight, Weights
+from asr.nn.attention import Attention, AttentionState, Memory, initial_attention, valid_places
+from asr.nn.dropout import Dropout, draw_mask
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, get_weights, lstm_options
+from asr.nn.subsampling import ConvSubsampling
+
+CHANNELS = 32  # of the convolutions
+FILTERS, REACH = 10, 25  # of location-aware attention; reach: frames to each side
+
+
+def join_pairs(x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """x (B, T, E), zero in its padding -> (B, ceil(T / 2), 2 E), lengths halved upwards."""
+    if x.size(1) % 2:
+        x = torch.cat([x, x.new_zeros(x.size(0), 1, x.size(2))], dim=1)
+    return x.reshape(x.size(0), x.size(1) // 2, 2 * x.size(2)), (lengths + 1) // 2
+
+
+class Listener(nn.Module):
+    """Pyramidal bidirectional LayerNorm-LSTM over `features` values per frame."""
+
+    def __init__(self, features: int, config: ListenerConfig) -> None:
+        super().__init__()
+        self.size = 2 * config.hidden
+        self.pyramid = frozenset(config.pyramid)
+        self.dropout = Dropout(config.dropout)
+        shape = features, self.size, config.convolution, CHANNELS
+        self.front = ConvSubsampling(*shape) if config.convolution > 1 else None
+        self.layers = nn.ModuleList()
+        size = features if self.front is None else self.size
+        for number in range(1, config.layers + 1):
+            paired = number in self.pyramid
+            normed = {"all": True, "pyramid": paired, "first": number == 1}[config.norm_layers]
+            options = lstm_options(config) | ({} if normed else {"norm": "none"})
+            self.layers.append(LayerNormLSTM(
+                2 * size if paired else size, config.hidden, bidirectional=True,
+                recurrent_dropout=config.recurrent_dropout, **options,
+            ))  # fmt: skip
+            size = self.size
+
+    def forward(self, features: Tensor, lengths: Tensor) -> Memory:
+        """features (B, T, F), lengths (B,) of at least 1 -> Memory, its padding zero."""
+        x = features
+        if self.front is not None:
+            x, lengths = self.front(x, lengths)
+        # The padding may hold NaN, or the bias of the front, which must not enter a pair.
+        padding = ~valid_places(lengths, x.size(1))
+        x = x.masked_fill(padding.unsqueeze(-1), 0.0)
+        for number, layer in enumerate(self.layers, start=1):
+            if number in self.pyramid:
+                x, lengths = join_pairs(x, lengths)
+            x, _ = layer(x, lengths)  # (B, T', E), zero in the padding
+            x = self.dropout(x)
+        return Memory(x, valid_places(lengths, x.size(1)))
+
+    def output_lengths(self, lengths: Tensor) -> Tensor:
+        """Frames of memory for that many frames of features."""
+        if self.front is not None:
+            lengths = self.front.output_lengths(lengths)
+        for _ in self.pyramid:
+            lengths = (lengths + 1) // 2
+        return lengths
+
+
+class SpellerConstants(NamedTuple):
+    """The part of a speller's state that no step changes."""
+
+    memory: Memory
+    states: DeferredWeight  # the memory's, (B, E, T)
+    keys: Tensor  # (B, T, A)
+    masks: tuple[Tensor | None, ...]  # recurrent dropout, one (B, H) per layer
+    weights: tuple[Weights, ...]  # the cells', per layer
+
+
+class SpellerState(NamedTuple):
+    """All hypotheses after some tokens."""
+
+    constants: SpellerConstants
+    cells: tuple[tuple[Tensor, Tensor], ...]  # per layer h and c, each (B * K, H)
+    context: Tensor  # (B, K, E), c_u of the last step
+    attended: AttentionState
+
+    @property
+    def attention(self) -> Tensor:
+        """The last step's attention weights, (B, K, T)."""
+        return self.attended.weights
+
+
+class Speller(nn.Module):
+    """Attention decoder with input feeding: c_{u-1} is part of each step's input."""
+
+    def __init__(self, vocabulary: int, memory_size: int, config: LasConfig) -> None:
+        super().__init__()
+        own = config.speller
+        hidden, embedding, layers = own.hidden, own.embedding, own.layers
+        self.dropout = Dropout(own.dropout)
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.cells = nn.ModuleList(
+            LayerNormLSTMCell(
+                size, hidden, recurrent_dropout=own.recurrent_dropout, **lstm_options(own)
+            )
+            for size in [embedding + memory_size] + [hidden] * (layers - 1)
+        )
+        sizes = memory_size, hidden, config.attention_size
+        self.attend = Attention(config.attention, *sizes, FILTERS, REACH, own.backend)
+        self.merge = nn.Linear(hidden + memory_size, embedding if own.tied else hidden)
+        self.out = nn.Linear(self.merge.out_features, vocabulary)
+        if own.tied:
+            self.out.weight = self.embedding.weight
+
+    def start(self, memory: Memory) -> SpellerState:
+        """Every utterance with one hypothesis (K = 1), before <sos>."""
+        states = memory.states
+        B, _, E = states.shape
+        masks = tuple(cell.dropout_mask(B) for cell in self.cells)
+        cells = tuple((states.new_zeros(B, c.hidden_size),) * 2 for c in self.cells)
+        weights = tuple(cell.loop_weights() for cell in self.cells)
+        keys = self.attend.keys(memory)
+        constants = SpellerConstants(memory, DeferredWeight(states.mT), keys, masks, weights)
+        return SpellerState(constants, cells, states.new_zeros(B, 1, E), initial_attention(memory))
+
+    def advance(self, state: SpellerState, tokens: Tensor) -> tuple[Tensor, SpellerState]:
+        """One step: tokens (B, K) -> [s_u, c_u] (B, K, H + E) and the next state."""
+        fixed = state.constants
+        B, K = tokens.shape
+        embedded = self.dropout(self.embedding(tokens))
+        x = torch.cat([embedded, state.context], dim=-1).view(B * K, -1)
+        cells = []
+        layers = zip(self.cells, state.cells, fixed.masks, fixed.weights, strict=True)
+        for cell, before, mask, weights in layers:
+            cells.append(cell(x, before, mask, weights))
+            x = self.dropout(cells[-1][0])
+        query = x.view(B, K, -1)
+        attended = self.attend(query, fixed.keys, fixed.memory.valid, state.attended)
+        context = fixed.states.linear(attended.weights)  # (B, K, E)
+        output = torch.cat([query, context], dim=-1)
+        return output, SpellerState(fixed, tuple(cells), context, attended)
+
+    def can_run_sequence(self, memory: Memory, tokens: Tensor) -> bool:
+        """Does one kernel call compute all steps? Not where a module's hooks must see each step."""
+        modules = [self.embedding, self.dropout, *self.cells.modules(), *self.attend.modules()]
+        own, v = self.cells[0], self.attend.energy_weights()[0]
+        return tokens.numel() > 0 and dispatch.can_run_decoder(
+            own.backend, own.setting, own.weight_hh, memory.states, v, modules
+        )
+
+    def run_sequence(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """All steps at once: tokens (B, U) -> [s_u, c_u] (B, U, H + E), weights (B, U, T)."""
+        (B, U), attend, own = tokens.shape, self.attend, self.cells[0]
+        embedded = self.dropout(self.embedding(tokens)).transpose(0, 1)
+        matrices = attend.to_query.weight, *attend.energy_weights()
+        given = DecoderInput(embedded, memory.states, attend.keys(memory), *matrices)
+        masks = tuple(cell.dropout_mask(B) for cell in self.cells)
+        rate = self.dropout.rate if self.dropout.training else 0.0
+        keep = draw_mask(embedded, (len(self.cells), U, B, own.hidden_size), rate)
+        first = initial_attention(memory).weights.squeeze(1)
+        constants = DecoderConstants(own.setting, memory.valid, first, masks, keep)
+        cells = [get_weights(cell, own.setting.norm) for cell in self.cells]
+        output, context, weights = dispatch.run_decoder(given, cells, constants)
+        return torch.cat([output, context], dim=-1).transpose(0, 1), weights.transpose(0, 1)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """[s_u, c_u] (..., H + E) -> (..., V)."""
+        merged = self.merge(outputs).tanh()
+        return self.out(self.dropout(merged))
+
+    def select(self, state: SpellerState, rows: Tensor) -> SpellerState:
+        """Keep the hypotheses in rows (B', K'), numbered b * K + k; a line is one utterance."""
+        utterances = rows[:, 0] // state.context.size(1)
+        flat = rows.reshape(-1)
+
+        def pick(x: Tensor) -> Tensor:
+            return x.flatten(0, 1)[flat].view(*rows.shape, *x.shape[2:])
+
+        fixed = state.constants
+        every = torch.arange(len(fixed.keys), device=rows.device)
+        if not torch.equal(utterances, every):  # else nothing needs copying
+            memory = Memory(*(part[utterances] for part in fixed.memory))
+            masks = tuple(None if mask is None else mask[utterances] for mask in fixed.masks)
+            states, keys = DeferredWeight(memory.states.mT), fixed.keys[utterances]
+            fixed = SpellerConstants(memory, states, keys, masks, fixed.weights)
+        cells = tuple((h[flat], c[flat]) for h, c in state.cells)
+        attended = AttentionState(*map(pick, state.attended))
+        return SpellerState(fixed, cells, pick(state.context), attended)
 
 
 class LAS(nn.Module):
-    """A listener and a speller behind the face that every speech model has.
+    """A listener and a speller with the interface that every speech model has.
 
-    `sampling` is the probability with which the speller reads, in training, its own last token
-    instead of the true one (scheduled sampling, Bengio et al. 2015).
+    With probability `scheduled_sampling` the speller reads, in training, its own last token instead
+    of the true one (Bengio et al. 2015).
     """
 
-    def __init__(
-        self,
-        listener: Listener,
-        speller: Speller,
-        vocabulary: int,
-        sampling: float = 0.0,
-        ctc: bool = True,
-    ) -> None:
+    def __init__(self, features: int, vocabulary: int, config: LasConfig) -> None:
         super().__init__()
-        self.listener = listener
-        self.speller = speller
-        self.sampling = sampling
-        self.ctc_head = nn.Linear(listener.size, vocabulary) if ctc else None
-
-    def set_step(self, step: int) -> None:
-        """Told the training step, counted from 0; nothing here changes with it."""
+        self.listener = Listener(features, config.listener)
+        self.speller = Speller(vocabulary, self.listener.size, config)
+        self.scheduled_sampling = config.speller.scheduled_sampling
+        has_ctc = config.ctc_weight > 0
+        self.ctc_head = nn.Linear(self.listener.size, vocabulary) if has_ctc else None
 
     def encode(self, features: Tensor, lengths: Tensor) -> Memory:
         """features (B, T, F), lengths (B,) -> what the speller attends over."""
@@ -45,16 +230,16 @@ class LAS(nn.Module):
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
         """tokens (B, U) from <sos> on -> logits (B, U, V) of the token after each."""
-        return self.speller.logits(self._read(memory, tokens)[0])
-
-    def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What decode and attention give, in one pass."""
-        outputs, weights = self._read(memory, tokens)
-        return self.speller.logits(outputs), weights
+        return self.decode_and_attend(memory, tokens)[0]
 
     def attention(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """The weights (B, U, T) with which each of tokens (B, U) was followed."""
+        """Attention weights (B, U, T) of the step that reads each of tokens (B, U)."""
         return self._read(memory, tokens)[1]
+
+    def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The results of `decode` and `attention` in one pass."""
+        outputs, weights = self._read(memory, tokens)
+        return self.speller.logits(outputs), weights
 
     def ctc(self, memory: Memory) -> Tensor | None:
         """Log-probabilities (B, T, V) of each frame's label; None without a CTC head."""
@@ -75,22 +260,21 @@ class LAS(nn.Module):
 
     def _read(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (B, U, H + E) and attention weights (B, U, T) over the given tokens."""
-        sampled = self.training and self.sampling > 0.0
-        if not sampled and self.speller.runs_at_once(memory, tokens):
-            return self.speller.at_once(memory, tokens)
+        sampled = self.training and self.scheduled_sampling > 0.0
+        if not sampled and self.speller.can_run_sequence(memory, tokens):
+            return self.speller.run_sequence(memory, tokens)
         state = self.speller.start(memory)
         outputs: list[Tensor] = []
         weights = []
         for true in tokens.unbind(dim=1):
-            token = self._sample(true, outputs[-1]) if outputs else true
+            token = self._sample(true, outputs[-1]) if sampled and outputs else true
             output, state = self.speller.advance(state, token.unsqueeze(1))
             outputs.append(output)
             weights.append(state.attention)
         return torch.cat(outputs, dim=1), torch.cat(weights, dim=1)
 
     def _sample(self, true: Tensor, output: Tensor) -> Tensor:
-        """The true token (B,), or in training now and then the speller's own choice."""
-        if not self.training or self.sampling == 0.0:
-            return true
+        """The true token (B,), or with probability scheduled_sampling the speller's own choice."""
         own = self.speller.logits(output).squeeze(1).argmax(dim=-1)
-        return torch.where(torch.rand(len(true), device=true.device) < self.sampling, own, true)
+        draws = torch.rand(len(true), device=true.device)
+        return torch.where(draws < self.scheduled_sampling, own, true)

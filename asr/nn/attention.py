@@ -1,13 +1,19 @@
-"""How a speller looks back over the memory: additive, dot-product or location-aware attention.
+"""Attention of the LAS speller over the encoder's memory: additive, dot-product, location-aware.
 
-Bahdanau et al. 2015 (additive), Luong et al. 2015 (dot product, scaled as in Vaswani et al. 2017),
-Chorowski et al. 2015, equation 9 (location-aware). Location-aware attention here reads, beside the
-last step's weights, their running sum: what was written already tells a repeat from a new word.
+With query s, memory h_t, past weights alpha and their running sum:
+
+    additive   e_t = v . tanh(W s + V h_t)                  Bahdanau et al. 2015
+    dot        e_t = (W s) . (V h_t) / sqrt(A)              Luong et al. 2015; Vaswani et al. 2017
+    location   e_t = v . tanh(W s + V h_t + U f_t),         Chorowski et al. 2015, equations 8 and 9
+               f = F * [alpha, sum of all alpha]
+    weights = softmax of e over the valid frames
+
+We differ once: location-aware attention also reads the running sum of the weights, which separates
+a repeated word from a new one. On a CPU the same is computed in C++ (asr/kernels/cpu/attention.h).
 
 B utterances, K hypotheses per utterance, T frames of memory, E encoder size, Q query size,
-A attention size. Keys are made once per utterance and shared by its hypotheses.
-
-On a CPU the C++ of asr/nn/kernels/cpu/attention.h computes what is here written with torch.
+A attention size. Keys V h_t are computed once per utterance; its hypotheses share them.
+Masks are called `valid`; True means real.
 """
 
 import math
@@ -16,43 +22,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asr.nn.kernels import choice
-from asr.nn.kernels.cpu import attention as cpu
-from asr.nn.kernels.problem import Setting
-from asr.nn.memory import Memory
-
-KINDS = ("additive", "dot", "location")
-ANY_LSTM = Setting("none", eps=0.0)  # to ask for the backend that LSTMs would get
+from asr.kernels import dispatch
+from asr.kernels.types import AttentionInput
 
 
-class Look(NamedTuple):
+def valid_places(lengths: Tensor, size: int) -> Tensor:
+    """The mask of right-padded sequences: lengths (B,), padded size T -> valid (B, T) bool."""
+    return torch.arange(size, device=lengths.device) < lengths.unsqueeze(1)
+
+
+class Memory(NamedTuple):
+    """Encoded utterances: states (B, T, E) and valid (B, T) bool, True where a frame is real."""
+
+    states: Tensor
+    valid: Tensor
+
+
+class AttentionState(NamedTuple):
     """One step's weights and the sum of all steps' so far, each (B, K, T)."""
 
     weights: Tensor
     total: Tensor
 
 
+KINDS = ("additive", "dot", "location")
+
+
 class Attention(nn.Module):
     """Weights over the memory for a query.
 
-    `reach` is how many frames to each side location-aware attention reads of its past weights.
-    `backend` is chosen as an LSTM's (asr/nn/kernels/choice.py): all but cpu, and auto where that
-    is cpu, mean torch's operators.
+    `filters` and `reach`, in frames to each side, are those of location-aware attention.
+    `backend` as for an LSTM (asr/kernels/dispatch.py): cpu, or auto where that is cpu, computes in
+    C++; all others use torch's operators.
     Raises ValueError for an unknown kind, or a backend that does not exist or cannot run.
     """
 
     def __init__(
-        self,
-        kind: str,
-        memory_size: int,
-        query_size: int,
-        size: int,
-        filters: int = 10,
-        reach: int = 25,
-        backend: str = "auto",
-    ) -> None:
+        self, kind: str, memory_size: int, query_size: int, size: int, filters: int, reach: int,
+        backend: str,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.backend = choice.check_name(backend)
+        self.backend = dispatch.check_name(backend)
         if kind not in KINDS:
             raise ValueError(f"attention {kind!r} is unknown: choose one of {', '.join(KINDS)}")
         self.kind = kind
@@ -60,83 +70,72 @@ class Attention(nn.Module):
         self.to_query = nn.Linear(query_size, size, bias=False)
         if kind == "location":
             self.conv = nn.Conv1d(2, filters, 2 * reach + 1, padding=reach, bias=False)
-            # Weights of one frame are far below 1 at first: torch's own start would drown them.
+            # Weights of one frame are far below 1 at first; torch's own start would be too small.
             nn.init.normal_(self.conv.weight, std=0.5)
             self.to_place = nn.Linear(filters, size, bias=False)
         if kind != "dot":
             self.to_energy = nn.Linear(size, 1, bias=False)
 
     def keys(self, memory: Memory) -> Tensor:
-        """(B, T, A), to be made once per utterance; of the memory's dtype under autocast too."""
+        """(B, T, A), to be computed once per utterance; in the memory's dtype, autocast or not."""
         return self.to_key(memory.states).to(memory.states.dtype)
 
-    def forward(self, query: Tensor, keys: Tensor, valid: Tensor, past: Look) -> Look:
-        """query (B, K, Q), keys (B, T, A), valid (B, T) -> this step's look.
+    def forward(
+        self, query: Tensor, keys: Tensor, valid: Tensor, past: AttentionState
+    ) -> AttentionState:
+        """query (B, K, Q), keys (B, T, A), valid (B, T) -> this step's weights and the new total.
 
         Each row of weights sums to 1 over the valid frames.
         """
-        wanted = self.to_query(query)  # (B, K, A)
-        if self.runs_in_cpp(keys, *past):
-            return Look(*cpu.look(self._given(wanted.to(keys.dtype), keys, past), valid))
+        query = self.to_query(query)  # (B, K, A)
+        v, place, conv = self.energy_weights()
+        given = AttentionInput(keys, query, v, *past, place, conv)
+        if (result := dispatch.attend(self.backend, given, valid)) is not None:
+            return AttentionState(*result)
         if self.kind == "dot":
-            energy = wanted @ keys.transpose(1, 2) / math.sqrt(keys.size(-1))  # (B, K, T)
+            energy = query @ keys.transpose(1, 2) / math.sqrt(keys.size(-1))  # (B, K, T)
         else:
-            energy = self._energy(self._mixed(wanted, keys, past))
+            energy = self._energy(self._sum(query, keys, past))
         weights = energy.masked_fill(~valid.unsqueeze(1), -torch.inf).softmax(dim=-1)
-        return Look(weights, past.total + weights)
+        return AttentionState(weights, past.total + weights)
 
-    def runs_in_cpp(self, *tensors: Tensor) -> bool:
-        """Do the C++ kernels compute this on these? Raises UserError where they must but cannot."""
+    def energy_weights(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """v (1, A), U (A, C), F (C, 2, W) for C filters of W taps; None where the kind has none."""
         if self.kind == "dot":
-            return False
-        like = self.to_energy.weight
-        if like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64):
-            return False
-        if any(t.dtype != like.dtype or t.device != like.device for t in tensors):
-            return False
-        return choice.choose(self.backend, ANY_LSTM, like) == "cpu"
-
-    def _given(self, wanted: Tensor, keys: Tensor, past: Look) -> cpu.Given:
-        return cpu.Given(keys, wanted, self.to_energy.weight, *past, *self.location_weights())
-
-    def location_weights(self) -> tuple[Tensor | None, Tensor | None]:
-        """(A, C) and (C, 2, W), of C filters with W taps; without location None twice."""
-        if self.kind != "location":
-            return None, None
-        return self.to_place.weight, self.conv.weight
-
-    def _mixed(self, wanted: Tensor, keys: Tensor, past: Look) -> Tensor:
-        """wanted (B, K, A), keys (B, T, A) -> (B, K, T, A), the largest tensor of a search.
-
-        It is added up in place: fresh memory for each sum costs more than the sums.
-        """
-        wanted, keys = wanted.unsqueeze(2), keys.unsqueeze(1)
+            return None, None, None
         if self.kind == "additive":
-            return wanted + keys
-        return self._places(past).add_(keys).add_(wanted)
+            return self.to_energy.weight, None, None
+        return self.to_energy.weight, self.to_place.weight, self.conv.weight
 
-    def _energy(self, mixed: Tensor) -> Tensor:
-        """v . tanh(mixed), (B, K, T, A) -> (B, K, T), up to a sum that softmax does not see.
+    def _sum(self, query: Tensor, keys: Tensor, past: AttentionState) -> Tensor:
+        """query (B, K, A), keys (B, T, A) -> (B, K, T, A), the largest tensor of a search.
+
+        Added in place: allocating memory for each sum takes longer than the sums.
+        """
+        query, keys = query.unsqueeze(2), keys.unsqueeze(1)
+        if self.kind == "additive":
+            return query + keys
+        B, K, T = past.weights.shape
+        seen = torch.stack([past.weights, past.total], dim=2).view(B * K, 2, T)
+        places = self.to_place(self.conv(seen).transpose(1, 2)).view(B, K, T, -1)
+        return places.add_(keys).add_(query)
+
+    def _energy(self, summed: Tensor) -> Tensor:
+        """v . tanh(summed), (B, K, T, A) -> (B, K, T), up to a constant that softmax cancels.
 
         tanh(x) = 2 sigmoid(2 x) - 1, and on a CPU torch's sigmoid takes a sixth of tanh's time.
         In half precision the sigmoid would round small x away.
         """
-        if mixed.device.type == "cpu" and mixed.dtype in (torch.float32, torch.float64):
-            return 2 * self.to_energy(mixed.mul_(2).sigmoid_()).squeeze(-1)
-        return self.to_energy(mixed.tanh_()).squeeze(-1)
-
-    def _places(self, past: Look) -> Tensor:
-        """What was looked at before, as (B, K, T, A)."""
-        B, K, T = past.weights.shape
-        seen = torch.stack([past.weights, past.total], dim=2).view(B * K, 2, T)
-        return self.to_place(self.conv(seen).transpose(1, 2)).view(B, K, T, -1)
+        if summed.device.type == "cpu" and summed.dtype in (torch.float32, torch.float64):
+            return 2 * self.to_energy(summed.mul_(2).sigmoid_()).squeeze(-1)
+        return self.to_energy(summed.tanh_()).squeeze(-1)
 
 
-def first_look(memory: Memory) -> Look:
-    """Where attention stands before the first step: on the first frame, each (B, 1, T).
+def initial_attention(memory: Memory) -> AttentionState:
+    """The state before the first step: all weight on the first frame, each (B, 1, T).
 
-    A start that is a place, not a uniform blur, tells location-aware attention where to begin.
+    Uniform weights would not show location-aware attention where to begin.
     """
     start = torch.zeros_like(memory.valid, dtype=memory.states.dtype).unsqueeze(1)
     start[..., 0] = 1.0
-    return Look(start, start)
+    return AttentionState(start, start)

@@ -1,4 +1,4 @@
-"""Dropout (Srivastava et al. 2014) that is cheap on a CPU.
+"""Dropout (Srivastava et al. 2014) that is cheap on a CPU, and DropHead (Zhou et al. 2020).
 
 torch's CPU dropout spends 6 ns an element on its Bernoulli draws, a sixth of a small Transformer's
 training step. Here one 64-bit draw serves four elements, 16 bits each: 1 ns, and 2 bytes an element
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from asr.config.schema import DropHeadSchedule
+
 _LEVELS = 2**16
 
 
 def check_rate(name: str, rate: float) -> float:
-    """`rate` where it lies in [0, 1); otherwise ValueError names it."""
+    """`rate`. Raises ValueError unless it is in [0, 1)."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"{name} {rate} is not a rate: it must be at least 0 and below 1")
     return rate
@@ -26,7 +28,7 @@ def check_rate(name: str, rate: float) -> float:
 class Dropout(nn.Module):
     """In training, zeroes each element with probability `rate` and scales the others to match."""
 
-    def __init__(self, rate: float = 0.0) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = check_rate("dropout", rate)
 
@@ -42,16 +44,18 @@ class Dropout(nn.Module):
         return f"rate={self.rate}"
 
 
-def draw_mask(like: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
-    """What dropout multiplies by: 0 with probability `rate`, else 1 / (1 - rate)."""
-    return Dropout(rate)(like.new_ones(shape))
+def draw_mask(like: Tensor, shape: tuple[int, ...], rate: float) -> Tensor | None:
+    """Factors of dropout: 0 with probability `rate`, else 1 / (1 - rate); None at rate 0."""
+    return Dropout(rate)(like.new_ones(shape)) if rate > 0.0 else None
 
 
 class _CpuDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
         ctx.dropped = min(round(rate * _LEVELS), _LEVELS - 1)  # of all levels
-        draws = _draws(x.shape)
+        count = x.numel()
+        words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+        draws = words.view(torch.int16)[:count].view(x.shape)
         ctx.save_for_backward(draws)
         return _drop(x, draws, ctx.dropped)
 
@@ -61,17 +65,38 @@ class _CpuDropout(torch.autograd.Function):
         return _drop(grad, *ctx.saved_tensors, ctx.dropped), None
 
 
-def _draws(shape: torch.Size) -> Tensor:
-    """Uniform int16 of this shape, from torch's own generator."""
-    count = shape.numel()
-    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
-    return words.view(torch.int16)[:count].view(shape)
-
-
 def _drop(x: Tensor, draws: Tensor, dropped: int) -> Tensor:
     """0 where dropped, else x / (1 - rate)."""
     keep = torch.empty(draws.shape, dtype=x.dtype)
-    # Written straight into floats: a boolean mask costs three times as much to make and to apply.
+    # Written into floats directly: making and applying a boolean mask costs three times as much.
     torch.ge(draws, dropped - _LEVELS // 2, out=keep)
-    # The factor comes last, as a number of full precision: within `keep` bf16 would round it.
+    # The factor is applied last, in full precision: bf16 would round it within `keep`.
     return keep.mul_(x).mul_(_LEVELS / (_LEVELS - dropped))
+
+
+class DropHead(nn.Module):
+    """Drops whole attention heads in training (Zhou et al. 2020, arXiv:2004.13342).
+
+    Every utterance has its own mask; the kept heads are rescaled by H / kept. If all would be
+    dropped, the one with the highest draw is kept. `schedule`: a constant rate or a
+    DropHeadSchedule, whose rate is that of step 0 until `set_step` is called.
+    """
+
+    def __init__(self, schedule: float | DropHeadSchedule) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.set_step(0)
+
+    def set_step(self, step: int) -> None:
+        """Use the rate of training step `step`, counted from 0."""
+        scheduled = isinstance(self.schedule, DropHeadSchedule)
+        self.rate = self.schedule.rate(step) if scheduled else self.schedule
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """heads (B, H, ...) -> the same shape."""
+        if not self.training or self.rate == 0.0:
+            return heads
+        draws = torch.rand(heads.shape[:2], device=heads.device)  # (B, H)
+        kept = (draws >= self.rate) | (draws == draws.amax(1, keepdim=True))
+        factor = kept * (kept.size(1) / kept.sum(1, keepdim=True))
+        return heads * factor.to(heads.dtype).reshape(*kept.shape, *(1,) * (heads.dim() - 2))

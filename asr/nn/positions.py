@@ -1,4 +1,4 @@
-"""Where a frame or token stands: sinusoidal (Vaswani et al. 2017, section 3.5) or learned."""
+"""Position encodings: sinusoidal (Vaswani et al. 2017, section 3.5) or learned."""
 
 import math
 
@@ -8,13 +8,9 @@ from torch import Tensor, nn
 from asr.errors import UserError
 
 
-def make_positions(kind: str, size: int, max_length: int = 5000) -> nn.Module:
-    """`sinusoidal`, any length, or `learned`, up to max_length. ValueError for another kind."""
-    if kind == "sinusoidal":
-        return SinusoidalPositions(size)
-    if kind == "learned":
-        return LearnedPositions(size, max_length)
-    raise ValueError(f"positions {kind!r} is unknown: choose sinusoidal or learned")
+def make_positions(kind: str, size: int, max_length: int) -> nn.Module:
+    """`sinusoidal`, of any length, or `learned`, up to max_length positions."""
+    return SinusoidalPositions(size) if kind == "sinusoidal" else LearnedPositions(size, max_length)
 
 
 class SinusoidalPositions(nn.Module):
@@ -22,35 +18,32 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size = size
-        # Not saved: it follows from the formula, and grows with the longest input seen.
+        # Not saved: it follows from the formula, and grows with the longest input.
         self.register_buffer("table", _sinusoids(512, size), persistent=False)
 
     def forward(self, start: int, length: int) -> Tensor:
-        """Encodings of the places start .. start + length - 1: (length, E)."""
+        """Encodings of the positions start .. start + length - 1: (length, E)."""
         stop = start + length
         if stop > len(self.table):
-            self.table = _sinusoids(2 * stop, self.size).to(self.table)
+            self.table = _sinusoids(2 * stop, self.table.size(1)).to(self.table)
         return self.table[start:stop]
 
 
 class LearnedPositions(nn.Module):
-    """A learned vector for each of the first `max_length` places."""
+    """A learned vector for each of the first `max_length` positions."""
 
     def __init__(self, size: int, max_length: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.randn(max_length, size) * size**-0.5)
 
     def forward(self, start: int, length: int) -> Tensor:
-        """Encodings of the places start .. start + length - 1: (length, E).
-
-        Raises UserError beyond max_length: there is nothing learned to extend.
-        """
+        """As SinusoidalPositions.forward; raises UserError beyond max_length."""
         stop = start + length
         if stop > len(self.table):
             raise UserError(
-                f"a sequence of {stop} places is longer than the {len(self.table)} learned "
-                "positions: take more of them (max_positions), sinusoidal ones, or shorter input"
+                f"a sequence of length {stop} is longer than the {len(self.table)} learned "
+                "positions: raise model.max_positions, set model.positions=sinusoidal, or use "
+                "shorter input"
             )
         return self.table[start:stop]
 

@@ -1,7 +1,4 @@
-"""The task of predicting text: corpus, objective and what validation shows.
-
-asr.train trains it as it trains speech. Its runs are what `decode.lm` of a speech model names.
-"""
+"""The task `language`: language models over tokens. Its runs can be used as `decode.lm`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,64 +7,76 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from asr import build, corpora
-from asr.data.content import SHA256, Content, sha256_of_files
-from asr.data.lines import read_lines
-from asr.data.sentence_plan import SentenceEpochs
-from asr.data.sentences import SentenceBatch, Sentences
-from asr.data.text import Tokenizer, about, load_tokenizer
-from asr.decoding.sample import sample
+from asr.config.language import LanguageDataConfig, LanguageModelConfig, LanguageRecipe
+from asr.data import splits
+from asr.data.text_corpus import SentenceBatch, SentenceEpochs, Sentences, read_lines
+from asr.data.tokenizer import Tokenizer, about, load_tokenizer, train_tokenizer
+from asr.decoding.scorer import sample
 from asr.errors import UserError
-from asr.recipe import read_recipe
-from asr.settings import LanguageRecipe
-from asr.settings.language import LanguageData, LanguageModel
-from asr.tasks.vocabulary import kept_vocabulary
-from asr.training.checkpoint import choose, load_weights
-from asr.training.language_objective import LanguageObjective
-from asr.training.log import Log
-from asr.training.position import Position
+from asr.inference.load import load_init_tokenizer
+from asr.io import sha256_of_files
+from asr.models.build import build_language_model
+from asr.training.distributed import choose_device, print_first
+from asr.training.logging import Log
+from asr.training.losses import Sum, cross_entropy, shift
+from asr.training.resume import SHA256, Content
+from asr.training.run import Task
+from asr.training.trainer import TrainState
 
-VOCABULARY_LINES = 1_000_000  # of the training text, evenly spread, that make a vocabulary
+VOCABULARY_LINES = 1_000_000  # of the training text, evenly spaced, for a new vocabulary
 CHECKED_LINES = 1000
-LONGEST_SAMPLE = 200  # tokens
+MAX_SAMPLE = 200  # tokens of a generated sentence
 ANY_LENGTH = 2**31 - 1
-INSPECTED = 4  # sentences that train.health looks at
-LONGEST_LINES = 100  # by their bytes: of these the tokens are counted, where places are learned
+INSPECTED = 4  # sentences for train.health
+LONGEST_LINES = 100  # in bytes: with learned positions, the tokens of these are counted
+
+
+class LanguageObjective(nn.Module):
+    """Label-smoothed cross-entropy per token; <eos> counts as one.
+
+    Perplexities are logged per token and per word; only the latter compare between vocabularies. As
+    in n-gram models, the end of a sentence counts as one word.
+    """
+
+    def __init__(self, model: nn.Module, label_smoothing: float) -> None:
+        super().__init__()
+        self.model, self.label_smoothing = model, label_smoothing
+
+    def forward(self, batch: SentenceBatch) -> dict[str, Sum]:
+        """-> objective, nll, accuracy, perplexity, word_perplexity."""
+        inputs, targets = shift(batch.tokens, batch.token_lengths)
+        logits: Tensor = self.model(inputs)
+        sums = cross_entropy(logits.float(), targets, self.label_smoothing)
+        word_perplexity = Sum(sums["nll"].total, (batch.words + 1).sum())
+        return sums | {"perplexity": sums["nll"], "word_perplexity": word_perplexity}
 
 
 @dataclass(frozen=True)
-class LanguageTask:
-    """The Task of asr.train for language models."""
+class LanguageTask(Task):
+    """Training of a language model. There is no test: perplexities are those of the validation."""
 
     recipe: LanguageRecipe
     objective: LanguageObjective
     epochs: SentenceEpochs
     held_out: SentenceEpochs
     tokenizer: Tokenizer
-
-    allowed_broken = 0.0  # a text is read whole before training begins
-
-    @property
-    def about(self) -> dict[str, str]:
-        """What a checkpoint says of itself."""
-        return about(self.tokenizer)
+    about: dict[str, str]
 
     @cached_property
     def content(self) -> Content:
-        """Of the texts to learn from and to validate on."""
-        data, there = self.recipe.data, (self.epochs.sentences, self.held_out.sentences)
+        """The number and hash of the training and validation sentences."""
+        data = self.recipe.data
+        parts = ("train", self.epochs, data.train), ("valid", self.held_out, data.valid)
         return {
-            f"data.{role}": {"sentences": len(lines), SHA256: sha256_of_files(paths)}
-            for role, lines, paths in zip(
-                ("train", "valid"), there, (data.train, data.valid), strict=True
-            )
+            f"data.{role}": {"sentences": len(epochs.sentences), SHA256: sha256_of_files(paths)}
+            for role, epochs, paths in parts
         }
 
     def describe(self) -> str:
-        """The corpus in a few words."""
         plan, lines = self.epochs.plan(1), self.epochs.sentences
-        learned = len(plan.batches.order)
+        learned = len(plan.batches.items)
         rest = len(lines) - learned
         over = f" ({rest} more are over data.max_bytes = {self.epochs.longest})" if rest else ""
         megabytes = sum(len(text.text) for text in lines.texts) / 1e6
@@ -78,89 +87,80 @@ class LanguageTask:
         )
 
     def prepare(self, run: Path) -> None:
-        """The vocabulary, so that a speech model can tell whether it is its own."""
+        """Write the vocabulary, so that a speech model can check that it is its own."""
         self.tokenizer.save(run)
 
     def valid(self, share: slice = slice(None)) -> Iterator[SentenceBatch]:
-        """The validation text, once, or a share of its batches."""
         return self.held_out.batches(0, share.start or 0, share.step or 1)
 
     def nothing_valid(self) -> str:
-        """What to say where none of it could be read."""
         return "no sentence for validation"
 
-    def report(self, log: Log, position: Position) -> dict[str, float]:
-        """A few sentences that the model makes up, always from the same random numbers."""
+    def report(self, log: Log, state: TrainState) -> dict[str, float]:
+        """Log a few generated sentences, always from the same random numbers."""
         self.objective.eval()
-        model, chance = self.objective.model, torch.Generator().manual_seed(self.recipe.seed)
+        model, generator = self.objective.model, torch.Generator().manual_seed(self.recipe.seed)
         device = next(model.parameters()).device
-        # Where places are learned there are no more than these.
-        longest = min(LONGEST_SAMPLE, getattr(self.recipe.model, "max_positions", LONGEST_SAMPLE))
-        said = sample(model, self.recipe.train.samples, longest, chance, device)
-        log.text("samples", "\n\n".join(map(self.tokenizer.decode, said)), position.step)
+        # With learned positions there are no more than these.
+        longest = min(MAX_SAMPLE, getattr(self.recipe.model, "max_positions", MAX_SAMPLE))
+        sentences = sample(model, self.recipe.train.samples, longest, generator, device)
+        log.text("samples", "\n\n".join(map(self.tokenizer.decode, sentences)), state.step)
         return {}
 
     def samples(self) -> Iterator[SentenceBatch]:
-        """A few validation sentences to look inside with, each alone and so without padding."""
-        there = self.held_out.sentences
-        return (there[[row]] for row in there.spread(INSPECTED))
-
-    def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]:
-        """Nothing more."""
-        return {}
+        sentences = self.held_out.sentences
+        return (sentences[[row]] for row in sentences.spread(INSPECTED))
 
 
 def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTask:
     """Read the texts, make or load the vocabulary, build the model.
 
-    Raises UserError for a text that is missing or cannot be learned from as the recipe stands.
+    Raises UserError for a text that is missing or does not fit the recipe.
     """
     data = recipe.data
     training, valid = (_read(data, role) for role in ("train", "valid"))
     tokenizer = load_tokenizer(run) if resume else _vocabulary(recipe, training)
-    for part, paths, most in (
-        (training, data.train, data.max_bytes),
-        (valid, data.valid, ANY_LENGTH),
-    ):
-        lines = part.sample(CHECKED_LINES)
-        corpora.check_text(lines, [tokenizer.unknown(line) for line in lines], paths[0])
-        part.tokenizer = tokenizer
-        _check_places(recipe.model, part, most, paths[0])
-    torch.manual_seed(recipe.seed)
-    cap, seed, workers = data.batch_bytes, recipe.seed, data.workers
-    epochs = SentenceEpochs(training, cap, data.max_bytes, seed, workers)
-    epochs.plan(1)  # says what cannot be before the run folder is made
-    return LanguageTask(
-        recipe,
-        build.language_objective(recipe, tokenizer.size),
-        epochs,
-        SentenceEpochs(valid, cap, ANY_LENGTH, seed, workers),
-        tokenizer,
+    epochs, held_out = (
+        SentenceEpochs(part, data.batch_bytes, longest, recipe.seed, data.workers)
+        for part, longest in ((training, data.max_bytes), (valid, ANY_LENGTH))
     )
+    for part, path in ((epochs, data.train[0]), (held_out, data.valid[0])):
+        lines = part.sentences.sample(CHECKED_LINES)
+        unknown = [tokenizer.unknown(line) for line in lines]
+        print_first(splits.check_vocabulary_coverage(lines, unknown, path))
+        part.sentences.tokenizer = tokenizer
+        _check_positions(recipe.model, part, path)
+    epochs.plan(1)  # raises its errors before the run folder is made
+    torch.manual_seed(recipe.seed)
+    model = build_language_model(recipe.model, tokenizer.size)
+    objective = LanguageObjective(model, recipe.train.label_smoothing)
+    objective.to(choose_device(recipe.train.device))
+    return LanguageTask(recipe, objective, epochs, held_out, tokenizer, about(tokenizer))
 
 
-def _check_places(model: LanguageModel, part: Sentences, most: int, path: Path) -> None:
-    """UserError where places are learned and a sentence of `most` bytes or less has too many."""
+def _check_positions(model: LanguageModelConfig, part: SentenceEpochs, path: Path) -> None:
+    """Raises UserError where a sentence that is not skipped exceeds the learned positions."""
     if getattr(model, "positions", None) != "learned":
         return
-    lengths = part.lengths
-    rows = np.flatnonzero(lengths <= most)
+    sentences, lengths = part.sentences, part.sentences.lengths
+    rows = np.flatnonzero(lengths <= part.longest)
     longest = rows[np.argsort(lengths[rows])[-LONGEST_LINES:]].tolist()
-    places = max((len(part.tokenizer.encode(part.line(row))) for row in longest), default=0) + 1
-    if places > model.max_positions:
+    counts = [len(sentences.tokenizer.encode(sentences.line(row))) for row in longest]
+    positions = max(counts, default=0) + 1
+    if positions > model.max_positions:
         raise UserError(
-            f"{path}: a sentence has {places} places with its end, and model.max_positions is "
-            f"{model.max_positions}; raise it, or take model.positions=sinusoidal"
+            f"{path}: a sentence has {positions} positions with its end, and model.max_positions "
+            f"is {model.max_positions}; raise it, or take model.positions=sinusoidal"
         )
 
 
 def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
-    """That of train.init or of text.run, which must be one where both are given; else a new one."""
+    """That of train.init or text.run, which must agree; else a new one."""
     init, given = recipe.train.init, recipe.text.run
     if given is None:
         if init is None:
-            return build.tokenizer(recipe.text, training.sample(VOCABULARY_LINES))
-        return kept_vocabulary(init, recipe.text)
+            return train_tokenizer(recipe.text, training.sample(VOCABULARY_LINES))
+        return load_init_tokenizer(init, recipe.text)
     tokenizer = load_tokenizer(given)
     if init and load_tokenizer(init).fingerprint() != tokenizer.fingerprint():
         raise UserError(
@@ -170,43 +170,22 @@ def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
     return tokenizer
 
 
-def load_language_model(run: Path, fingerprint: str, device: torch.device) -> torch.nn.Module:
-    """The model of a run's best checkpoint, to be added to a speech model of that vocabulary.
-
-    Raises UserError for a folder that is no such run, and for another vocabulary.
-    """
-    if not (run / "recipe.yaml").is_file():
-        raise UserError(f"decode.lm = {run}: no recipe.yaml in it, so it is no run folder")
-    recipe = read_recipe(run / "recipe.yaml")
-    if not isinstance(recipe, LanguageRecipe):
-        raise UserError(f"decode.lm = {run}: a run of the task {recipe.task}, no language model")
-    tokenizer = load_tokenizer(run)
-    if tokenizer.fingerprint() != fingerprint:
-        raise UserError(
-            f"decode.lm = {run}: its vocabulary is not this speech model's; "
-            "train a language model with text.run=SPEECH_RUN"
-        )
-    model = build.language_model(recipe.model, tokenizer.size)
-    load_weights(model, choose(run, "best", 1), about(tokenizer))
-    return model.to(device).eval()
-
-
-def _read(data: LanguageData, role: str) -> Sentences:
+def _read(data: LanguageDataConfig, role: str) -> Sentences:
     texts = []
     for path in getattr(data, role):
         if path.suffix == ".tsv":
-            corpora.make_built_in(data.corpus, path)
+            splits.make_built_in(data.corpus, path)
         if not path.is_file():
-            raise UserError(f"data.{role}: {path} is not there; {_remedy(data.corpus, path)}")
+            raise UserError(f"data.{role}: {path} is missing; {_remedy(data.corpus, path)}")
         texts.append(read_lines(path, data.cache))
     return Sentences(texts)
 
 
 def _remedy(corpus: str | None, path: Path) -> str:
-    """What makes a text that is missing: a manifest comes with its recordings."""
+    """How to get a missing text; a manifest comes with its recordings."""
     if corpus is None or (path.suffix != ".tsv" and corpus != "librispeech-lm"):
         return "name a .txt, .txt.gz or .tsv file"
     command = "python -m asr.prepare librispeech-lm --to {folder}"
     if path.suffix == ".tsv":
-        command = corpora.PREPARE["librispeech" if corpus == "librispeech-lm" else corpus]
+        command = splits.PREPARE["librispeech" if corpus == "librispeech-lm" else corpus]
     return f"make it with: {command.format(folder=path.parent, split=path.stem)}"

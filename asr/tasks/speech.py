@@ -1,8 +1,7 @@
-"""The task of recognising speech: corpus, objective and what validation shows.
+"""The task `speech`: corpus, objective, and the report of a validation.
 
-asr.train trains any task; this one brings the training corpus in batches, a SpeechObjective, and
-a report for TensorBoard: greedy and CTC word error rates, and for a few fixed utterances the
-log-mel picture, where attention looked and what was heard.
+The report has word error rates of the attention decoder and of CTC, and for a few fixed utterances
+pictures of features and attention and the decoded texts.
 """
 
 from collections.abc import Iterator
@@ -13,158 +12,129 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from asr import build, corpora
-from asr.data.batch import Batch, collate
-from asr.data.content import SHA256, Content, sha256_of_files
+from asr.analysis.plots import attention_picture, feature_picture
+from asr.analysis.wer import score
+from asr.config.schema import LasConfig, SpeechRecipe
+from asr.data import loader, splits
+from asr.data.batching import Batch, Item, collate, plan_evaluation
 from asr.data.corpus import Corpus
-from asr.data.loader import Epochs, Utterances, load
-from asr.data.plan import Item, plan_evaluation
-from asr.data.statistics import measure, of_split
-from asr.data.text import about, labels_of, load_tokenizer
-from asr.nn.memory import Memory
-from asr.recognizer import Recognizer
-from asr.scoring.pictures import attention_picture, diagonality, feature_picture
-from asr.scoring.wer import score
-from asr.search import language_scorer
-from asr.settings import SpeechRecipe
-from asr.tasks.room import check_room
-from asr.tasks.vocabulary import kept_vocabulary
-from asr.trained import STATISTICS
-from asr.training.log import Log
-from asr.training.objective import SpeechObjective, shift
-from asr.training.position import Position
+from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches
+from asr.data.tokenizer import Tokenizer, about, labels_of, load_tokenizer, train_tokenizer
+from asr.decoding.alignment import diagonality, has_ctc_path
+from asr.errors import UserError
+from asr.inference.decode import SpeechDecoder
+from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_scorer, save_inputs
+from asr.io import sha256_of_files
+from asr.models.build import build_front_end, build_speech_model
+from asr.training.distributed import choose_device, print_first
+from asr.training.inspection import attention_weights
+from asr.training.logging import Log
+from asr.training.losses import SpeechObjective
+from asr.training.resume import SHA256, Content
+from asr.training.run import Task
+from asr.training.trainer import TrainState
 from features.front_end import FrontEnd
 
-INSPECTED = 4  # utterances that train.health looks at
-# Of a larger corpus, so many utterances, evenly spread, are looked at before training begins.
+INSPECTED = 4  # utterances for train.health
+# Of a larger corpus, utterances evenly spaced that are used before training begins.
 VOCABULARY_UTTERANCES = 300_000
+CHECKED_LENGTHS = 100_000
 CHECKED_TEXTS = 1000
 
 
 @dataclass(frozen=True)
-class SpeechTask:
-    """The Task of asr.train for speech."""
+class SpeechTask(Task):
+    """Training of a speech recogniser. asr.evaluate, not the task, decodes the test splits."""
 
     recipe: SpeechRecipe
     objective: SpeechObjective
-    epochs: Epochs
-    heard: Utterances  # of the validation split
-    recognizer: Recognizer
-
-    @property
-    def allowed_broken(self) -> float:
-        """Share of the corpus that may turn out unreadable."""
-        return self.recipe.data.broken
+    epochs: SpeechEpochs
+    held_out: UtteranceDataset  # the validation split
+    decoder: SpeechDecoder
+    about: dict[str, str]
+    max_unreadable: float
 
     def prepare(self, run: Path) -> None:
-        """What a run folder needs beside checkpoints, so that it can transcribe on its own."""
-        self.recognizer.save(run)
+        save_inputs(run, self.decoder.tokenizer, self.epochs.utterances.front_end)
 
     def describe(self) -> str:
-        """The corpus in a few words."""
         corpus, plan = self.epochs.utterances.corpus, self.epochs.plan(1)
         return (
             f"{corpus.seconds.sum() / 3600:.2f} h in {len(corpus)} utterances, "
             f"{len(plan.batches)} batches an epoch, {100 * plan.padding:.1f} % padding"
         )
 
-    @property
-    def about(self) -> dict[str, str]:
-        """What a checkpoint says of itself."""
-        return about(self.recognizer.tokenizer)
-
     @cached_property
     def content(self) -> Content:
-        """Of the manifests to learn from and to validate on; the audio itself is not read."""
+        """Size and hash of the training and validation manifests; no audio is read."""
+        corpora = {"train": self.epochs.utterances.corpus, "valid": self.held_out.corpus}
         return {
             f"data.{role}": {
                 "utterances": len(corpus),
                 "seconds": round(float(corpus.seconds.sum()), 1),
                 SHA256: sha256_of_files([corpus.path]),
             }
-            for role, corpus in (
-                ("train", self.epochs.utterances.corpus),
-                ("valid", self.heard.corpus),
-            )
+            for role, corpus in corpora.items()
         }
 
     def valid(self, share: slice = slice(None)) -> Iterator[Batch]:
-        """The validation split, once, or a share of its batches."""
-        plan = plan_evaluation(self.heard.corpus.seconds, self.recipe.decode.batch_seconds)
-        return load(self.heard, plan.batches[share], self.recipe.data.workers)
+        plan = plan_evaluation(self.held_out.corpus.seconds, self.recipe.decode.batch_seconds)
+        return load_batches(self.held_out, plan.batches[share], self.recipe.data.workers)
 
     def nothing_valid(self) -> str:
-        """What to say where none of it could be read."""
-        return self.heard.corpus.unreadable
+        return self.held_out.corpus.unreadable
 
-    def report(self, log: Log, position: Position) -> dict[str, float]:
-        """Word error rates and attention's diagonality on validation; pictures and texts.
+    def report(self, log: Log, state: TrainState) -> dict[str, float]:
+        """-> word error rates and diagonality of attention; logs pictures and texts.
 
-        Utterances are taken in the order of the manifest, train.wer_utterances of them.
+        Over the first train.wer_utterances of the manifest.
         """
-        train = self.recipe.train
-        seconds = self.heard.corpus.seconds[: train.wer_utterances]
+        train, corpus = self.recipe.train, self.held_out.corpus
+        seconds = corpus.seconds[: train.wer_utterances]
         plan = plan_evaluation(seconds, self.recipe.decode.batch_seconds)
         texts: dict[str, str] = {}
         ctc_texts: dict[str, str] = {}
         slopes = []
-        shown = set(self.heard.corpus[: train.samples].ids)
-        for batch in load(self.heard, plan.batches, self.recipe.data.workers):
+        shown = set(corpus[: train.samples].ids)
+        for batch in load_batches(self.held_out, plan.batches, self.recipe.data.workers):
             if not len(batch):
                 continue
-            memory = self.recognizer.encode(batch)
-            found = self.recognizer.hypotheses(memory)
-            texts |= zip(batch.ids, map(self.recognizer.text, found), strict=True)
-            paths = self.recognizer.ctc_paths(memory)
-            ctc_texts |= zip(batch.ids, map(self.recognizer.text, paths), strict=False)
-            weights = self._attention(memory, batch)
-            slopes += [diagonality(w) for w in weights]
+            memory = self.decoder.encode(batch)
+            hypotheses = self.decoder.hypotheses(memory)
+            texts |= zip(batch.ids, map(self.decoder.text, hypotheses), strict=True)
+            paths = self.decoder.ctc_hypotheses(memory)
+            ctc_texts |= zip(batch.ids, map(self.decoder.text, paths), strict=False)
+            weights = [w.numpy() for w in attention_weights(self.decoder.model, memory, batch)]
+            slopes += map(diagonality, weights)
             for row in (i for i, name in enumerate(batch.ids) if name in shown):
-                self._show(log, position.step, batch, row, weights[row])
-        self._samples(log, position.step, texts, ctc_texts)
+                self._pictures(log, state.step, batch, row, weights[row])
+        self._texts(log, state.step, texts, ctc_texts)
         if not texts:
             return {}
         rates = {"wer": self._rate(texts), "diagonality": float(np.mean(slopes))}
         return rates | ({"ctc_wer": self._rate(ctc_texts)} if ctc_texts else {})
 
     def samples(self) -> Iterator[Batch]:
-        """A few validation utterances to look inside with, each alone and so without padding."""
-        for number in range(min(INSPECTED, len(self.heard))):
-            batch = collate([self.heard[Item(number, 0, 1.0)]])
+        for number in range(min(INSPECTED, len(self.held_out))):
+            batch = collate([self.held_out[Item(number, 0, 1.0)]])
             if len(batch):
                 yield batch
 
-    def finish(self, run: Path, log: Log, position: Position) -> dict[str, float]:
-        """Nothing: asr.evaluate decodes test splits, as often as one likes."""
-        return {}
-
     def _rate(self, texts: dict[str, str]) -> float:
-        truth = {u.id: u.text for u in self.heard.corpus[: self.recipe.train.wer_utterances]}
-        return score([truth[name] for name in texts], list(texts.values()), draws=1).wer
+        corpus = self.held_out.corpus[: self.recipe.train.wer_utterances]
+        references = {utterance.id: utterance.text for utterance in corpus}
+        return score([references[name] for name in texts], list(texts.values()), draws=1).wer
 
-    @torch.no_grad()
-    def _attention(self, memory: Memory, batch: Batch) -> list[np.ndarray]:
-        """Where the model looks when it reads the true text: per utterance (U + 1, T)."""
-        inputs, _ = shift(batch.tokens, batch.token_lengths)
-        weights = self.recognizer.model.attention(memory, inputs.to(memory.states.device))
-        frames = memory.valid.sum(dim=1).tolist()
-        return [
-            w[: u + 1, :t].float().cpu().numpy()
-            for w, u, t in zip(weights, batch.token_lengths.tolist(), frames, strict=True)
-        ]
-
-    def _show(self, log: Log, step: int, batch: Batch, row: int, weights: np.ndarray) -> None:
+    def _pictures(self, log: Log, step: int, batch: Batch, row: int, weights: np.ndarray) -> None:
         name = batch.ids[row]
         tokens = batch.tokens[row, : batch.token_lengths[row]].tolist()
-        labels = labels_of(tokens, self.recognizer.tokenizer)
+        labels = labels_of(tokens, self.decoder.tokenizer)
         log.picture(f"attention/{name}", attention_picture(weights, labels, name), step)
         features = batch.features[row, : batch.lengths[row]].numpy()
         log.picture(f"features/{name}", feature_picture(features, name), step)
 
-    def _samples(
-        self, log: Log, step: int, texts: dict[str, str], ctc_texts: dict[str, str]
-    ) -> None:
-        for utterance in self.heard.corpus[: self.recipe.train.samples]:
+    def _texts(self, log: Log, step: int, texts: dict[str, str], ctc_texts: dict[str, str]) -> None:
+        for utterance in self.held_out.corpus[: self.recipe.train.samples]:
             lines = [f"reference: {utterance.text}", f"attention: {texts.get(utterance.id)}"]
             if ctc_texts:
                 lines.append(f"CTC: {ctc_texts.get(utterance.id)}")
@@ -174,14 +144,15 @@ class SpeechTask:
 def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
     """Read the corpus, make or load vocabulary and statistics, build the model.
 
-    Raises UserError for a corpus that is missing or cannot be learned from as the recipe stands.
+    Raises UserError for a corpus that is missing or does not fit the recipe.
     """
-    data = recipe.data
-    whole = corpora.corpus(data, data.train, "train")
-    training = corpora.within(whole, data.min_seconds, data.max_seconds)
-    valid = corpora.corpus(data, data.valid, "valid")
-    # A file without end must not end the run: validation leaves it out as well, and says so.
-    front_end = build.front_end(recipe.features, data.max_seconds * 2)
+    data, speeds = recipe.data, recipe.features.speed_perturb
+    whole = splits.load_split_manifest(data, data.train, "train")
+    training, note = splits.filter_by_duration(whole, data.min_seconds, data.max_seconds)
+    print_first(note)
+    valid = splits.load_split_manifest(data, data.valid, "valid")
+    # Longer files count as unreadable: a file without end must not end the run.
+    front_end = build_front_end(recipe.features, data.max_seconds * 2)
     if resume:
         tokenizer = load_tokenizer(run)
         if front_end.norm.needs_statistics:
@@ -189,26 +160,70 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
     else:
         init, text = recipe.train.init, recipe.text
         part = training.sample(VOCABULARY_UTTERANCES)
-        tokenizer = kept_vocabulary(init, text) if init else build.tokenizer(text, part.texts)
-        _measure(training, front_end, recipe)
+        tokenizer = load_init_tokenizer(init, text) if init else train_tokenizer(text, part.texts)
+        if front_end.norm.needs_statistics:
+            print(f"measuring features for mvn: {recipe.features.mvn}", flush=True)
+            loader.measure_statistics(training, front_end, data.workers, speeds)
     for part in (training, valid):
         texts = part.sample(CHECKED_TEXTS).texts
-        corpora.check_text(texts, [tokenizer.unknown(text) for text in texts], part.path)
+        unknown = [tokenizer.unknown(text) for text in texts]
+        print_first(splits.check_vocabulary_coverage(texts, unknown, part.path))
     torch.manual_seed(recipe.seed)
-    objective = build.speech_objective(recipe, front_end.size, tokenizer.size)
-    check_room(recipe, training, tokenizer, front_end, objective)
-    lm = language_scorer(recipe.decode, tokenizer, build.device(recipe.train.device))
-    return SpeechTask(
-        recipe,
-        objective,
-        build.epochs(recipe, training, front_end, tokenizer),
-        Utterances(valid, of_split(front_end, valid, data.workers), tokenizer, recipe.seed),
-        Recognizer(objective.model, tokenizer, front_end, recipe.decode, lm=lm),
-    )
+    objective = build_speech_objective(recipe, front_end.size, tokenizer.size)
+    check_ctc_lengths(recipe, training, tokenizer, front_end, objective)
+    lm = load_language_scorer(recipe.decode, tokenizer, choose_device(recipe.train.device))
+    train, views = recipe.train, 2 if recipe.train.consistency else 1
+    utterances = UtteranceDataset(training, front_end, tokenizer, recipe.seed, views=views)
+    settings = train.batch_seconds, speeds, train.short_first, data.workers, train.round_seconds
+    epochs = SpeechEpochs(utterances, *settings)
+    valid_front_end = loader.with_split_statistics(front_end, valid, data.workers, (1.0,))
+    held_out = UtteranceDataset(valid, valid_front_end, tokenizer, recipe.seed)
+    decoder = SpeechDecoder(objective.model, tokenizer, recipe.decode, lm)
+    metadata, unreadable = about(tokenizer), data.max_unreadable
+    return SpeechTask(recipe, objective, epochs, held_out, decoder, metadata, unreadable)
 
 
-def _measure(training: Corpus, front_end: FrontEnd, recipe: SpeechRecipe) -> None:
-    """The statistics of the training corpus, and a word of it, for all its audio may be read."""
-    if front_end.norm.needs_statistics:
-        print(f"measuring features for mvn: {recipe.features.mvn}", flush=True)
-        measure(training, front_end, recipe.data.workers, recipe.features.speed)
+def check_ctc_lengths(
+    recipe: SpeechRecipe, corpus: Corpus, tokenizer: Tokenizer, front_end: FrontEnd,
+    objective: SpeechObjective,
+) -> None:  # fmt: skip
+    """Print the utterances with more CTC labels than frames of memory, which have no CTC path.
+
+    Raises UserError where they are more than 1 %.
+    """
+    if not recipe.model.ctc_weight:
+        return
+    part = corpus.sample(CHECKED_LENGTHS)
+    fastest = max(recipe.features.speed_perturb)
+    frames = torch.tensor([front_end.num_frames(u.seconds, fastest) for u in part])
+    lengths = objective.model.memory_lengths(frames).tolist()
+    sized = zip(part, lengths, strict=True)
+    short = [u.id for u, length in sized if not has_ctc_path(tokenizer.encode(u.text), length)]
+    if not short:
+        return
+    names = f"{' '.join(short[:5])}{' ...' if len(short) > 5 else ''}"
+    count = f"{len(short)} of {len(part)} utterances{'' if part is corpus else ' checked'}"
+    line = f"{count} have more CTC labels than frames: {names}"
+    if len(short) > 0.01 * len(part):
+        raise UserError(f"{line}; {_ctc_remedy(recipe)}")
+    print(f"{line}; the CTC loss skips them", flush=True)
+
+
+def _ctc_remedy(recipe: SpeechRecipe) -> str:
+    """How to get more frames or fewer tokens with this recipe."""
+    if isinstance(recipe.model, LasConfig):
+        listener = recipe.model.listener
+        reducing = {"pyramid": listener.pyramid, "convolution": listener.convolution > 1}
+        keys = [f"model.listener.{key}" for key, reduces in reducing.items() if reduces]
+    else:
+        keys = ["model.reduction"]
+    frames = f"reduce fewer frames ({' and '.join(keys)}) or " if keys else ""
+    return frames + ("use text.kind=bpe" if recipe.text.kind == "characters" else "raise text.size")
+
+
+def build_speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> SpeechObjective:
+    """The model with its objective, on the recipe's device."""
+    model, train = build_speech_model(recipe.model, features, vocabulary), recipe.train
+    settings = train.label_smoothing, train.guided_attention, train.consistency
+    objective = SpeechObjective(model, recipe.model.ctc_weight, *settings)
+    return objective.to(choose_device(train.device))

@@ -1,17 +1,17 @@
 """Checkpoints: the weights as safetensors, the rest of a training run beside them.
 
     RUN/checkpoints/00000500/model.safetensors   weights; step and validation loss as metadata
-                             training.pt         optimiser, position, random states
+                             training.pt         optimiser, train state, random states
+                             sha256.json         checksums of both
 
-A checkpoint is written into a hidden folder, synced and renamed, so it is there whole or not at
-all; one that is replaced or removed is renamed first, too (.STEP.old). What a crash leaves of that
-is put right in recovery.py. Nothing that is read can run code: safetensors for the weights,
-weights_only for the rest.
+A checkpoint is written into a hidden folder (.STEP.part), synced and renamed, so it is complete or
+absent; one that is replaced or removed is renamed first, too (.STEP.old). newest_sound cleans up
+after a crash and skips damaged checkpoints. No file read here can run code: safetensors for the
+weights, weights_only for the rest.
 """
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from asr.data.content import sha256_of_files
 from asr.errors import UserError
+from asr.io import read_small_file, sha256_of_files, sync
 
 WEIGHTS = "model.safetensors"
 TRAINING = "training.pt"
@@ -32,12 +32,12 @@ SUMS = "sha256.json"
 
 
 class NotSaved(UserError):
-    """A checkpoint could not be written; what had been there is there still."""
+    """A checkpoint could not be written; the one it should replace is unchanged."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint on disk; `loss` is the validation loss in nats, infinite if not measured."""
+    """One checkpoint on disk; `loss` is the validation loss in nats, infinite if unknown."""
 
     folder: Path
     step: int
@@ -45,17 +45,13 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    run: Path,
-    module: nn.Module,
-    training: dict[str, Any] | None,
-    step: int,
-    loss: float,
+    run: Path, module: nn.Module, training: dict[str, Any] | None, step: int, loss: float,
     about: dict[str, str],
-) -> Checkpoint:
-    """Write RUN/checkpoints/STEP whole, or leave what was there.
+) -> Checkpoint:  # fmt: skip
+    """Write RUN/checkpoints/STEP, or leave the disk as it was.
 
-    `about` goes into the metadata of the weights (vocabulary fingerprint). Without `training` there
-    are weights alone. Raises NotSaved where the disk is full or cannot be written.
+    `about` goes into the metadata of the weights (vocabulary fingerprint). Without `training` only
+    the weights are written. Raises NotSaved where the disk is full or cannot be written.
     """
     folder = run / "checkpoints" / f"{step:08d}"
     part = folder.with_name(f".{folder.name}.part")
@@ -63,103 +59,101 @@ def save_checkpoint(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         meta = {**about, "step": str(step), "loss": repr(loss)}
-        # Not save_file, which makes its file private: a run folder is often shared.
+        # Not save_file, which makes its file private: run folders are often shared.
         (part / WEIGHTS).write_bytes(save(named_tensors(module), metadata=meta))
         if training is not None:
             torch.save(training, part / TRAINING)
         sums = {path.name: sha256_of_files([path]) for path in sorted(part.iterdir())}
         (part / SUMS).write_text(json.dumps(sums))
         for path in (*part.iterdir(), part):
-            _sync(path)
-        _put(part, folder)
-    except (OSError, RuntimeError, SafetensorError) as error:  # each writer has its own
+            sync(path)
+        old = _hide(folder)
+        part.rename(folder)
+        sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise NotSaved(f"{folder}: cannot be saved ({why_unwritten(error, folder)})") from None
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError | RuntimeError | SafetensorError):  # one for each writer
+            reason = why_unwritten(error, folder)
+            raise NotSaved(f"{folder}: cannot be saved ({reason})") from None
         raise
     return Checkpoint(folder, step, loss)
 
 
-def _put(part: Path, folder: Path) -> None:
-    """Give a whole folder its name; what had that name stays until then."""
+def _hide(folder: Path) -> Path:
+    """Rename a checkpoint, if there is one, which removes it at once, not file by file."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
-    part.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    return old
 
 
 def why_unwritten(error: Exception, folder: Path) -> str:
-    """Why the folder could not be written; torch and safetensors hide the system's own word."""
+    """Why the folder could not be written; torch and safetensors hide the system's reason."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    there = next(place for place in folder.parents if place.exists())
-    free = shutil.disk_usage(there).free
-    said = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-    return f"{said}; {free / 1e6:.0f} MB are free on that disk"
+    existing = next(parent for parent in folder.parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    return f"{_first_line(error)[:120]}; {free / 1e6:.0f} MB are free on that disk"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def list_checkpoints(run: Path) -> list[Checkpoint]:
-    """The whole ones of a run, by step; a folder that cannot be read as one is left out."""
-    found = []
+    """The checkpoints of a run, by step; folders that cannot be read as one are skipped."""
+    checkpoints = []
     for folder in sorted((run / "checkpoints").glob("[0-9]*")):
         try:
             with safe_open(folder / WEIGHTS, "pt") as file:
                 about = file.metadata() or {}
-            found.append(Checkpoint(folder, int(about["step"]), float(about["loss"])))
+            checkpoints.append(Checkpoint(folder, int(about["step"]), float(about["loss"])))
         except (OSError, SafetensorError, KeyError, ValueError):
             continue
-    return found
+    return checkpoints
 
 
 def is_sound(checkpoint: Checkpoint, names: Sequence[str] = (WEIGHTS, TRAINING)) -> bool:
-    """Whether its files are what was written (by their checksums)."""
+    """Whether the checksums of its files are those written."""
     try:
-        sums = json.loads((checkpoint.folder / SUMS).read_text())
+        sums = json.loads(read_small_file(checkpoint.folder / SUMS))
         return all(sha256_of_files([checkpoint.folder / name]) == sums[name] for name in names)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def prune(run: Path, keep: int, keep_best: int) -> None:
-    """Leave the last `keep` checkpoints and the best `keep_best`."""
-    there = list_checkpoints(run)
-    kept = {c.folder for c in there[-keep:]} | {c.folder for c in best_of(there)[:keep_best]}
-    for checkpoint in there:
-        if checkpoint.folder not in kept:
-            old = checkpoint.folder.with_name(f".{checkpoint.folder.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            checkpoint.folder.rename(old)  # gone at once, not file by file
-            shutil.rmtree(old, ignore_errors=True)
+    """Remove all but the last `keep` checkpoints and the best `keep_best`."""
+    checkpoints = list_checkpoints(run)
+    kept = [*checkpoints[-keep:], *best_of(checkpoints)[:keep_best]]
+    for checkpoint in checkpoints:
+        if checkpoint not in kept:
+            shutil.rmtree(_hide(checkpoint.folder), ignore_errors=True)
 
 
 def best_of(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Those with a validation loss, the lowest first; of equals the later."""
+    """Those with a validation loss, the lowest first; of equal ones the later."""
     measured = [c for c in checkpoints if math.isfinite(c.loss)]
     return sorted(measured, key=lambda c: (c.loss, -c.step))
 
 
 def choose(run: Path, which: str, average: int) -> list[Checkpoint]:
-    """The checkpoints to read a model from: the `average` best or last ones.
-
-    Raises UserError where the run has none.
-    """
-    there = list_checkpoints(run)
-    if not there:
+    """The `average` best or last checkpoints of a run. Raises UserError where it has none."""
+    checkpoints = list_checkpoints(run)
+    if not checkpoints:
         raise UserError(f"{run}: no checkpoint in it; train it first (python -m asr.train)")
-    chosen = best_of(there) if which == "best" else there[::-1]
-    return (chosen or there[::-1])[:average]
+    best = best_of(checkpoints) if which == "best" else []
+    return (best or checkpoints[::-1])[:average]
 
 
 def load_weights(
     module: nn.Module, checkpoints: Sequence[Checkpoint], about: dict[str, str]
 ) -> None:
-    """The mean of the checkpoints' weights into the module.
+    """Load the mean of the checkpoints' weights into the module.
 
-    Raises UserError where a file is damaged, or of another model or vocabulary.
+    Raises UserError where a file is damaged, or of another model or vocabulary (`about`).
     """
     mean: dict[str, Tensor] = {}
     for checkpoint in checkpoints:
@@ -169,28 +163,28 @@ def load_weights(
             raise UserError(f"{path}: damaged, its checksum differs; take another checkpoint")
         try:
             with safe_open(path, "pt") as file:
-                there = file.metadata() or {}
+                metadata = file.metadata() or {}
             weights = load_file(path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be read as weights ({error})") from None
         for name, value in about.items():
-            if there.get(name) != value:
-                raise UserError(f"{path}: of another {name} ({there.get(name)}, here {value})")
+            if metadata.get(name) != value:
+                raise UserError(f"{path}: of another {name} ({metadata.get(name)}, here {value})")
         for name, weight in weights.items():
             mean[name] = mean.get(name, 0) + weight.double() / len(checkpoints)
     _fill(module, mean, checkpoints[-1].folder / WEIGHTS)
 
 
 def read_training(checkpoint: Checkpoint, mapped: bool = False) -> dict[str, Any]:
-    """What save_checkpoint was given as `training`. Raises UserError where it is damaged.
+    """The `training` given to save_checkpoint. Raises UserError where it is damaged.
 
-    mapped: its tensors, twice the weights, are left on the disk until somebody looks at them.
+    mapped: its tensors, twice the size of the weights, are read from the disk only when used.
     """
     path = checkpoint.folder / TRAINING
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch.load raises many kinds; all mean the same to a user
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = _first_line(error)
         raise UserError(f"{path}: cannot be read as a training state ({reason})") from None
 
 
@@ -207,7 +201,7 @@ def _fill(module: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Each tensor once: tied weights share their memory, and safetensors stores no sharing."""
+    """Each tensor once: tied weights share their memory, which safetensors does not store."""
     seen: set[int] = set()
     once = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -217,9 +211,41 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return once
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+@dataclass(frozen=True)
+class SoundCheckpoint:
+    """The newest checkpoint that is not damaged, and the damaged newer ones, newest first."""
+
+    checkpoint: Checkpoint | None
+    damaged: tuple[Path, ...]
+
+
+def newest_sound(run: Path) -> SoundCheckpoint:
+    """Checks the checkpoints of a run, the newest first, until one's checksums agree."""
+    _clean_up(run / "checkpoints")
+    readable = {checkpoint.folder: checkpoint for checkpoint in list_checkpoints(run)}
+    damaged = []
+    for folder in sorted((run / "checkpoints").glob("[0-9]*"), reverse=True):
+        if folder in readable and is_sound(readable[folder]):
+            return SoundCheckpoint(readable[folder], tuple(damaged))
+        damaged.append(folder)
+    return SoundCheckpoint(None, tuple(damaged))
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint to damaged-STEP, which list_checkpoints skips; -> its path."""
+    place = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(place, ignore_errors=True)
+    return folder.rename(place)
+
+
+def _clean_up(folder: Path) -> None:
+    """Undo what a crash interrupted: restore a checkpoint half replaced, remove partial ones."""
+    for old in folder.glob(".*.old"):
+        place = folder / old.name[1:].removesuffix(".old")
+        # Where its removal had begun, it is not sound.
+        if not place.exists() and is_sound(Checkpoint(old, 0, 0.0)):
+            old.rename(place)
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+    for part in folder.glob(".*.part"):
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,103 +1,170 @@
-"""Several processes that train one model: what they share, and what the first does alone.
+"""Distributed training: the processes (ranks) that torchrun starts train one model.
 
-torchrun starts them and tells each, in its environment, its number (rank) and how many there are.
-Every rank reads its own batches and sums their gradients; one sum over all ranks makes the step.
-That sum stands behind the backward pass, not within it as in DistributedDataParallel: a rank may
-then have no batch in an epoch's last step, cut one that does not fit in memory, or leave out
-layers, and the sum is still that of one process over the same batches.
+Every rank reads its own batches; after the backward pass the gradients of all ranks are summed.
+This is done outside of the backward pass, unlike in DistributedDataParallel: a rank may have no
+batch in the last step of an epoch, split one that does not fit in memory or skip layers, and the
+sum still is that of one process over the same batches.
 
-Without torchrun there is one rank, and nothing here does anything. What is handed to `gather` may
-be any object; all ranks must call the functions below in the same order.
+Without torchrun there is one rank, and the functions below return at once. All ranks must call them
+in the same order.
 """
 
+import json
 import os
 import re
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asr.errors import UserError
-from asr.training.meeting import has_spoken, new_room
-from asr.training.objective import Sum, add
+from asr.errors import EXIT_USER_ERROR, UserError
+from asr.io import read_small_file, write_files
+from asr.training.losses import Sum, add
 
 Value = TypeVar("Value")
-# A rank that dies is noticed by its connections and by torchrun, not by this; the first rank may
-# make a corpus, or measure its statistics, while the others wait.
-PATIENCE = timedelta(hours=3)
+
+# Of collectives: rank 0 may make a corpus or measure statistics while the others wait. Connections
+# and torchrun detect a dead rank sooner.
+TIMEOUT = timedelta(hours=3)
 BUCKET = 8 << 20  # numbers that are summed at once: 32 MB of gradients
+POLL = 0.02  # seconds
+REPORT_WAIT = 2.0  # seconds; ranks that fail for one reason fail together
+REPORTED = "reported"  # key in the store: number of ranks that have failed; the first reports
+LAUNCH = ".launch"  # in the run folder: the torchrun processes that started or resumed it last
 
 
-class Lost(Exception):
-    """Another rank has ended; it has said why, or was killed."""
+class RankLost(Exception):
+    """Another rank was killed, or failed and has reported why."""
 
 
 def world() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this one, from 0."""
+    """The number of this rank, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_first() -> bool:
-    """Whether this rank writes the files and speaks for all."""
+    """Whether this is rank 0, which alone writes files and logs."""
     return rank() == 0
 
 
-@contextmanager
-def joined(device: str) -> Iterator[None]:
-    """Within, the processes that torchrun started are one training's ranks; `device` as in recipes.
+def print_first(line: str | None) -> None:
+    """Print a line on rank 0; nothing where there is none."""
+    if line and is_first():
+        print(line, flush=True)
 
-    The first rank that fails says why; the others, which fail because of it, end in silence.
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """Connects the processes that torchrun started; `device` as in recipes.
+
+    The first rank that fails reports its error; the others, which fail because of it, do not.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
         return
-    backend = _take_device(device)
-    whole, number, count = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(new_room(whole, number, count), whole)
-    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
+    backend = _select_gpu(device)
+    store, number, count = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(new_key_prefix(store, number, count), store)
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
     try:
         yield
-        gather(None)  # torchrun ends all as soon as one ends with a code other than 0
-    except Lost as error:
-        print(f"rank {number}: ends, another was killed or says why ({error})", file=sys.stderr)
+        gather(None)  # torchrun ends all ranks as soon as one ends with an exit code other than 0
+    except RankLost as error:
+        reason = f"another was killed or failed ({error})"
+        print(f"rank {number}: exits because {reason}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        if has_spoken(store, number, count):
-            sys.exit(2 if isinstance(error, UserError) else 1)
+        if has_reported(store, number, count):
+            sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else 1)
         if isinstance(error, UserError):
             raise UserError(f"rank {number}: {error}") from None
         raise
     dist.destroy_process_group()
 
 
-def _take_device(device: str) -> str:
-    """This rank's own GPU, where GPUs are used -> the backend that sums on it."""
+def _select_gpu(device: str) -> str:
+    """Select this rank's own GPU, where GPUs are used; -> the backend that sums on it."""
     if device == "cpu" or not torch.cuda.is_available():
         return "gloo"
-    local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if ":" in device:
         raise UserError(f"train.device = {device} is one GPU for all ranks; take auto or cuda")
-    if local >= there:
-        raise UserError(
-            f"{there} GPUs for rank {local} and those before it: take --nproc-per-node={there}"
-        )
+    if local >= gpus:
+        remedy = f"take --nproc-per-node={gpus}"
+        raise UserError(f"{gpus} GPUs for rank {local} and those before it: {remedy}")
     torch.cuda.set_device(local)
     return "cpu:gloo,cuda:nccl"
 
 
+def choose_device(name: str) -> torch.device:
+    """`auto` takes a GPU if there is one. Raises UserError for a GPU that does not exist."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"train.device = {name}: this machine has no such GPU; try auto or cpu")
+    return device
+
+
+def new_key_prefix(store: dist.Store, number: int, count: int) -> str:
+    """A key prefix of this launch, the same on all `count` ranks; called by rank `number`.
+
+    torchrun may keep its store when it restarts the ranks. The store may then hold addresses of
+    finished processes; connecting to one hangs. Rank 0 chooses the prefix. Each other rank requests
+    it under an id of its own until the answer carries that id, and confirms.
+    """
+    own = uuid.uuid4().hex
+    if number:
+        store.set(f"request {number}", own)
+        while (answer := store.get(f"answer {number}").decode().split())[1] != own:
+            time.sleep(POLL)
+        store.set(f"confirmed {number}", answer[0])
+        return answer[0]
+    missing = set(range(1, count))
+    while missing:
+        for other in sorted(missing):
+            if request := _value(store, f"request {other}"):
+                store.set(f"answer {other}", f"{own} {request}")
+            if _value(store, f"confirmed {other}") == own:
+                missing.remove(other)
+        time.sleep(POLL)
+    return own
+
+
+def _value(store: dist.Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def has_reported(store: dist.Store, number: int, count: int) -> bool:
+    """Whether another rank has reported an error; from now on this one (`number`) has."""
+    try:
+        before = store.add(REPORTED, 1) - 1
+        end = time.monotonic() + REPORT_WAIT
+        # Without torchrun rank 0 holds the store, and asking a store that is gone prints pages of
+        # warnings: rank 0 waits for the others.
+        while number == 0 and store.add(REPORTED, 0) < count and time.monotonic() < end:
+            time.sleep(POLL)
+    except RuntimeError:  # the store ended with rank 0, which reports why
+        return True
+    return before > 0
+
+
 @contextmanager
-def first_alone() -> Iterator[None]:
-    """The first rank goes through the block alone; the others when it is done."""
+def first_rank_first() -> Iterator[None]:
+    """Rank 0 executes the block alone; the others execute it when rank 0 has finished."""
     if not is_first():
         gather(None)
     yield
@@ -106,7 +173,7 @@ def first_alone() -> Iterator[None]:
 
 
 def check_share(batches: int) -> None:
-    """UserError where an epoch of so many batches leaves a rank without any."""
+    """Raises UserError where an epoch of so many batches leaves a rank without any."""
     if batches < world():
         raise UserError(
             f"{batches} batches an epoch are too few for {world()} ranks: make them smaller "
@@ -115,59 +182,57 @@ def check_share(batches: int) -> None:
         )
 
 
-def begin_alike(module: nn.Module) -> None:
-    """The first rank's weights on all of them, and other random numbers on each.
+def synchronize(module: nn.Module) -> None:
+    """Copy the weights of rank 0 to all ranks, and give each rank its own random seed.
 
-    Machines of different kinds may draw the same numbers and yet compute other weights from them.
+    Different machines may compute different initial weights from the same random numbers.
     """
     if world() == 1:
         return
     for tensor in module.state_dict().values():
-        _together(dist.broadcast, tensor, 0)
+        _collective(dist.broadcast, tensor, 0)
     torch.manual_seed(torch.initial_seed() + 1_000_003 * rank())
 
 
 def gather(value: Value) -> list[Value]:
-    """Every rank's value, in the order of the ranks."""
+    """The values of all ranks, in order; any object."""
     if world() == 1:
         return [value]
     values: list[Any] = [None] * world()
-    _together(dist.all_gather_object, values, value)
+    _collective(dist.all_gather_object, values, value)
     return values
 
 
 def add_sums(
-    sums: dict[str, Sum], said: Sequence[str] = ()
+    sums: dict[str, Sum], messages: Sequence[str] = ()
 ) -> tuple[dict[str, Sum], Sequence[str]]:
-    """The sums over all ranks, and what each has to say about them."""
+    """The sums over all ranks, and the messages of all."""
     if world() == 1:
-        return sums, said
-    mine = {name: (float(total), float(count)) for name, (total, count) in sums.items()}
-    whole: dict[str, Sum] = {}
+        return sums, messages
+    own = {name: (float(total), float(count)) for name, (total, count) in sums.items()}
+    totals: dict[str, Sum] = {}
     lines: list[str] = []
-    for number, (part, notes) in enumerate(gather((mine, said))):
-        lines += [f"rank {number}: {line}" for line in notes]
-        add(
-            whole,
-            {name: Sum(*torch.tensor(two, dtype=torch.float64)) for name, two in part.items()},
-        )
-    return whole, lines
+    for number, (part, texts) in enumerate(gather((own, messages))):
+        lines += [f"rank {number}: {text}" for text in texts]
+        more = {name: Sum(*torch.tensor(pair, dtype=torch.float64)) for name, pair in part.items()}
+        add(totals, more)
+    return totals, lines
 
 
 def add_gradients(module: nn.Module) -> None:
-    """Every gradient becomes its sum over the ranks; where no rank has one there stays none."""
+    """Replace every gradient by its sum over the ranks; it stays None where no rank has one."""
     if world() == 1:
         return
     parameters = list(module.parameters())
-    there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-    _together(dist.all_reduce, there, dist.ReduceOp.MAX)
-    used = [p for p, one in zip(parameters, there.tolist(), strict=True) if one]
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    _collective(dist.all_reduce, present, dist.ReduceOp.MAX)
+    used = [p for p, one in zip(parameters, present.tolist(), strict=True) if one]
     for parameter in used:
         if parameter.grad is None:  # LayerDrop, or no batch
             parameter.grad = torch.zeros_like(parameter)
     for bucket in _buckets(used):
         flat = torch.cat([p.grad.flatten() for p in bucket])
-        _together(dist.all_reduce, flat)
+        _collective(dist.all_reduce, flat)
         parts = flat.split([p.numel() for p in bucket])
         for parameter, part in zip(bucket, parts, strict=True):
             parameter.grad = part.view_as(parameter)
@@ -184,10 +249,42 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _together(call: Callable[..., Any], *args: Any) -> None:
-    """Raises Lost where a rank is no longer there."""
+def _collective(call: Callable[..., Any], *args: Any) -> None:
+    """Raises RankLost where a rank has ended."""
     try:
         call(*args)
     except RuntimeError as error:  # gloo has no error of its own
-        said = re.sub(r"\[\S+:\d+\] ", "", str(error))  # where in gloo's sources
-        raise Lost(said.split(". ")[0]) from None
+        reason = re.sub(r"\[\S+:\d+\] ", "", str(error))  # without the place in gloo's sources
+        raise RankLost(reason.split(". ")[0]) from None
+
+
+def restarted_by_torchrun(run: Path) -> bool:
+    """Whether torchrun restarted (--max-restarts) ranks of the launch recorded in the run folder.
+
+    Such a restart resumes without --resume. A launch that refused to train into the folder of an
+    earlier run is not recorded there, and refuses again. To be called before record_launch.
+    """
+    counts = gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))  # only of who failed
+    agents = gather(_agent())
+    recorded: list[str] = []
+    with suppress(OSError, ValueError):
+        recorded = json.loads(read_small_file(run / LAUNCH))
+    # One agent is enough, for some may have changed since.
+    same_launch = not any(agents) or not set(recorded).isdisjoint(agents)
+    return any(gather(is_first() and max(counts) > 0 and same_launch))
+
+
+def record_launch(run: Path) -> None:
+    """Record on rank 0 which launch trains in the run folder."""
+    agents = [agent for agent in gather(_agent()) if agent]
+    if agents and is_first():
+        write_files(run, {LAUNCH: json.dumps(agents) + "\n"})
+
+
+def _agent() -> str:
+    """The torchrun process of this machine, by the name of its log folder; "" without torchrun.
+
+    From FOLDER_RANDOM/attempt_0/RANK/error.json; RANDOM differs between launches.
+    """
+    folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    return str(folders[2]) if len(folders) > 2 else ""

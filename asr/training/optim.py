@@ -1,4 +1,4 @@
-"""The optimiser, and learning rates as plain functions of the step: nothing of them to resume.
+"""The optimizer, and learning rates as functions of the step, which have no state to resume.
 
 Every schedule warms up linearly over `warmup` steps. Steps are counted from 1.
 """
@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn, optim
 
+from asr.config.schema import OptimizerConfig, ScheduleConfig
+
 Schedule = Callable[[int, float], float]  # (step, progress from 0 to 1) -> learning rate
 
 
 def constant(lr: float, warmup: int) -> Schedule:
-    """Up to lr and stay there."""
+    """Up to lr, then constant."""
     return lambda step, progress: lr * _ramp(step, warmup)
 
 
@@ -22,15 +24,15 @@ def noam(factor: float, warmup: int, width: int) -> Schedule:
     return lambda step, progress: factor * width**-0.5 * min(step**-0.5, step * slope)
 
 
-def ramp_hold_decay(lr: float, warmup: int, hold: float, floor: float) -> Schedule:
-    """Up to lr, stay until `hold` of the run, fall exponentially to floor * lr at its end.
+def tri_stage(lr: float, warmup: int, hold: float, floor: float) -> Schedule:
+    """Up to lr, constant until `hold` of the run, then exponentially down to floor * lr at its end.
 
     Park et al. 2019 (arXiv:1904.08779), section 3.3, in shares of the run instead of steps.
     """
 
     def rate(step: int, progress: float) -> float:
-        fallen = 0.0 if hold >= 1.0 else min(max(progress - hold, 0.0) / (1.0 - hold), 1.0)
-        return lr * _ramp(step, warmup) * floor**fallen
+        decay = 0.0 if hold >= 1.0 else min(max(progress - hold, 0.0) / (1.0 - hold), 1.0)
+        return lr * _ramp(step, warmup) * floor**decay
 
     return rate
 
@@ -39,28 +41,26 @@ def _ramp(step: int, warmup: int) -> float:
     return min(step / warmup, 1.0) if warmup else 1.0
 
 
-def make_optimizer(
-    module: nn.Module,
-    kind: str,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> optim.Optimizer:
-    """Adam or AdamW over all parameters; gains and biases are not decayed."""
-    matrices = [p for p in module.parameters() if p.requires_grad and p.dim() > 1]
-    vectors = [p for p in module.parameters() if p.requires_grad and p.dim() <= 1]
+def make_schedule(config: ScheduleConfig, lr: float) -> Schedule:
+    """The schedule of a recipe; `lr` is that of the optimizer's section."""
+    if config.kind == "noam":
+        return noam(lr, config.warmup, config.width)
+    if config.kind == "constant":
+        return constant(lr, config.warmup)
+    return tri_stage(lr, config.warmup, config.hold, config.floor)
+
+
+def make_optimizer(config: OptimizerConfig, module: nn.Module) -> optim.Optimizer:
+    """Adam or AdamW over all trainable parameters; gains and biases are not decayed."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    make = {"adam": optim.Adam, "adamw": optim.AdamW}[kind]
-    return make(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    make = {"adam": optim.Adam, "adamw": optim.AdamW}[config.kind]
+    return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def load_moments(optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
-    """From another's state_dict what it had gathered; betas, eps and decay stay `optimizer`'s own.
-
-    torch would take these too, and so undo what a recipe has changed since.
-    """
+    """Load the moments of a state_dict, but not its betas, eps and decay, which the recipe sets."""
     optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})

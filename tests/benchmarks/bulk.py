@@ -1,12 +1,12 @@
-"""An archive transcribed by two ranks of torchrun that are killed twice: whole, and nothing twice?
+"""Bulk transcription by two ranks of torchrun that are killed twice: missing or repeated files.
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/bulk.py RUN MANIFEST.tsv [--files 2000]
 
-The manifest's recordings, repeated under other names, are the archive. The first two calls are
-killed with SIGKILL, torchrun and both ranks at once, after a random number of shards, in the midst
-of the next; the third ends by itself. A file that two shards or two calls wrote, one that is
-missing, or a transcript that differs from what one process makes of the same recording counts as
-wrong.
+The archive consists of the manifest's recordings, repeated under other names. The first two calls
+are killed with SIGKILL, torchrun and both ranks at once, after a random number of shards, in the
+middle of the next; the third ends by itself. Measured: seconds of each call, and the number of
+wrong files: a file in two shards or two calls, a missing file, or a transcript that differs from
+that of a single process.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SHARD = 16
 
 
 def main() -> int:
-    """Exit code 0 where nothing is wrong."""
+    """Exit code 0 if no file is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("manifest", type=Path)
@@ -39,10 +39,10 @@ def main() -> int:
         written: dict[str, int] = {}
         for call in range(KILLS + 1):
             killed_after = chance.randint(5, 40) if call < KILLS else None
-            seconds, said = transcribe(args.run, Path(folder), killed_after)
+            seconds, output = transcribe(args.run, Path(folder), killed_after)
             now = shards(Path(folder))
             again = [name for name, when in written.items() if now.get(name) != when]
-            ended = "killed" if killed_after else said.splitlines()[-1]
+            ended = "killed" if killed_after else output.splitlines()[-1]
             print(
                 f"call {call + 1}: {len(now)} shards, {len(now) - len(written)} of them new, "
                 f"{len(again)} done again; {seconds:.1f} s; {ended}",
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def archive(folder: Path, manifest: Path, count: int) -> list[Path]:
-    """Links to the manifest's recordings under other names, and the list of them."""
+    """Links to the manifest's recordings under other names, and a list of them."""
     audio = [utterance.audio.resolve() for utterance in read_manifest(manifest)]
     (folder / "archive").mkdir()
     names = [folder / "archive" / f"{n:05d}.flac" for n in range(count)]
@@ -68,13 +68,13 @@ def archive(folder: Path, manifest: Path, count: int) -> list[Path]:
 
 
 def transcribe(run: Path, folder: Path, killed_after: int | None) -> tuple[float, str]:
-    """One call of two ranks, killed after so many shards: seconds, output."""
+    """One call of two ranks, killed after that many shards: seconds, output."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     line += ["-m", "asr.transcribe", str(run), "--list", str(folder / "list.txt")]
     line += ["--out", str(folder / "out"), "--shard-files", str(SHARD)]
     begin, before = time.perf_counter(), len(shards(folder))
-    with (folder / "said").open("w+") as said:
-        process = subprocess.Popen(line, stdout=said, stderr=said)
+    with (folder / "output").open("w+") as output:
+        process = subprocess.Popen(line, stdout=output, stderr=output)
         if killed_after is not None:
             while len(shards(folder)) < before + killed_after and process.poll() is None:
                 time.sleep(0.003)
@@ -83,17 +83,17 @@ def transcribe(run: Path, folder: Path, killed_after: int | None) -> tuple[float
             for pid in (process.pid, *map(int, ranks)):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-        said.seek(0)
-        return time.perf_counter() - begin, said.read()
+        output.seek(0)
+        return time.perf_counter() - begin, output.read()
 
 
 def shards(folder: Path) -> dict[str, int]:
-    """When each shard was written."""
+    """The modification time of each shard."""
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("out/shards/0*.jsonl")}
 
 
 def faults(folder: Path, names: list[Path], run: Path) -> int:
-    """How many files are missing, come twice, or read other than from one process."""
+    """The numbers of files that are missing, repeated, or differ from the output of one process."""
     lines = (folder / "out" / "transcripts.tsv").read_text().splitlines()[1:]
     rows = [line.split("\t") for line in lines]
     order = sum(a != str(b) for (a, *_), b in zip(rows, names, strict=False))
@@ -102,8 +102,8 @@ def faults(folder: Path, names: list[Path], run: Path) -> int:
         texts.setdefault(Path(name).resolve(), set()).add(text)
     alone = sorted(texts)[:50]
     command = [sys.executable, "-m", "asr.transcribe", str(run), *map(str, alone)]
-    heard = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    single = [line.split(": ", 1)[1] for line in heard.splitlines()]
+    transcribed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    single = [line.split(": ", 1)[1] for line in transcribed.splitlines()]
     other = sum(texts[path] != {text} for path, text in zip(alone, single, strict=True))
     unlike = sum(len(versions) > 1 for versions in texts.values())
     return abs(len(rows) - len(names)) + order + other + unlike

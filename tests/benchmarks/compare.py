@@ -1,11 +1,10 @@
-"""asr.compare on 100 runs of 10,000 points: the whole command under 20 s.
+"""Time of asr.compare on 100 runs of 10,000 points, in seconds of clock and of CPU.
 
     .venv/bin/python tests/benchmarks/compare.py [--runs 100] [--points 10000] [--keep DIR]
 
-Twenty settings of five seeds; every run has a training and a validation curve of so many points
-each, its cost at every hundredth, and a curve nobody asks for. The files are written first, which
-is not timed; then the command runs in a process of its own. The same points through TensorBoard's
-EventAccumulator, for comparison, are timed on one run.
+Twenty settings of five seeds; every run has a training and a validation curve of that many points
+each, its cost at every hundredth, and a curve that is not read. Writing the files is not timed; the
+command runs in a separate process.
 """
 
 import argparse
@@ -19,14 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 
-from asr.recipe import read_recipe, write_recipe
-from asr.runs.reading import HOURS, SECONDS, TRAIN, VALID
-from asr.scoring.events import read_scalars, scalar_event, write_events
+from asr.analysis.runs import HOURS, SECONDS, TRAIN, VALID
+from asr.config.loader import read_recipe, write_recipe
 
-SEEDS, LIMIT = 5, 20.0
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from event_files import scalar_event, write_events
+
+SEEDS = 5
 RECIPE = {
     "run": "made",
     "data": {"train": "train.tsv", "valid": "valid.tsv"},
@@ -35,7 +35,7 @@ RECIPE = {
 
 
 def make_runs(folder: Path, runs: int, points: int) -> None:
-    """Losses that fall towards a floor of their setting, with noise of their seed."""
+    """Losses that fall to a floor per setting, with noise per seed."""
     base = folder / "base.yaml"
     base.write_text(yaml.safe_dump(RECIPE))
     for number in range(runs):
@@ -67,7 +67,7 @@ def curves(number: int, points: int) -> Iterator[Event]:
 
 
 def timed(folder: Path) -> tuple[float, float]:
-    """Seconds of clock and of processor that the command takes, start and import included."""
+    """Seconds of clock and of CPU of the command, including start and imports."""
     begin = time.perf_counter()
     command = [sys.executable, "-m", "asr.compare", str(folder / "sweep")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -75,35 +75,21 @@ def timed(folder: Path) -> tuple[float, float]:
     return time.perf_counter() - begin, spent.ru_utime + spent.ru_stime
 
 
-def readers(run: Path) -> tuple[float, float]:
-    """Seconds that our reader and TensorBoard's take for one run."""
-    begin = time.perf_counter()
-    ours = read_scalars(run, [TRAIN, VALID])
-    middle = time.perf_counter()
-    theirs = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload().Scalars(VALID)
-    end = time.perf_counter()
-    assert [point.value for point in theirs] == ours[VALID].values.tolist()
-    return middle - begin, end - middle
-
-
 def main() -> None:
-    """Make the runs, time the command, say whether it is within its limit."""
+    """Make the runs, time the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--points", type=int, default=10_000)
-    parser.add_argument("--keep", type=Path, help="make the runs here, or use those that are there")
+    parser.add_argument("--keep", type=Path, help="make the runs here, or use existing ones")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.keep or Path(scratch)
         if not (folder / "sweep").exists():
             folder.mkdir(parents=True, exist_ok=True)
             make_runs(folder, args.runs, args.points)
-        ours, theirs = readers(folder / "sweep" / "run-000")
-        print(f"one run: {ours:.3f} s; EventAccumulator {theirs:.3f} s")
         seconds, processor = timed(folder)
-    print(f"asr.compare, {args.runs} runs x {args.points} points: {seconds:.1f} s of {LIMIT:g},")
+    print(f"asr.compare, {args.runs} runs x {args.points} points: {seconds:.1f} s,")
     print(f"{processor:.1f} s of them on the processor (more is other work on the machine)")
-    sys.exit(seconds > LIMIT)
 
 
 if __name__ == "__main__":

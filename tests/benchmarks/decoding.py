@@ -1,4 +1,4 @@
-"""Beam search against SpeechBrain's; and a trained run's real-time factor and memory.
+"""Speed of beam search against SpeechBrain's; real-time factor and memory of a trained run.
 
     uv venv /tmp/peers
     uv pip install --python /tmp/peers/bin/python \
@@ -6,12 +6,13 @@
     .venv/bin/python tests/benchmarks/decoding.py search --peer /tmp/peers/bin/python
     .venv/bin/python tests/benchmarks/decoding.py run runs/demo
 
-`search`: encoding and beam search, 4 utterances of 6 s (600 frames of 80) at once, beam 10, every
-hypothesis forced to 30 of 500 tokens, one thread, random weights. `transformer` is the shape of
-transformer.py beside this file, `las` that of las.py (`las-ba`: with LayerNorm, the peer has none).
+`search`: ms per utterance for encoding and beam search, 4 utterances of 6 s (600 frames of 80),
+beam 10, every hypothesis forced to 30 of 500 tokens, one thread, random weights. `transformer` has
+the shape of transformer.py, `las` that of las.py (`las-ba`: with LayerNorm, which the peer does not
+have).
 
-`run`: a trained run on its test split, seconds of work per second of audio; and the peak memory of
-a process that transcribes one minute of it, against one that transcribes ten.
+`run`: a trained run on its test split, seconds per second of audio; and the peak memory in MiB of
+a process that transcribes one minute of it, against ten minutes.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from turns import EOS, SOS, speechbrain_front, take_turns
+from interleave import EOS, SOS, speechbrain_front, take_turns
 
 ROOT = Path(__file__).parents[2]
 BATCH, FRAMES, MELS, VOCABULARY, TOKENS, BEAM = 4, 600, 80, 500, 30, 10
@@ -53,15 +54,15 @@ def main() -> None:
 
 
 def compare(shape: str, peer: str | None, rounds: int) -> None:
-    """One shape, both sides in turns."""
+    """One shape, ours and the peer's, interleaved."""
     sides = {"ours": sys.executable} | ({"speechbrain": peer} if peer else {})
     worker = [__file__, "worker"]
     commands = {side: [python, *worker, side, shape] for side, python in sides.items()}
     times: dict[str, list[float]] = {side: [] for side in sides}
     for side, measured in take_turns(commands, rounds).items():
-        for found in measured:
-            assert found["lengths"] == [TOKENS] * BATCH, (side, found["lengths"])
-            times[side].append(1e3 * found["seconds"] / BATCH)
+        for actual in measured:
+            assert actual["lengths"] == [TOKENS] * BATCH, (side, actual["lengths"])
+            times[side].append(1e3 * actual["seconds"] / BATCH)
     middle = {side: statistics.median(own) for side, own in times.items()}
     for side, own in times.items():
         print(f"{shape:12} {side:12} {middle[side]:6.1f} ms an utterance (best {min(own):.1f})")
@@ -86,38 +87,44 @@ def work(side: str, shape: str) -> None:
 def ours(shape: str) -> Callable:
     import torch
 
-    from asr.decoding.beam import beam_search
+    from asr.config.schema import BeamConfig
+    from asr.decoding.beam_search import beam_search
 
     model = our_transformer() if shape == "transformer" else our_las(shape)
     model.eval()
     frames = torch.full((BATCH,), FRAMES)
-    forced = {"max_ratio": 0, "max_constant": TOKENS, "min_constant": TOKENS}
+    # Every hypothesis has TOKENS tokens, independent of its frames.
+    config = BeamConfig(beam=BEAM, length_penalty=0.0, eos_threshold=None, max_ratio=1e-9)
+    forced = {"max_constant": TOKENS, "min_constant": TOKENS}
 
     def search(features: torch.Tensor) -> list[int]:
-        found = beam_search(model, model.encode(features, frames), BEAM, **forced)
-        return [len(best.tokens) for best, *_ in found]
+        results = beam_search(model, model.encode(features, frames), config, **forced)
+        return [len(best.tokens) for best, *_ in results]
 
     return search
 
 
 def our_transformer() -> object:
+    from asr.config.schema import TransformerConfig
     from asr.models.transformer import Transformer
 
     shape = {"d_model": SIZE, "heads": HEADS, "feed_forward": FEED_FORWARD}
     layers = {"encoder_layers": 4, "decoder_layers": 2, "subsampling_channels": CHANNELS}
-    return Transformer(MELS, VOCABULARY, **shape, **layers, activation="gelu", ctc=False)
+    config = TransformerConfig(
+        kind="transformer", **shape, **layers, activation="gelu", ctc_weight=0
+    )
+    return Transformer(MELS, VOCABULARY, config)
 
 
 def our_las(shape: str) -> object:
+    from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig
     from asr.models.las import LAS
-    from asr.models.listener import Listener
-    from asr.models.speller import Speller
 
     norm = "ba" if shape == "las-ba" else "none"
-    listener = Listener(MELS, layers=2, hidden=HIDDEN, pyramid=(), convolution=4, norm=norm)
-    sizes = {"hidden": HIDDEN, "embedding": EMBEDDING, "attention_size": HIDDEN}
-    speller = Speller(VOCABULARY, listener.size, **sizes, norm=norm)
-    return LAS(listener, speller, VOCABULARY, ctc=False)
+    listener = ListenerConfig(layers=2, hidden=HIDDEN, pyramid=(), convolution=4, norm=norm)
+    speller = SpellerConfig(hidden=HIDDEN, embedding=EMBEDDING, norm=norm)
+    parts = {"listener": listener, "attention_size": HIDDEN, "speller": speller}
+    return LAS(MELS, VOCABULARY, LasConfig(kind="las", ctc_weight=0.0, **parts))
 
 
 def speechbrain(shape: str) -> Callable:
@@ -126,17 +133,17 @@ def speechbrain(shape: str) -> Callable:
     front = speechbrain_front((BATCH, FRAMES, MELS), CHANNELS)
     encode, searcher = (peer_transformer if shape == "transformer" else peer_las)()
     front.eval()
-    whole = torch.ones(BATCH)  # relative lengths
+    lengths = torch.ones(BATCH)  # relative lengths
 
     def search(features: torch.Tensor) -> list[int]:
-        states = encode(front(features), whole)
-        return [len(tokens) for tokens in searcher(states, whole)[0]]
+        states = encode(front(features), lengths)
+        return [len(tokens) for tokens in searcher(states, lengths)[0]]
 
     return search
 
 
 def peer_search() -> dict:
-    share = (TOKENS + 1) / (FRAMES // 4)  # it counts the end too
+    share = (TOKENS + 1) / (FRAMES // 4)  # EOS is included
     return {
         "bos_index": SOS,
         "eos_index": EOS,
@@ -207,17 +214,17 @@ def measure_run(run: Path) -> None:
     import soundfile
     import torch
 
-    from asr import corpora
-    from asr.recognizer import Recognizer
-    from asr.trained import run_recipe
+    from asr.data.splits import load_split
+    from asr.inference.load import load_run_recipe
+    from asr.inference.recognition import Recognizer
 
     torch.set_num_threads(1)
-    corpus = corpora.split(run_recipe(run).data, "test")
+    corpus = load_split(load_run_recipe(run).data, "test")
     some = [corpus[i] for i in range(40)]
-    for beam, ctc_weight in ((1, 0.0), (10, 0.0), (10, 0.3)):  # whatever its recipe says
+    for beam, ctc_weight in ((1, 0.0), (10, 0.0), (10, 0.3)):  # independent of the recipe
         settings = f"decode.beam={beam} decode.ctc_weight={ctc_weight}"
         recognizer = Recognizer.load(run, settings.split())
-        recognizer.transcribe(some[0].audio)  # compiles, and warms up
+        recognizer.transcribe(some[0].audio)  # compiles and warms up
         begin = time.perf_counter()
         for utterance in some:
             recognizer.transcribe(utterance.audio)
@@ -232,15 +239,18 @@ def measure_run(run: Path) -> None:
             with soundfile.SoundFile(path, "w", rate, 1) as file:
                 while file.tell() < 60 * minutes * rate:
                     file.write(soundfile.read(corpus[file.tell() % len(corpus)].audio)[0])
-            command = [sys.executable, __file__, "memory", run, path, f"decode.longest={longest}"]
-            told = json.loads(subprocess.check_output(list(map(str, command))).splitlines()[-1])
-            peaks.append(told["peak"])
-            print(f"{minutes:2} min: {told['words']} words, peak {told['peak'] / 2**20:.0f} MiB")
+            setting = f"decode.max_segment_seconds={longest}"
+            command = [sys.executable, __file__, "memory", str(run), str(path), setting]
+            result = json.loads(subprocess.check_output(command).splitlines()[-1])
+            peaks.append(result["peak"])
+            print(
+                f"{minutes:2} min: {result['words']} words, peak {result['peak'] / 2**20:.0f} MiB"
+            )
     print(f"memory ratio {peaks[1] / peaks[0]:.3f}")
 
 
 def memory(run: str, path: str, *settings: str) -> None:
-    from asr.recognizer import Recognizer
+    from asr.inference.recognition import Recognizer
 
     transcript = Recognizer.load(run, settings).transcribe(path)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

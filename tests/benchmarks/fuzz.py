@@ -1,18 +1,17 @@
-"""Recipes, manifests and audio files with random damage: a clean success or one line, nothing else.
+"""Fuzz recipes, manifests and audio files: every command must succeed or print one error line.
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/fuzz.py [--recipes 1000] [--files 500]
 
-Every case is a command in a process of its own (forks.py) that must end with exit code 0, or with
-2 and exactly one line `error: ...` on stderr (asr.prepare tsv: a line per faulty row before it). A
-failure is a traceback, any other exit code, more than 10 seconds (of processor time, or on the
-clock, for which --clock allows more where a machine is busy), and what is half-written: a run
-folder that did not come to train, a checkpoint whose checksums differ, a hidden file, a manifest in
-spite of an error.
+Every case is a command in its own process (forked_commands.py) that must exit with code 0, or with
+2 and exactly one line `error: ...` on stderr (asr.prepare tsv: one line per faulty row before it).
+Failures are a traceback, any other exit code, more than 10 seconds of CPU or clock time (--clock
+allows more on a busy machine), and half-written output: a run folder without a training step, a
+checkpoint whose checksums differ, a hidden file, a manifest in spite of an error. Prints the number
+of cases and failures.
 
-Half of the recipes are damaged as text, which few parsers let pass, and half as values of the fully
-resolved recipe, of which many are odd but legal. Trainings are cut off after one step by the
-command line. Memory is limited to 8 GB of addresses, so that a recipe that asks for more than a
-machine has is refused as it would be there.
+Half of the recipes are damaged as text, which the parser usually refuses, and half as values of the
+resolved recipe, many of which are odd but legal. The command line limits trainings to one step. The
+address space is limited to 8 GB, so that a recipe that needs more memory is refused.
 """
 
 import argparse
@@ -31,7 +30,7 @@ import torch
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from forks import fork
+from forked_commands import fork
 from tiny_speech import RATE, make_corpus, make_recipe, tones
 
 from asr import prepare, train, transcribe
@@ -43,13 +42,13 @@ VALUES = """
 -1 0 1 3 17 0.5 1e308 -1e-300 nan .inf -.inf null '' [] {} true yes no ~ 1_000 0x1F 12:30:45 . * &
 99999999999999999999 1000000 2024-01-01 [1,2,3] {a:b} ../x /etc/passwd /dev/zero !x % @ *a &a : #
 !!binary !!python/name:os.system <<: | > - ? " ' { [ las transformer auto cuda
-""".split()  # noqa: SIM905 (one per word, to be read)
+""".split()  # noqa: SIM905 (readable as one string)
 KEYS = ("kind", "base", "task", "run", "seed", "data", "text", "model", "train", "decode", "<<")
 ODD = ("\x00", "\t", "\ufeff", "é" * 300, "\u2028", "[" * 3000, "\x1b[2J", "1" * 999)
 
 
 def damage_text(text: str, chance: random.Random) -> str:
-    """One to three changes that a hand, a bad merge or a stranger makes."""
+    """One to three changes typical of typing errors, bad merges or hostile input."""
     lines = text.split("\n")
     for _ in range(chance.randint(1, 3)):
         at = chance.randrange(len(lines))
@@ -87,7 +86,7 @@ def _bytes(line: str, lines: list[str], chance: random.Random) -> list[str]:
 
 
 def damage_tree(tree: dict, chance: random.Random) -> dict:
-    """One to three keys with another value: valid YAML, so that it gets past the parser."""
+    """One to three keys with another value: valid YAML, which the parser accepts."""
     for _ in range(chance.randint(1, 3)):
         group, path = tree, []
         while isinstance(group, dict) and group:
@@ -112,7 +111,7 @@ def damage_bytes(content: bytes, chance: random.Random) -> bytes:
 
 
 class Fuzzer:
-    """Cases and what came of them."""
+    """Cases and their results."""
 
     def __init__(self, folder: Path, seed: int, clock: float) -> None:
         self.folder, self.seed, self.clock = folder, seed, clock
@@ -122,7 +121,7 @@ class Fuzzer:
         self.recipe = make_recipe(self.corpus)
         self.trained = folder / "trained"
         line = ["train.steps=1", "train.samples=0", "--run", str(self.trained)]
-        # Not in this process: threads that torch starts do not live on in forked ones.
+        # Not in this process: torch's threads do not exist in forked processes.
         assert fork(train, [str(self.recipe), *line], folder / "trained.txt").wait(900.0) == 0
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -149,14 +148,14 @@ class Fuzzer:
     def _fault(self, code: int | None, place: Path, kind: str) -> str | None:
         if code is None or code == -signal.SIGXCPU:
             return "hangs"
-        said = (place / "stdout").read_text(errors="replace")
+        output = (place / "stdout").read_text(errors="replace")
         lines = (place / "stderr").read_text(errors="replace").splitlines()
-        if "Traceback" in said or any("Traceback" in line for line in lines):
+        if "Traceback" in output or any("Traceback" in line for line in lines):
             return "traceback"
         if code not in (0, 2):
             return f"exit code {code}"
         if code == 2 and not (lines and lines[-1].startswith("error: ")):
-            return "no line that says error"
+            return "no error line"
         if code == 2 and kind != "table" and len(lines) != 1:
             return f"{len(lines)} lines"
         return self._half_written(code, place)
@@ -177,8 +176,8 @@ class Fuzzer:
         if chance.random() < 0.5:
             text = damage_text(self.recipe.read_text(), chance)
         else:
-            whole = yaml.safe_load((self.trained / "recipe.yaml").read_text())
-            text = yaml.safe_dump(damage_tree(whole, chance))
+            full = yaml.safe_load((self.trained / "recipe.yaml").read_text())
+            text = yaml.safe_dump(damage_tree(full, chance))
         path.write_text(text, encoding="utf-8", errors="surrogatepass")
         steps = ["train.steps=1"] if "train" in text else []
         return train, [str(path), *steps, "--run", str(place / "run")]
@@ -212,7 +211,7 @@ class Fuzzer:
 
 
 def main() -> int:
-    """Print the figures; 1 where anything went wrong."""
+    """Print the figures; exit code 1 after any failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", type=int, default=1000)
     parser.add_argument("--files", type=int, default=500, help="half audio, half manifests")

@@ -1,17 +1,18 @@
-"""Training runs killed at random moments and resumed: is anything lost, is one bit different?
+"""Training runs killed at random moments and resumed: number of runs that differ in any bit.
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/kills.py [--kills N --saves N --stops N]
 
-A small corpus of tones is trained on, with accumulation, speed perturbation, SpecAugment, dropout
-and noise on; both families and 0, 1 and 2 workers take turns. A trial starts the run, kills it with
-SIGKILL at a random moment, resumes it with another number of workers and compares weights, Adam's
-moments, random state, place and curves with those of a run that nobody disturbed, bit for bit.
-For --saves the kill falls while a checkpoint is being written: its hidden folder is waited for, and
-the trial counts only where that folder is still there afterwards. For --stops it is no kill but
-SIGTERM or SIGINT to the training and its workers at once, which must exit with code 3.
+The trainings use a small corpus of tones, accumulation, speed perturbation, SpecAugment, dropout
+and noise, and alternate between both model families and 0, 1 and 2 workers. A trial starts the run,
+kills it with SIGKILL at a random moment, resumes it with another number of workers and compares
+weights, Adam's moments, random state, position and curves with those of an uninterrupted run, bit
+for bit. With --saves the kill happens while a checkpoint is being written: the trial waits for its
+hidden folder and counts only if that folder still exists afterwards. With --stops the training and
+its workers get SIGTERM or SIGINT instead and must exit with code 3.
 
-Each training is a process of its own, forked from one that has imported everything (forks.py),
-which saves seconds of imports before every kill; --fresh N starts the first N from nothing instead.
+Each training is forked from a process that has imported everything (forked_commands.py), which
+saves seconds of imports before every kill; --fresh N starts the first N in new interpreters
+instead.
 """
 
 import argparse
@@ -31,11 +32,11 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from forks import Process, fork
+from forked_commands import Process, fork
 from tiny_speech import make_corpus, make_recipe
 
 from asr import train
-from asr.runs.training_run import STOPPED
+from asr.errors import EXIT_STOPPED
 from asr.training.checkpoint import list_checkpoints
 
 COMMON = ["train.epochs=3", "train.save_every=2", "train.samples=0", "train.keep=1"]
@@ -46,7 +47,7 @@ FAMILIES = {
         "decoder_layers: 1, dropout: 0.1}"
     ],
 }
-GIVE_UP = 900.0  # seconds after which a training counts as hanging; much, for busy machines
+GIVE_UP = 900.0  # seconds after which a training counts as hanging; generous, for busy machines
 
 
 def start(arguments: list[str], output: Path, fresh: bool) -> Process:
@@ -56,15 +57,15 @@ def start(arguments: list[str], output: Path, fresh: bool) -> Process:
     with output.open("a") as file:
         line = [sys.executable, "-m", "asr.train", *arguments]
         process = subprocess.Popen(line, stdout=file, stderr=file)
-    process.returncode = 0  # it is waited for by its pid
+    process.returncode = 0  # its pid is waited for
     return Process(process.pid)
 
 
 def state(run: Path) -> dict[str, object]:
-    """All that must be the same: flat names to tensors and numbers."""
+    """The state to compare: flat names to tensors and numbers."""
     folder = list_checkpoints(run)[-1].folder
     training = torch.load(folder / "training.pt", weights_only=True)
-    training["position"].pop("train_seconds")  # a clock's reading
+    training["position"].pop("train_seconds")  # measured time
     moments = {
         f"adam.{number}.{key}": value
         for number, one in training["optimizer"]["state"].items()
@@ -73,18 +74,18 @@ def state(run: Path) -> dict[str, object]:
     board = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     curves = {
         name: [(point.step, point.value) for point in board.Scalars(name)]
-        for name in ("train/nats", "valid/nats", "valid/wer", "run/learning_rate")
+        for name in ("train/nll", "valid/nll", "valid/wer", "run/learning_rate")
     }
     weights = load_file(folder / "model.safetensors")
     return {**weights, **moments, **training["position"], **curves, "r": training["random"]["cpu"]}
 
 
-def differences(found: dict[str, object], expected: dict[str, object]) -> list[str]:
-    """The names under which two states differ."""
+def differences(actual: dict[str, object], expected: dict[str, object]) -> list[str]:
+    """The names whose values differ between two states."""
     return [
         name
-        for name in sorted(found.keys() | expected.keys())
-        if not _same(found.get(name), expected.get(name))
+        for name in sorted(actual.keys() | expected.keys())
+        if not _same(actual.get(name), expected.get(name))
     ]
 
 
@@ -95,14 +96,14 @@ def _same(one: object, other: object) -> bool:
 
 
 class Trials:
-    """Kills and what came of them."""
+    """Kills and their results."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.random = folder, random.Random(seed)
         make_corpus(folder)
         self.recipe = make_recipe(folder)
         self.expected, self.seconds, self.wrong = {}, {}, []
-        self.resumed = 0  # trials that had a checkpoint to go on from
+        self.resumed = 0  # trials with a checkpoint to resume from
 
     def undisturbed(self, family: str) -> None:
         """The run that the others are compared with."""
@@ -118,7 +119,7 @@ class Trials:
         return start(line, self.folder / f"{run.name}.txt", fresh)
 
     def trial(self, number: int, how: str, fresh: bool = False) -> bool:
-        """One kill, one resume, one comparison; False where the run was over before the kill."""
+        """One kill, one resume, one comparison; False if the run ended before the kill."""
         family = list(FAMILIES)[number % 2]
         if family not in self.expected:
             self.undisturbed(family)
@@ -153,7 +154,7 @@ class Trials:
         return True
 
     def _stop(self, training: Process, run: Path, family: str) -> bool:
-        """A signal somewhere between its first line in the log and its end."""
+        """Send a signal between the first log line and the end of the training."""
         while not (run / "train.log").exists():
             if training.wait(0.001) is not None:
                 return False
@@ -161,12 +162,12 @@ class Trials:
             return False
         os.killpg(training.pid, self.random.choice((signal.SIGTERM, signal.SIGINT)))
         code = training.wait(GIVE_UP)
-        if code not in (0, STOPPED):
+        if code not in (0, EXIT_STOPPED):
             self.wrong.append(f"{run.name}: exit code {code} at a signal")
-        return code == STOPPED
+        return code == EXIT_STOPPED
 
     def _kill_in_save(self, training: Process, run: Path) -> bool:
-        skip = self.random.randrange(4)  # saves that are let pass
+        skip = self.random.randrange(4)  # saves before the kill
         folder, seen = run / "checkpoints", set()
         while len(seen) <= skip:
             if training.wait(0.0) is not None:
@@ -179,7 +180,7 @@ class Trials:
 
 
 def main() -> int:
-    """Print the figures; 1 where anything differed."""
+    """Print the figures; exit code 1 if anything differed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--saves", type=int, default=20)
@@ -205,8 +206,8 @@ def main() -> int:
                     print(f"{done} of {wanted}, {len(trials.wrong)} different", flush=True)
             print(f"{done} ended {how}: {len(trials.wrong)} different so far", flush=True)
         print(
-            f"{sum(plan.values())} ended in {number} trainings, {trials.resumed} gone on with "
-            f"from a checkpoint; final weights, moments, place and curves differ in "
+            f"{sum(plan.values())} ended in {number} trainings, {trials.resumed} resumed "
+            f"from a checkpoint; final weights, moments, position and curves differ in "
             f"{len(trials.wrong)}"
         )
     return 1 if trials.wrong else 0

@@ -2,13 +2,13 @@
 
     .venv/bin/python tests/benchmarks/las.py --peer /tmp/peers/bin/python --json las.json
 
-The environment of the peer: see transformer.py. Both train the same shape on one thread: 8
+The peer's environment: see transformer.py. Both train the same shape on one thread: 8
 utterances of 6 s (600 frames of 80), two strided convolutions (150 frames of memory), 2 BLSTM
 layers of 256 per direction, location attention of 256, an LSTM speller of 256, V = 500, 30 target
 tokens; cross-entropy and Adam. Ours has LayerNorm in every cell (--norm none: plain ones);
 --precision bf16 runs ours as a recipe's train.precision: bf16 does, under autocast.
-Two processes take turns, a few steps each. Printed: seconds of audio trained per CPU-second, and
-how far peak memory rises above what the process held before its first step.
+Two processes alternate, a few steps each. Prints seconds of audio per CPU-second, and the rise of
+peak memory above the memory before the first step, in MiB.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from turns import resident, speechbrain_front, take_turns, train_on_request
+from interleave import resident, speechbrain_front, take_turns, train_on_request
 
 B, T, F, U, V = 8, 600, 80, 30, 500
 AUDIO_SECONDS = B * T / 100
@@ -72,14 +72,14 @@ def work(options: argparse.Namespace) -> None:
 def ours(options: argparse.Namespace) -> tuple[list, Callable]:
     import torch
 
+    from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig
     from asr.models.las import LAS
-    from asr.models.listener import Listener
-    from asr.models.speller import Speller
 
     cells = {"norm": options.norm, "backend": options.backend}
-    listener = Listener(F, layers=2, hidden=256, pyramid=(), convolution=4, **cells)
-    speller = Speller(V, listener.size, hidden=256, embedding=128, attention_size=256, **cells)
-    model, lengths = LAS(listener, speller, V, ctc=False), torch.full((B,), T)
+    listener = ListenerConfig(layers=2, hidden=256, pyramid=(), convolution=4, **cells)
+    parts = {"listener": listener, "speller": SpellerConfig(hidden=256, embedding=128, **cells)}
+    model = LAS(F, V, LasConfig(kind="las", attention_size=256, ctc_weight=0.0, **parts))
+    lengths = torch.full((B,), T)
 
     def forward(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
@@ -107,11 +107,11 @@ def speechbrain() -> tuple[list, Callable]:
     )
     embedding, output = torch.nn.Embedding(V, 128), torch.nn.Linear(256, V)
     modules = torch.nn.ModuleList([front, encoder, decoder, embedding, output])
-    whole = torch.ones(B)  # relative lengths
+    lengths = torch.ones(B)  # relative lengths
 
     def forward(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         memory, _ = encoder(front(features).flatten(2))
-        return output(decoder(embedding(tokens), memory, whole)[0])
+        return output(decoder(embedding(tokens), memory, lengths)[0])
 
     return list(modules.parameters()), forward
 

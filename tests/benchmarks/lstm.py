@@ -1,13 +1,13 @@
-"""The LayerNorm-LSTM's speed and memory beside nn.LSTM's, in one run.
+"""Time and memory of the LayerNorm-LSTM relative to nn.LSTM.
 
     OMP_NUM_THREADS=2 .venv/bin/python tests/benchmarks/lstm.py --json lstm.json
 
 Three bidirectional layers of norm ba; forward without gradients, and forward and backward. In
-every round each contestant runs once, so that a busy moment of the machine meets all of them; a
-figure is the median over the rounds of the time divided by fp32 nn.LSTM's in the same round.
-"bf16" is ours with its matrix products in bf16; "nn.LSTM bf16" runs under autocast. Peak memory is
-the rise over what a fresh process holds before its first forward and backward pass.
---backends python reference adds slower backends; they are timed in the last rounds alone.
+every round each contestant runs once, so that other load affects all of them; a figure is the
+median over the rounds of the time divided by fp32 nn.LSTM's time in the same round. "bf16" is ours
+with matrix products in bf16; "nn.LSTM bf16" runs under autocast. Peak memory in MiB is the rise
+above a new process' memory before its first forward and backward pass. --backends python reference
+adds slower backends, which are timed in the last rounds only.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from asr.nn.lstm import LayerNormLSTM, backends
+from asr.kernels.dispatch import backends
+from asr.nn.lstm import LayerNormLSTM
 
 CASES = {  # B, T, I, H
     "B16 T400 I160 H256": (16, 400, 160, 256),
@@ -67,7 +68,7 @@ def contestant(name: str, I: int, H: int) -> nn.Module:  # noqa: E741
 
 
 def passes(name: str, case: str) -> dict[str, Callable[[], None]]:
-    """What is timed: both kinds of pass of one contestant over an input of its own."""
+    """The timed functions: both kinds of pass of one contestant over its own input."""
     B, T, I, H = CASES[case]  # noqa: E741
     torch.manual_seed(0)
     lstm, x = contestant(name, I, H), torch.randn(B, T, I, requires_grad=True)
@@ -96,7 +97,7 @@ def measured(case: str, names: list[str], options: argparse.Namespace) -> list[d
     runs = {name: passes(name, case) for name in names}
     kinds = list(runs[JUDGE])
     seconds = {(name, kind): [] for name in names for kind in kinds}
-    for each in range(-1, options.rounds):  # the first round only warms up
+    for each in range(-1, options.rounds):  # the first round is a warm-up
         late = each >= options.rounds - SLOW_ROUNDS
         for kind in kinds:
             for name in names:
@@ -132,7 +133,7 @@ def row(case: str, name: str, kind: str, own: list[float], judge: list[float]) -
 
 
 def peak_memory(case: str, name: str, threads: int) -> float:
-    """MiB, measured in a process of its own."""
+    """MiB, measured in a separate process."""
     command = [sys.executable, __file__, "--threads", str(threads), "--memory", case, name]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(done.stdout.splitlines()[-1])
@@ -143,7 +144,7 @@ def own_peak(case: str, name: str) -> float:
     run = passes(name, case)["forward+backward"]
     tiny = contestant(name, 16, 16)
     tiny(torch.randn(2, 3, 16))[0].sum().backward()  # libraries and thread pools are not counted
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
     for _ in range(3):
         run()
@@ -151,7 +152,7 @@ def own_peak(case: str, name: str) -> float:
 
 
 def status(key: str) -> int:
-    """A line of /proc/self/status, KiB."""
+    """A value of /proc/self/status in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key))
 

@@ -1,8 +1,8 @@
-"""One step of the speller's cell beside nn.LSTMCell and the cell in torch operators, in one run.
+"""CPU time of one step of the speller's cell relative to nn.LSTMCell and to torch operators.
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/lstm_step.py
 
-Without gradients, as a search repeats it: rows are utterances times hypotheses. A figure is the
+Without gradients, as in a search: rows are utterances times hypotheses. A figure is the
 median over interleaved rounds of the CPU time divided by nn.LSTMCell's in the same round.
 """
 

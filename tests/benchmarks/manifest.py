@@ -1,14 +1,14 @@
-"""A manifest of ten million utterances: made, opened, planned, and trained on for a step.
+"""Seconds and peak memory for a manifest of ten million utterances: write, open, plan, one step.
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/manifest.py [--utterances N] [--folder DIR]
 
-Rows are as long as LibriSpeech's; their audio is a few files of tones, so that training can begin.
-Every stage is a process of its own and tells its seconds, without imports but for the training, and
-its peak memory, mapped pages included:
+Rows are as long as LibriSpeech's; their audio is a few files of tones, so that training can start.
+Every stage is a separate process and prints its seconds, without imports except for the training,
+and its peak memory in MB, including mapped pages:
 
     first     checks every row and writes the index
     again     opens the index and reads a thousand utterances, evenly spread
-    in memory checks every row and keeps them, as where nothing can be written
+    in memory checks every row and keeps them, as without a writable folder
     plan      the order of an epoch, its batches, and the first batch's utterances
     train     asr.train, from its start until its first step is done
 """
@@ -45,8 +45,8 @@ def main() -> int:
         path = make(folder, args.utterances)
         for stage in ("first", "again", "in memory", "plan"):
             line = [sys.executable, __file__, "--stage", stage, str(path)]
-            said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
-            report(stage, **json.loads(said.splitlines()[-1]))
+            output = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+            report(stage, **json.loads(output.splitlines()[-1]))
         report("train", **train(folder, path))
     finally:
         shutil.rmtree(folder)
@@ -54,14 +54,14 @@ def main() -> int:
 
 
 def report(stage: str, seconds: float, **figures: float) -> None:
-    """One line a stage."""
-    told = "  ".join(f"{name} {value:,.0f}" for name, value in figures.items())
-    print(f"{stage:10} {seconds:9.3f} s  {told}", flush=True)
+    """Print one line per stage."""
+    values = "  ".join(f"{name} {value:,.0f}" for name, value in figures.items())
+    print(f"{stage:10} {seconds:9.3f} s  {values}", flush=True)
 
 
 def make(folder: Path, count: int) -> Path:
     """The manifest of tones, its rows repeated under other ids, lengths and texts."""
-    # Here, since it brings torch, whose memory is not the manifest's.
+    # Imported here because it imports torch, whose memory is not the manifest's.
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tiny_speech import make_corpus, make_recipe
 
@@ -90,30 +90,30 @@ def make(folder: Path, count: int) -> Path:
 
 
 def measured(stage: str, path: Path) -> dict[str, float]:
-    """One stage in this process."""
-    from asr.data import index
+    """Run one stage in this process."""
+    from asr.data import corpus as corpus_module
+    from asr.data.batching import plan_epoch
     from asr.data.corpus import read_manifest
-    from asr.data.plan import plan_epoch
 
     if stage == "in memory":
-        index.SMALL = 1 << 60
+        corpus_module.SMALL = 1 << 60
     begin = time.perf_counter()
     corpus = read_manifest(path)
-    told: dict[str, float] = {}
+    figures: dict[str, float] = {}
     if stage == "again":
-        told["opened_ms"] = 1000 * (time.perf_counter() - begin)
-        told["characters"] = sum(map(len, corpus.sample(1000).texts))
+        figures["opened_ms"] = 1000 * (time.perf_counter() - begin)
+        figures["characters"] = sum(map(len, corpus.sample(1000).texts))
     if stage == "plan":
         begin = time.perf_counter()
-        plan = plan_epoch(corpus.seconds, CAP, 1, 2, (0.9, 1.0, 1.1))
-        told["batches"] = len(plan.batches)
-        told["of_the_first"] = len([corpus[item.index] for item in plan.batches[0]])
+        plan = plan_epoch(corpus.seconds, CAP, 1, 2, (0.9, 1.0, 1.1), False)
+        figures["batches"] = len(plan.batches)
+        figures["of_the_first"] = len([corpus[item.index] for item in plan.batches[0]])
     passed = time.perf_counter() - begin
-    return {"seconds": passed, "peak_MB": peak("self"), **told}
+    return {"seconds": passed, "peak_MB": peak("self"), **figures}
 
 
 def peak(process: int | str) -> float:
-    """Megabytes; the kernel's own ru_maxrss would be the parent's where that had more."""
+    """Peak in MB; ru_maxrss would be the parent's peak if that was higher."""
     status = Path(f"/proc/{process}/status").read_text()
     return float(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
@@ -133,9 +133,9 @@ def train(folder: Path, path: Path) -> dict[str, float]:
     with subprocess.Popen([*line, *more], stdout=subprocess.PIPE, text=True) as process:
         for text in process.stdout:
             if re.search(r"step +1\b", text):
-                told = {"seconds": time.perf_counter() - begin, "peak_MB": peak(process.pid)}
+                figures = {"seconds": time.perf_counter() - begin, "peak_MB": peak(process.pid)}
                 process.terminate()
-    return told
+    return figures
 
 
 if __name__ == "__main__":

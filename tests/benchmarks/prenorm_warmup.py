@@ -3,7 +3,7 @@
     .venv/bin/python tests/benchmarks/prenorm_warmup.py [--out FOLDER]
 
 The toy task is to spell random words backwards: every letter lasts eight noisy frames, the decoder
-gives the letters from last to first, so that it has to learn where to look. The same small
+outputs the letters from last to first, so that it has to learn where to attend. The same small
 Transformer (6 + 6 layers, d = 48) starts from the same seed and sees the same batches with
 norm_position pre and post, with Adam at one rate from the first step or after a linear warm-up.
 Xiong et al. 2020 (arXiv:2002.04745) explain the outcome: post-norm's first gradients near the
@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from asr.config.schema import TransformerConfig
+from asr.data.tokenizer import SOS, SPECIAL
 from asr.models.transformer import Transformer
-from asr.tokens import SOS, SPECIAL
 
 LETTERS, LENGTH, BATCH, FRAMES_EACH, FEATURES = 20, 6, 16, 8, 24
 FIRST = len(SPECIAL)  # number of the first letter
@@ -56,9 +57,8 @@ def main() -> None:
 def train(position: str, warmup: int, rate: float, steps: int, seed: int) -> list[float]:
     """The loss of every step, nats per letter."""
     torch.manual_seed(seed)
-    model = Transformer(
-        FEATURES,
-        FIRST + LETTERS,
+    config = TransformerConfig(
+        kind="transformer",
         d_model=48,
         heads=4,
         feed_forward=192,
@@ -67,8 +67,9 @@ def train(position: str, warmup: int, rate: float, steps: int, seed: int) -> lis
         subsampling_channels=8,
         dropout=0.0,
         norm_position=position,
-        ctc=False,
+        ctc_weight=0,
     )
+    model = Transformer(FEATURES, FIRST + LETTERS, config)
     optimizer = torch.optim.Adam(model.parameters(), rate, betas=(0.9, 0.98), eps=1e-9)
     ramp = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / max(warmup, 1))

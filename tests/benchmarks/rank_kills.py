@@ -1,12 +1,12 @@
-"""One of torchrun's workers killed at random moments, over and over: is one bit different?
+"""torchrun's workers killed at random moments and restarted: number of differing values.
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/rank_kills.py [--kills N] [--ranks N]
 
-A small corpus of tones is trained on by several ranks over gloo, dropout, scheduled sampling,
-SpecAugment and noise on, once undisturbed. Then again, by `torchrun --max-restarts`: as often as
-asked, SIGKILL ends a worker taken by chance, at a random moment of its training; torchrun ends the
-others and starts all again, which go on from the last checkpoint. In the end weights, Adam's
-moments, the place and the curves of both runs are compared, bit for bit.
+Several ranks train on a small corpus of tones over gloo, with dropout, scheduled sampling,
+SpecAugment and noise, first uninterrupted. Then again by `torchrun --max-restarts`: --kills times
+SIGKILL ends a random worker at a random moment of its training; torchrun ends the others and
+restarts all, which resume from the last checkpoint. Weights, Adam's moments, the position and the
+curves of both runs are compared bit for bit.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LINE = ["train.samples=0", "train.save_every=2", "train.accumulate=1", "train.ep
 
 
 def torchrun(ranks: int, restarts: int, recipe: Path, run: Path) -> subprocess.Popen[str]:
-    """The training, its output in a file beside the run."""
+    """Start the training, with its output in a file beside the run."""
     line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     line += [f"--max-restarts={restarts}", "--standalone", "--monitor-interval=0.05"]
     line += ["-m", "--", "asr.train", str(recipe), *LINE, "--run", str(run)]
@@ -36,36 +36,36 @@ def torchrun(ranks: int, restarts: int, recipe: Path, run: Path) -> subprocess.P
 
 
 def workers(agent: int) -> list[int]:
-    """The processes that torchrun has started and that still run."""
+    """The running processes that torchrun has started."""
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     return [int(child) for child in children]
 
 
 def starts(run: Path) -> int:
-    """How often training began."""
+    """The number of times that training started."""
     text = run.with_suffix(".txt").read_text()
     return text.count("\nresuming tiny: ") + text.count("training tiny: ")
 
 
 def kill_one(training: subprocess.Popen[str], run: Path, before: int, chance: random.Random) -> str:
-    """Wait for the next start, then a moment; -> who was killed, or nothing where it had ended."""
+    """Wait for the next start, then a random time; -> the killed rank, or None after the end."""
     while starts(run) <= before:
         if training.poll() is not None:
             return ""
         time.sleep(0.05)
     time.sleep(chance.uniform(0.0, 2.5))
-    there = workers(training.pid) if training.poll() is None else []
-    if not there:
+    running = workers(training.pid) if training.poll() is None else []
+    if not running:
         return ""
-    number = chance.randrange(len(there))
-    os.kill(there[number], signal.SIGKILL)
+    number = chance.randrange(len(running))
+    os.kill(running[number], signal.SIGKILL)
     log = (run / "train.log").read_text().splitlines()
     steps = [line.split()[3] for line in log if " step " in line and "/" in line.split()[3]]
     return f"worker {number} at step {steps[-1] if steps else 0}"
 
 
 def main() -> int:
-    """Print what was killed when, and what came of it; 1 where anything differed."""
+    """Print the kills and the comparison; exit code 1 if anything differed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)

@@ -1,10 +1,10 @@
-"""What a training's time goes into, as one process or under torchrun.
+"""Seconds per part of a training, as one process or under torchrun.
 
     python tests/benchmarks/ranks.py recipes/demo.yaml train.accumulate=2 ... --run DIR
     torchrun --nproc-per-node 2 -- tests/benchmarks/ranks.py recipes/demo.yaml ... --run DIR
 
-Takes what asr.train takes. In the end every rank prints the seconds it spent in its steps, and in
-what the ranks do together: there the time that it waits for a slower one is counted, too.
+The arguments are those of asr.train. At the end every rank prints the seconds spent in its steps
+and in collective operations, including the time that it waits for slower ranks.
 """
 
 import os
@@ -12,15 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from asr import command, train
-from asr.training import loop
+from asr import errors, train
+from asr.training import trainer
 
 TOGETHER = ("gather", "add_sums", "add_gradients")
 spent: Counter[str] = Counter()
 
 
 def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
-    """The call, its time counted under the name."""
+    """The function, with its time added under the name."""
 
     def counted(*args: object, **more: object) -> object:
         begin = time.perf_counter()
@@ -35,7 +35,7 @@ def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
 def main() -> int:
     """Train, then print."""
     for name in ("take_step", *TOGETHER):
-        setattr(loop, name, timed(name, getattr(loop, name)))
+        setattr(trainer, name, timed(name, getattr(trainer, name)))
     code = train.main()
     seconds = "  ".join(f"{name} {spent[name]:.2f} s" for name in ("take_step", *TOGETHER))
     print(f"rank {os.environ.get('RANK', 0)}: {seconds}", flush=True)
@@ -43,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    errors.run_command(main)

@@ -8,9 +8,9 @@
 Both train the same shape on one thread: two stride-2 convolutions of 32 channels, 4 encoder and 2
 decoder layers, d = 144, 4 heads, feed-forward 576, pre-norm, GELU, dropout 0.1 on sublayer outputs,
 attention weights and hidden feed-forward units; batches of 8 utterances of 6 s (600 frames of 80),
-30 of 500 tokens; cross-entropy and Adam. Two processes take turns, a few steps each, so that a busy
-moment of the machine meets both. Printed: seconds of audio trained per CPU-second, and how far peak
-memory rises above what the process held after its imports.
+30 of 500 tokens; cross-entropy and Adam. Two processes alternate, a few steps each, so that other
+load affects both. Prints seconds of audio per CPU-second, and the rise of peak memory above the
+memory after the imports, in MiB.
 
 `--ours PYTHON` runs ours with another interpreter, e.g. the peer's own, which has the same torch.
 """
@@ -20,7 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable
 
-from turns import resident, speechbrain_front, take_turns, train_on_request
+from interleave import resident, speechbrain_front, take_turns, train_on_request
 
 BATCH, FRAMES, MELS, VOCABULARY, TOKENS = 8, 600, 80, 500, 30
 SIZE, HEADS, FEED_FORWARD, ENCODER, DECODER, CHANNELS = 144, 4, 576, 4, 2, 32
@@ -79,11 +79,11 @@ def work(name: str, steps: int) -> None:
 def ours() -> tuple[list, Callable]:
     import torch
 
+    from asr.config.schema import TransformerConfig
     from asr.models.transformer import Transformer
 
-    model = Transformer(
-        MELS,
-        VOCABULARY,
+    config = TransformerConfig(
+        kind="transformer",
         d_model=SIZE,
         heads=HEADS,
         feed_forward=FEED_FORWARD,
@@ -94,8 +94,9 @@ def ours() -> tuple[list, Callable]:
         attention_dropout=0.1,
         feed_forward_dropout=0.1,
         activation="gelu",
-        ctc=False,
+        ctc_weight=0,
     )
+    model = Transformer(MELS, VOCABULARY, config)
     lengths = torch.full((BATCH,), FRAMES)
     return list(model.parameters()), lambda features, tokens: model.decode(
         model.encode(features, lengths), tokens
@@ -124,9 +125,9 @@ def speechbrain() -> tuple[list, Callable]:
     )
     output = torch.nn.Linear(SIZE, VOCABULARY)
     modules = torch.nn.ModuleList([front, model, output])
-    whole = torch.ones(BATCH)  # relative lengths
+    lengths = torch.ones(BATCH)  # relative lengths
     return list(modules.parameters()), lambda features, tokens: output(
-        model(front(features), tokens, whole, pad_idx=0)[1]
+        model(front(features), tokens, lengths, pad_idx=0)[1]
     )
 
 

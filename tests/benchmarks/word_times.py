@@ -1,11 +1,11 @@
-"""Word starts of a trained demo run against those that the speech engine itself reports.
+"""Errors in seconds of a trained demo run's word starts against those of the speech engine.
 
     .venv/bin/python tests/benchmarks/word_times.py runs/demo [decode.beam=8 ...]
 
-New phrases of the spoken-number corpus are said by the voices of its test split, and eSpeak NG
-tells when each word begins. Words that were recognised (by alignment with the text) are compared.
-Printed for the transcript's times (CTC's alignment where the letters fit, else attention) and for
-attention alone.
+The voices of the spoken-number corpus' test split speak new phrases, and eSpeak NG reports the
+start of each word. Correctly recognised words (by alignment with the text) are compared. Prints
+figures for the transcript's times (CTC alignment where the letters fit, otherwise attention) and
+for attention alone.
 """
 
 import ctypes
@@ -16,11 +16,10 @@ from itertools import islice
 
 import numpy as np
 
-from asr.data.corpora.espeak import Engine
-from asr.data.corpora.spoken_numbers import ACCENTS, VARIANTS, phrases
-from asr.recognizer import Recognizer
-from asr.scoring.alignment import align
-from asr.transcript import Transcript
+from asr.analysis.wer import align
+from asr.data.importers.spoken_numbers import ACCENTS, VARIANTS, Engine, phrases
+from asr.inference.recognition import Recognizer
+from asr.inference.transcript import Transcript
 
 PHRASES = 60
 WORD = 1  # espeakEVENT_WORD; 0 ends the list
@@ -42,10 +41,10 @@ class Event(ctypes.Structure):
 
 
 class TimedEngine(Engine):
-    """An engine that keeps when each word began."""
+    """An engine that records the start of each word."""
 
     def __init__(self) -> None:
-        self.words: dict[int, float] = {}  # place in the text -> seconds
+        self.words: dict[int, float] = {}  # position in the text -> seconds
         super().__init__()
 
     def _hear(self, samples: object, count: int, events: int | None) -> int:
@@ -63,7 +62,7 @@ def main() -> None:
     engine = TimedEngine()
     draw = random.Random(7)
     voices = [f"{accent}+{variant}" for accent in ACCENTS for variant in VARIANTS["test"]]
-    said = [
+    phrases_spoken = [
         tuple(spoken(engine, text, draw.choice(voices))) for text in islice(phrases(draw), PHRASES)
     ]
     for name in ("transcript", "attention alone"):
@@ -71,7 +70,7 @@ def main() -> None:
             recognizer.model.ctc = lambda memory: None
         late = [
             seconds
-            for text, starts, samples in said
+            for text, starts, samples in phrases_spoken
             for seconds in errors(text, starts, recognizer.transcribe(samples, engine.sample_rate))
         ]
         size = [abs(seconds) for seconds in late]
@@ -83,7 +82,7 @@ def main() -> None:
 
 
 def spoken(engine: TimedEngine, text: str, voice: str) -> tuple[str, list[float], np.ndarray]:
-    """A text, when each of its words begins, and the samples."""
+    """A text, the start of each of its words in seconds, and the samples."""
     engine.words.clear()
     samples = engine.say(text.lower(), voice, 160, 50).astype(np.float32) / 32768
     places, at = [], 1
@@ -93,15 +92,15 @@ def spoken(engine: TimedEngine, text: str, voice: str) -> tuple[str, list[float]
     return text, [engine.words.get(place, float("nan")) for place in places], samples
 
 
-def errors(text: str, starts: list[float], told: Transcript) -> list[float]:
-    """Seconds by which each rightly heard word begins too late."""
-    found, place, heard = [], 0, 0
-    for edit in align([text], [told.text])[0]:
+def errors(text: str, starts: list[float], transcript: Transcript) -> list[float]:
+    """Start of each correctly recognised word minus its true start, in seconds."""
+    late, place, recognised = [], 0, 0
+    for edit in align([text], [transcript.text])[0]:
         if edit.mark == "C" and starts[place] == starts[place]:
-            found.append(told.words[heard].start - starts[place])
+            late.append(transcript.words[recognised].start - starts[place])
         place += edit.mark != "I"
-        heard += edit.mark != "D"
-    return found
+        recognised += edit.mark != "D"
+    return late
 
 
 if __name__ == "__main__":

@@ -1,0 +1,364 @@
+"""The report of asr.compare: runs grouped by setting, their tables, curves and differences.
+
+Runs whose recipes differ in nothing but the seed have one setting. A recipe is a flat mapping,
+dotted key -> value; recipes of different kinds of model have different keys.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asr.analysis.curves import band, choose_levels, finite, first_below, median_reached
+from asr.analysis.plots import Panel, draw_curves
+from asr.analysis.report import DASH, Picture, Table, write_report
+from asr.analysis.runs import (
+    BEST_LOSS,
+    DATA,
+    PERCENT,
+    TRAIN,
+    Run,
+    SettingRuns,
+    expand_runs,
+    read_runs,
+    read_setting_run,
+    short_names,
+    value_text,
+)
+from asr.analysis.significance import difference_table, figure_differences, wer_differences
+from asr.analysis.statistics import Interval, spread
+from asr.analysis.wer import Score, between, pooled
+from asr.errors import UserError, writing
+from asr.training.resume import NOT_LEARNING, is_among
+
+RecipeKeys = Mapping[str, Any]
+_SHORT, _LONG = 24, 70  # longest label: in any table; beside a letter, in one column
+_MISSING, _OFF = "\0missing", "\0off"  # no YAML text can contain them
+
+
+def compare(
+    places: Sequence[Path],
+    out: Path | None,
+    curve: str,
+    levels: Sequence[float] | None = None,
+    ignore: Sequence[str] = (),
+) -> None:
+    """Compare runs, or the runs of sweep folders; write the report into `out` and print it.
+
+    levels: losses to reach, chosen if None. ignore: keys that may differ in a group, as the seed.
+    """
+    folders = expand_runs(places)
+    one_sweep = len(places) == 1 and folders[0] != places[0]
+    out = out or (places[0] / "compare" if one_sweep else Path("compare"))
+    runs = read_runs(folders, curve)
+    if all(run.fault for run in runs):
+        raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")
+    notes: list[str] = []
+    settings = group_runs(runs, curve, notes, ignore)
+    comparable = [s for s in settings if s.comparable and s.members]
+    if levels is None:
+        levels = choose_levels([[m.loss for m in s.members] for s in comparable])
+    tables = [loss_table(settings, curve), level_table(comparable, levels)]
+    tables += evaluation_tables(settings, notes)
+    failed = [(run.name, str(run.fault)) for run in runs if run.fault]
+    if failed:
+        tables.append(Table("Runs that are not counted", ("run", "why"), failed))
+    out.mkdir(parents=True, exist_ok=True)
+    picture = draw(out, comparable, curve, levels)
+    sizes = f"{_count(len(runs) - len(failed), 'run')} in {_count(len(settings), 'group')}"
+    facts = [f"{sizes} by differences of their recipes other than the seed."]
+    facts += dict.fromkeys(notes)  # losses and every split may have the same
+    write_report(out, "compare", "Comparison of runs", facts, [tables[0], picture, *tables[1:]])
+    print("\n".join([*facts, *(line for table in tables for line in _console(table))]))
+    print(f"\nfiles: {out}/compare.html compare.md curves.png curves.svg")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with equal settings: what distinguishes them from the others, and their numbers."""
+
+    settings: dict[str, str]  # short name -> value as text
+    members: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """norm=ba hidden=128; empty where there is only one group."""
+        return " ".join(f"{name}={value}" for name, value in self.settings.items())
+
+
+def group(runs: Sequence[RecipeKeys], ignore: Iterable[str] = ()) -> list[Group]:
+    """The groups in the order of their first run; `ignore` names keys that may differ within one.
+
+    A key that only some runs have, all with one value (a Transformer's, beside LAS), is omitted
+    where the other keys already distinguish those runs from the rest.
+    """
+    columns = _columns(runs, set(ignore))
+    shown = {
+        key: values for key, values in columns.items() if len(set(values) - {_MISSING, _OFF}) > 1
+    }
+    for key, values in columns.items():
+        if key not in shown and not _is_implied(values, list(shown.values())):
+            shown[key] = values
+    names = short_names(list(shown), {key for run in runs for key in run})
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number in range(len(runs)):
+        row = tuple(values[number] for values in shown.values())
+        groups.setdefault(row, []).append(number)
+    return [Group(_named(names.values(), row), tuple(members)) for row, members in groups.items()]
+
+
+def _columns(runs: Sequence[RecipeKeys], ignore: set[str]) -> dict[str, tuple[str, ...]]:
+    """The keys that are not the same in all runs, with every run's value as text."""
+    keys = list(dict.fromkeys(key for run in runs for key in run))
+    # Of `train.guided_attention: null` in one run and keys below it in another, only the latter.
+    parents = {key[:place] for key in keys for place, sign in enumerate(key) if sign == "."}
+    keys = [key for key in keys if key not in ignore and key not in parents]
+    columns = {key: tuple(_value(run, key) for run in runs) for key in keys}
+    return {key: values for key, values in columns.items() if len(set(values)) > 1}
+
+
+def _value(run: RecipeKeys, key: str) -> str:
+    if key in run:
+        return value_text(run[key])
+    return _OFF if any(key.startswith(f"{parent}.") for parent in run) else _MISSING
+
+
+def _is_implied(values: Sequence[str], columns: Sequence[Sequence[str]]) -> bool:
+    """Whether runs that agree in all columns also agree in these values."""
+    rows = list(zip(*columns, strict=True)) if columns else [()] * len(values)
+    return len(set(zip(rows, values, strict=True))) == len(set(rows))
+
+
+def _named(names: Iterable[str], row: Iterable[str]) -> dict[str, str]:
+    present = {n: value for n, value in zip(names, row, strict=True) if value != _MISSING}
+    return {n: "null" if value == _OFF else value for n, value in present.items()}
+
+
+def group_runs(
+    runs: Sequence[Run], curve: str, notes: list[str], ignore: Sequence[str]
+) -> list[SettingRuns]:
+    """The settings of the runs with readable recipes; those of other data are flagged.
+
+    Runs of one setting may differ in `ignore`. UserError for a key that no run has.
+    """
+    readable = [run for run in runs if run.settings]
+    keys = {key for run in readable for key in run.settings}
+    if unknown := [key for key in ignore if key not in keys]:
+        raise UserError(f"--ignore {unknown[0]}: no run has such a setting")
+    ignored = {"seed", *ignore, *(key for key in keys if is_among(key, NOT_LEARNING))}
+    groups = group([run.settings for run in readable], ignore=ignored)
+    usual = Counter(run.settings[DATA] for run in readable if not run.fault).most_common(1)[0][0]
+    settings = []
+    for (label, short, legend), one in zip(_labels(groups, notes), groups, strict=True):
+        inside = [readable[place] for place in one.members]
+        comparable = inside[0].settings[DATA] == usual
+        if not comparable:
+            notes.append(
+                f"{short}: other validation data or another vocabulary than most runs "
+                "have, so its losses are not comparable and are skipped."
+            )
+        members = tuple(read_setting_run(run, curve, notes) for run in inside if not run.fault)
+        failed = len(inside) - len(members)
+        settings.append(SettingRuns(label, short, legend, members, failed, comparable))
+        seeds = Counter(member.seed for member in members)
+        if repeated := [seed for seed, count in seeds.items() if count > 1]:
+            notes.append(f"{short}: more than one run of seed {repeated[0]}; pairs take the last.")
+    return settings
+
+
+def _labels(groups: Sequence[Group], notes: list[str]) -> list[tuple[str, str, str]]:
+    """Each group's label in tables, its short label and that for a picture's legend.
+
+    Letters stand for labels unless all are short. Very long labels are given once, in `notes`.
+    """
+    labels = [one.label or "all runs" for one in groups]
+    letters = [_letter(place) for place in range(len(labels))]
+    longest = max(map(len, labels))
+    if len(labels) == 1 or longest <= _SHORT:
+        return [(label, label, label) for label in labels]
+    legends = [f"{one}. {label}" for one, label in zip(letters, labels, strict=True)]
+    if longest <= _LONG:
+        return list(zip(legends, letters, legends, strict=True))
+    notes += [f"{one}: {label}." for one, label in zip(letters, labels, strict=True)]
+    return list(zip(letters, letters, legends, strict=True))
+
+
+def _letter(place: int) -> str:
+    """A, B, ... Z, AA, AB, ..."""
+    before, last = divmod(place, 26)
+    return (_letter(before - 1) if before else "") + chr(ord("A") + last)
+
+
+def loss_table(settings: Sequence[SettingRuns], curve: str) -> Table:
+    """Final and best loss: mean, standard deviation over seeds and t interval."""
+    head = ("setting", "runs", "best loss", "sd", "95 % interval", "final loss", "sd")
+    rows = []
+    for setting in settings:
+        runs = str(len(setting.members)) + (f" + {setting.failed} failed" * bool(setting.failed))
+        if not setting.members or not setting.comparable:
+            why = DASH if setting.comparable else "not comparable"
+            rows.append((setting.label, runs, why, *[DASH] * 5))
+            continue
+        best = _spread_cells([member.figures[BEST_LOSS] for member in setting.members], "{:.4f}")
+        final = _spread_cells([member.loss.values[-1] for member in setting.members], "{:.4f}")
+        curves = [finite(member.loss) for member in setting.members]
+        step = np.mean([c.steps[c.values.argmin()] for c in curves])
+        rows.append((setting.label, runs, *best, *final[:2], f"{step:,.0f}"))
+    note = (
+        f"{curve} on the validation data: the lowest and the last of each run, means over the runs "
+        "(seeds) of a setting, sd their standard deviation; intervals of the mean of the best by "
+        "Student's distribution, so two runs give a wide one and one run none. Best at step: mean."
+    )
+    return Table("Validation loss", (*head, "best at step"), rows, note)
+
+
+def level_table(settings: Sequence[SettingRuns], levels: Sequence[float]) -> Table:
+    """Steps, audio-hours and seconds until the loss first passes each level: medians over runs."""
+    rows = [(f"{level:g}", s.label, *_level_cells(s, level)) for level in levels for s in settings]
+    note = (
+        "Medians over the runs until the first validation at or below the level. A run that never "
+        "reaches it ranks after all others; where half of them or more do not, there is no median. "
+        "Levels, if not given: halfway down, what the typical run of every setting reaches, and "
+        "what only that of the best setting reaches. Seconds of training on the clock, without "
+        "validation; other work on the machine lengthens them."
+    )
+    head = ("loss", "setting", "reached", "steps", "audio-hours", "seconds")
+    return Table("Until the loss first passes a level", head, rows, note)
+
+
+def _level_cells(setting: SettingRuns, level: float) -> list[str]:
+    steps = [first_below(member.loss, level) for member in setting.members]
+    costs = [
+        None if step is None else member.cost.at(step)
+        for step, member in zip(steps, setting.members, strict=True)
+    ]
+    reached = f"{sum(step is not None for step in steps)} of {len(steps)}"
+    median = median_reached(steps)
+    if median is None:
+        return [reached, *[DASH] * 3]
+    spent = [DASH, DASH]
+    if all(c or s is None for c, s in zip(costs, steps, strict=True)):
+        spent = [_cost(median_reached([c and c[i] for c in costs])) for i in (0, 1)]
+    return [reached, f"{median:,.0f}", *spent]
+
+
+def wer_table(settings: Sequence[SettingRuns], split: str) -> Table:
+    """Word error rates of one split, pooled over the runs of each setting."""
+    rows = []
+    for setting in settings:
+        scores = [m.scores[split] for m in setting.members if split in m.scores]
+        if not scores:
+            continue
+        rates = spread([score.wer for score in scores])
+        # Student's interval may extend below 0, which a rate cannot.
+        over_runs = rates.interval and (max(0, rates.interval[0]), rates.interval[1])
+        cells = (_number(rates.mean), _pooled_interval(scores), _number(rates.sd))
+        each = ", ".join(f"{100 * score.wer:.2f}" for score in scores)
+        rows.append((setting.label, str(len(scores)), *cells, _interval(over_runs), each))
+    head = ("setting", "runs", "WER", "over utterances", "sd of runs", "over runs", "each run, %")
+    note = (
+        "95 % intervals: over utterances by bootstrap (Bisani & Ney 2004), for these trained "
+        "models; over runs by Student's distribution, cut at 0, for other seeds too."
+    )
+    return Table(f"Word error rate: {split}", head, rows, note)
+
+
+def _pooled_interval(scores: Sequence[Score]) -> str:
+    try:
+        return _interval(pooled(scores).wer_interval)
+    except UserError:
+        return "runs differ in utterances or texts"
+
+
+def figure_table(settings: Sequence[SettingRuns], name: str) -> Table:
+    """One figure: mean, standard deviation over seeds and t interval of each setting."""
+    unit, form = (100, "{:.2f}") if name.startswith(PERCENT) else (1, "{:.4f}")
+    rows = []
+    for setting in settings:
+        values = [unit * m.figures[name] for m in setting.members if name in m.figures]
+        if not values:
+            continue
+        each = ", ".join(map(form.format, values))
+        rows.append((setting.label, str(len(values)), *_spread_cells(values, form), each))
+    title = f"{name[:1].upper()}{name[1:]}" + ", %" * (unit == 100)
+    head = ("setting", "runs", "mean", "sd", "95 % interval", "each run")
+    note = "Means over runs (seeds); intervals by Student's distribution, for other seeds too."
+    return Table(title, head, rows, note)
+
+
+def evaluation_tables(settings: Sequence[SettingRuns], notes: list[str]) -> list[Table]:
+    """The results of the evaluations, and which differences are real."""
+    splits = sorted({name for s in settings for m in s.members for name in m.scores})
+    comparable = [s for s in settings if s.comparable]
+    figures = sorted({n for s in comparable for m in s.members for n in m.figures} - {BEST_LOSS})
+    notes += [note for split in splits for note in unequal_decoding(settings, split)]
+    tables = [wer_table(settings, split) for split in splits]
+    tables += [figure_table(comparable, name) for name in figures]
+    differences = {BEST_LOSS: figure_differences(comparable, BEST_LOSS, notes)}
+    differences |= {f"WER of {split}": wer_differences(settings, split, notes) for split in splits}
+    differences |= {name: figure_differences(comparable, name, notes) for name in figures}
+    return tables + [difference_table(name, pairs) for name, pairs in differences.items() if pairs]
+
+
+def unequal_decoding(settings: Sequence[SettingRuns], split: str) -> list[str]:
+    """A note where the runs' transcripts of a split were decoded with different settings."""
+    runs = [m for s in settings for m in s.members if m.decoded.get(split)]
+    parts = []
+    for key in dict.fromkeys(key for run in runs for key in run.decoded[split]):
+        first: dict[str, str] = {}  # value -> the first run that has it
+        for run in runs:
+            first.setdefault(run.decoded[split].get(key, "as trained"), run.name)
+        if len(first) > 1:
+            values = ", ".join(f"{value} in {name}" for value, name in first.items())
+            parts.append(f"{key} {values}")
+    note = f"WER of {split}: not all decoded alike, which may cause differences"
+    return [f"{note}: {'; '.join(parts)}."] if parts else []
+
+
+def draw(
+    out: Path, settings: Sequence[SettingRuns], curve: str, levels: Sequence[float]
+) -> Picture:
+    """The curves overlaid: curves.png and curves.svg."""
+    loss = {s.legend: mean for s in settings if (mean := band(m.loss for m in s.members))}
+    train = {s.legend: mean for s in settings if (mean := band(m.train_loss for m in s.members))}
+    png, svg = draw_curves([Panel(curve, loss, levels), Panel(TRAIN, train)])
+    with writing(out):
+        (out / "curves.png").write_bytes(png)
+        (out / "curves.svg").write_text(svg, encoding="utf-8")
+    note = (
+        "Mean of the runs; the band reaches from the lowest to the highest. Dashed: the levels. "
+        "nll: cross-entropy of a target (character, word piece, image), without smoothing."
+    )
+    return Picture("Loss curves", "curves.svg", svg, note)
+
+
+def _interval(interval: Interval | None, form: str = "{:.2%}") -> str:
+    return DASH if interval is None else between(interval, form)
+
+
+def _number(value: float | None, form: str = "{:.2%}") -> str:
+    return DASH if value is None else form.format(value).replace("%", " %")
+
+
+def _spread_cells(values: Sequence[float], form: str) -> list[str]:
+    """Mean, standard deviation and t interval."""
+    over = spread(values)
+    return [form.format(over.mean), _number(over.sd, form), _interval(over.interval, form)]
+
+
+def _cost(value: float | None) -> str:
+    """Nothing known (None), or no audio at all (0), is a dash."""
+    return f"{value:#.3g}" if value and value < 99.95 else f"{value:,.0f}" if value else DASH
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
+
+
+def _console(table: Table) -> list[str]:
+    rows = [table.head, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["", table.title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]

@@ -1,0 +1,195 @@
+"""One evaluation as a self-contained HTML page: no server, no network.
+
+Only audio and pictures are files of their own, linked relative to the page. Texts (transcripts,
+file names) are untrusted: Python escapes the markup, the script's data is JSON without "<", the
+script writes text nodes only, and a content security policy allows no other script and no network.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from asr.analysis.report import policy_hash, template
+from asr.analysis.statistics import LEVEL, Interval
+from asr.analysis.wer import Confusions, Counts, Edit, Score, align, confusions, percent
+from asr.errors import UserError
+from asr.io import write_files
+
+_PNG = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
+
+
+def write_page(
+    path: Path,
+    score: Score,
+    *,
+    title: str = "Evaluation",
+    about: Mapping[str, object] | None = None,
+    audio: Mapping[str, Path] | None = None,
+    pictures: Mapping[str, Path | str] | None = None,
+    groups: Mapping[str, Mapping[str, Counts]] | None = None,
+) -> None:
+    """Write the page of one evaluation.
+
+    about     short facts under the title, say run, split and checkpoint
+    audio     utterance id -> audio file
+    pictures  utterance id -> attention picture: a PNG file, or a "data:image/png;base64," URI
+    groups    column of the manifest, say "source" -> group -> its counts
+    Not every utterance needs audio or a picture.
+    Raises UserError where audio or pictures name an utterance that is not in the score.
+    """
+    utterances, audio, pictures = score.utterances, audio or {}, pictures or {}
+    for name, links in (("audio", audio), ("pictures", pictures)):
+        if unknown := set(links) - {utterance.id for utterance in utterances}:
+            raise UserError(f"{name} for utterance {min(unknown)!r}, which was not scored")
+    alignments = align([u.reference for u in utterances], [u.hypothesis for u in utterances])
+    parts = {
+        "title": escape(title),
+        "about": "".join(_fact(*item) for item in (about or {}).items()),
+        "groups": "".join(_group_table(*item) for item in (groups or {}).items()),
+        "figures": _figures(score),
+        "note": _note(score),
+        "speakers": _speakers(score),
+        "confusions": _confusions(confusions(alignments, most=50)),
+        "data": _data(path.parent, score, alignments, audio, pictures),
+    }
+    for kind, file in (("style", "page.css"), ("script", "page.js")):
+        parts |= {kind: template(file), f"{kind}_hash": policy_hash(template(file))}
+    # One pass: inserted text is never searched for placeholders.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template("page.html"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_files(path.parent, {path.name: page})
+
+
+def _data(
+    folder: Path,
+    score: Score,
+    alignments: Iterable[Iterable[Edit]],
+    audio: Mapping[str, Path],
+    pictures: Mapping[str, Path | str],
+) -> str:
+    """The utterances as JSON for a script element."""
+    rows: list[dict[str, Any]] = []
+    for utterance, edits in zip(score.utterances, alignments, strict=True):
+        row = {"id": utterance.id, "speaker": utterance.speaker, "words": utterance.words}
+        row |= {"S": utterance.substitutions, "D": utterance.deletions, "I": utterance.insertions}
+        row["edits"] = _joined(edits)
+        if utterance.id in audio:
+            row["audio"] = _link(audio[utterance.id], folder)
+        if utterance.id in pictures:
+            row["picture"] = _picture(pictures[utterance.id], folder)
+        rows.append(row)
+    text = json.dumps(rows, separators=(",", ":"))  # ASCII, so U+2028 and the like are escaped too
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _joined(edits: Iterable[Edit]) -> list[list[str]]:
+    """Edits as lists, consecutive correct words as one: most of a page is correct."""
+    joined = []
+    for correct, run in groupby(edits, key=lambda edit: edit.mark == "C"):
+        if correct:
+            text = " ".join(edit.reference for edit in run)
+            joined.append(["C", text, text])
+        else:
+            joined += [list(edit) for edit in run]
+    return joined
+
+
+def _link(path: Path, folder: Path) -> str:
+    """A URL relative to the page's folder; the quotes leave no scheme, query or fragment in it."""
+    return quote(os.fsencode(Path(os.path.relpath(path, folder)).as_posix()), safe="/")
+
+
+def _picture(picture: Path | str, folder: Path) -> str:
+    if isinstance(picture, str) and _PNG.fullmatch(picture):
+        return picture
+    return _link(Path(picture), folder)
+
+
+def _fact(name: str, value: object) -> str:
+    return f"<div><dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd></div>"
+
+
+def _figures(score: Score) -> str:
+    words = max(score.words, 1)
+    share = percent(score.sentence_error_rate)
+    figures = [
+        ("Word error rate", percent(score.wer), _interval(score.wer_interval)),
+        ("Character error rate", percent(score.cer), _interval(score.cer_interval)),
+        ("Substitutions", f"{score.substitutions:,}", percent(score.substitutions / words)),
+        ("Deletions", f"{score.deletions:,}", percent(score.deletions / words)),
+        ("Insertions", f"{score.insertions:,}", percent(score.insertions / words)),
+        ("Utterances with errors", f"{score.sentence_errors:,}", share),
+    ]
+    return "".join(
+        f"<div><dt>{name}</dt><dd>{value}<small>{small}</small></dd></div>"
+        for name, value, small in figures
+    )
+
+
+def _note(score: Score) -> str:
+    size = f"{score.sentences:,} utterances, {score.words:,} words, {score.characters:,} characters"
+    if score.wer_interval is None:
+        return f"{size}."
+    return f"{size}. Ranges are {100 * LEVEL:g} % bootstrap intervals over {score.interval_over}."
+
+
+def _interval(interval: Interval | None) -> str:
+    return "no interval" if interval is None else " – ".join(map(percent, interval))
+
+
+def _group_table(name: str, groups: Mapping[str, Counts]) -> str:
+    rows = [(escape(group) or "(no name)", counts) for group, counts in groups.items()]
+    return (
+        f"<details open><summary>By {escape(name)}</summary>"
+        f'<div class="scroll">{_counts_table("Group", rows)}</div></details>'
+    )
+
+
+def _speakers(score: Score) -> str:
+    rows = []
+    for speaker in sorted(score.speakers, key=lambda s: (-s.wer, s.speaker)):
+        name = escape(speaker.speaker)
+        button = f'<button type="button" data-speaker="{name}">{name or "(no name)"}</button>'
+        rows.append((button, speaker))
+    return _counts_table("Speaker", rows)
+
+
+def _counts_table(first: str, rows: Iterable[tuple[str, Counts]]) -> str:
+    """A table; rows: markup of the first column, and the counts."""
+    head = "".join(f"<th>{name}</th>" for name in (first, "Utt.", "Words", "S", "D", "I", "WER"))
+    body = "".join(
+        f"<tr><td>{name}</td><td>{c.sentences}</td><td>{c.words}</td><td>{c.substitutions}</td>"
+        f"<td>{c.deletions}</td><td>{c.insertions}</td><td>{percent(c.wer)}</td></tr>"
+        for name, c in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _confusions(errors: Confusions) -> str:
+    tables = [
+        ("reference → hypothesis", [("S", *row) for row in errors.substitutions]),
+        ("deleted", [("D", word, "", count) for word, count in errors.deletions]),
+        ("inserted", [("I", "", word, count) for word, count in errors.insertions]),
+    ]
+    markup = [
+        f"<table><caption>{name}</caption><tbody>{''.join(_confusion(*r) for r in rows)}"
+        "</tbody></table>"
+        for name, rows in tables
+        if rows
+    ]
+    return "".join(markup) or '<p class="empty">No errors.</p>'
+
+
+def _confusion(mark: str, reference: str, hypothesis: str, count: int) -> str:
+    ours, theirs = escape(reference), escape(hypothesis)
+    arrow = " → " if ours and theirs else ""
+    return (
+        f'<tr><td><button type="button" data-mark="{mark}" data-reference="{ours}" '
+        f'data-hypothesis="{theirs}">{ours}{arrow}{theirs}</button></td><td>{count}</td></tr>'
+    )

@@ -1,0 +1,175 @@
+"""Pictures for TensorBoard and reports, as pixels (height, width, 3) uint8, and loss curves.
+
+U tokens, T frames of memory, F mel bins, K classes.
+"""
+
+import io
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+from asr.analysis.curves import Band
+
+
+def attention_picture(weights: np.ndarray, tokens: Sequence[str], title: str = "") -> np.ndarray:
+    """weights (U, T): the attention of every token over the frames."""
+
+    def draw(axes: Axes) -> None:
+        axes.imshow(weights, aspect="auto", origin="lower", cmap="magma", vmin=0.0)
+        axes.set_yticks(range(len(tokens)), tokens, fontsize=6, parse_math=False)
+        axes.set(xlabel="frame of memory", ylabel="token")
+
+    return _pixels(draw, title, (8, 1 + min(0.16 * len(weights), 9)))
+
+
+def feature_picture(features: np.ndarray, title: str = "") -> np.ndarray:
+    """features (T, F), low frequencies below."""
+
+    def draw(axes: Axes) -> None:
+        axes.imshow(features.T, aspect="auto", origin="lower", cmap="viridis")
+        axes.set(xlabel="frame", ylabel="feature")
+
+    return _pixels(draw, title, (8, 2.5))
+
+
+def confusion_picture(counts: np.ndarray, title: str = "") -> np.ndarray:
+    """counts (K, K), a row for each true class: the share of a row as shade, counts as numbers."""
+
+    def draw(axes: Axes) -> None:
+        shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        axes.imshow(np.sqrt(shares), cmap="Blues", vmin=0.0, vmax=1.0)  # small shares too
+        for (row, column), count in np.ndenumerate(counts):
+            if count:
+                colour = "white" if shares[row, column] > 0.4 else "black"
+                axes.text(column, row, str(count), fontsize=7, ha="center", va="center", c=colour)
+        places = range(len(counts))
+        axes.set(xlabel="predicted class", ylabel="true class", xticks=places, yticks=places)
+
+    return _pixels(draw, title, (5, 5))
+
+
+def tiles(images: np.ndarray, columns: int) -> np.ndarray:
+    """images (N, R, C) of 0 to 1 -> one picture, left to right, with a line between them."""
+    count, height, width = images.shape
+    lines = -(-count // columns)
+    sheet = np.full((lines, height + 1, columns, width + 1), 0.5)
+    for number, image in enumerate(images):
+        sheet[number // columns, :height, number % columns, :width] = image
+    grey = (255 * sheet.reshape(lines * (height + 1), -1)).round().astype(np.uint8)
+    return np.repeat(grey[..., None], 3, axis=-1)
+
+
+def _pixels(draw: Callable[[Axes], None], title: str, size: tuple[float, float]) -> np.ndarray:
+    # Figure, not pyplot: no global state, no window, thread-safe.
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    with warnings.catch_warnings():
+        # A letter that the font lacks is drawn as a box; a corpus may have thousands.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_title(title, parse_math=False)
+        canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+# Okabe & Ito 2008: distinct for colour-blind readers too; then the same with other strokes.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STROKES = ("-", "--", ":", "-.")
+_MOST_NAMES = 28
+_LOG_FROM = 5  # highest loss / lowest loss
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: name -> band, in the order of the legend."""
+
+    title: str
+    bands: Mapping[str, Band]
+    levels: Sequence[float] = ()  # thin lines
+
+
+def draw_curves(panels: Sequence[Panel]) -> tuple[bytes, str]:
+    """PNG and SVG of the panels side by side, over steps: lines are means, bands ranges over runs.
+
+    A name has the same stroke in all panels. The end of a panel's title (valid/nll) is its unit;
+    panels of one unit share their axes.
+    """
+    names = list(dict.fromkeys(name for panel in panels for name in panel.bands))
+    lines = min(len(names), _MOST_NAMES)
+    figure = Figure(figsize=(5.5 * len(panels), 4 + 0.22 * lines), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    units = [panel.title.rpartition("/")[2] for panel in panels]
+    same_unit = len(set(units)) == 1
+    grid = figure.subplots(1, len(panels), squeeze=False, sharex=same_unit, sharey=same_unit)[0]
+    log = _log([band for panel in panels for band in panel.bands.values()]) and same_unit
+    for axes, panel, unit in zip(grid, panels, units, strict=True):
+        _draw(axes, panel, names)
+        if log or (not same_unit and _log(list(panel.bands.values()))):
+            _set_log(axes)
+        axes.set(xlabel="step", ylabel=unit)
+        axes.tick_params(labelleft=True)
+        axes.set_title(panel.title, parse_math=False, loc="left", fontsize=11)
+    drawn = {line.get_label(): line for axes in grid for line in axes.get_lines()}
+    if chosen := [name for name in names if name in drawn][:_MOST_NAMES]:
+        labels = [n if len(n) <= 150 else f"{n[:149]}…" for n in chosen]
+        legend = figure.legend(
+            [drawn[n] for n in chosen], labels, loc="outside lower left", frameon=False, fontsize=9
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    return _files(figure)
+
+
+def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+    for name, band in panel.bands.items():
+        place = names.index(name)
+        colour = _COLOURS[place % len(_COLOURS)]
+        stroke = _STROKES[place // len(_COLOURS) % len(_STROKES)]
+        mark = "o" if len(band.steps) == 1 else None
+        axes.fill_between(band.steps, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+        style = {"color": colour, "linewidth": 1.6, "marker": mark}
+        axes.plot(band.steps, band.mean, stroke, label=name, **style)
+    for place, level in enumerate(panel.levels):
+        axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
+        side = ("bottom", "top")[place % 2]  # the next level may be near
+        style = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#5a6066"}
+        axes.annotate(f"{level:g}", (0.01, level), va=side, **style)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # steps are whole
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e8eaed", linewidth=0.7)
+    axes.set_axisbelow(True)
+    if not panel.bands:
+        axes.text(0.5, 0.5, "no points", ha="center", transform=axes.transAxes, color="#5a6066")
+
+
+def _log(bands: Sequence[Band]) -> bool:
+    """Whether a linear axis would flatten the end of training."""
+    low = min((band.low.min() for band in bands), default=0.0)
+    high = max((band.high.max() for band in bands), default=0.0)
+    return bool(0 < low * _LOG_FROM < high)
+
+
+def _set_log(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _files(figure: Figure) -> tuple[bytes, str]:
+    png, svg = io.BytesIO(), io.StringIO()
+    # Reproducible files, with text as text rather than outlines.
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "curves", "svg.fonttype": "none"}):
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(png, format="png", metadata={"Software": None})
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    return png.getvalue(), svg.getvalue()

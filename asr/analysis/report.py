@@ -1,0 +1,123 @@
+"""A report of paragraphs, tables and pictures, as Markdown and as one self-contained HTML page.
+
+Texts come from recipes, folders and transcripts and are untrusted: both writers escape every text,
+and the page's content security policy forbids scripts and loading anything.
+"""
+
+import re
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from html import escape
+from pathlib import Path
+
+from asr.io import write_files
+
+DASH = "–"  # in the cell of a table that has no value
+_NUMBER = re.compile(r"[-+<>−–±≤%\d.,()\[\]/e ]*(to [-+−\d.,() %]*)?")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells are text; a column of numbers is aligned right."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG file beside the report; the page embeds it."""
+
+    title: str
+    file: str  # name in the report's folder
+    svg: str
+    note: str = ""
+
+
+def template(name: str) -> str:
+    """A file of the template folder."""
+    return (Path(__file__).parent / "template" / name).read_text(encoding="utf-8")
+
+
+def policy_hash(text: str) -> str:
+    """The hash by which a content security policy allows an inline script or style."""
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+
+
+def write_report(
+    folder: Path, name: str, title: str, facts: Sequence[str], parts: Sequence[Table | Picture]
+) -> None:
+    """Write folder/NAME.md and folder/NAME.html: a title, paragraphs of facts, then the parts."""
+    pages = {f"{name}.md": markdown(title, facts, parts), f"{name}.html": html(title, facts, parts)}
+    write_files(folder, pages)
+
+
+def markdown(title: str, facts: Sequence[str], parts: Sequence[Table | Picture]) -> str:
+    """The report as GitHub's Markdown."""
+    blocks = [f"# {_plain(title)}", *map(_plain, facts)]
+    for part in parts:
+        blocks += [f"## {_plain(part.title)}"]
+        if isinstance(part, Picture):
+            blocks += [f"![{_plain(part.title)}]({part.file})"]
+        else:
+            align = ["---" if text else "---:" for text in _texts(part)]
+            rows = [list(map(_plain, row)) for row in (part.head, *part.rows)]
+            lines = [f"| {' | '.join(row)} |" for row in (rows[0], align, *rows[1:])]
+            blocks += ["\n".join(lines)]
+        blocks += [_plain(part.note)] if part.note else []
+    return "\n\n".join(blocks) + "\n"
+
+
+def html(title: str, facts: Sequence[str], parts: Sequence[Table | Picture]) -> str:
+    """The report as one self-contained page."""
+    style = "\n" + template("report.css")
+    policy = f"default-src 'none'; style-src '{policy_hash(style)}'; img-src data:"
+    body = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
+    for part in parts:
+        body += [f"<h2>{escape(part.title)}</h2>"]
+        if isinstance(part, Picture):
+            data = b64encode(part.svg.encode()).decode()
+            body += [f'<img alt="{escape(part.title)}" src="data:image/svg+xml;base64,{data}">']
+        else:
+            body += [_table(part)]
+        body += [f"<p>{escape(part.note)}</p>"] if part.note else []
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _plain(text: str) -> str:
+    """Escaped for Markdown, on one line, for tables too."""
+    line = " ".join(text.split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # An underscore within a word is no emphasis; unescaped, file names stay readable.
+    return re.sub(r"([\\`*\[\]|#~]|(?<!\w)_|_(?!\w))", r"\\\1", line)
+
+
+def _table(table: Table) -> str:
+    kinds = [' class="text"' if text else "" for text in _texts(table)]
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        cells = zip(row, kinds, strict=True)
+        return f"<tr>{''.join(f'<{tag}{kind}>{escape(text)}</{tag}>' for text, kind in cells)}</tr>"
+
+    return (
+        f'<div class="scroll"><table>\n<thead>{line("th", table.head)}</thead>\n<tbody>\n'
+        + "\n".join(line("td", row) for row in table.rows)
+        + "\n</tbody></table></div>"
+    )
+
+
+def _texts(table: Table) -> list[bool]:
+    """Whether each column is text rather than numbers."""
+    places = range(len(table.head))
+    return [not all(_NUMBER.fullmatch(row[place]) for row in table.rows) for place in places]

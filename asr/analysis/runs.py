@@ -1,0 +1,310 @@
+"""The contents of run folders: recipe, whether training finished, curves, cost, evaluations."""
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asr.analysis.curves import Curve, finite, read_scalars, start_times
+from asr.analysis.score_files import read_evaluation
+from asr.analysis.wer import Score
+from asr.config.loader import flat, read_recipe
+from asr.config.schema import DecodeConfig, Recipe
+from asr.errors import UserError
+from asr.io import read_small_file, sha256_of_files
+from asr.training.checkpoint import choose, list_checkpoints, read_training
+from asr.training.resume import SHA256
+
+CONSOLE = "console.log"  # in a run folder: the console output that asr.sweep keeps
+TRAIN, VALID = "train/nll", "valid/nll"
+HOURS, SECONDS = "run/audio_hours", "run/train_seconds"  # cost of the run so far
+BEST_LOSS = "best loss"  # the lowest on validation: a figure of every run
+FIGURES = ("accuracy", "nll")  # of a score.json without word error rates
+PERCENT = ("accuracy", "WER")  # names of fractions, shown as percent, begin so
+DATA = "data and vocabulary"  # a key beside the recipe's: equal where losses are comparable
+
+
+def finished(run: Path) -> int | None:
+    """The step at which training finished; None where it did not, or was resumed since."""
+    lines = _text(run / "train.log").splitlines()
+    match = re.search(r"finished at step (\d+)", lines[-1]) if lines else None
+    return int(match[1]) if match else None
+
+
+def _text(path: Path) -> str:
+    """A log file's text; empty where there is no file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def recipe_of(run: Path) -> Recipe:
+    """The recipe a run was trained with. UserError, in one line, where it cannot be read."""
+    path = run / "recipe.yaml"
+    if not path.exists():
+        raise UserError(f"{run}: no recipe.yaml: it ended before training began{last_error(run)}")
+    return read_recipe(path)
+
+
+def last_error(run: Path) -> str:
+    """The last error in the console output of a sweep's run, in brackets; empty without one."""
+    lines = _text(run / CONSOLE).rpartition("\n$ ")[2].splitlines()  # of its last command
+    errors = [line for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line)]
+    return f" ({errors[-1].removeprefix('error: ')[:300]})" if errors else ""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether training was started in the folder, or tried by a sweep."""
+    names = ("recipe.yaml", "train.log", CONSOLE)
+    return any((folder / name).is_file() for name in names) or bool(start_times(folder))
+
+
+def expand_runs(places: Iterable[Path]) -> list[Path]:
+    """Run folders from run folders and sweep folders (folders of runs), each once.
+
+    The runs of a sweep come in the order of their start, that of the grid, whose first setting the
+    others are compared with; empty folders, of lost runs, come last. UserError for other places.
+    """
+    runs: dict[Path, Path] = {}
+    for place in places:
+        if not place.is_dir():
+            raise UserError(f"{place}: there is no such folder; name runs or a sweep's folder")
+        inside = [place]
+        if not is_run(place):
+            folders = sorted(filter(Path.is_dir, place.iterdir()))
+            inside = sorted(filter(is_run, folders), key=_start)
+            inside += [folder for folder in folders if not any(folder.iterdir())]
+        if not any(map(is_run, inside)):
+            raise UserError(f"{place}: no run and no folder of runs; train one first")
+        for run in inside:
+            runs.setdefault(run.resolve(), run)
+    return list(runs.values())
+
+
+def run_names(runs: Sequence[Path]) -> list[str]:
+    """A unique name for each: its folder's, with parents where two sweeps have equal names."""
+    tails = [run.resolve().parts[1:] for run in runs]
+    names = []
+    for tail in tails:
+        same = [other for other in tails if other[-1] == tail[-1]]
+        sizes = range(1, len(tail) + 1)
+        size = next((n for n in sizes if len({other[-n:] for other in same}) == len(same)), 1)
+        names.append("/".join(tail[-size:]))
+    return names
+
+
+def _start(run: Path) -> tuple[float, list[tuple[int, str]]]:
+    """The second of its first event file, then its name, seed=2 before seed=10."""
+    parts = re.findall(r"(\D+)(\d*)", f"/{run.name}")
+    name = [(int(number or 0), text) for text, number in parts]
+    return min(start_times(run), default=math.inf), name
+
+
+def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
+    """Each key's shortest ending that no other key has: model.listener.norm -> listener.norm."""
+    counts = Counter(ending for other in among for ending in _endings(other))
+    return {key: next((e for e in _endings(key) if counts[e] <= 1), key) for key in keys}
+
+
+def _endings(key: str) -> list[str]:
+    """a.b.c -> c, b.c, a.b.c"""
+    parts = key.split(".")
+    return [".".join(parts[place:]) for place in reversed(range(len(parts)))]
+
+
+def value_text(value: Any) -> str:
+    """A recipe value as on the command line: ba, 0.1, null, [0.9,1.1]."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. `fault` is the reason why it is not counted."""
+
+    folder: Path
+    settings: dict[str, Any]  # dotted recipe key -> value; empty where it cannot be read
+    curves: dict[str, Curve]
+    fault: str | None
+    name: str  # unique among the runs read with it
+
+
+def read_runs(folders: Sequence[Path], curve: str) -> list[Run]:
+    """Each run's recipe and curves, and what is wrong with it, if anything is."""
+    runs = []
+    for folder, name in zip(folders, run_names(folders), strict=True):
+        try:
+            settings = flat(recipe_of(folder))
+        except UserError as error:
+            runs.append(Run(folder, {}, {}, str(error), name))
+            continue
+        settings[DATA] = _data_hash(folder, settings)
+        curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
+        runs.append(Run(folder, settings, curves, _fault(folder, curves, curve), name))
+    return runs
+
+
+def _fault(folder: Path, curves: dict[str, Curve], curve: str) -> str | None:
+    """Why a run is not counted: it has no curve, its loss is NaN, or it did not finish."""
+    error = last_error(folder)
+    if not start_times(folder):
+        return f"{folder}: no event file{error}"
+    for name in (TRAIN, curve):
+        values = curves[name].values
+        if len(values) and not math.isfinite(values[-1]):
+            good = np.flatnonzero(np.isfinite(values))
+            step = curves[name].steps[good[-1] + 1 if len(good) else 0]
+            return f"{folder}: diverged: {name} is not finite from step {step} on{error}"
+    if finished(folder) is None:
+        last = max((int(c.steps[-1]) for c in curves.values() if len(c)), default=0)
+        return f"{folder}: not finished, last seen at step {last}{error}"
+    if not len(curves[curve]):
+        return f"{folder}: no point of {curve} in its event files"
+    return None
+
+
+def _data_hash(folder: Path, settings: dict[str, Any]) -> str:
+    """A hash of validation data and vocabulary, of their content where that is known."""
+    digest = hashlib.sha256(_validation_hash(folder) or _validation_files_hash(settings))
+    for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
+        digest.update(path.read_bytes() if path.is_file() else b"none")
+    return digest.hexdigest()[:8]
+
+
+def _validation_hash(folder: Path) -> bytes | None:
+    """The hash in the last checkpoint; the files may have changed since."""
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        return None
+    with suppress(UserError):  # damaged, or weights alone
+        content = read_training(checkpoints[-1], mapped=True).get("content", {})
+        for key in ("data.valid", "data.folder"):  # images validate on a part of the folder
+            if key in content:
+                return str(content[key].get(SHA256)).encode()
+    return None
+
+
+def _validation_files_hash(settings: dict[str, Any]) -> bytes:
+    """The hash of the current files that the recipe names; their names where one is missing."""
+    named = settings.get("data.valid")
+    files = [Path(str(name)) for name in (named if isinstance(named, list) else [named])]
+    return (sha256_of_files(files) if all(map(Path.is_file, files)) else str(named)).encode()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Audio and time at N steps; empty where nothing is known."""
+
+    steps: np.ndarray  # (N,), from 0
+    hours: np.ndarray  # of audio trained on
+    seconds: np.ndarray  # of training and loading, without validation
+
+    def at(self, step: float) -> tuple[float, float] | None:
+        """Audio-hours and seconds at a step: interpolated, beyond the last step proportional."""
+        if len(self.steps) < 2:
+            return None
+        scale = max(1.0, step / self.steps[-1])
+        place = min(step, self.steps[-1])
+        hours = np.interp(place, self.steps, self.hours) * scale
+        return float(hours), float(np.interp(place, self.steps, self.seconds) * scale)
+
+
+def read_cost(run: Run) -> Cost:
+    """From the curves HOURS and SECONDS; without them from the last checkpoint."""
+    hours, seconds = run.curves[HOURS], run.curves[SECONDS]
+    if len(hours) and len(seconds):
+        steps = np.intersect1d(hours.steps, seconds.steps)
+        pair = [c.values[np.isin(c.steps, steps)] for c in (hours, seconds)]
+        return Cost(*(np.insert(row, 0, 0) for row in (steps, *pair)))
+    checkpoints = list_checkpoints(run.folder)
+    if not checkpoints:
+        return Cost(*np.zeros((3, 0)))
+    place = read_training(checkpoints[-1], mapped=True)["position"]
+    ends = (place["step"], place["audio_seconds"] / 3600, place["train_seconds"])
+    return Cost(*(np.array([0.0, end]) for end in ends))
+
+
+def _rates_without_words(file: Path) -> dict[str, Any]:
+    """The content of score.json; empty where it has word error rates or is damaged."""
+    try:
+        rates = json.loads(read_small_file(file))
+    except (OSError, ValueError):
+        return {}
+    return rates if isinstance(rates, dict) and "wer" not in rates else {}
+
+
+def _is_outdated(run: Path, about: Mapping[str, Any]) -> bool:
+    """Whether an evaluation used other checkpoints than it would now; False where unknown."""
+    decode, steps = about.get("decode"), about.get("steps")
+    if not isinstance(decode, dict) or steps is None or not list_checkpoints(run):
+        return False
+    now = choose(run, decode.get("checkpoint", "best"), decode.get("average", 1))
+    return [checkpoint.step for checkpoint in now] != steps
+
+
+def decode_settings(about: Mapping[str, Any]) -> dict[str, str]:
+    """The decode settings of an evaluation, and settings other than the run's own."""
+    decode = about.get("decode")
+    # An evaluation older than a setting used what is now its default.
+    settings = DecodeConfig().model_dump(mode="json") | decode if isinstance(decode, dict) else {}
+    settings.pop("batch_seconds", None)
+    other = [change.partition("=") for change in about.get("overrides", ())]
+    settings |= {key: value for key, _, value in other if not key.startswith(("decode.", "data."))}
+    return {key: value_text(value) for key, value in settings.items()}
+
+
+@dataclass(frozen=True)
+class SettingRun:
+    """One run of a setting, as compared with others."""
+
+    name: str
+    seed: int
+    loss: Curve  # on validation
+    train_loss: Curve
+    cost: Cost
+    scores: dict[str, Score]  # by split
+    figures: dict[str, float]  # by name: BEST_LOSS, and FIGURES of a split ("accuracy of test")
+    decoded: dict[str, dict[str, str]]  # by split: decode settings
+
+
+@dataclass(frozen=True)
+class SettingRuns:
+    """All runs of one setting, which differ in their seeds alone."""
+
+    label: str
+    short: str  # a letter instead of a long label, where two settings share a row
+    legend: str  # the whole label, for a picture
+    members: tuple[SettingRun, ...]
+    failed: int
+    comparable: bool  # its losses are of the same data and vocabulary as most others'
+
+
+def read_setting_run(run: Run, curve: str, notes: list[str]) -> SettingRun:
+    """A run with its cost and evaluations; `notes` gets the damaged and the outdated ones."""
+    seed, loss = run.settings["seed"], run.curves[curve]
+    scores, figures, decoded = {}, {BEST_LOSS: float(finite(loss).values.min())}, {}
+    for file in sorted(run.folder.glob("evaluate/*/score.json")):
+        folder, split = file.parent, file.parent.name
+        if rates := _rates_without_words(file):
+            numbers = {name: rates[name] for name in FIGURES if isinstance(rates.get(name), float)}
+            figures |= {f"{name} of {split}": number for name, number in numbers.items()}
+            continue
+        try:
+            evaluation = read_evaluation(folder)
+        except UserError as error:
+            notes.append(f"skipped: {error}.")
+            continue
+        if _is_outdated(run.folder, evaluation.about):
+            notes.append(f"{folder}: of older checkpoints than the run has now; evaluate again.")
+        scores[split], decoded[split] = evaluation.score, decode_settings(evaluation.about)
+    return SettingRun(
+        run.name, seed, loss, run.curves[TRAIN], read_cost(run), scores, figures, decoded
+    )

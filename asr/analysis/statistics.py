@@ -1,0 +1,153 @@
+"""Statistics of error rates, shares and losses: bootstrap, intervals, tests over seeds.
+
+bootstrap      percentile intervals (Efron 1979; for WER: Bisani & Ney, ICASSP 2004)
+over seeds     Student's t interval and paired t test, its power, and Holm's correction
+over samples   Wilson's interval of a share, the normal interval of a mean, confusion counts
+
+Shapes: N units, C counts of each, K classes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import nctdtr, stdtr, stdtrit
+
+Interval = tuple[float, float]
+
+LEVEL = 0.95
+POWER = 0.8  # of a planned experiment, as is usual (Cohen 1988)
+MOST_SEEDS = 1000
+NORMAL_QUANTILE = 1.959963984540054  # of the standard normal distribution at 0.975
+_ROUNDING = 1e-9  # relative to the mean: differences that vary by less count as equal
+_CHUNK = 1 << 20  # indices drawn at a time: 8 MB, whatever the number of units
+
+
+def resampled_sums(units: NDArray[np.int64], draws: int, seed: int) -> NDArray[np.int64]:
+    """Draw N units with replacement and sum them, `draws` times over.
+
+    units (N, C) -> sums (draws, C). The drawn units depend on N, draws and seed alone.
+    """
+    size = len(units)
+    generator = np.random.default_rng(seed)
+    sums = np.empty((draws, units.shape[1]), dtype=np.int64)
+    step = max(1, _CHUNK // size)
+    for start in range(0, draws, step):
+        chosen = generator.integers(size, size=(min(step, draws - start), size))
+        for column, counts in enumerate(units.T):
+            sums[start : start + step, column] = np.take(counts, chosen).sum(axis=1)
+    return sums
+
+
+def percentile_interval(values: NDArray[np.float64]) -> Interval:
+    """The middle 95 % of bootstrap values (draws,)."""
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def summed_by(labels: list[str], counts: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
+    """Sum rows that share a label: labels (N), counts (N, C) -> sorted labels (G), sums (G, C)."""
+    names, group = np.unique(np.array(labels, dtype=object), return_inverse=True)
+    sums = np.zeros((len(names), counts.shape[1]), dtype=np.int64)
+    np.add.at(sums, group, counts)
+    return list(names), sums
+
+
+def wilson_interval(hits: int, count: int) -> Interval:
+    """95 % interval of a share, hits of count (Wilson 1927): sound near 0 and 1 too."""
+    share, z = hits / count, NORMAL_QUANTILE**2 / count
+    middle = share + z / 2
+    half = math.sqrt(z * share * (1 - share) + z * z / 4)
+    low, high = (middle - half) / (1 + z), (middle + half) / (1 + z)
+    # Rounding must not exclude the share itself: of n hits in n, the upper end is 1.
+    return max(min(low, share), 0.0), min(max(high, share), 1.0)
+
+
+def mean_interval(values: NDArray[np.float64]) -> Interval | None:
+    """95 % interval of the mean of many values (N,), by the normal distribution; None of one."""
+    if len(values) < 2:
+        return None
+    mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
+    return mean - NORMAL_QUANTILE * error, mean + NORMAL_QUANTILE * error
+
+
+def confusion(
+    truth: NDArray[np.int64], predicted: NDArray[np.int64], classes: int
+) -> NDArray[np.int64]:
+    """truth (N,), predicted (N,) -> counts (K, K), one row for each true class."""
+    return np.bincount(truth * classes + predicted, minlength=classes**2).reshape(classes, classes)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure over several runs. `sd` and `interval` are None for a single run."""
+
+    count: int
+    mean: float
+    sd: float | None  # of the sample: divided by count - 1
+    interval: Interval | None  # of the mean, 95 %, by Student's distribution
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean, standard deviation and t interval of one figure per seed. Needs at least one."""
+    count, mean = len(values), float(np.mean(values))
+    if count < 2:
+        return Spread(count, mean, None, None)
+    sd = float(np.std(values, ddof=1))
+    half = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * sd / math.sqrt(count)
+    return Spread(count, mean, sd, (mean - half, mean + half))
+
+
+@dataclass(frozen=True, slots=True)
+class PairedT:
+    """The mean difference, second minus first, with its 95 % interval and two-sided p.
+
+    Where all differences are equal, sd is 0 and the interval None.
+    """
+
+    mean: float
+    interval: Interval | None
+    p: float
+    sd: float  # of the differences
+
+
+def paired_t(first: Sequence[float], second: Sequence[float]) -> PairedT | None:
+    """Student's test of pairs (same seed in both). None for fewer than two pairs.
+
+    Error rates are counts, so a few differences can all be equal. The t statistic is then infinite,
+    and p is that of the sign test instead: 2^(1 - pairs), or 1 where all differences are zero.
+    """
+    differences = spread([b - a for a, b in zip(first, second, strict=True)] or [0.0])
+    mean, sd, count = differences.mean, differences.sd, differences.count
+    if sd is None:
+        return None
+    if sd <= _ROUNDING * abs(mean):
+        return PairedT(mean, None, 2.0 ** (1 - count) if mean else 1.0, 0.0)
+    p = 2 * float(stdtr(count - 1, -abs(mean / sd * math.sqrt(count))))
+    return PairedT(mean, differences.interval, p, sd)
+
+
+def seeds_needed(mean: float, sd: float) -> int | None:
+    """The fewest pairs of seeds with which the paired t test detects such a difference.
+
+    Detects: p < 1 - LEVEL in a share POWER of all repetitions, if `mean` and `sd` (above 0) are
+    truly those of the differences. None above MOST_SEEDS.
+    """
+    counts = np.arange(2, MOST_SEEDS + 1)
+    limit = stdtrit(counts - 1, (1 + LEVEL) / 2)
+    shift = np.minimum(abs(mean) / sd * np.sqrt(counts), 1e4)  # nctdtr overflows far beyond
+    # The test's other tail, a difference of the wrong sign, is negligible here.
+    power = 1 - nctdtr(counts - 1, shift, limit)
+    enough = np.flatnonzero(power >= POWER)
+    return int(counts[enough[0]]) if len(enough) else None
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Adjusted p-values (Holm 1979): rejecting those below 0.05 errs in 5 % of families at most."""
+    adjusted, largest = [0.0] * len(p), 0.0
+    for rank, place in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        largest = max(largest, min(1.0, (len(p) - rank) * p[place]))
+        adjusted[place] = largest
+    return adjusted

@@ -1,0 +1,340 @@
+"""Word and character error rates, alignments and confusions of a set of utterances.
+
+    WER = (S + D + I) / N,  N words in the references; CER the same over characters
+
+Texts are compared as they are: case and punctuation count, runs of white space are one space, and
+the spaces between words are characters. jiwer finds the alignments; several may have equally few
+errors. The marks are sclite's: C correct, S substituted, D deleted (only in the reference), I
+inserted (only in the hypothesis). Empty texts are scored, not skipped. Without words in the
+reference N counts as 1, so every rate is finite: 0 or the number of inserted words.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Literal, NamedTuple
+from unicodedata import combining, east_asian_width
+
+import jiwer
+import numpy as np
+from numpy.typing import NDArray
+
+from asr.analysis.statistics import Interval, percentile_interval, resampled_sums, summed_by
+from asr.errors import UserError
+
+Units = Literal["utterances", "speakers"]
+_MARKS = {"equal": "C", "substitute": "S", "delete": "D", "insert": "I"}
+
+
+class Edit(NamedTuple):
+    """One column of an alignment; the word is empty on the side that has none."""
+
+    mark: str
+    reference: str
+    hypothesis: str
+
+
+def align(references: Sequence[str], hypotheses: Sequence[str]) -> list[list[Edit]]:
+    """Align each reference with its hypothesis word by word, with as few errors as possible.
+
+    White space separates words. Two empty texts give an empty list.
+    """
+    if not references:
+        return []
+    result = jiwer.process_words([tidy(t) for t in references], [tidy(t) for t in hypotheses])
+    texts = zip(result.alignments, result.references, result.hypotheses, strict=True)
+    return [list(_edits(*utterance)) for utterance in texts]
+
+
+def tidy(text: str) -> str:
+    """The words of a text, one space between them."""
+    return " ".join(text.split())
+
+
+def _edits(
+    chunks: list[jiwer.AlignmentChunk], reference: list[str], hypothesis: list[str]
+) -> Iterator[Edit]:
+    for chunk in chunks:
+        ours = reference[chunk.ref_start_idx : chunk.ref_end_idx] or repeat("")
+        theirs = hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx] or repeat("")
+        # The sides of a chunk are equally long; a missing side repeats the empty word.
+        yield from map(Edit, repeat(_MARKS[chunk.type]), ours, theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class Confusions:
+    """The most frequent errors, most frequent first, each with how often it occurred."""
+
+    substitutions: tuple[tuple[str, str, int], ...]  # reference word, hypothesis word, count
+    deletions: tuple[tuple[str, int], ...]
+    insertions: tuple[tuple[str, int], ...]
+
+
+def confusions(alignments: Iterable[Sequence[Edit]], most: int = 20) -> Confusions:
+    """Count the errors of many alignments; equally frequent ones in alphabetical order."""
+    counts = Counter(edit for edit in chain.from_iterable(alignments) if edit.mark != "C")
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    by_mark = {mark: [(e, n) for e, n in ranked if e.mark == mark][:most] for mark in "SDI"}
+    return Confusions(
+        tuple((e.reference, e.hypothesis, n) for e, n in by_mark["S"]),
+        tuple((e.reference, n) for e, n in by_mark["D"]),
+        tuple((e.hypothesis, n) for e, n in by_mark["I"]),
+    )
+
+
+def alignment_text(edits: Sequence[Edit], width: int = 100) -> str:
+    """Three lines, REF, HYP and the marks of errors, wrapped at `width` columns; "" of no edits.
+
+    Words are above each other; asterisks stand for a missing one.
+    """
+    rows: list[tuple[str, str, str]] = []
+    used = width  # columns used of the last row: full, so that the first edit opens one
+    for edit in edits:
+        cells = _cells(edit)
+        if used + _columns(cells[0]) + 1 > width:
+            rows.append(("REF:", "HYP:", "    "))
+            used = 4
+        rows[-1] = tuple(f"{row} {cell}" for row, cell in zip(rows[-1], cells, strict=True))
+        used += _columns(cells[0]) + 1
+    return "\n\n".join("\n".join(line.rstrip() for line in row) for row in rows)
+
+
+def _cells(edit: Edit) -> tuple[str, str, str]:
+    """Reference, hypothesis and mark of one edit, padded to the same width."""
+    width = max(_columns(edit.reference), _columns(edit.hypothesis))
+    mark = "" if edit.mark == "C" else edit.mark
+    cells = (edit.reference or "*" * width, edit.hypothesis or "*" * width, mark)
+    ours, theirs, mark = (cell + " " * (width - _columns(cell)) for cell in cells)
+    return ours, theirs, mark
+
+
+def _columns(text: str) -> int:
+    """Columns of a terminal that the text takes: wide letters two, combining marks none."""
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counts of a set of utterances; those of disjoint sets add up."""
+
+    sentences: int
+    sentence_errors: int  # sentences with at least one wrong word
+    words: int  # in the references, as are characters
+    substitutions: int
+    deletions: int
+    insertions: int
+    characters: int
+    character_errors: int
+
+    @property
+    def errors(self) -> int:
+        """Wrong words: S + D + I."""
+        return self.substitutions + self.deletions + self.insertions
+
+    @property
+    def wer(self) -> float:
+        """Word error rate, a fraction; above 1 where there are many insertions."""
+        return self.errors / max(self.words, 1)
+
+    @property
+    def cer(self) -> float:
+        """Character error rate, a fraction."""
+        return self.character_errors / max(self.characters, 1)
+
+    @property
+    def sentence_error_rate(self) -> float:
+        """Fraction of the sentences with at least one wrong word."""
+        return self.sentence_errors / max(self.sentences, 1)
+
+
+COUNTS = tuple(field.name for field in fields(Counts))
+_counts_of = attrgetter(*COUNTS)
+
+
+@dataclass(frozen=True, slots=True)
+class UtteranceScore(Counts):
+    """One utterance; its texts have single spaces."""
+
+    id: str
+    speaker: str
+    reference: str
+    hypothesis: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpeakerScore(Counts):
+    """All utterances of one speaker."""
+
+    speaker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score(Counts):
+    """All utterances, in the order given; speakers in alphabetical order.
+
+    The intervals are 95 % percentile bootstrap intervals (Bisani & Ney 2004) over the units of
+    `interval_over`, None where there is only one. Few errors make them too narrow: without any
+    error they are (0, 0).
+    """
+
+    wer_interval: Interval | None
+    cer_interval: Interval | None
+    interval_over: Units
+    speakers: tuple[SpeakerScore, ...]
+    utterances: tuple[UtteranceScore, ...]
+
+
+def score(
+    references: Sequence[str],
+    hypotheses: Sequence[str],
+    ids: Sequence[str] | None = None,
+    speakers: Sequence[str] | None = None,
+    *,
+    interval_over: Units = "utterances",
+    draws: int = 1000,
+    seed: int = 0,
+) -> Score:
+    """Score hypotheses against references, one of each an utterance.
+
+    `ids` default to "1", "2", ...; `speakers` to one speaker without a name. Errors within a
+    speaker are correlated, so an interval for other speakers needs interval_over="speakers".
+    Raises UserError where there are no utterances, the lengths differ or an id repeats.
+    """
+    ids = [str(number + 1) for number in range(len(references))] if ids is None else list(ids)
+    speakers = [""] * len(ids) if speakers is None else list(speakers)
+    _check(ids, references, hypotheses, speakers)
+    references, hypotheses = [tidy(t) for t in references], [tidy(t) for t in hypotheses]
+    counts = _count(references, hypotheses)
+    texts = zip(ids, speakers, references, hypotheses, strict=True)
+    utterances = tuple(UtteranceScore(*c, *t) for c, t in zip(counts, texts, strict=True))
+    return summarize(utterances, interval_over=interval_over, draws=draws, seed=seed)
+
+
+def summarize(
+    utterances: Sequence[UtteranceScore],
+    *,
+    interval_over: Units = "utterances",
+    draws: int = 1000,
+    seed: int = 0,
+) -> Score:
+    """The Score of scored utterances, say a part of another Score's. UserError without any."""
+    if not utterances:
+        raise UserError("nothing to score: there are no utterances")
+    rows = np.array([_counts_of(u) for u in utterances], dtype=np.int64)  # (N, 8), columns COUNTS
+    names, by_speaker = summed_by([u.speaker for u in utterances], rows)
+    units = {"utterances": rows, "speakers": by_speaker}[interval_over]
+    wer_interval, cer_interval = _intervals(units, draws, seed)
+    return Score(
+        *rows.sum(axis=0).tolist(),
+        wer_interval=wer_interval,
+        cer_interval=cer_interval,
+        interval_over=interval_over,
+        speakers=tuple(map(SpeakerScore, *by_speaker.T.tolist(), names)),
+        utterances=tuple(utterances),
+    )
+
+
+def pooled(scores: Sequence[Score], draws: int = 1000) -> Score:
+    """One Score of several runs on one split: each utterance's counts summed over the runs.
+
+    Resampling its utterances draws the same ones of every run. Raises UserError where the runs
+    were scored on different utterances, or against different references.
+    """
+    if len(scores) == 1:
+        return scores[0]
+    rows = [{u.id: u for u in score.utterances} for score in scores]
+    if any(row.keys() != rows[0].keys() for row in rows):
+        raise UserError("its runs were evaluated on different utterances; evaluate them again")
+    if any(row[u.id].reference != u.reference for row in rows for u in scores[0].utterances):
+        raise UserError("its runs were evaluated against different texts; evaluate them again")
+    sums = [
+        replace(u, **{c: sum(getattr(row[u.id], c) for row in rows) for c in COUNTS})
+        for u in scores[0].utterances
+    ]
+    return summarize(sums, draws=draws)
+
+
+def _check(
+    ids: list[str], references: Sequence[str], hypotheses: Sequence[str], speakers: list[str]
+) -> None:
+    for name, given in (("hypotheses", hypotheses), ("ids", ids), ("speakers", speakers)):
+        if len(given) != len(references):
+            raise UserError(
+                f"{len(references)} references but {len(given)} {name}: give one for each utterance"
+            )
+    if twice := [id for id, times in Counter(ids).items() if times > 1]:
+        raise UserError(f"utterance id {twice[0]!r} comes more than once: make the ids unique")
+
+
+def _count(references: list[str], hypotheses: list[str]) -> list[tuple[int, ...]]:
+    """The counts of each utterance, in the order of COUNTS."""
+    if not references:
+        return []
+    rows = []
+    characters = jiwer.process_characters(references, hypotheses).alignments
+    alignments = align(references, hypotheses)
+    for reference, edits, chunks in zip(references, alignments, characters, strict=True):
+        marks = Counter(edit.mark for edit in edits)
+        sdi = (marks["S"], marks["D"], marks["I"])
+        wrong = sum(_size(chunk) for chunk in chunks if chunk.type != "equal")
+        rows.append((1, int(any(sdi)), len(edits) - marks["I"], *sdi, len(reference), wrong))
+    return rows
+
+
+def _size(chunk: jiwer.AlignmentChunk) -> int:
+    return max(chunk.ref_end_idx - chunk.ref_start_idx, chunk.hyp_end_idx - chunk.hyp_start_idx)
+
+
+def _intervals(
+    units: NDArray[np.int64], draws: int, seed: int
+) -> tuple[Interval | None, Interval | None]:
+    """Bootstrap intervals of WER and CER over units (N, 8)."""
+    if len(units) < 2:
+        return None, None  # the spread between units is unknown
+    words, wrong, characters, wrong_characters = resampled_sums(
+        np.column_stack((units[:, 2], units[:, 3:6].sum(axis=1), units[:, 6:8])), draws, seed
+    ).T
+    return (
+        percentile_interval(wrong / np.maximum(words, 1)),
+        percentile_interval(wrong_characters / np.maximum(characters, 1)),
+    )
+
+
+def by_group(score: Score, group_of: Mapping[str, str]) -> dict[str, Score]:
+    """Utterance id -> group: the Score of each group, with its own interval, sorted by name."""
+    groups: dict[str, list[UtteranceScore]] = {}
+    for utterance in score.utterances:
+        groups.setdefault(group_of[utterance.id], []).append(utterance)
+    return {name: summarize(groups[name]) for name in sorted(groups)}
+
+
+def group_lines(by: str, groups: Mapping[str, Score]) -> list[str]:
+    """A table of groups: utterances, words, S, D, I, WER and its 95 % interval."""
+    rows = [(by, "utt.", "words", "S", "D", "I", "WER", "95 %")]
+    for name, part in groups.items():
+        counts = (part.sentences, part.words, part.substitutions, part.deletions, part.insertions)
+        interval = between(part.wer_interval) if part.wer_interval else "-"
+        rows.append((name or "(none)", *map(str, counts), percent(part.wer), interval))
+    return table(rows)
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of cells -> lines, the first column aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip()
+        for first, *others in rows
+    ]
+
+
+def percent(fraction: float) -> str:
+    """A fraction as text: 12.34 %."""
+    return f"{100 * fraction:.2f} %"
+
+
+def between(interval: Interval, form: str = "{:.2%}") -> str:
+    """An interval as text: 1.20 % to 3.45 %."""
+    low, high = map(form.format, interval)
+    return f"{low} to {high}".replace("%", " %")

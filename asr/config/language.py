@@ -1,0 +1,74 @@
+"""Recipe keys of the task `language`: language models over the tokens of a speech model."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asr.config.schema import (
+    Config,
+    Count,
+    Depth,
+    LayerCount,
+    LSTMConfig,
+    NonSpeechRecipe,
+    Positive,
+    Rate,
+    TextConfig,
+    TransformerLayersConfig,
+)
+
+Texts = Annotated[tuple[Path, ...], Field(min_length=1)]
+
+
+class LanguageDataConfig(Config):
+    """Section `data:` of a language model: its texts and how they are read."""
+
+    # Built-in corpus. spoken-numbers is made when missing; librispeech-lm by asr.prepare.
+    corpus: Literal["spoken-numbers", "librispeech-lm"] | None = None
+    train: Texts  # .txt or .txt.gz with one sentence a line, or manifests (.tsv)
+    valid: Texts  # likewise, of the validation split
+    cache: Path | None = None  # folder for the line indexes of large texts; null: beside each text
+    max_bytes: Count = 2000  # longest training line, bytes of UTF-8; longer lines are skipped
+    batch_bytes: Count = 20_000  # bytes of padded text in one batch
+    workers: Annotated[int, Field(ge=0, le=256)] = 1  # loader processes; 0: the training process
+
+
+class LanguageTextConfig(TextConfig):
+    """Section `text:` of a language model: the vocabulary of a run, or a new one from the texts."""
+
+    run: Path | None = None  # a speech run's folder; its decode.lm can then name this run
+
+
+class LSTMLanguageModelConfig(LSTMConfig):
+    """Section `model:` of a language model with `kind: lstm`."""
+
+    kind: Literal["lstm"]  # selects the model
+    layers: LayerCount = 2  # LSTM layers
+    hidden: Count = 512  # LSTM units
+    embedding: Count = 256  # size of a token's vector
+    tied: bool = False  # the output layer shares the embedding's weights
+    dropout: Rate = 0.0  # on embeddings, between layers and before the output
+    recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per sentence
+
+
+class TransformerLanguageModelConfig(TransformerLayersConfig):
+    """Section `model:` of a language model with `kind: transformer`: a decoder alone."""
+
+    layers: Depth = 6  # decoder layers
+    residual_scale: Positive | Literal["deepnet"] = 1.0  # alpha in sublayer(x) + alpha * x
+    layer_drop: Rate = 0.0  # rate of LayerDrop
+
+
+LanguageModelConfig = Annotated[
+    LSTMLanguageModelConfig | TransformerLanguageModelConfig, Field(discriminator="kind")
+]
+
+
+class LanguageRecipe(NonSpeechRecipe):
+    """A recipe with `task: language`."""
+
+    task: Literal["language"]  # selects the task
+    data: LanguageDataConfig
+    text: LanguageTextConfig = LanguageTextConfig()
+    model: LanguageModelConfig

@@ -1,0 +1,533 @@
+"""The catalogue of recipe keys: type, bounds, default and meaning of each.
+
+Every group of keys is a frozen class that refuses unknown keys. Sections appear in the order in
+which a recipe has them: run, seed, data, features, text, model (las, transformer), train, decode.
+The tasks `language` and `images` replace data, text and model: asr/config/language.py and
+asr/images/config.py. The comment on a key, or directly above it, is its entry in docs/recipes.md.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
+Weight = Annotated[float, Field(ge=0.0, le=1.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Speed = Annotated[float, Field(ge=0.5, le=2.0)]
+Natural = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+LayerCount = Annotated[int, Field(ge=1, le=64)]  # of an LSTM
+Depth = Annotated[int, Field(ge=1, le=200)]  # layers of a Transformer
+Kernel = Annotated[int, Field(ge=1, le=255)]
+
+
+class Config(BaseModel):
+    """One group of recipe keys. Numbers may be written as 1e-3; infinities and NaN are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_booleans_as_numbers(cls, tree: Any) -> Any:
+        """Pydantic would read `yes` as 1; passed on as text, it is refused as a number."""
+        if not isinstance(tree, dict):
+            return tree
+        return {
+            key: str(value) if isinstance(value, bool) and cls._is_number(key) else value
+            for key, value in tree.items()
+        }
+
+    @classmethod
+    def _is_number(cls, key: Any) -> bool:
+        field = cls.model_fields.get(key)
+        types = _plain_types(field.annotation) if field else set()
+        return bool(types & {int, float}) and bool not in types
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    """The plain types within a type such as `Annotated[int, ...] | None`."""
+    parts = get_args(annotation)
+    return set().union(*map(_plain_types, parts)) if parts else {annotation}
+
+
+class DataConfig(Config):
+    """Section `data:`: the manifests and how they are read."""
+
+    # Built-in corpus. spoken-numbers is made when missing; the others by asr.prepare.
+    corpus: Literal["spoken-numbers", "librispeech", "mini-librispeech"] | None = None
+    train: Path | None = None  # manifest of the training split
+    valid: Path | None = None  # manifest of the validation split
+    test: dict[str, Path] = Field(default_factory=dict)  # split name -> manifest
+    allow_outside_audio: bool = False  # manifests may name audio outside their own folder
+    workers: Annotated[int, Field(ge=0, le=256)] = 2  # loader processes; 0: the training process
+    min_seconds: NotNegative = 0.1  # shorter training utterances are skipped
+    max_seconds: Positive = 35.0  # longer training utterances are skipped
+    max_unreadable: Weight = 0.01  # share of unreadable training utterances that stops the run
+
+
+class SpecAugmentConfig(Config):
+    """Section `features.spec_augment:`: masks on the log-mel features (Park et al. 2019)."""
+
+    freq_masks: Annotated[int, Field(ge=0, le=100)] = 2  # frequency masks an utterance
+    freq_width: Natural = 27  # largest width of a frequency mask, mel bins
+    time_masks: Annotated[int, Field(ge=0, le=100)] = 2  # time masks an utterance
+    time_width: Natural = 100  # largest width of a time mask, frames of 10 ms
+    time_fraction: Weight = 0.2  # largest width of a time mask, share of its utterance
+
+
+TRAINING_ONLY_FEATURES = {"spec_augment", "speed_perturb", "noise"}  # keys of FeaturesConfig
+
+
+class FeaturesConfig(Config):
+    """Section `features:`: the acoustic front end, the same for every model."""
+
+    kind: Literal["logmel", "mfcc", "slaney"] = "logmel"  # slaney: librosa's log-mel
+    sample_rate: Annotated[int, Field(ge=4000, le=48000)] = 16000  # Hz; audio is resampled to it
+    mel_bins: Annotated[int, Field(ge=4, le=512)] = 80  # mel filters
+    ceps: Annotated[int, Field(ge=1, le=512)] = 13  # mfcc: cepstral coefficients kept
+    deltas: Annotated[int, Field(ge=0, le=2)] = 0  # mfcc: 1 adds deltas, 2 delta-deltas too
+    dither: NotNegative = 0.0  # standard deviation of noise on 16-bit samples, as in Kaldi
+    # Mean and variance normalisation: over each utterance, each speaker or the training split.
+    mvn: Literal["none", "utterance", "speaker", "global"] = "utterance"
+    mvn_variance: bool = True  # false subtracts the mean only
+    spec_augment: SpecAugmentConfig | None = None  # masks in training; null: none
+    # Speed factors in training, one drawn per utterance and epoch.
+    speed_perturb: Annotated[tuple[Speed, ...], Field(min_length=1)] = (1.0,)
+    noise: tuple[float, float] | None = None  # white noise in training: lowest and highest SNR, dB
+
+
+class TextConfig(Config):
+    """Section `text:`: how transcripts become tokens."""
+
+    kind: Literal["characters", "bpe", "unigram"] = "characters"  # bpe, unigram: sentencepiece
+    size: Annotated[int, Field(ge=8, le=1_000_000)] = 500  # bpe, unigram: subwords
+
+
+class LSTMConfig(Config):
+    """Keys of every LayerNorm-LSTM: where it is normalised, and which backend computes it."""
+
+    # Where layer normalisation is applied: docs/normalization.md.
+    norm: Literal["none", "ba", "raw", "thesis", "per_gate", "cell"] = "ba"
+    recurrent_gain: Positive = 1.0  # ba: initial gain of the norm of W_h h
+    eps: Positive | None = None  # of the norms; null: 1e-3 for raw and thesis, else 1e-5
+    # A row of zero variance: guard gives 0 with zero gradient, raw the textbook formula.
+    zero_variance: Literal["guard", "raw"] = "guard"
+    backend: Literal["auto", "reference", "python", "cpu", "cuda"] = "auto"  # implementation
+
+
+class ListenerConfig(LSTMConfig):
+    """Section `model.listener:`: the pyramidal bidirectional LSTM encoder."""
+
+    norm_layers: Literal["all", "pyramid", "first"] = "all"  # layers with `norm`; others have none
+    layers: LayerCount = 4  # LSTM layers
+    hidden: Count = 256  # LSTM units per direction
+    pyramid: tuple[LayerCount, ...] = (2, 3)  # layers, from 1, that read frames in pairs
+    convolution: Literal[1, 2, 4, 6, 8] = 1  # frame-rate reduction by convolutions before the LSTM
+    dropout: Rate = 0.0  # after each layer
+    recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per utterance
+
+    @model_validator(mode="after")
+    def _pyramid_layers_exist(self) -> "ListenerConfig":
+        pyramid, layers = self.pyramid, self.layers
+        if len(set(pyramid)) != len(pyramid) or any(n > layers for n in pyramid):
+            raise ValueError(f"pyramid {list(pyramid)} must name different layers of 1 to {layers}")
+        if self.norm_layers == "pyramid" and self.norm != "none" and not pyramid:
+            raise ValueError("norm_layers pyramid needs a pyramid: else no layer has the norm")
+        return self
+
+    @property
+    def reduction(self) -> int:
+        """Input frames per frame of memory."""
+        return self.convolution * 2 ** len(self.pyramid)
+
+
+class SpellerConfig(LSTMConfig):
+    """Section `model.speller:`: the LSTM decoder with input feeding."""
+
+    layers: LayerCount = 1  # LSTM layers
+    hidden: Count = 256  # LSTM units
+    embedding: Count = 128  # size of a token's vector
+    dropout: Rate = 0.0  # on embeddings, after each layer and before the output
+    recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per utterance
+    # Probability of reading the model's own last token in training (Bengio et al. 2015).
+    scheduled_sampling: Rate = 0.0
+    tied: bool = False  # the output layer shares the embedding's weights
+
+
+class LasConfig(Config):
+    """Section `model:` with `kind: las`: Listen, Attend and Spell."""
+
+    kind: Literal["las"]  # selects the model
+    listener: ListenerConfig = ListenerConfig()
+    # location: additive attention that also reads its past weights (Chorowski et al. 2015).
+    attention: Literal["additive", "dot", "location"] = "location"
+    attention_size: Count = 128  # size in which queries and keys are compared
+    speller: SpellerConfig = SpellerConfig()
+    ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
+
+
+def _one_line_error(message: str) -> WrapValidator:
+    """One error for a key with several forms, where pydantic reports one for each form."""
+
+    def check(value: Any, read: Callable[[Any], Any]) -> Any:
+        try:
+            return read(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(check)
+
+
+class WindowsConfig(Config):
+    """Section `model.encoder_windows:`: initial Gaussian windows of the encoder's heads."""
+
+    offsets: tuple[float, ...]  # centre of each head's window after the query, frames
+    width: Positive  # standard deviation of every window, frames
+
+
+class PerStack(Config):
+    """A number for each stack of layers."""
+
+    encoder: Positive = 1.0  # of the encoder's layers
+    decoder: Positive = 1.0  # of the decoder's layers
+
+
+class DropPerStack(Config):
+    """A rate for each stack of layers."""
+
+    encoder: Rate = 0.0  # of the encoder's layers
+    decoder: Rate = 0.0  # of the decoder's layers
+
+
+class DropHeadSchedule(Config):
+    """Section `model.drop_head:`: the rate of scheduled DropHead (Zhou et al. 2020, 2004.13342).
+
+    From `start` linearly down to 0 over `warmup` steps, against overfitting early, then linearly up
+    to `end` at step `total`, and constant from there.
+    """
+
+    end: Rate  # rate from step `total` on
+    start: Rate | None = None  # rate at step 0; null: `end`
+    warmup: Natural  # step at which the rate is 0
+    total: Count  # step at which the rate is `end`
+
+    @field_validator("total")
+    @classmethod
+    def _rises_after_the_warmup(cls, total: int, info: ValidationInfo) -> int:
+        if info.data.get("warmup", 0) >= total:
+            raise ValueError("must be above warmup")
+        return total
+
+    def rate(self, step: int) -> float:
+        """The rate at training step `step`, counted from 0."""
+        if step < self.warmup:
+            start = self.end if self.start is None else self.start
+            return start * (1 - step / self.warmup)
+        return self.end * min(1.0, (step - self.warmup) / (self.total - self.warmup))
+
+
+ResidualScale = Annotated[
+    Positive | PerStack | Literal["deepnet"],
+    _one_line_error("should be a number above 0, {encoder: NUMBER, decoder: NUMBER} or deepnet"),
+]
+LayerDropRate = Annotated[
+    Rate | DropPerStack,
+    _one_line_error("should be at least 0 and below 1, or {encoder: RATE, decoder: RATE}"),
+]
+DropHeadRate = Annotated[
+    Rate | DropHeadSchedule,
+    _one_line_error(
+        "should be at least 0 and below 1, or {end: RATE, start: RATE, warmup: STEPS, total: STEPS}"
+        " of such rates and with total above warmup"
+    ),
+]
+
+
+class TransformerLayersConfig(Config):
+    """Keys of every Transformer, the speech model and the language model."""
+
+    kind: Literal["transformer"]  # selects the model
+    d_model: Count = 256  # size of the residual stream
+    heads: Annotated[int, Field(ge=1, le=256)] = 4  # attention heads; must divide d_model
+    feed_forward: Count = 1024  # hidden units of the feed-forward sublayers
+    norm: Literal["layer", "rms", "scale"] = "layer"  # LayerNorm, RMSNorm or ScaleNorm
+    norm_position: Literal["pre", "post"] = "pre"  # before sublayers, or after each addition
+    fixnorm: bool = False  # embedding vectors have length 1
+    tied: bool = False  # the output layer shares the embedding's weights
+    activation: Literal["relu", "gelu", "swish"] = "relu"  # of the feed-forward sublayers
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # position encodings
+    max_positions: Count = 5000  # learned: longest sequence, frames or tokens
+    dropout: Rate = 0.1  # on embedding + position and on every sublayer output
+    attention_dropout: Rate = 0.0  # on attention weights
+    feed_forward_dropout: Rate = 0.0  # after the activation
+    drop_head: DropHeadRate = 0.0  # rate of DropHead, or its schedule
+
+    @field_validator("heads")
+    @classmethod
+    def _divides(cls, heads: int, info: ValidationInfo) -> int:
+        size = info.data.get("d_model", heads)
+        if size % heads:
+            divisors = ", ".join(str(n) for n in range(1, 17) if size % n == 0)
+            raise ValueError(f"must divide d_model = {size}: choose {divisors}")
+        return heads
+
+
+class TransformerConfig(TransformerLayersConfig):
+    """Section `model:` with `kind: transformer`: the speech encoder-decoder."""
+
+    encoder_layers: Depth = 12  # encoder layers
+    decoder_layers: Depth = 6  # decoder layers
+    reduction: Literal[2, 4, 6, 8] = 4  # input frames per frame of memory
+    subsampling_channels: Count = 32  # of the convolutions before the encoder
+    residual_scale: ResidualScale = 1.0  # alpha in sublayer(x) + alpha * x
+    layer_drop: LayerDropRate = 0.0  # rate of LayerDrop
+    # Gaussian windows, learned, on the encoder's self-attention; null: none.
+    encoder_windows: WindowsConfig | None = None
+    # Kernel of a convolution module in each encoder layer, frames, odd; null: no such module.
+    encoder_convolution: Kernel | None = None
+    ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
+
+    @field_validator("encoder_windows")
+    @classmethod
+    def _has_a_window_per_head(
+        cls, windows: WindowsConfig | None, info: ValidationInfo
+    ) -> WindowsConfig | None:
+        heads = info.data.get("heads")
+        if windows and heads and len(windows.offsets) != heads:
+            raise ValueError(f"has {len(windows.offsets)} offsets for {heads} heads: give one each")
+        return windows
+
+    @field_validator("encoder_convolution")
+    @classmethod
+    def _is_odd(cls, kernel: int | None) -> int | None:
+        if kernel is not None and kernel % 2 == 0:
+            raise ValueError(f"must be odd: choose {kernel - 1} or {kernel + 1}")
+        return kernel
+
+
+class OptimizerConfig(Config):
+    """Section `train.optimizer:`: Adam or AdamW."""
+
+    kind: Literal["adam", "adamw"] = "adam"  # adamw: decoupled weight decay
+    lr: Positive = 1e-3  # peak learning rate; for `noam` the factor of the formula
+    betas: tuple[Rate, Rate] = (0.9, 0.999)  # decay of the first and second moments
+    eps: Positive = 1e-8  # added to the root of the second moment
+    weight_decay: NotNegative = 0.0  # of matrices; gains and biases are not decayed
+
+
+class ScheduleConfig(Config):
+    """Section `train.schedule:`: learning rate against steps, with a linear warm-up."""
+
+    kind: Literal["constant", "noam", "tri_stage"] = "tri_stage"  # after the warm-up
+    warmup: Natural = 200  # steps
+    hold: Weight = 0.5  # tri_stage: share of the run after which the rate falls
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05  # tri_stage: last rate / peak rate
+    width: Count = 512  # noam: d_model in the formula
+
+
+class GuidedAttentionConfig(Config):
+    """Section `train.guided_attention:`: loss on non-diagonal attention (Tachibana et al. 2018)."""
+
+    weight: Positive = 1.0  # factor, times 1 - model.ctc_weight like the cross-entropy
+    width: Annotated[float, Field(ge=1e-3, le=10.0)] = 0.2  # free band, share of the utterance
+    steps: Count = 1000  # the loss ends after this step
+
+
+class ConsistencyConfig(Config):
+    """Section `train.consistency:`: two augmented views of each utterance must agree.
+
+    A batch then takes twice the memory and time: halve batch_seconds.
+    """
+
+    ctc: NotNegative = 0.2  # weight beside the CTC loss (Yao et al. 2024)
+    decoder: NotNegative = 0.5  # weight beside the cross-entropy (Liang et al. 2021)
+
+
+class AlarmConfig(Config):
+    """Section `train.alarm:`: a warning when attention is not diagonal."""
+
+    steps: Natural = 3000  # first step of the check, made at every validation; 0: never
+    diagonality: Weight = 0.6  # the warning is logged below this value
+
+
+class TrainConfig(Config):
+    """Section `train:`: the training loop."""
+
+    epochs: Count = 20  # passes over the training split
+    steps: Count | None = None  # optimizer steps; overrides epochs
+    batch_seconds: Positive = 120.0  # seconds of padded audio in one batch
+    # Batches are padded to multiples of this, seconds, so that few shapes occur; 0: not.
+    round_seconds: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
+    accumulate: Count = 1  # batches per step
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    clip: Positive = 5.0  # largest gradient norm
+    bad_steps: Count = 10  # consecutive steps without a finite gradient that stop the run
+    label_smoothing: Rate = 0.1  # probability spread over all tokens
+    guided_attention: GuidedAttentionConfig | None = None  # null: none
+    consistency: ConsistencyConfig | None = None  # null: none
+    short_first: bool = True  # the first epoch goes from the shortest utterance to the longest
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"  # auto: GPU if any
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads; null: torch's choice
+    init: Path | None = None  # folder of a run whose weights this one starts from
+    validate_every: Count | None = None  # steps; null: once per epoch
+    save_every: Count = 500  # steps
+    keep: Count = 3  # latest checkpoints kept
+    keep_best: Count = 1  # best checkpoints kept as well, by validation loss
+    log_every: Count = 20  # steps
+    samples: Natural = 4  # validation utterances shown in TensorBoard
+    wer_utterances: Natural = 200  # validation utterances decoded for the WER curves
+    alarm: AlarmConfig = AlarmConfig()
+    health: Natural = 0  # validations between measurements of gates, norms and attention; 0: never
+    debug: Literal["nan"] | None = None  # nan: stop at the first value that is not finite; slow
+
+
+class BeamConfig(Config):
+    """Part of `decode:`: the beam search and its scores."""
+
+    beam: Annotated[int, Field(ge=1, le=1000)] = 1  # hypotheses kept at each step; 1: greedy
+    # Exponent alpha of Wu et al. 2016. Longer hypotheses have lower log-probabilities, the more so
+    # after label smoothing, which leaves <eos> some probability at every step. Greedy search
+    # ignores this key and token_reward.
+    length_penalty: Annotated[float, Field(ge=0.0, le=10.0)] = 0.6
+    token_reward: float = 0.0  # added to the score per token
+    coverage_penalty: NotNegative = 0.0  # beta of Wu et al. 2016
+    # <eos> may end a hypothesis only if its log-probability is at least this factor times that of
+    # the best other token (Hannun et al. 2019); null: always.
+    eos_threshold: Positive | None = 1.5
+    ngram: Natural = 0  # no n-gram of this length may occur twice; 0: all may
+    temperature: Positive = 1.0  # divides the model's log-probabilities
+    # The search stops after patience * beam finished hypotheses (Kasai et al. 2022); null: when no
+    # unfinished hypothesis can win.
+    patience: Positive | None = None
+    min_ratio: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0  # fewest tokens / frames of memory
+    # Most tokens / frames of memory; 10 more tokens are allowed.
+    max_ratio: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
+
+
+class DecodeConfig(BeamConfig):
+    """Section `decode:`: from logits to text, by greedy or beam search."""
+
+    checkpoint: Literal["best", "last"] = "best"  # the checkpoints to use
+    average: Count = 1  # best or last checkpoints whose weights are averaged
+    batch_seconds: Positive = 240.0  # seconds of padded audio in one batch
+    search: Literal["beam", "ctc"] = "beam"  # ctc: prefix beam search on the CTC head alone
+    # Speed factors at which each utterance is encoded; the search averages the log-probabilities.
+    # Validation in training uses 1 alone.
+    speeds: Annotated[tuple[Speed, ...], Field(min_length=1, max_length=20)] = (1.0,)
+    # Other runs, of the same vocabulary and features, whose log-probabilities join that average.
+    ensemble: Annotated[tuple[Path, ...], Field(max_length=20)] = ()
+    lm: Path | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, kenlm's binary)
+    lm_weight: NotNegative = 0.3  # factor of the language model's log-probabilities
+    # N-grams: score added at the end of each word, or at each token. With a large lm_weight, `word`
+    # favours words that never end.
+    lm_unit: Literal["word", "token"] = "word"
+    # Longer audio is cut at pauses into segments of at most this length; null: data.max_seconds.
+    max_segment_seconds: Annotated[float, Field(ge=1.0)] | None = None
+    overlap: NotNegative = 2.0  # seconds shared by segments that are cut without a pause
+
+    @property
+    def others(self) -> list[float]:
+        """The speeds besides 1."""
+        return [speed for speed in self.speeds if speed != 1.0]
+
+    @field_validator("speeds")
+    @classmethod
+    def _include_one(cls, speeds: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        if 1.0 not in speeds or len(set(speeds)) < len(speeds):
+            raise ValueError("speeds must differ and include 1.0")
+        if len(speeds) > 1 and info.data.get("search") == "ctc":
+            raise ValueError("search=ctc takes one: set decode.speeds=[1.0] or search=beam")
+        return speeds
+
+    @field_validator("ensemble")
+    @classmethod
+    def _needs_a_beam(cls, runs: tuple[Path, ...], info: ValidationInfo) -> tuple[Path, ...]:
+        if runs and info.data.get("search") == "ctc":
+            raise ValueError("search=ctc takes one run: set decode.ensemble=[] or search=beam")
+        return runs
+
+
+SpeechModelConfig = Annotated[LasConfig | TransformerConfig, Field(discriminator="kind")]
+
+
+class Recipe(Config):
+    """What the recipes of all tasks have: the task, the run's folder, the seed and `train:`."""
+
+    task: str  # `speech`, `language` or `images`
+    run: str  # folder under runs/
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # of weights, data order, dropout and masks
+    train: TrainConfig = TrainConfig()
+
+    @field_validator("run")
+    @classmethod
+    def _is_below_runs(cls, name: str) -> str:
+        if not name or name.startswith(("/", ".")) or ".." in name.split("/"):
+            raise ValueError(f"{name!r} must be a plain folder name, it is put under runs/")
+        return name
+
+
+class SpeechRecipe(Recipe):
+    """A recipe with `task: speech`: speech recognition."""
+
+    task: Literal["speech"] = "speech"  # selects the task
+    data: DataConfig
+    features: FeaturesConfig = FeaturesConfig()
+    text: TextConfig = TextConfig()
+    model: SpeechModelConfig
+    decode: DecodeConfig = DecodeConfig()
+
+    @model_validator(mode="after")
+    def _ctc_decoding_has_its_head(self) -> "SpeechRecipe":
+        alone, weight = self.decode.search == "ctc", self.decode.ctc_weight
+        if (alone or weight) and not self.model.ctc_weight:
+            key = "search=ctc" if alone else f"ctc_weight={weight:g}"
+            raise ValueError(
+                f"decode.{key} needs a CTC head, which model.ctc_weight = 0 removes: "
+                "set decode.ctc_weight=0 and decode.search=beam, or train with a head"
+            )
+        return self
+
+
+REMOVE_KEY = "remove it"
+# Keys under `train:` that only speech has, each with what other tasks have instead.
+SPEECH_ONLY_KEYS = {
+    "batch_seconds": "data.batch_bytes sizes batches of text, data.batch those of images",
+    "round_seconds": REMOVE_KEY,
+    "short_first": REMOVE_KEY,
+    "guided_attention": REMOVE_KEY,
+    "consistency": REMOVE_KEY,
+    "wer_utterances": REMOVE_KEY,
+    "alarm": REMOVE_KEY,
+}
+
+
+class NonSpeechRecipe(Recipe):
+    """A recipe of a task without audio."""
+
+    @property
+    def unused_keys(self) -> dict[str, str]:
+        """Keys under `train:` that change nothing in this task, each with what to use instead."""
+        return SPEECH_ONLY_KEYS
+
+    @model_validator(mode="after")
+    def _sets_no_unused_key(self) -> "NonSpeechRecipe":
+        defaults = TrainConfig()
+        for key, instead in self.unused_keys.items():
+            if getattr(self.train, key) != getattr(defaults, key):
+                raise ValueError(f"train.{key} changes nothing in task {self.task}: {instead}")
+        return self

@@ -1,0 +1,88 @@
+"""The manifests that a recipe names: find or make them, filter by duration, check the texts."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from asr.config.schema import DataConfig
+from asr.data.corpus import Corpus, read_manifest
+from asr.data.importers import spoken_numbers
+from asr.errors import UserError
+
+MAX_UNKNOWN = 0.5  # share of a text's letters that the vocabulary may lack
+MAX_SHOWN = 20  # letters in the message
+PREPARE = {  # data.corpus -> the command that makes its manifests
+    None: "python -m asr.prepare tsv MANIFEST.tsv --to {folder}",
+    "spoken-numbers": "python -m asr.prepare spoken-numbers --to {folder}, which has train.tsv, "
+    "valid.tsv and test.tsv",
+    "librispeech": "python -m asr.prepare librispeech --to {folder} --subsets {split}",
+    "mini-librispeech": "python -m asr.prepare librispeech --to {folder} --subsets {split}",
+}
+
+
+def load_split(data: DataConfig, name: str) -> Corpus:
+    """The corpus of `--split NAME`: train, valid, one of data.test, or a manifest's path."""
+    splits = {"train": data.train, "valid": data.valid, **data.test}
+    if name in splits:
+        role = name if name in ("train", "valid") else f"test.{name}"
+        return load_split_manifest(data, splits[name], role)
+    if name.endswith(".tsv"):
+        return read_manifest(Path(name), data.allow_outside_audio)
+    raise UserError(f"--split {name}: neither a manifest (.tsv) nor one of {', '.join(splits)}")
+
+
+def load_split_manifest(data: DataConfig, path: Path | None, role: str) -> Corpus:
+    """The manifest at `path`; a missing one raises UserError with the command that makes it."""
+    if path is None:
+        raise UserError(f"data.{role} is not set: name a manifest, data.{role}=PATH.tsv")
+    make_built_in(data.corpus, path)
+    if not path.is_file():
+        command = PREPARE[data.corpus].format(folder=path.parent, split=path.stem)
+        raise UserError(f"data.{role}: {path} is not there. Make it with: {command}")
+    return read_manifest(path, data.allow_outside_audio)
+
+
+def make_built_in(corpus: str | None, manifest: Path) -> None:
+    """Make the spoken numbers if a recipe names a split of theirs that does not exist yet."""
+    splits = spoken_numbers.VARIANTS
+    if corpus == "spoken-numbers" and manifest.stem in splits and not manifest.exists():
+        print(f"making the spoken numbers in {manifest.parent} (once, under a minute)", flush=True)
+        spoken_numbers.prepare(manifest.parent)
+
+
+def filter_by_duration(corpus: Corpus, low: float, high: float) -> tuple[Corpus, str | None]:
+    """The utterances from `low` to `high` seconds, or UserError; and a line on skipped ones."""
+    kept = (corpus.seconds >= low) & (corpus.seconds <= high)
+    if not kept.any():
+        limits = f"data.min_seconds = {low:g} and data.max_seconds = {high:g}"
+        raise UserError(f"{corpus.path}: no utterance between {limits}")
+    if kept.all():
+        return corpus, None
+    skipped = corpus.seconds[~kept]
+    note = (
+        f"{corpus.path}: {len(skipped)} of {len(corpus)} utterances ({skipped.sum() / 3600:.2f} of "
+        f"{corpus.seconds.sum() / 3600:.2f} h) are skipped: shorter than data.min_seconds = "
+        f"{low:g} or longer than data.max_seconds = {high:g}"
+    )
+    return corpus.take(np.flatnonzero(kept)), note
+
+
+def check_vocabulary_coverage(
+    texts: Sequence[str], unknown: Sequence[str], path: Path | None
+) -> str | None:
+    """A line on the letters that the vocabulary lacks; None if it lacks none.
+
+    unknown: the unknown letters of each text. Raises UserError if the vocabulary lacks most.
+    """
+    count = Counter("".join(texts).replace(" ", ""))
+    missing = {letter: count[letter] for letter in set("".join(unknown)) & set(count)}
+    if not missing:
+        return None
+    share = sum(missing.values()) / count.total()
+    shown = " ".join(sorted(missing, key=lambda letter: (-missing[letter], letter))[:MAX_SHOWN])
+    line = f"{path}: {100 * share:.3g} % of its letters are not in the vocabulary: {shown}"
+    if share > MAX_UNKNOWN:
+        raise UserError(f"{line}; check case and language (asr.prepare tsv --text upper, lower)")
+    return line

@@ -1,0 +1,311 @@
+"""Sentences for language models: the lines of texts, one sentence a line, in padded batches.
+
+A text of up to SMALL bytes is kept in memory. Of a larger one the cleaned lines and their index are
+written once to PATH.lines/ (or below data.cache) and memory-mapped, so that 40 million lines cost
+no more memory than their lengths and their order: 8 bytes a line.
+
+A batch holds sentences of similar length, counted in bytes of UTF-8, which is known without reading
+a line; a line's end counts as one more. All lines are shuffled, then sorted by length within pools
+of POOL lines, and the batches of a pool are shuffled: planning an epoch of any size costs 4 bytes a
+line and a pool. A plan depends on (seed, epoch) alone, so resuming skips its first batches.
+
+N lines, B sentences in a batch, U tokens.
+"""
+
+import gzip
+import json
+import math
+import shutil
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from asr.data.batching import BatchSequence, Broken, EpochPlan, halves
+from asr.data.loader import read_batches, start_worker
+from asr.data.manifest import cache_name, file_state, read_rows
+from asr.data.tokenizer import BLANK, Tokenizer
+from asr.errors import UserError
+from asr.io import new_folder, read_small_file
+
+SMALL = 16 << 20  # bytes of a file
+LONGEST = 1 << 20  # bytes of a line; a file with longer lines is no text of sentences
+PACKED = 50  # gzip shrinks language to a third, phrases to a tenth; more than this is a bomb
+VERSION = 2  # of the index on disk
+POOL = 1 << 20  # lines
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines of one text: `lines[i]` is a string. folder: its index on disk."""
+
+    text: np.ndarray  # (bytes,) uint8: every line with a line break after it
+    ends: np.ndarray  # (N,) int64: where each line's break is
+    folder: Path | None = None
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> str:
+        start = self.ends[index - 1] + 1 if index else 0
+        return self.text[start : self.ends[index]].tobytes().decode()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """UTF-8 bytes of each line, (N,) int32."""
+        lengths = np.empty(len(self), np.int32)
+        lengths[0] = self.ends[0] + 1
+        # Directly into 32 bits: numpy's diff would make three copies in 64.
+        np.subtract(self.ends[1:], self.ends[:-1], out=lengths[1:], casting="unsafe")
+        return lengths - 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A loader's process maps the files itself: numpy would send it their content.
+        if self.folder:
+            return _mapped, (self.folder,)
+        return Lines, (self.text, self.ends)
+
+
+def read_lines(path: Path, cache: Path | None = None) -> Lines:
+    """The lines of a .txt, .txt.gz or manifest (.tsv, its column text), without empty ones.
+
+    Raises UserError if it is missing, damaged, empty, not UTF-8, or its index cannot be written.
+    """
+    source = file_state(path, VERSION)
+    if source["size"] <= (SMALL // 8 if path.suffix == ".gz" else SMALL):
+        text = bytearray()
+        ends = _gather(path, text.extend)
+        lines = Lines(np.frombuffer(text, np.uint8), ends)
+    else:
+        lines = _open_index(path, cache, source)
+    if not len(lines):
+        raise UserError(f"{path}: holds no sentence; one a line is expected")
+    return lines
+
+
+def _open_index(path: Path, cache: Path | None, source: dict[str, int]) -> Lines:
+    """The lines from the index on disk, which is written first unless it is of this source."""
+    folder = cache / f"{cache_name(path)}.lines" if cache else path.with_name(f"{path.name}.lines")
+    try:
+        current = json.loads(read_small_file(folder / "source.json")) == source
+    except (OSError, ValueError):
+        current = False
+    if not current:
+        print(f"indexing the lines of {path} in {folder} (once)", flush=True)
+        try:
+            _write_index(path, folder, source)
+        except OSError as error:
+            fault = f"the index of {path.name} cannot be written: {error.strerror}"
+            remedy = "choose another place with data.cache=FOLDER"
+            raise UserError(f"{folder}: {fault}; {remedy}") from None
+    return _mapped(folder)
+
+
+def clean_lines(path: Path) -> Iterator[str]:
+    """The sentences of a file, words separated by single spaces."""
+    if path.suffix == ".tsv":
+        texts = (" ".join(row["text"].split()) for _, row in read_rows(path, ["text"]))
+        yield from filter(None, texts)
+        return
+    packed = path.suffix == ".gz"
+    try:
+        most = max(SMALL, PACKED * path.stat().st_size) if packed else math.inf
+        with gzip.open(path) if packed else path.open("rb") as file:
+            yield from _sentences(file, path, most)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "it ends early"
+        raise UserError(f"{path}: cannot be read: {reason}") from None
+
+
+def _sentences(file: IO[bytes], path: Path, most: float) -> Iterator[str]:
+    number = read = 0
+    while line := file.readline(LONGEST + 1):
+        number, read = number + 1, read + len(line)
+        if read > most:
+            raise UserError(f"{path}: unpacks to more than {most} bytes; is this a text?")
+        if len(line) > LONGEST:
+            raise UserError(f"{path}:{number}: over {LONGEST} bytes long; is this a text file?")
+        try:
+            # A byte-order mark may stand before the first.
+            words = line.decode("utf-8-sig" if number == 1 else "utf-8").split()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from None
+        if words:
+            yield " ".join(words)
+
+
+def _gather(path: Path, write: Callable[[bytes], Any]) -> np.ndarray:
+    """Passes every sentence to `write` -> where each one's line break is, (N,) int64."""
+    ends, place = array("q"), 0
+    for line in clean_lines(path):
+        content = line.encode() + b"\n"
+        write(content)
+        place += len(content)
+        ends.append(place - 1)
+    return np.array(ends)
+
+
+def _write_index(path: Path, folder: Path, source: dict[str, int]) -> None:
+    with new_folder(folder) as part:
+        with (part / "text").open("wb") as file:
+            ends = _gather(path, file.write)
+        np.save(part / "ends.npy", ends)
+        (part / "source.json").write_text(json.dumps(source))
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+
+
+def _mapped(folder: Path) -> Lines:
+    text = folder / "text"
+    content = np.memmap(text, np.uint8, "r") if text.stat().st_size else np.zeros(0, np.uint8)
+    return Lines(content, np.load(folder / "ends.npy", mmap_mode="r"), folder)
+
+
+def plan_sentences(
+    lengths: np.ndarray, cap: int, longest: int, seed: int, epoch: int, pool: int = POOL
+) -> EpochPlan:
+    """Batches of at most `cap` padded bytes (one line at least), without lines over `longest`.
+
+    lengths (N,) in bytes. Epoch 0 is evaluation: nothing is shuffled.
+    """
+    random = np.random.default_rng([seed, epoch])
+    order = np.arange(len(lengths), dtype=np.uint32)[lengths <= longest]
+    if epoch:
+        random.shuffle(order)
+    sizes, real, padded = [np.zeros(1, np.int64)], 0, 0
+    for start in range(0, len(order), pool):
+        part = order[start : start + pool]
+        part = part[np.argsort(lengths[part], kind="stable")]
+        places = lengths[part].astype(np.int64) + 1
+        cuts = _cuts(places, cap)
+        batches = random.permutation(len(cuts) - 1) if epoch else np.arange(len(cuts) - 1)
+        order[start : start + pool] = np.concatenate([part[cuts[b] : cuts[b + 1]] for b in batches])
+        sizes.append(np.diff(cuts)[batches])
+        real += int(places.sum())
+        padded += int((places[cuts[1:] - 1] * np.diff(cuts)).sum())
+    cuts = np.cumsum(np.concatenate(sizes))
+    planned = BatchSequence(order, cuts[:-1], cuts[1:])
+    return EpochPlan(planned, 1 - real / padded if padded else 0.0)
+
+
+def _cuts(places: np.ndarray, cap: int) -> np.ndarray:
+    """places (n,) bytes of each line, ascending -> where each batch begins, and n."""
+    cuts = [0]
+    while cuts[-1] < len(places):
+        start = cuts[-1]
+        most = min(max(cap // int(places[start]), 1), len(places) - start)
+        # The most lines whose padded bytes, the last line's times their number, fit.
+        padded = places[start : start + most] * np.arange(1, most + 1)
+        cuts.append(start + max(int(np.searchsorted(padded, cap, side="right")), 1))
+    return np.array(cuts)
+
+
+@dataclass(frozen=True)
+class SentenceBatch:
+    """tokens (B, U) without <sos> and <eos>, padded with <blank>; token_lengths, words (B,)."""
+
+    size_key: ClassVar = "data.batch_bytes"
+    length_key: ClassVar = "data.max_bytes"
+    ids: tuple[str, ...]
+    tokens: Tensor
+    token_lengths: Tensor
+    words: Tensor
+    seconds: float = 0.0
+    broken: tuple[Broken, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device) -> "SentenceBatch":
+        """The same on another device."""
+        names = ("tokens", "token_lengths", "words")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def split(self) -> "list[SentenceBatch]":
+        """Its two halves; itself if it has one sentence."""
+        return halves(self, ("ids", "tokens", "token_lengths", "words"))
+
+
+class Sentences(Dataset):
+    """The lines of several texts, one after another; `sentences[rows]` is a batch of them."""
+
+    def __init__(self, texts: Sequence[Lines], tokenizer: Tokenizer | None = None) -> None:
+        self.texts, self.tokenizer = list(texts), tokenizer
+        self.starts = np.cumsum([0, *map(len, texts)]).tolist()
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """UTF-8 bytes of each line, (N,) int32."""
+        return np.concatenate([text.lengths for text in self.texts])
+
+    def line(self, index: int) -> str:
+        """Sentence number `index`."""
+        text = bisect_right(self.starts, index) - 1
+        return self.texts[text][index - self.starts[text]]
+
+    def spread(self, count: int) -> list[int]:
+        """The numbers of at most `count` sentences, evenly spread."""
+        return np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64).tolist()
+
+    def sample(self, count: int) -> list[str]:
+        """At most `count` sentences, evenly spread."""
+        return [self.line(row) for row in self.spread(count)]
+
+    def __getitem__(self, rows: Sequence[int]) -> SentenceBatch:
+        lines = [self.line(int(row)) for row in rows]
+        tokens = [torch.tensor(self.tokenizer.encode(line), dtype=torch.long) for line in lines]
+        return SentenceBatch(
+            tuple(str(int(row)) for row in rows),
+            pad_sequence(tokens, batch_first=True, padding_value=BLANK),
+            torch.tensor([len(line) for line in tokens]),
+            torch.tensor([len(line.split()) for line in lines]),
+        )
+
+
+@dataclass
+class SentenceEpochs:
+    """The batches of texts, epoch after epoch; epoch 0 is evaluation."""
+
+    sentences: Sentences
+    cap: int  # padded bytes in a batch
+    longest: int  # bytes; longer lines are skipped
+    seed: int
+    workers: int
+
+    def __post_init__(self) -> None:
+        self.plan = lru_cache(maxsize=1)(self.plan)  # it may be hundreds of megabytes
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The batches of an epoch. Raises UserError if every line is too long."""
+        lengths = self.sentences.lengths
+        plan = plan_sentences(lengths, self.cap, self.longest, self.seed, epoch)
+        if not len(plan.batches):
+            fault = f"each of the {len(lengths)} lines is longer"
+            raise UserError(f"data.max_bytes = {self.longest}: {fault}")
+        return plan
+
+    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[SentenceBatch]:
+        """The batches of an epoch, read: without the first `skip`, then one of `every`."""
+        return read_batches(
+            DataLoader(
+                self.sentences,
+                batch_size=None,
+                sampler=self.plan(epoch).batches[skip::every],
+                num_workers=self.workers,
+                worker_init_fn=start_worker,
+                generator=torch.Generator(),  # its seed is not drawn from what dropout draws from
+            )
+        )

@@ -1,0 +1,214 @@
+"""Vocabularies: text to token numbers and back, by single characters or sentencepiece subwords.
+
+Tokens 0 to 3 are the same special tokens in every vocabulary. `encode` adds neither <sos> nor
+<eos>, `decode` drops all four. A tokenizer is saved in its run's folder; its fingerprint ties
+checkpoints to it.
+
+Sentencepiece: Kudo & Richardson 2018 (arXiv:1808.06226); BPE: Sennrich et al. 2016
+(arXiv:1508.07909); unigram: Kudo 2018 (arXiv:1804.10959).
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from asr.config.schema import TextConfig
+from asr.errors import UserError
+from asr.io import read_small_file
+
+BLANK = 0  # CTC's empty label, also the padding
+UNK = 1  # a character that the training text did not have
+SOS = 2  # start of sentence: the decoder's first input
+EOS = 3  # end of sentence: the decoder's last target
+SPECIAL = ("<blank>", "<unk>", "<sos>", "<eos>")
+
+DESCRIPTION = "tokenizer.json"
+MODEL = "tokenizer.model"
+
+
+class Tokenizer(Protocol):
+    """The interface of every vocabulary; `size` includes the four special tokens."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def surfaces(self) -> list[str]:
+        """The text of each token, with its spaces; "" for the special ones."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def unknown(self, text: str) -> str:
+        """The characters of `text`, each once and sorted, that encode to <unk>."""
+
+    def fingerprint(self) -> str: ...
+
+    def save(self, folder: str | Path) -> None: ...
+
+
+class Characters:
+    """One token per character of the training text, in the order of their code points."""
+
+    def __init__(self, symbols: Sequence[str]) -> None:
+        if sorted(set(symbols)) != list(symbols) or any(len(s) != 1 for s in symbols):
+            raise UserError("a character vocabulary is single characters, sorted, each once")
+        self.symbols = list(symbols)
+        self._ids = {s: i for i, s in enumerate(symbols, start=len(SPECIAL))}
+
+    @classmethod
+    def train(cls, texts: Iterable[str]) -> "Characters":
+        """All characters of the texts. Raises UserError if there is none."""
+        symbols = sorted(set().union(*texts))
+        if not symbols:
+            raise UserError("the training text is empty: no vocabulary can be made from it")
+        return cls(symbols)
+
+    @property
+    def size(self) -> int:
+        return len(SPECIAL) + len(self.symbols)
+
+    @property
+    def surfaces(self) -> list[str]:
+        return [""] * len(SPECIAL) + self.symbols
+
+    def encode(self, text: str) -> list[int]:
+        return [self._ids.get(symbol, UNK) for symbol in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.symbols[i - len(SPECIAL)] for i in ids if i >= len(SPECIAL))
+
+    def unknown(self, text: str) -> str:
+        return "".join(sorted(set(text) - set(self._ids)))
+
+    def fingerprint(self) -> str:
+        return _fingerprint("".join(self.symbols).encode())
+
+    def save(self, folder: str | Path) -> None:
+        _describe(folder, {"kind": "characters", "symbols": self.symbols})
+
+
+class SentencePieces:
+    """Subwords by sentencepiece, from its serialised model."""
+
+    def __init__(self, model: bytes) -> None:
+        import sentencepiece  # slow to import, and characters do not need it
+
+        if not model:  # the library takes it for "load later"
+            raise UserError("the sentencepiece model is empty")
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except (RuntimeError, ValueError):
+            raise UserError("not a sentencepiece model") from None
+        ours = [self._pieces.IdToPiece(i) for i in range(min(len(SPECIAL), len(self._pieces)))]
+        if tuple(ours) != SPECIAL:
+            raise UserError(f"a sentencepiece model whose first pieces are {ours}, not {SPECIAL}")
+        self._model = model
+
+    @classmethod
+    def train(
+        cls, texts: Iterable[str], size: int, kind: Literal["bpe", "unigram"]
+    ) -> "SentencePieces":
+        """Learn up to `size` pieces, deterministically; a small text gives fewer.
+
+        Raises UserError for an empty text and for a size below the number of its characters.
+        """
+        import sentencepiece
+
+        kept = [text for text in texts if text.strip(" ▁")]  # "▁" is its own mark for a space
+        if not kept:
+            raise UserError("the training text is empty: no vocabulary can be made from it")
+        least = len(SPECIAL) + len(set().union(*map(set, kept)) - {" "}) + 1  # and the space mark
+        if size < least:
+            raise UserError(f"{size} pieces are too few: this training text needs {least} or more")
+        ids: dict[str, int | str] = {"pad_id": BLANK, "unk_id": UNK, "bos_id": SOS, "eos_id": EOS}
+        pieces = {name.replace("id", "piece"): SPECIAL[int(token)] for name, token in ids.items()}
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=iter(kept),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            normalization_rule_name="identity",  # the manifest's text is what is learned
+            max_sentence_length=1 << 20,  # bytes; longer sentences are dropped without a warning
+            num_threads=1,  # several threads would sum in no fixed order
+            minloglevel=2,
+            **ids,
+            **pieces,
+        )
+        return cls(model.getvalue())
+
+    @property
+    def size(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def surfaces(self) -> list[str]:
+        pieces = map(self._pieces.IdToPiece, range(len(SPECIAL), self.size))
+        return [""] * len(SPECIAL) + [piece.replace("▁", " ") for piece in pieces]
+
+    def encode(self, text: str) -> list[int]:
+        return self._pieces.EncodeAsIds(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._pieces.DecodeIds([int(i) for i in ids if i >= len(SPECIAL)])
+
+    def unknown(self, text: str) -> str:
+        return "".join(s for s in sorted(set(text)) if UNK in self._pieces.EncodeAsIds(s))
+
+    def fingerprint(self) -> str:
+        return _fingerprint(self._model)
+
+    def save(self, folder: str | Path) -> None:
+        _describe(folder, {"kind": "sentencepiece", "size": self.size})
+        (Path(folder) / MODEL).write_bytes(self._model)
+
+
+def train_tokenizer(text: TextConfig, texts: Sequence[str]) -> Tokenizer:
+    """The vocabulary of the training texts."""
+    if text.kind == "characters":
+        return Characters.train(texts)
+    return SentencePieces.train(texts, text.size, text.kind)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer that `save` wrote into the folder. Raises UserError if there is none."""
+    path = Path(folder) / DESCRIPTION
+    try:
+        description = json.loads(read_small_file(path))
+        if description["kind"] == "characters":
+            return Characters(description["symbols"])
+        return SentencePieces((path.parent / MODEL).read_bytes())
+    except OSError as error:
+        name = Path(error.filename).name
+        raise UserError(f"{folder}: no {name} that can be read; is this a run folder?") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: not a tokenizer's description") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def about(tokenizer: Tokenizer) -> dict[str, str]:
+    """The part of a checkpoint's metadata that must agree with the run that reads it."""
+    return {"vocabulary": tokenizer.fingerprint()}
+
+
+def labels_of(tokens: Iterable[int], tokenizer: Tokenizer) -> list[str]:
+    """The row labels of an attention picture: every token and <eos>."""
+    return [*(tokenizer.decode([token]) or "?" for token in tokens), "<eos>"]
+
+
+def _describe(folder: str | Path, description: dict[str, object]) -> None:
+    path = Path(folder) / DESCRIPTION
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(description, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _fingerprint(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

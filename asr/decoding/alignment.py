@@ -1,0 +1,200 @@
+"""Where the tokens and words of a hypothesis are in the audio, and whether it can be right.
+
+Token spans come from CTC's forced alignment where there is a CTC head and the tokens fit into the
+frames (in fast speech they may not), else from attention: the monotonic path of frames with the
+most attention (Viterbi), one frame per token. A word covers the spans of its tokens.
+
+Coverage, repetition and length ratio show a hypothesis that loops or skips speech, which its score
+does not.
+
+Shapes: T memory frames, U tokens, V vocabulary; one utterance at a time, real frames only.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import groupby, pairwise
+from operator import mul
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchaudio.functional import forced_align
+
+from asr.data.tokenizer import BLANK
+
+TokenSpan = tuple[float, float]  # frames: start, end (exclusive)
+REACH = 1.5  # frames: the most that a span by attention extends beyond its peak
+WINDOW = 25  # frames: 1 s at 40 ms per frame
+MIN_ATTENTION = 0.5  # tokens' worth of attention in a covered window (tau of Chorowski & Jaitly)
+NGRAM = 4
+MIN_COVERAGE, MAX_REPETITION = 0.5, 0.75  # outside of these a hypothesis is suspicious
+
+
+@dataclass(frozen=True)
+class TimedWord:
+    """A word with its times in the audio."""
+
+    text: str
+    start: float  # seconds
+    end: float
+    confidence: float  # 0 to 1: the geometric mean of its tokens' probabilities
+
+
+def token_spans(
+    tokens: Sequence[int], ctc: Tensor | None = None, attention: Tensor | None = None
+) -> list[TokenSpan]:
+    """Spans of U tokens by CTC log-probs (T, V) where they fit, else by attention (U, T).
+
+    Rows of attention after the first U (EOS) are ignored.
+    """
+    if not tokens:
+        return []
+    if ctc is not None and has_ctc_path(tokens, len(ctc)):
+        return ctc_spans(tokens, ctc)
+    assert attention is not None, "tokens that CTC does not fit need attention"
+    return attention_spans(attention[: len(tokens)])
+
+
+def has_ctc_path(tokens: Sequence[int], frames: int) -> bool:
+    """Whether the tokens fit: CTC needs a frame for each, and one for a blank before a repeat."""
+    return frames >= len(tokens) + sum(a == b for a, b in pairwise(tokens))
+
+
+def ctc_spans(tokens: Sequence[int], log_probs: Tensor) -> list[TokenSpan]:
+    """The tokens' likeliest path: log_probs (T, V) -> U spans of frames. The tokens must fit."""
+    assert has_ctc_path(tokens, len(log_probs)), (len(tokens), len(log_probs))
+    targets = torch.tensor([tokens], dtype=torch.int32, device=log_probs.device)
+    path, _ = forced_align(log_probs[None].float(), targets, blank=BLANK)
+    spans, t = [], 0
+    for label, run in groupby(path[0].tolist()):
+        start, t = t, t + len(list(run))
+        if label != BLANK:
+            spans.append((start, t))
+    return spans
+
+
+def ctc_log_probs(
+    tokens: Sequence[int], spans: Sequence[TokenSpan], log_probs: Tensor
+) -> tuple[float, ...]:
+    """log_probs (T, V) -> the highest of each token in its span (U), where no decoder scored it."""
+    return tuple(
+        float(log_probs[int(start) : max(int(end), int(start) + 1), token].max())
+        for token, (start, end) in zip(tokens, spans, strict=True)
+    )
+
+
+def attention_spans(attention: Tensor) -> list[TokenSpan]:
+    """attention (U, T) -> U spans that meet half-way between peaks, at most REACH beyond a peak.
+
+    The peaks are the non-decreasing frames t_1 <= ... <= t_U with the largest product of weights.
+    """
+    scores = attention.cpu().double().clamp_min(1e-12).log()
+    best, sources = scores[0], []
+    for row in scores[1:]:
+        highest, source = best.cummax(dim=0)
+        best = highest + row
+        sources.append(source)
+    peaks = [int(best.argmax())]
+    for source in reversed(sources):
+        peaks.append(int(source[peaks[-1]]))
+    peaks.reverse()
+    between = [(a + b + 1) / 2 for a, b in pairwise(peaks)]
+    edges = pairwise([peaks[0], *between, peaks[-1] + 1])
+    return [
+        (max(start, peak - REACH), min(end, peak + 1 + REACH))
+        for peak, (start, end) in zip(peaks, edges, strict=True)
+    ]
+
+
+def group_words(
+    pieces: Sequence[str],
+    spans: Sequence[TokenSpan],
+    log_probs: Sequence[float],
+    frame_seconds: float,
+) -> list[TimedWord]:
+    """U token texts, in which spaces separate words, with spans and log-probs -> words in order.
+
+    A token belongs to every word of which it has a letter.
+    """
+    assert len(pieces) == len(spans) <= len(log_probs), (len(pieces), len(spans), len(log_probs))
+    letters = [(letter, u) for u, piece in enumerate(pieces) for letter in piece]
+    words = []
+    for is_space, run in groupby(letters, key=lambda pair: pair[0].isspace()):
+        if not is_space:
+            text, members = zip(*run, strict=True)
+            tokens = sorted(set(members))
+            start, end = spans[tokens[0]][0] * frame_seconds, spans[tokens[-1]][1] * frame_seconds
+            mean = sum(log_probs[u] for u in tokens) / len(tokens)
+            words.append(TimedWord("".join(text), start, end, min(1.0, math.exp(mean))))
+    return words
+
+
+@dataclass(frozen=True)
+class HypothesisHealth:
+    """Measurements of one hypothesis."""
+
+    coverage: float | None  # share of windows of the audio that were attended; low: skipped speech
+    repetition: float  # share of n-grams that occurred before; high: a loop
+    length_ratio: float  # tokens per frame; far from the corpus' mean: a loop or an early end
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether most of the audio was skipped, or most of the text is a loop."""
+        skipped = self.coverage is not None and self.coverage < MIN_COVERAGE
+        return skipped or self.repetition > MAX_REPETITION
+
+
+def hypothesis_health(
+    tokens: Sequence[int], frames: int, attention: Tensor | None = None, window: int = WINDOW
+) -> HypothesisHealth:
+    """U tokens over T frames, with attention (U, T), or (U + 1, T) with a row for EOS."""
+    covered = None if attention is None else coverage(attention[: len(tokens)], window)
+    return HypothesisHealth(covered, repetition(tokens), len(tokens) / frames if frames else 0.0)
+
+
+def mean_health(parts: Sequence[HypothesisHealth], lengths: Sequence[int]) -> HypothesisHealth:
+    """Mean over the segments of one recording, weighted by length; all have a coverage."""
+    if not parts:
+        return HypothesisHealth(None, 0.0, 0.0)
+    columns = zip(*map(astuple, parts), strict=True)
+    return HypothesisHealth(*(sum(map(mul, own, lengths)) / sum(lengths) for own in columns))
+
+
+def coverage(attention: Tensor, window: int = WINDOW) -> float:
+    """attention (U, T) -> share of windows with MIN_ATTENTION or more; 1 for no frames.
+
+    Chorowski & Jaitly 2016 count single frames; attention is peaky, so we count windows. The last
+    window includes the remaining frames.
+    """
+    attended = attention.sum(dim=0)
+    if not len(attended):
+        return 1.0
+    windows = max(1, len(attended) // window)
+    parts = attended.tensor_split([window * k for k in range(1, windows)])
+    return sum(float(part.sum()) >= MIN_ATTENTION for part in parts) / windows
+
+
+def repetition(tokens: Sequence[int], n: int = NGRAM) -> float:
+    """Share of n-grams that occurred before (Welleck et al. 2020, seq-rep-n): 0 is none."""
+    ngrams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def diagonality(weights: np.ndarray) -> float:
+    """How well attention (U, T) advances through the utterance with the tokens, 0 to 1.
+
+    Regression of each token's mean frame, as a share of T, on its position, as a share of U: the
+    slope (at most 1) times the correlation. Uniform attention gives about 0, a diagonal 1.
+    """
+    U, T = weights.shape
+    if U < 3 or T < 2:
+        return 1.0
+    position = np.linspace(0.0, 1.0, U)
+    frame = weights @ np.linspace(0.0, 1.0, T)
+    if frame.std() < 1e-9:
+        return 0.0
+    covariance = np.mean((position - position.mean()) * (frame - frame.mean()))
+    slope = covariance / position.var()
+    correlation = covariance / (position.std() * frame.std())
+    return float(np.clip(min(slope, 1.0) * correlation, 0.0, 1.0)) if slope > 0 else 0.0

@@ -1,0 +1,391 @@
+"""Beam search over all utterances and all their hypotheses in one batch.
+
+At each step the `beam` best continuations of every utterance are kept. A hypothesis that takes EOS
+and is among the `beam` best moves to the finished hypotheses of its utterance, which are ranked by
+
+    s(Y) = log P(Y | X) / lp(Y) + coverage_penalty * cp(X; Y) + token_reward * |Y|
+    lp(Y) = ((5 + |Y|) / 6) ^ length_penalty
+    cp(X; Y) = sum over frames of log min(attention that the frame received in all steps, 1)
+
+after Wu et al. 2016 (GNMT, arXiv:1609.08144), equation 14, with a reward per token added. |Y|
+counts EOS, so the empty sentence has length 1 and lp 1. We differ once: a frame with less attention
+than FLOOR counts as FLOOR, since a weight may underflow to 0.
+
+An utterance is done, and leaves the batch, when no unfinished hypothesis can enter its n-best list.
+With scores that are log-probabilities this stop is exact: a beam as wide as the search space finds
+the best of all sentences, and a beam of 1 without penalties is greedy search. A beam may be wider
+than the vocabulary.
+
+Shapes: B utterances still searched, K hypotheses of each, T memory frames, U tokens so far, V
+vocabulary, S scorers, the model first.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from asr.config.schema import BeamConfig
+from asr.data.tokenizer import EOS, SOS
+from asr.decoding.ctc import CTCPrefixScorer
+from asr.decoding.fusion import Ensemble
+from asr.decoding.scorer import (
+    MAX_CONSTANT,
+    NEVER,
+    Hypothesis,
+    Scorer,
+    check_not_nan,
+    length_limits,
+    with_frames,
+)
+from asr.errors import UserError
+from asr.nn.attention import Memory
+
+WeightedScorer = tuple[float, Scorer]
+FLOOR = 1e-4
+
+
+def coverage_penalty(attention_sum: Tensor, valid: Tensor) -> Tensor:
+    """attention_sum (B, K, T) over the steps, valid (B, T) -> cp (B, K), at most 0."""
+    logs = attention_sum.clamp(FLOOR, 1.0).log()
+    return logs.masked_fill(~valid[:, None], 0.0).sum(dim=2)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The three weights of s(Y); all 0: the plain log-probability."""
+
+    length_penalty: float
+    token_reward: float
+    coverage_penalty: float
+
+    def final(self, log_prob: Tensor, length: int, covered: Tensor | float = 0.0) -> Tensor:
+        """log P and cp of hypotheses of one length (EOS counted) -> s, the same shape."""
+        extras = self.coverage_penalty * covered + self.token_reward * length
+        return log_prob / self._lp(length) + extras
+
+    def bound(self, log_prob: float, min_length: int, max_length: int) -> float:
+        """The largest s of any hypothesis of these lengths that continues one with log_prob.
+
+        Exact where every further token's score is at most 0, as a log-probability is: log P can
+        only fall and cp only rise to 0. Each term takes the length that is best for it.
+        """
+        if log_prob > 0:
+            return torch.inf
+        reward = max(self.token_reward * min_length, self.token_reward * max_length)
+        return log_prob / self._lp(max_length) + reward
+
+    def _lp(self, length: int) -> float:
+        return ((5 + length) / 6) ** self.length_penalty
+
+
+class AllowedTokens(NamedTuple):
+    """Scores of every continuation; -inf where it is forbidden."""
+
+    tokens: Tensor  # (B, K, V), EOS always -inf
+    eos: Tensor  # (B, K)
+    finished: Tensor  # (B, K) bool: False where only the length limit makes EOS the best token
+
+
+def allowed_tokens(
+    config: BeamConfig, state: "BeamState", total: Tensor, log_probs: Tensor
+) -> AllowedTokens:
+    """total and the model's log_probs (B, K, V): the scores with and without other scorers.
+
+    Between the length limits eos_threshold and ngram decide; at max_length only EOS is allowed.
+    """
+    tokens = state.tokens[..., 1:]
+    length = tokens.shape[2]
+    eos, others = total[..., EOS], _without_eos(total)
+    if config.ngram:
+        repeated = repeated_ngrams(tokens, config.ngram, total.shape[2])
+        others = others.masked_fill(repeated, -torch.inf)
+    eos_is_best = eos >= others.amax(dim=2)
+    at_limit = (length >= state.max_length)[:, None]  # (B, 1)
+    early = (length < state.min_length)[:, None]
+    if config.eos_threshold is not None:
+        best = _without_eos(log_probs).amax(dim=2)
+        early = early | (log_probs[..., EOS] < config.eos_threshold * best)
+    return AllowedTokens(
+        others.masked_fill(at_limit[..., None], -torch.inf),
+        eos.masked_fill(early & ~at_limit, -torch.inf),
+        eos_is_best | ~at_limit,
+    )
+
+
+def _without_eos(scores: Tensor) -> Tensor:
+    """scores (..., V), -inf for EOS and for the tokens that no hypothesis contains."""
+    return scores.index_fill(-1, torch.tensor([*NEVER, EOS], device=scores.device), -torch.inf)
+
+
+def repeated_ngrams(tokens: Tensor, n: int, vocabulary: int) -> Tensor:
+    """tokens (B, K, U) -> (B, K, V) bool: the token would repeat an n-gram of the hypothesis."""
+    mask = torch.zeros(*tokens.shape[:2], vocabulary, dtype=torch.long, device=tokens.device)
+    if tokens.shape[2] < n:
+        return mask.bool()
+    ngrams = tokens.unfold(2, n, 1)  # (B, K, U - n + 1, n)
+    ending = tokens[:, :, None, tokens.shape[2] - n + 1 :]  # (B, K, 1, n - 1)
+    matches = (ngrams[..., :-1] == ending).all(dim=3)
+    return mask.scatter_add_(2, ngrams[..., -1], matches.long()).bool()
+
+
+class FinishedHypotheses:
+    """The n best finished hypotheses of one utterance."""
+
+    def __init__(self, nbest: int) -> None:
+        self.nbest = nbest
+        self.hypotheses: list[Hypothesis] = []  # best first
+        self.count = 0  # of all that finished
+
+    @property
+    def min_score(self) -> float:
+        """A hypothesis enters the list with a higher score."""
+        return self.hypotheses[-1].score if len(self.hypotheses) == self.nbest else -torch.inf
+
+    def add(self, hypothesis: Hypothesis) -> None:
+        """Insert by score and keep the n best."""
+        insort(self.hypotheses, hypothesis, key=lambda kept: -kept.score)
+        del self.hypotheses[self.nbest :]
+
+
+class BeamState(NamedTuple):
+    """The unfinished hypotheses; a row with the score -inf contains none."""
+
+    scorer_states: list[Any]  # S states
+    tokens: Tensor  # (B, K, 1 + U), SOS first
+    scores: Tensor  # (B, K) weighted sums
+    log_probs: Tensor  # (B, K, U) the model's
+    parts: Tensor  # (B, K, S) unweighted sums
+    attention_sum: Tensor | None  # (B, K, T) over the steps; None without a coverage penalty
+    valid: Tensor  # (B, T)
+    min_length: Tensor  # (B,) tokens without EOS
+    max_length: Tensor  # (B,)
+
+    def unfinished(self, b: int, ranking: Ranking) -> Hypothesis:
+        """The best hypothesis of utterance b, without EOS."""
+        k = int(self.scores[b].argmax())
+        tokens = tuple(self.tokens[b, k, 1:].tolist())
+        return Hypothesis(
+            tokens=tokens,
+            score=float(ranking.final(self.scores[b, k], len(tokens))),
+            finished=False,
+            log_probs=tuple(self.log_probs[b, k].tolist()),
+            parts=tuple(self.parts[b, k].tolist()),
+        )
+
+
+class Candidates(NamedTuple):
+    """The continuations of one step: each hypothesis with EOS, and the best with another token."""
+
+    state: BeamState  # scorer states and attention after the step, all else before it
+    token_scores: list[Tensor]  # S of (B, K, V), unweighted
+    eos_scores: Tensor  # (B, K) scores of the hypotheses with EOS
+    finished: Tensor  # (B, K) bool: AllowedTokens.finished
+    scores: Tensor  # (B, K') the best continuations, best first
+    indices: Tensor  # (B, K') of each: k * V + token
+
+    def finish(self, b: int, k: int, score: float, covered: float) -> Hypothesis:
+        """Hypothesis k of utterance b with EOS."""
+        eos = torch.stack([scores[b, k, EOS] for scores in self.token_scores])  # (S,)
+        return Hypothesis(
+            tokens=tuple(self.state.tokens[b, k, 1:].tolist()),
+            score=score,
+            finished=bool(self.finished[b, k]),
+            log_probs=(*self.state.log_probs[b, k].tolist(), float(eos[0])),
+            parts=tuple((self.state.parts[b, k] + eos).tolist()),
+            covered=covered,
+        )
+
+    def select(self, scorers: Sequence[WeightedScorer], kept: Tensor) -> BeamState:
+        """The best continuations of the utterances `kept` (B',) as the next state."""
+        old = self.state
+        beam, vocabulary = self.token_scores[0].shape[1:]
+        indices = self.indices[kept]  # (B', K')
+        rows = kept[:, None] * beam + indices // vocabulary
+
+        def take(values: Tensor) -> Tensor:
+            return values.flatten(0, 1)[rows]
+
+        def of_token(scores: Tensor) -> Tensor:
+            return scores.flatten(1)[kept].gather(1, indices)[..., None]  # (B', K', 1)
+
+        pairs = zip(scorers, old.scorer_states, strict=True)
+        each = [of_token(scores) for scores in self.token_scores]
+        return BeamState(
+            scorer_states=[s.select(own, rows) for (_, s), own in pairs] if len(kept) else [],
+            tokens=torch.cat([take(old.tokens), (indices % vocabulary)[..., None]], dim=2),
+            scores=self.scores[kept],
+            log_probs=torch.cat([take(old.log_probs), each[0]], dim=2),
+            parts=take(old.parts) + torch.cat(each, dim=2),
+            attention_sum=None if old.attention_sum is None else take(old.attention_sum),
+            valid=old.valid[kept],
+            min_length=old.min_length[kept],
+            max_length=old.max_length[kept],
+        )
+
+
+class BeamSearch:
+    """The search with its scorers and their weights, the model first."""
+
+    def __init__(self, config: BeamConfig, scorers: Sequence[WeightedScorer]) -> None:
+        self.config, self.scorers = config, scorers
+        self.ranking = Ranking(config.length_penalty, config.token_reward, config.coverage_penalty)
+        patience = torch.inf if config.patience is None else config.patience
+        self.max_finished = patience * config.beam  # per utterance
+
+    def run(self, state: BeamState, finished: list[FinishedHypotheses]) -> None:
+        """Search from the first state and fill the finished hypotheses of B utterances."""
+        while finished:
+            candidates = self._step(state)
+            self._collect_finished(candidates, finished)
+            best = candidates.scores[:, 0].tolist()
+            kept = [b for b, f in enumerate(finished) if not self._done(candidates, b, best[b], f)]
+            rows = torch.tensor(kept, device=state.scores.device).long()
+            state = candidates.select(self.scorers, rows)
+            finished = [finished[b] for b in kept]
+
+    def start(self, memory: Memory, min_length: Tensor, max_length: Tensor) -> BeamState:
+        """The empty hypothesis of every utterance; lengths (B,) in tokens without EOS."""
+        B, T = memory.valid.shape
+        device = memory.states.device
+        use_coverage = self.ranking.coverage_penalty > 0
+        return BeamState(
+            scorer_states=[scorer.start(memory) for _, scorer in self.scorers],
+            tokens=torch.full((B, 1, 1), SOS, device=device),
+            scores=torch.zeros(B, 1, device=device),
+            log_probs=torch.zeros(B, 1, 0, device=device),
+            parts=torch.zeros(B, 1, len(self.scorers), device=device),
+            attention_sum=torch.zeros(B, 1, T, device=device) if use_coverage else None,
+            valid=memory.valid,
+            min_length=torch.minimum(min_length, max_length),
+            max_length=max_length,
+        )
+
+    def _step(self, state: BeamState) -> Candidates:
+        token_scores, scorer_states = self._score(state)
+        # A weight of 0 is skipped, since 0 * -inf is NaN.
+        pairs = zip(self.scorers, token_scores, strict=True)
+        weighted = sum(weight * scores for (weight, _), scores in pairs if weight)
+        total = state.scores[..., None] + weighted  # (B, K, V)
+        allowed = allowed_tokens(self.config, state, total, token_scores[0])
+        possible = total.shape[1] * (total.shape[2] - len(NEVER) - 1)  # neither NEVER nor EOS
+        best = allowed.tokens.flatten(1).topk(min(self.config.beam, possible))
+        attention_sum = state.attention_sum
+        if attention_sum is not None:
+            if scorer_states[0].attention is None:
+                raise UserError(
+                    "coverage_penalty needs attention weights, which this model lacks; set it to 0"
+                )
+            attention_sum = attention_sum + scorer_states[0].attention
+        state = state._replace(scorer_states=scorer_states, attention_sum=attention_sum)
+        return Candidates(state, token_scores, allowed.eos, allowed.finished, *best)
+
+    def _score(self, state: BeamState) -> tuple[list[Tensor], list[Any]]:
+        """Each scorer's scores (B, K, V) of the next token, unweighted, and its next state."""
+        last = state.tokens[..., -1]
+        pairs = zip(self.scorers, state.scorer_states, strict=True)
+        results = [scorer.step(own, last) for (_, scorer), own in pairs]
+        token_scores, states = map(list, zip(*results, strict=True))
+        token_scores[0] = check_not_nan(token_scores[0])
+        if (temperature := self.config.temperature) != 1:
+            token_scores[0] = (token_scores[0] / temperature).log_softmax(dim=2)
+        for other in token_scores[1:]:
+            if other.shape != token_scores[0].shape:
+                raise UserError(
+                    f"decoding: a scorer has {other.shape[2]} tokens and the model "
+                    f"{token_scores[0].shape[2]}; both must use one vocabulary"
+                )
+        return token_scores, states
+
+    def _collect_finished(
+        self, candidates: Candidates, finished: Sequence[FinishedHypotheses]
+    ) -> None:
+        """Add the hypotheses that end among the `beam` best to those of their utterances."""
+        everything = torch.cat([candidates.eos_scores, candidates.scores], dim=1)  # (B, K + K')
+        last = everything.topk(min(self.config.beam, everything.shape[1])).values[:, -1:]
+        ends = (candidates.eos_scores >= last) & candidates.eos_scores.isfinite()
+        ended = ends.nonzero().tolist()
+        if not ended:
+            return
+        state = candidates.state
+        covered = torch.zeros_like(candidates.eos_scores)
+        if state.attention_sum is not None:
+            covered = coverage_penalty(state.attention_sum, state.valid)
+        final = self.ranking.final(candidates.eos_scores, state.tokens.shape[2], covered).tolist()
+        for b, k in ended:
+            finished[b].count += 1
+            if final[b][k] > finished[b].min_score:
+                finished[b].add(candidates.finish(b, k, final[b][k], float(covered[b, k])))
+
+    def _done(
+        self, candidates: Candidates, b: int, best: float, finished: FinishedHypotheses
+    ) -> bool:
+        """Whether utterance b, with its best unfinished score, needs no further step."""
+        state = candidates.state
+        if best == -torch.inf:
+            if not finished.hypotheses:
+                finished.add(state.unfinished(b, self.ranking))
+            return True
+        if finished.count >= self.max_finished:
+            return True
+        if any(weight < 0 for weight, _ in self.scorers):
+            return False  # scores may still rise: there is no bound
+        bound = self.ranking.bound(best, state.tokens.shape[2] + 1, int(state.max_length[b]) + 1)
+        return finished.min_score >= bound
+
+
+@torch.no_grad()
+def beam_search(
+    model: Scorer,
+    memory: Memory,
+    config: BeamConfig,
+    *,
+    nbest: int = 1,
+    ctc: Tensor | None = None,
+    others: Sequence[tuple[Scorer, Memory, Tensor | None]] = (),
+    scorers: Sequence[WeightedScorer] = (),
+    max_constant: float = MAX_CONSTANT,
+    min_constant: float = 0.0,
+) -> list[list[Hypothesis]]:
+    """The `nbest` best hypotheses of every utterance, best first.
+
+    A token scores (1 - ctc_weight) * model + ctc_weight * CTC + the weighted `scorers`, such as
+    language models. ctc: the CTC head's log-probabilities (B, T, V). others: the same utterances at
+    another speed or in another model, each with its model and ctc; the search uses the mean of
+    their log-probabilities and counts frames in `memory`. Lengths are between min_ratio and
+    max_ratio * frames plus min_constant and max_constant. Hypothesis.parts: the model, CTC if it
+    has a weight, the scorers. An utterance without a frame in one of the memories gives one empty
+    hypothesis.
+
+    Raises UserError for nbest out of range, a ctc_weight without ctc, a scorer of another
+    vocabulary, a coverage_penalty without attention, and NaN from the model.
+    """
+    if not 1 <= nbest <= config.beam:
+        raise UserError(f"nbest is {nbest}; it must be between 1 and beam ({config.beam})")
+    models, memories, heads = zip((model, memory, ctc), *others, strict=True)
+    active, memories = with_frames(*memories)
+    weighted = [(1 - config.ctc_weight, _mean(models, memories))]
+    if config.ctc_weight:
+        if any(head is None for head in heads):
+            raise UserError(
+                f"ctc_weight is {config.ctc_weight}, but this model has no CTC head; set it to 0"
+            )
+        prefix_scorers = [CTCPrefixScorer(head[active]) for head in heads]
+        weighted.append((config.ctc_weight, _mean(prefix_scorers, memories)))
+    finished = [FinishedHypotheses(nbest) for _ in memory.valid]
+    if len(active):
+        valid = memories[0].valid
+        min_length = length_limits(valid, config.min_ratio, min_constant)
+        max_length = length_limits(valid, config.max_ratio, max_constant)
+        search = BeamSearch(config, [*weighted, *scorers])
+        state = search.start(memories[0], min_length, max_length)
+        search.run(state, [finished[b] for b in active.tolist()])
+    return [own.hypotheses or [Hypothesis((), 0.0, True)] for own in finished]
+
+
+def _mean(scorers: Sequence[Scorer], memories: Sequence[Memory]) -> Scorer:
+    """One scorer for each memory -> one for all."""
+    return scorers[0] if len(scorers) == 1 else Ensemble(list(zip(scorers, memories, strict=True)))

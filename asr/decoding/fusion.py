@@ -1,0 +1,162 @@
+"""Scores of several models in one search: the mean of an ensemble, and n-gram language models.
+
+N-grams are read from ARPA files or kenlm's own (Heafield 2011; kenlm is an extra: pip install
+layernorm-asr[lm]). Their unit is set, not guessed:
+
+    word    A word's log-probability is added at the token that ends it: a space, a piece that
+            begins a new word, or <eos>. All other tokens score 0. So a sentence scores exactly
+            what its text scores, end included, whatever the tokens are.
+    token   The n-grams are over tokens as in Tokenizer.surfaces, with U+2581 for spaces. Every
+            token scores at once.
+
+Both give natural logarithms; kenlm's have base 10. An unknown word scores as <unk> of the file.
+
+Shapes: B utterances, K hypotheses of each, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from asr.data.tokenizer import EOS, SPECIAL
+from asr.decoding.scorer import Scorer
+from asr.errors import UserError
+from asr.nn.attention import Memory
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
+LN10 = math.log(10.0)
+END = "</s>"
+
+
+class EnsembleState(NamedTuple):
+    members: list[Any]  # the members' states
+
+    @property
+    def attention(self) -> Tensor | None:
+        """The weights of the first member, in whose memory the search counts frames."""
+        return self.members[0].attention
+
+
+class Ensemble:
+    """A Scorer: the mean of its members' log-probabilities.
+
+    Every member has its own memory of the same utterances, with any number of frames. What is
+    impossible for one member, as a sentence longer than its frames for CTC, is so for all.
+    """
+
+    def __init__(self, members: Sequence[tuple[Scorer, Memory]]) -> None:
+        self.members = members
+
+    def start(self, memory: Memory) -> EnsembleState:
+        """Of `memory` only the number of utterances is used; it must be the members'."""
+        assert all(len(own.valid) == len(memory.valid) for _, own in self.members)
+        return EnsembleState([scorer.start(own) for scorer, own in self.members])
+
+    def step(self, state: EnsembleState, tokens: Tensor) -> tuple[Tensor, EnsembleState]:
+        """tokens (B, K), SOS first -> mean scores (B, K, V), next state."""
+        pairs = zip(self.members, state.members, strict=True)
+        stepped = [scorer.step(own, tokens) for (scorer, _), own in pairs]
+        scores, states = zip(*stepped, strict=True)
+        return torch.stack(scores).mean(dim=0), EnsembleState(list(states))
+
+    def select(self, state: EnsembleState, rows: Tensor) -> EnsembleState:
+        """rows (B', K'): numbers b * K + k of hypotheses, the same for every member."""
+        pairs = zip(self.members, state.members, strict=True)
+        return EnsembleState([scorer.select(own, rows) for (scorer, _), own in pairs])
+
+
+class NgramContext(NamedTuple):
+    state: Any  # kenlm's
+    word: str = ""  # letters of the unfinished word
+
+
+NgramState = list[list[NgramContext]]  # of all hypotheses, in rows of K
+
+
+class NgramScorer:
+    """A Scorer by a kenlm.Model, whose states new_state makes; unit is word or token.
+
+    surfaces (V,): each token as written in text, with its spaces, "" for the special ones.
+    """
+
+    def __init__(
+        self, ngrams: Any, new_state: Callable[[], Any], surfaces: Sequence[str], unit: str
+    ) -> None:
+        self.ngrams, self.new_state, self.unit = ngrams, new_state, unit
+        self.surfaces = list(surfaces)
+        self.words = [surface.replace(" ", SPACE) for surface in surfaces]
+        self.begins_word = torch.tensor([surface.startswith(" ") for surface in surfaces])
+
+    def start(self, memory: Memory) -> NgramState:
+        """-> state before SOS with one hypothesis per utterance."""
+        first = self.new_state()
+        self.ngrams.BeginSentenceWrite(first)
+        return [[NgramContext(first)] for _ in memory.valid]
+
+    def step(self, state: NgramState, tokens: Tensor) -> tuple[Tensor, NgramState]:
+        """tokens (B, K), SOS first -> scores (B, K, V) of the next token, next state."""
+        contexts = [
+            [self._append(context, token) for context, token in zip(*row, strict=True)]
+            for row in zip(state, tokens.tolist(), strict=True)
+        ]
+        score = self._word_scores if self.unit == "word" else self._token_scores
+        scores = torch.stack([torch.stack([score(one) for one in row]) for row in contexts])
+        return scores.to(tokens.device), contexts
+
+    def select(self, state: NgramState, rows: Tensor) -> NgramState:
+        """rows (B', K'): numbers b * K + k of hypotheses."""
+        flat = [context for row in state for context in row]
+        return [[flat[number] for number in row] for row in rows.tolist()]
+
+    def _append(self, context: NgramContext, token: int) -> NgramContext:
+        surface = self.surfaces[token]
+        if self.unit == "token":
+            return self._score(context, self.words[token])[1] if surface else context
+        if surface.startswith(" "):
+            context = self._end_word(context)[1]
+        return context._replace(word=context.word + surface.strip(" "))
+
+    def _word_scores(self, context: NgramContext) -> Tensor:
+        score, after = self._end_word(context)
+        scores = torch.where(self.begins_word, score, 0.0)
+        scores[EOS] = score + self._score(after, END)[0]
+        return scores
+
+    def _token_scores(self, context: NgramContext) -> Tensor:
+        scores = [self._score(context, word)[0] for word in self.words[len(SPECIAL) :]]
+        scores = torch.tensor([0.0] * len(SPECIAL) + scores)
+        scores[EOS] = self._score(context, END)[0]
+        return scores
+
+    def _end_word(self, context: NgramContext) -> tuple[float, NgramContext]:
+        """Log-probability of the unfinished word, and the context after it."""
+        return self._score(context, context.word) if context.word else (0.0, context)
+
+    def _score(self, context: NgramContext, word: str) -> tuple[float, NgramContext]:
+        """Log-probability of a word, and the context after it."""
+        after = self.new_state()
+        return LN10 * self.ngrams.BaseScore(context.state, word, after), NgramContext(after)
+
+
+def load_ngrams(path: Path, surfaces: Sequence[str], unit: str) -> NgramScorer:
+    """The n-grams of an ARPA file (.arpa, .arpa.gz) or of kenlm's build_binary.
+
+    Raises UserError where kenlm is not installed or cannot read the file.
+    """
+    try:
+        import kenlm
+    except ImportError:
+        raise UserError(
+            f"decode.lm = {path}: n-grams need the package kenlm, which is not installed: "
+            "pip install layernorm-asr[lm]"
+        ) from None
+    try:
+        ngrams = kenlm.Model(str(path))
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no n-grams"
+        raise UserError(f"decode.lm = {path}: kenlm cannot read it: {reason}") from None
+    return NgramScorer(ngrams, kenlm.State, surfaces, unit)

@@ -1,0 +1,140 @@
+"""Audio longer than the training utterances: split it at pauses, merge the words of the segments.
+
+A split is made at the quietest point of a segment's second half, if that is a pause. Without a
+pause, the segments overlap, and are merged where their words in the overlap agree.
+
+Shapes: S samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from asr.decoding.alignment import TimedWord
+from asr.errors import UserError
+
+HOP = 0.01  # seconds between measurements of energy
+PAUSE = 0.2  # seconds: length of a pause
+QUIETER = 15.0  # dB of a pause below the loudest tenth of its segment
+SILENT = -70.0  # dB of full scale that always count as a pause
+# Seconds between the middles of one word as two segments time it, at most. These differ by a few
+# frames of memory; a repetition of the word is seldom so close.
+MAX_DIFFERENCE = 0.4
+
+
+class Segment(NamedTuple):
+    """Part of a recording in samples; end is exclusive."""
+
+    start: int
+    end: int
+
+
+def split_at_pauses(
+    waveform: Tensor, sample_rate: int, max_seconds: float, overlap: float
+) -> list[Segment]:
+    """waveform (S,) in [-1, 1] -> segments of at most max_seconds that cover all of it.
+
+    Neighbours meet in a pause or overlap by `overlap` seconds. Audio of no samples has no segments.
+    Raises UserError unless max_seconds is 1 or more and overlap is between 0 and max_seconds / 4.
+    """
+    if max_seconds < 1:
+        raise UserError(f"max_seconds is {max_seconds}; it must be 1 or more")
+    if not 0 <= overlap <= max_seconds / 4:
+        raise UserError(f"overlap is {overlap} seconds; it must be between 0 and max_seconds / 4")
+    hop = max(1, round(HOP * sample_rate))
+    decibels = _decibels(waveform, hop)
+    size, shared = int(max_seconds * sample_rate), int(overlap * sample_rate)
+    segments, start = [], 0
+    while len(waveform) - start > size:
+        pause = _pause(decibels[start // hop : (start + size) // hop])
+        end = start + size if pause is None else (start // hop + pause) * hop
+        segments.append(Segment(start, end))
+        start = end - shared if pause is None else end
+    return [*segments, Segment(start, len(waveform))] if len(waveform) else []
+
+
+def is_silent(waveform: Tensor, sample_rate: int) -> bool:
+    """Whether no part of waveform (S,) is louder than SILENT; a model hallucinates there."""
+    hop = max(1, round(HOP * sample_rate))
+    return bool((_decibels(waveform, hop if len(waveform) >= hop else 1) <= SILENT).all())
+
+
+def _decibels(waveform: Tensor, hop: int) -> Tensor:
+    """waveform (S,) -> energy (S // hop,) in dB of full scale."""
+    blocks = waveform[: len(waveform) // hop * hop].view(-1, hop)
+    return 20 * torch.linalg.vector_norm(blocks, dim=1).div(hop**0.5).clamp_min(1e-9).log10()
+
+
+def _pause(decibels: Tensor) -> int | None:
+    """Energy of a segment -> index of the middle of the deepest pause in its second half, or None.
+
+    A pause is as loud as its loudest frame, so a stop consonant inside a word is none.
+    """
+    width = round(PAUSE / HOP)
+    half = decibels[len(decibels) // 2 :]
+    if len(half) < width:
+        return None
+    loudest = max_pool1d(half[None, None], width, stride=1)[0, 0]
+    quietest = int(loudest.argmin())
+    if float(loudest[quietest]) > max(float(decibels.quantile(0.9)) - QUIETER, SILENT):
+        return None
+    return len(decibels) // 2 + quietest + width // 2
+
+
+def merge_words(
+    segments: Sequence[Segment], words: Sequence[Sequence[TimedWord]], sample_rate: int
+) -> list[TimedWord]:
+    """Each segment's words, timed from its start -> all words, timed from the start of the audio.
+
+    In an overlap, the longest run of words that both segments contain at nearly the same times is
+    kept once. Without such a run, each segment provides the nearer half.
+    """
+    merged: list[TimedWord] = []
+    previous_end = 0.0
+    for segment, own in zip(segments, words, strict=True):
+        start = segment.start / sample_rate
+        shifted = [replace(w, start=w.start + start, end=w.end + start) for w in own]
+        overlaps = previous_end > start
+        merged = _merge(merged, shifted, start, previous_end) if overlaps else merged + shifted
+        previous_end = segment.end / sample_rate
+    return merged
+
+
+def _merge(
+    left: list[TimedWord], right: list[TimedWord], start: float, end: float
+) -> list[TimedWord]:
+    """Words of two segments that overlap from start to end, in seconds."""
+    first = next((i for i, word in enumerate(left) if _middle(word) >= start), len(left))
+    last = next((i for i, word in enumerate(right) if _middle(word) > end), len(right))
+    common = _common_run(left[first:], right[:last])
+    if common:
+        left, right = left[: first + common[0]], right[common[1] :]
+    else:
+        half = (start + end) / 2
+        left = [word for word in left if _middle(word) < half]
+        right = [word for word in right if _middle(word) >= half]
+    begin = left[-1].start if left else 0.0  # no word of the right segment starts earlier
+    return left + [replace(w, start=max(w.start, begin), end=max(w.end, begin)) for w in right]
+
+
+def _common_run(left: list[TimedWord], right: list[TimedWord]) -> tuple[int, int] | None:
+    """Where the longest run of equal words ends in each list, the closest in time of such runs.
+
+    Words are equal with one text and at most MAX_DIFFERENCE in time. None without a run.
+    """
+    runs: dict[tuple[int, int], tuple[int, float]] = {}  # end in each -> words, -sum of differences
+    for i, a in enumerate(left, start=1):
+        for j, b in enumerate(right, start=1):
+            difference = abs(_middle(a) - _middle(b))
+            if a.text == b.text and difference <= MAX_DIFFERENCE:
+                length, closeness = runs.get((i - 1, j - 1), (0, 0.0))
+                runs[i, j] = length + 1, closeness - difference
+    return max(runs, key=runs.__getitem__, default=None)
+
+
+def _middle(word: TimedWord) -> float:
+    return (word.start + word.end) / 2

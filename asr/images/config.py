@@ -1,0 +1,77 @@
+"""Recipe keys of the task `images`: small models in which a cell is easy to inspect."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from asr.config.schema import (
+    REMOVE_KEY,
+    SPEECH_ONLY_KEYS,
+    Config,
+    Count,
+    LayerCount,
+    LSTMConfig,
+    NonSpeechRecipe,
+    Rate,
+)
+
+GridSize = Annotated[int, Field(ge=2, le=64)]  # a grid of one point has no distance between points
+
+
+class ImageDataConfig(Config):
+    """Section `data:` of the task images: the images and how they are read."""
+
+    # Folder of IDX files as `asr.prepare mnist` writes them; null: scikit-learn's 8 x 8 digits.
+    folder: Path | None = None
+    valid: Annotated[float, Field(gt=0.0, le=0.5)] = 0.1  # the last share of the training images
+    pixels: Literal["grey", "binary"] = "grey"  # binary: sampled once, brightness is P(white)
+    batch: Count = 128  # images in one batch
+    shift: Annotated[int, Field(ge=0, le=16)] = 0  # largest shift of a training image, pixels
+
+
+class CellConfig(LSTMConfig):
+    """Keys of one LayerNorm-LSTM of the task images."""
+
+    hidden: Count = 128  # LSTM units
+
+
+class RowClassifierConfig(CellConfig):
+    """Section `model:` with `kind: rows`: an LSTM that reads rows and classifies after the last."""
+
+    kind: Literal["rows"]  # selects the model
+    layers: LayerCount = 1  # LSTM layers
+    dropout: Rate = 0.0  # between layers and before the output layer
+    recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per image
+
+
+class DrawConfig(Config):
+    """Section `model:` with `kind: draw`: Deep Recurrent Attentive Writer (Gregor et al. 2015)."""
+
+    kind: Literal["draw"]  # selects the model
+    encoder: CellConfig = CellConfig()
+    decoder: CellConfig = CellConfig()
+    glimpses: Annotated[int, Field(ge=1, le=256)] = 64  # steps of reading and writing
+    latent: Count = 100  # size of the latent vector of one glimpse
+    read: GridSize = 2  # side of the grid that is read, filters
+    write: GridSize = 5  # side of the grid that is written, filters
+
+
+class ImageRecipe(NonSpeechRecipe):
+    """A recipe with `task: images`: classify small images, or generate them with DRAW."""
+
+    task: Literal["images"]  # selects the task
+    data: ImageDataConfig = ImageDataConfig()
+    model: Annotated[RowClassifierConfig | DrawConfig, Field(discriminator="kind")]
+
+    @property
+    def unused_keys(self) -> dict[str, str]:
+        """Speech-only keys, text samples, and for DRAW, which has no labels, their smoothing."""
+        labels = {"label_smoothing": REMOVE_KEY} if self.model.kind == "draw" else {}
+        return SPEECH_ONLY_KEYS | {"samples": REMOVE_KEY} | labels
+
+    @model_validator(mode="after")
+    def _draw_is_black_and_white(self) -> "ImageRecipe":
+        if self.model.kind == "draw" and self.data.pixels != "binary":
+            raise ValueError("model.kind draw models black and white: set data.pixels=binary")
+        return self

@@ -1,0 +1,280 @@
+"""Labelled images: IDX files (LeCun's MNIST format), scikit-learn's digits, and their batches.
+
+IDX: two zero bytes, the type (0x08: unsigned bytes), the number of dimensions, each dimension's
+size as a big-endian 32-bit number, then the elements. A file may be packed with gzip.
+
+MNIST (LeCun, Cortes & Burges 1998): 60,000 + 10,000 handwritten digits of 28 x 28 pixels, from a
+mirror of the original files or from a folder. A folder may hold another data set in this format,
+such as Fashion-MNIST.
+
+N images of R rows and C columns, B of them in a batch.
+"""
+
+import gzip
+import hashlib
+import math
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from asr.data.batching import Broken, EpochPlan, Item, halves
+from asr.data.importers.download import fetch
+from asr.errors import UserError
+
+UNSIGNED_BYTES = 0x08
+CHUNK = 1 << 20  # bytes
+MAX_BYTES = 1 << 30  # of an unpacked file; known sets of small images are smaller
+
+URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
+SPLITS = ("train", "t10k")
+MAX_DOWNLOAD_BYTES = 20_000_000  # the largest of the files has 10 million
+# MD5 of the published files.
+FILES = {
+    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+# SHA-256 of the pixels, which identifies the set however its files are packed.
+PIXELS = {
+    "train": "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
+    "t10k": "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
+}
+
+
+@dataclass(frozen=True)
+class Images:
+    """pixels (N, R, C) uint8, 0 to 255, labels (N,) int64; ids are NAME-NUMBER."""
+
+    name: str
+    pixels: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, name: str, rows: slice) -> "Images":
+        """A part of the images under another name."""
+        return Images(name, self.pixels[rows], self.labels[rows])
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """images (B, R, C) float, 0 to 1, labels (B,). No audio, and nothing unreadable."""
+
+    size_key: ClassVar = "data.batch"
+    length_key: ClassVar = None
+    ids: tuple[str, ...]
+    images: Tensor
+    labels: Tensor
+    seconds: float = 0.0
+    broken: tuple[Broken, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device) -> "ImageBatch":
+        """The same on another device."""
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+    def split(self) -> "list[ImageBatch]":
+        """Its two halves; itself if it has one image."""
+        return halves(self, ("ids", "images", "labels"))
+
+
+@dataclass
+class ImageEpochs:
+    """The training images in batches; their order is a function of (seed, epoch)."""
+
+    images: Images
+    size: int  # images in a batch
+    seed: int
+    shift: int  # largest shift of an image, in pixels
+
+    def __post_init__(self) -> None:
+        self.plan = lru_cache(maxsize=1)(self.plan)  # called several times an epoch
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The batches of an epoch; the last may be smaller."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
+        rows = [Item(int(row), epoch, 1.0) for row in order]
+        return EpochPlan([rows[i : i + self.size] for i in range(0, len(rows), self.size)], 0.0)
+
+    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[ImageBatch]:
+        """Every `every`th batch of an epoch, from number `skip` on."""
+        batches = self.plan(epoch).batches
+        for number in range(skip, len(batches), every):
+            batch = make_batch(self.images, [item.index for item in batches[number]])
+            generator = np.random.default_rng([self.seed, epoch, number])
+            yield replace(batch, images=shifted(batch.images, self.shift, generator))
+
+
+def in_order(images: Images, size: int) -> Iterator[ImageBatch]:
+    """All images once, in batches."""
+    for start in range(0, len(images), size):
+        yield make_batch(images, range(start, min(start + size, len(images))))
+
+
+def make_batch(images: Images, rows: Sequence[int]) -> ImageBatch:
+    """The images with these numbers."""
+    index = torch.as_tensor(rows)
+    pixels = images.pixels[index].float() / 255
+    return ImageBatch(tuple(f"{images.name}-{r}" for r in rows), pixels, images.labels[index])
+
+
+def shifted(images: Tensor, largest: int, generator: np.random.Generator) -> Tensor:
+    """Each image (B, R, C) shifted by -largest to largest rows and columns, filled with black."""
+    if not largest:
+        return images
+    B, R, C = images.shape
+    wide = functional.pad(images, (largest,) * 4)
+    down, right = (torch.from_numpy(generator.integers(2 * largest + 1, size=(B, 1))) for _ in "yx")
+    rows, columns = down + torch.arange(R), right + torch.arange(C)  # (B, R), (B, C)
+    return wide[torch.arange(B)[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def binary(images: Images, seed: int) -> Images:
+    """Each pixel white with the probability of its brightness (Salakhutdinov & Murray 2008).
+
+    Drawn once for all epochs, as a function of the seed and the name.
+    """
+    number = zlib.crc32(images.name.encode())
+    draw = np.random.default_rng([seed, number]).integers(255, size=images.pixels.shape)
+    white = images.pixels > torch.from_numpy(draw)
+    return replace(images, pixels=white.to(torch.uint8) * 255)
+
+
+def read_images(folder: Path, name: str) -> Images:
+    """FOLDER/NAME-images-idx3-ubyte and -labels-idx1-ubyte, packed (.gz) or not.
+
+    Raises UserError where a file is missing or damaged or their lengths differ.
+    """
+    arrays = []
+    for what, dimensions in (("images", 3), ("labels", 1)):
+        path = find(folder, f"{name}-{what}-idx{dimensions}-ubyte")
+        array = read_idx(path)
+        if array.ndim != dimensions or array.size == 0:
+            raise UserError(f"{path}: holds {array.shape}; {dimensions} sizes above 0 are expected")
+        arrays.append(array)
+    pixels, labels = arrays
+    if len(pixels) != len(labels):
+        raise UserError(f"{folder}: {len(pixels)} {name} images, but {len(labels)} labels")
+    return Images(name, torch.from_numpy(pixels), torch.from_numpy(labels).long())
+
+
+def find(folder: Path, name: str) -> Path:
+    """The file of that name, or with .gz. Raises UserError where neither exists."""
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    remedy = "download it with python -m asr.prepare mnist"
+    raise UserError(f"{folder / name}: not found, nor with .gz; {remedy}")
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """An IDX file of unsigned bytes -> uint8 array of the shape in its header.
+
+    Memory is allocated as content is read, not by the header. Raises UserError for other files.
+    """
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else path.open("rb") as stream:
+            shape = _read_header(stream, path)
+            content = _read_content(stream, math.prod(shape), path)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "truncated"
+        raise UserError(f"{path}: cannot be read: {reason}") from None
+    return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+def _read_header(stream: IO[bytes], path: Path) -> tuple[int, ...]:
+    magic = stream.read(4)
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] != UNSIGNED_BYTES:
+        raise UserError(f"{path}: not an IDX file of unsigned bytes (it begins {magic.hex(' ')})")
+    sizes = stream.read(4 * magic[3])
+    if not 1 <= magic[3] <= 3 or len(sizes) < 4 * magic[3]:
+        raise UserError(f"{path}: {magic[3]} dimensions; a complete header has 1 to 3")
+    shape = struct.unpack(f">{magic[3]}I", sizes)
+    if math.prod(shape) > MAX_BYTES:
+        raise UserError(f"{path}: its header claims {shape}, more than {MAX_BYTES} bytes")
+    return shape
+
+
+def _read_content(stream: IO[bytes], size: int, path: Path) -> bytearray:
+    content = bytearray()
+    # Reads one byte more than expected, to detect excess content.
+    while chunk := stream.read(min(CHUNK, size + 1 - len(content))):
+        content += chunk
+    if len(content) != size:
+        actual = "more" if len(content) > size else len(content)
+        raise UserError(f"{path}: its header claims {size} bytes, there are {actual}")
+    return content
+
+
+def digits() -> tuple[Images, Images]:
+    """Scikit-learn's 1,797 digits of 8 x 8 pixels (part of optdigits), the last fifth as test.
+
+    They are ordered by writer, so the test digits are by other writers.
+    """
+    from sklearn.datasets import load_digits  # imported here: it takes a second
+
+    data = load_digits()
+    pixels = torch.from_numpy((data.images * 255 / 16).round().astype(np.uint8))
+    images = Images("digits", pixels, torch.from_numpy(data.target).long())
+    count = len(images) * 4 // 5
+    return images.part("train", slice(None, count)), images.part("test", slice(count, None))
+
+
+def download(to: Path, url: str = URL) -> None:
+    """Download the four files of MNIST into the folder `to`. Raises UserError as `fetch`."""
+    for name, md5 in FILES.items():
+        fetch(f"{url.rstrip('/')}/{name}", to / name, md5, MAX_DOWNLOAD_BYTES)
+
+
+def copy(source: Path, to: Path) -> None:
+    """Copy the four files, packed or not. Raises UserError for missing, damaged or changed ones."""
+    if not source.is_dir():
+        raise UserError(f"{source}: no such folder")
+    read(source)
+    to.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        path = find(source, name.removesuffix(".gz"))
+        target = to / path.name
+        if not target.exists():
+            shutil.copyfile(path, target)
+        elif target.read_bytes() != path.read_bytes():
+            raise UserError(f"{target}: exists already with other content; move it away")
+
+
+def read(folder: Path) -> tuple[Images, Images]:
+    """Training and test images. Raises UserError where they differ in size or classes."""
+    train, test = (read_images(folder, name) for name in SPLITS)
+    if train.pixels.shape[1:] != test.pixels.shape[1:]:
+        raise UserError(f"{folder}: training and test images differ in size")
+    if int(test.labels.max()) > int(train.labels.max()):
+        raise UserError(f"{folder}: the test labels name a class that the training labels lack")
+    return train, test
+
+
+def is_original(images: Images) -> bool:
+    """Whether these are the pixels of MNIST."""
+    return sha256_of_tensors(images.pixels) == PIXELS.get(images.name)
+
+
+def sha256_of_tensors(*tensors: Tensor) -> str:
+    """The SHA256 of the elements of tensors on the CPU, one tensor after another."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,319 @@
+"""Decode a split, score it, and write the result: files, HTML page, printed lines."""
+
+import io
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.image import imsave
+
+from asr.analysis.page import write_page
+from asr.analysis.plots import attention_picture
+from asr.analysis.score_files import read_evaluation, write_evaluation
+from asr.analysis.wer import Score, between, by_group, group_lines, percent, score, summarize, tidy
+from asr.config.schema import SpeechRecipe
+from asr.data.batching import Batch, Example, collate, plan_evaluation
+from asr.data.corpus import Corpus, Utterance
+from asr.data.loader import UtteranceDataset, load_batches, with_split_statistics
+from asr.data.manifest import read_rows
+from asr.data.tokenizer import labels_of
+from asr.decoding.alignment import HypothesisHealth, hypothesis_health, mean_health
+from asr.decoding.scorer import Hypothesis
+from asr.errors import UserError
+from asr.inference.recognition import Recognizer
+from asr.inference.transcript import EMPTY_TRANSCRIPT, merge_segments
+from asr.nn.attention import Memory
+from features import AudioError
+from features.audio import member_of
+
+
+@dataclass(frozen=True)
+class DecodedUtterance:
+    text: str
+    ctc: str  # hypothesis of the CTC head alone; empty without one
+    tokens: tuple[int, ...]
+    finished: bool  # False where the length limit ended it
+    health: HypothesisHealth
+
+
+UNREAD = DecodedUtterance("", "", (), False, HypothesisHealth(None, 0.0, 0.0))
+Labels = Mapping[str, Mapping[str, str]]  # column -> utterance id -> group
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A split, decoded and scored."""
+
+    title: str
+    corpus: Corpus
+    decoded: Sequence[DecodedUtterance]  # in the order of the corpus, UNREAD if it is unreadable
+    reasons: Mapping[str, str]  # utterance id -> why it could not be read
+    score: Score
+    groups: Mapping[str, Mapping[str, Score]]
+    about: Mapping[str, Any]  # for score.json
+
+
+def evaluate(
+    recognizer: Recognizer,
+    corpus: Corpus,
+    recipe: SpeechRecipe,
+    labels: Labels,
+    title: str,
+    overrides: Sequence[str],
+) -> Evaluation:
+    """Decode and score every utterance, the unreadable ones as empty."""
+    by_id, reasons = decode_split(recognizer, corpus, recipe)
+    decoded = [by_id.get(name, UNREAD) for name in corpus.ids]
+    result = score(corpus.texts, [d.text for d in decoded], corpus.ids, corpus.speakers)
+    groups = {column: by_group(result, group_of) for column, group_of in labels.items()}
+    about = {
+        "decode": recipe.decode.model_dump(mode="json"),
+        "steps": recognizer.steps,
+        "overrides": overrides,
+        "not_decoded": len(reasons),
+        "in_pieces": int(too_long(recognizer, corpus.seconds).sum()),
+        "wer_interval_over_speakers": _interval_over_speakers(result),
+        "groups": {
+            column: {name: _group_facts(part) for name, part in parts.items()}
+            for column, parts in groups.items()
+        },
+    }
+    if recipe.model.ctc_weight:
+        ctc = [d.ctc for d in decoded]
+        about["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
+    return Evaluation(title, corpus, decoded, reasons, result, groups, about)
+
+
+def _group_facts(part: Score) -> dict[str, Any]:
+    return {
+        "wer": part.wer,
+        "words": part.words,
+        "wer_interval": part.wer_interval,
+        "wer_interval_over_speakers": _interval_over_speakers(part),
+    }
+
+
+def _interval_over_speakers(part: Score) -> tuple[float, float] | None:
+    return summarize(part.utterances, interval_over="speakers").wer_interval
+
+
+def decode_split(
+    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe
+) -> tuple[dict[str, DecodedUtterance], dict[str, str]]:
+    """Decoded utterances by id, and by id why others could not be read. UserError if none could."""
+    decoded: dict[str, DecodedUtterance] = {}
+    reasons: dict[str, str] = {}
+    for batch in batches(recognizer, corpus, recipe):
+        reasons |= {broken.id: broken.reason for broken in batch.broken}
+        if len(batch):
+            results = decode_batch(recognizer, *recognizer.recognize(batch))
+            decoded |= zip(batch.ids, results, strict=True)
+    for row in np.flatnonzero(too_long(recognizer, corpus.seconds)):
+        utterance = corpus[int(row)]
+        try:
+            decoded[utterance.id] = decode_long(recognizer, utterance)
+        except AudioError as error:
+            reasons[utterance.id] = str(error)
+    if not decoded:
+        raise UserError(corpus.unreadable)
+    return decoded, reasons
+
+
+def too_long(recognizer: Recognizer, seconds: np.ndarray) -> np.ndarray:
+    """Which utterances of these lengths are decoded in segments: bool of the same shape."""
+    return seconds > recognizer.max_segment_seconds
+
+
+def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Iterable[Batch]:
+    """The batches of the utterances that are not too long, the longest first.
+
+    Statistics per speaker are those of the split and replace the recognizer's.
+    """
+    workers, decode = recipe.data.workers, recipe.decode
+    front_end = with_split_statistics(recognizer.front_end, corpus, workers, decode.speeds)
+    recognizer.front_end = front_end
+    chosen = corpus.take(np.flatnonzero(~too_long(recognizer, corpus.seconds)))
+    dataset = UtteranceDataset(
+        chosen, front_end, recognizer.tokenizer, recipe.seed, others=decode.others
+    )
+    plan = plan_evaluation(chosen.seconds, decode.batch_seconds)
+    return load_batches(dataset, plan.batches, workers)
+
+
+def decode_batch(
+    recognizer: Recognizer, memory: Memory, hypotheses: Sequence[Hypothesis]
+) -> list[DecodedUtterance]:
+    ctc = [recognizer.text(best) for best in recognizer.ctc_hypotheses(memory)]
+    health = _batch_health(recognizer, memory, hypotheses)
+    return [
+        DecodedUtterance(recognizer.text(best), alone, best.tokens, best.finished, own)
+        for best, alone, own in zip(hypotheses, ctc or [""] * len(health), health, strict=True)
+    ]
+
+
+def _batch_health(
+    recognizer: Recognizer, memory: Memory, hypotheses: Sequence[Hypothesis]
+) -> list[HypothesisHealth]:
+    window = max(1, round(1 / recognizer.frame_seconds))
+    weights = recognizer.attention(memory, [best.tokens for best in hypotheses])
+    return [
+        hypothesis_health(best.tokens, attention.shape[1], attention, window)
+        for best, attention in zip(hypotheses, weights, strict=True)
+    ]
+
+
+def decode_long(recognizer: Recognizer, utterance: Utterance) -> DecodedUtterance:
+    """Decode one utterance in segments. Raises AudioError where it cannot be read."""
+    front_end = recognizer.front_end
+    waveform = front_end.load(utterance.audio)
+    segments = recognizer.segments(waveform)
+    searched, alone = ([EMPTY_TRANSCRIPT] * len(segments) for _ in range(2))  # alone: CTC's
+    finished = True
+    health: dict[int, HypothesisHealth] = {}
+    waveforms = [waveform[start:end] for start, end in segments]
+    for rows, batch in recognizer.batches(waveforms, utterance.speaker):
+        memory, hypotheses = recognizer.recognize(batch)
+        finished = finished and all(best.finished for best in hypotheses)
+        health |= zip(rows, _batch_health(recognizer, memory, hypotheses), strict=True)
+        ctc = recognizer.ctc_hypotheses(memory)  # empty without a CTC head
+        for ranked, transcripts in ((hypotheses, searched), (ctc, alone)):
+            for row, one in zip(rows, recognizer.transcripts(memory, ranked), strict=False):
+                transcripts[row] = one
+    merged, ctc = (merge_segments(segments, t, front_end.sample_rate) for t in (searched, alone))
+    overall = mean_health(list(health.values()), [len(waveforms[row]) for row in health])
+    return DecodedUtterance(merged.text, ctc.text, merged.tokens, finished, overall)
+
+
+def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
+    """Utterance id -> its value in a column of the manifest. UserError without such a column."""
+    return {row["id"]: row[column] for _, row in read_rows(corpus.path, ("id", column))}
+
+
+def score_of_run(run: Path, name: str, corpus: Corpus) -> Score:
+    """The score of another run on the same split. UserError where it is of another split."""
+    result = read_evaluation(run / "evaluate" / name).score
+    expected = dict(zip(corpus.ids, map(tidy, corpus.texts), strict=True))
+    texts = {u.id: u.reference for u in result.utterances}
+    if texts != expected:
+        what = "utterances" if texts.keys() != expected.keys() else "texts"
+        raise UserError(
+            f"--against {run}: its evaluation {name} is of other {what} than {corpus.path}; "
+            "evaluate it on that manifest first"
+        )
+    return result
+
+
+def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures: int) -> None:
+    """Write the page, with attention pictures of the worst utterances, and the files."""
+    corpus, decoded, result = evaluation.corpus, evaluation.decoded, evaluation.score
+    worst = sorted(range(len(corpus)), key=lambda i: -result.utterances[i].errors)[:pictures]
+    uris = {corpus[i].id: attention_uri(recognizer, corpus, i, decoded[i].tokens) for i in worst}
+    # A page can link to audio that is readable and a file of its own.
+    readable = (utterance for utterance in corpus if utterance.id not in evaluation.reasons)
+    audio = {u.id: u.audio for u in readable if member_of(u.audio) is None}
+    write_page(
+        folder / "page.html",
+        result,
+        title=evaluation.title,
+        about=dict(_page_facts(evaluation)),
+        audio=audio,
+        pictures={name: uri for name, uri in uris.items() if uri},
+        groups=evaluation.groups,
+    )
+    health = [utterance.health for utterance in decoded]
+    columns = {
+        "coverage": ["" if own.coverage is None else f"{own.coverage:.3f}" for own in health],
+        "repetition": [f"{own.repetition:.3f}" for own in health],
+        "length_ratio": [f"{own.length_ratio:.3f}" for own in health],
+        "finished": ["yes" if utterance.finished else "no" for utterance in decoded],
+    }
+    if "ctc_wer" in evaluation.about:
+        columns["ctc"] = [utterance.ctc for utterance in decoded]
+    write_evaluation(folder, result, evaluation.about, columns)
+
+
+@torch.no_grad()
+def attention_uri(
+    recognizer: Recognizer, corpus: Corpus, index: int, tokens: Sequence[int]
+) -> str | None:
+    """The attention over utterance `index` as a PNG in a data URI; reads the audio again.
+
+    None for an empty hypothesis, or one decoded in segments.
+    """
+    if not tokens or too_long(recognizer, corpus.seconds[index]):
+        return None
+    utterance = corpus[index]
+    front_end, tokenizer = recognizer.front_end, recognizer.tokenizer
+    features = front_end.features(front_end.load(utterance.audio), utterance.speaker)
+    batch = collate([Example(utterance.id, features, torch.tensor(tokens))])
+    (weights,) = recognizer.attention(recognizer.encode(batch), [tokens])
+    picture = attention_picture(weights.numpy(), labels_of(tokens, tokenizer), utterance.id)
+    file = io.BytesIO()
+    imsave(file, picture, format="png")
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+
+
+def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
+    about, decode = evaluation.about, evaluation.about["decode"]
+    yield "checkpoint", f"{decode['checkpoint']}, of step {_steps(evaluation)}"
+    for key in ("beam", "ctc_weight", "length_penalty"):
+        yield key.replace("_", " "), str(decode[key])
+    if len(decode["speeds"]) > 1:
+        yield "speeds", " ".join(f"{speed:g}" for speed in decode["speeds"])
+    if decode["ensemble"]:
+        yield "ensemble with", " ".join(decode["ensemble"])
+    if decode["lm"] and decode["lm_weight"]:
+        yield "language model", f"{decode['lm']}, weight {decode['lm_weight']}"
+    if about["wer_interval_over_speakers"]:
+        low, high = about["wer_interval_over_speakers"]
+        yield "WER over speakers", f"{percent(low)} – {percent(high)}"
+    if "ctc_wer" in about:
+        yield "WER of CTC alone", percent(about["ctc_wer"])
+    yield "cut off, low coverage or repetition", str(len(_suspicious(evaluation)))
+
+
+def _suspicious(evaluation: Evaluation) -> list[str]:
+    """Ids of readable utterances that were cut off, or have low coverage or repetition."""
+    return [
+        name
+        for name, own in zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
+        if name not in evaluation.reasons and (own.health.suspicious or not own.finished)
+    ]
+
+
+def _steps(evaluation: Evaluation) -> str:
+    return " ".join(map(str, evaluation.about["steps"]))
+
+
+def summary(evaluation: Evaluation) -> Iterator[str]:
+    """The lines to print."""
+    result, about = evaluation.score, evaluation.about
+    average, count = about["decode"]["average"], len(about["steps"])
+    if count < average:
+        yield (
+            f"mean of {count} checkpoints (step {_steps(evaluation)}): the run has no more, "
+            f"decode.average = {average} asks for more"
+        )
+    if long := about["in_pieces"]:
+        yield f"{long} utterances exceed decode.max_segment_seconds and are decoded in segments"
+    for name, reason in evaluation.reasons.items():
+        yield f"not decoded, scored as empty: {name}: {reason}"
+    yield f"{evaluation.title}: WER {percent(result.wer)}, CER {percent(result.cer)}"
+    over_speakers = about["wer_interval_over_speakers"]
+    intervals = {result.interval_over: result.wer_interval, "speakers": over_speakers}
+    known = [f"{between(side)} over {units}" for units, side in intervals.items() if side]
+    if known:
+        yield f"95 % intervals of WER: {', '.join(known)}"
+    yield (
+        f"{result.sentences} utterances, {result.words} words: {result.substitutions} substituted, "
+        f"{result.deletions} deleted, {result.insertions} inserted"
+    )
+    if suspicious := _suspicious(evaluation):
+        names = " ".join(suspicious[:5]) + (" ..." if len(suspicious) > 5 else "")
+        yield f"{len(suspicious)} are cut off, or have low coverage or repetition: {names}"
+    for column, parts in evaluation.groups.items():
+        yield from group_lines(column, parts)

@@ -1,0 +1,162 @@
+"""Load what run folders contain: recipe, front end, models of an ensemble, language models."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from asr.config.language import LanguageRecipe
+from asr.config.loader import read_recipe
+from asr.config.schema import TRAINING_ONLY_FEATURES, DecodeConfig, SpeechRecipe, TextConfig
+from asr.data.tokenizer import SPECIAL, Tokenizer, about, load_tokenizer
+from asr.decoding.fusion import load_ngrams
+from asr.decoding.scorer import Scorer
+from asr.errors import UserError
+from asr.models.build import build_front_end, build_language_model, build_speech_model
+from asr.training.checkpoint import choose, load_weights
+from asr.training.distributed import choose_device
+from features.front_end import FrontEnd
+
+STATISTICS = "features.safetensors"
+
+
+def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
+    """The resolved recipe of a run. Raises UserError for a folder that is no run of speech."""
+    if not (run / "recipe.yaml").is_file():
+        raise UserError(f"{run}: no recipe.yaml in it, so it is no run folder")
+    recipe = read_recipe(run / "recipe.yaml", overrides)
+    if not isinstance(recipe, SpeechRecipe):
+        raise UserError(f"{run}: a run of the task {recipe.task}; only speech can be transcribed")
+    return recipe
+
+
+def load_run_front_end(run: Path, recipe: SpeechRecipe) -> FrontEnd:
+    """Audio to features, with global statistics; those of training speakers are not needed."""
+    front_end = build_front_end(recipe.features)
+    if front_end.norm.kind == "global":
+        front_end.norm.load(run / STATISTICS)
+    return front_end
+
+
+def save_inputs(run: Path, tokenizer: Tokenizer, front_end: FrontEnd) -> None:
+    """Vocabulary and statistics: with recipe and checkpoints all that transcription needs."""
+    tokenizer.save(run)
+    if front_end.norm.needs_statistics:
+        front_end.norm.save(run / STATISTICS)
+
+
+def load_run_model(
+    run: Path, recipe: SpeechRecipe, features: int, tokenizer: Tokenizer
+) -> tuple[nn.Module, list[int]]:
+    """The mean of the checkpoints that decode.checkpoint and decode.average choose; their steps.
+
+    Raises UserError for a run without checkpoints, or with those of another model or vocabulary.
+    """
+    model = build_speech_model(recipe.model, features, tokenizer.size)
+    chosen = choose(run, recipe.decode.checkpoint, recipe.decode.average)
+    load_weights(model, chosen, about(tokenizer))
+    steps = [checkpoint.step for checkpoint in chosen]
+    return model.to(choose_device(recipe.train.device)), steps
+
+
+def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
+    """The vocabulary of train.init, which its weights require. UserError where it has none."""
+    tokenizer = load_tokenizer(init)
+    with suppress(UserError):  # the recipe of an older version may be invalid now
+        other = read_recipe(init / "recipe.yaml").text
+        if (other.kind, other.size) != (text.kind, text.size):
+            print(f"the vocabulary of train.init={init} is kept; text.* is not used", flush=True)
+    return tokenizer
+
+
+def load_ensemble(
+    recipe: SpeechRecipe, front_end: FrontEnd, tokenizer: Tokenizer, overrides: Sequence[str] = ()
+) -> list[nn.Module]:
+    """The models of the runs in decode.ensemble, for a search together with that of `recipe`.
+
+    The first run's decode section, device, front end and tokenizer and the overrides of features
+    apply to all. Raises UserError for a run of another vocabulary or other features, or without the
+    CTC head that the first one has.
+    """
+    of_features = [override for override in overrides if override.startswith("features.")]
+    of_first = {"decode": recipe.decode, "train": recipe.train}
+    models = []
+    for run in recipe.decode.ensemble:
+        try:
+            own = load_run_recipe(run, of_features).model_copy(update=of_first)
+            if reason := _incompatibility(run, own, recipe, front_end, tokenizer):
+                raise UserError(f"{run}: {reason}")
+            model, _ = load_run_model(run, own, front_end.size, tokenizer)
+        except UserError as error:
+            raise UserError(f"decode.ensemble: {error}") from None
+        models.append(model)
+    return models
+
+
+def _incompatibility(
+    run: Path, own: SpeechRecipe, first: SpeechRecipe, front_end: FrontEnd, tokenizer: Tokenizer
+) -> str | None:
+    """Why a run cannot be searched together with the first; None where it can."""
+    if load_tokenizer(run).fingerprint() != tokenizer.fingerprint():
+        return "its vocabulary differs from the first run's"
+    ours, theirs = (r.features.model_dump(exclude=TRAINING_ONLY_FEATURES) for r in (first, own))
+    if changed := [f"features.{key}" for key in ours if ours[key] != theirs[key]]:
+        return f"its {', '.join(changed)} differ from the first run's"
+    frames = torch.eye(front_end.size)
+    if front_end.norm.kind == "global" and not torch.allclose(
+        load_run_front_end(run, own).norm(frames), front_end.norm(frames)
+    ):
+        return f"its statistics in {STATISTICS} differ from the first run's"
+    if first.model.ctc_weight and not own.model.ctc_weight:
+        return "it has no CTC head, which the first run has"
+    return None
+
+
+def load_language_scorer(
+    decode: DecodeConfig, tokenizer: Tokenizer, device: torch.device
+) -> Scorer | None:
+    """The language model in `decode.lm`; None without one.
+
+    Raises UserError for a beam that this vocabulary cannot fill, a path that is neither a run
+    folder nor a file of n-grams, another vocabulary, and a missing kenlm.
+    """
+    if decode.beam > (largest := max_beam(tokenizer)):
+        raise UserError(
+            f"decode.beam is {decode.beam}, more than the {largest} tokens that this vocabulary "
+            f"can begin with; set decode.beam to {largest} or less"
+        )
+    path = decode.lm
+    if path is None:
+        return None
+    if decode.search == "ctc":
+        raise UserError("decode.lm needs decode.search=beam; decode.ctc_weight=1 is CTC alone")
+    if path.is_dir():
+        return load_language_model(path, tokenizer.fingerprint(), device)
+    if path.is_file():
+        return load_ngrams(path, tokenizer.surfaces, decode.lm_unit)
+    raise UserError(f"decode.lm = {path}: neither a run folder nor a file of n-grams")
+
+
+def max_beam(tokenizer: Tokenizer) -> int:
+    """Continuations at the first step, <unk> and <eos> included."""
+    return tokenizer.size - len(SPECIAL) + 2
+
+
+def load_language_model(run: Path, fingerprint: str, device: torch.device) -> nn.Module:
+    """The model of a run's best checkpoint. UserError for no such run or another vocabulary."""
+    if not (run / "recipe.yaml").is_file():
+        raise UserError(f"decode.lm = {run}: no recipe.yaml in it, so it is no run folder")
+    recipe = read_recipe(run / "recipe.yaml")
+    if not isinstance(recipe, LanguageRecipe):
+        raise UserError(f"decode.lm = {run}: a run of the task {recipe.task}, no language model")
+    tokenizer = load_tokenizer(run)
+    if tokenizer.fingerprint() != fingerprint:
+        raise UserError(
+            f"decode.lm = {run}: its vocabulary is not this speech model's; "
+            "train a language model with text.run=SPEECH_RUN"
+        )
+    model = build_language_model(recipe.model, tokenizer.size)
+    load_weights(model, choose(run, "best", 1), about(tokenizer))
+    return model.to(device).eval()

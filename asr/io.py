@@ -1,0 +1,187 @@
+"""Files: atomic writes, locks and checksums.
+
+An atomic write goes to a hidden file beside the target, which a rename then replaces: a reader sees
+the old content or the new one, never a part, and a failed write leaves nothing behind.
+"""
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from asr.errors import UserError, writing
+
+CHUNK = 1 << 20  # bytes
+LOCK = "train.lock"  # in a run folder while a process trains in it
+
+
+@contextmanager
+def atomic_writer(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
+    """Open a file that replaces `path` when the block ends, and is removed when the block fails.
+
+    sync: flush it to the disk before the rename, so that a power failure leaves old or new content.
+    """
+    # Not tempfile: that makes files private, where the user's umask decides.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with writing(path):
+            with part.open("xb") as file:
+                yield file
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_files(folder: Path, contents: Mapping[str, str]) -> None:
+    """Write every text as UTF-8, then rename all to their names, in the order given."""
+    with ExitStack() as files:  # which closes, and so renames, the last opened first
+        for name, text in reversed(contents.items()):
+            file = files.enter_context(atomic_writer(folder / name))
+            file.write(text.encode())
+            file.flush()  # a full disk must show before the first rename
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write one text as UTF-8."""
+    write_files(path.parent, {path.name: text})
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` to fill and rename to it; removed if the block does not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        part.chmod(0o755)  # mkdtemp makes it private
+        yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_small_file(path: Path, limit: int = 16 << 20) -> str:
+    """The UTF-8 text of a regular file of bounded size, such as a recipe or a JSON description.
+
+    Raises UserError for a FIFO, a device or a larger file, ValueError for other encodings.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UserError(f"{path}: not a regular file")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise UserError(f"{path}: larger than {limit} bytes")
+    return content.decode()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO waits for a writer otherwise
+
+
+def sha256_of_files(paths: Iterable[Path]) -> str:
+    """The SHA256 of the files' bytes, one file after another: a second for a gigabyte."""
+    return _hash_files(paths, hashlib.sha256())
+
+
+def md5_of_file(path: Path) -> str:
+    """The MD5 of a file, as archives publish it: against damage, not against an attacker."""
+    return _hash_files([path], hashlib.md5(usedforsecurity=False))
+
+
+def _hash_files(paths: Iterable[Path], digest: Any) -> str:
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(CHUNK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def try_lock(file: IO[Any], start: int = 0, length: int = 0, inherited: bool = False) -> bool:
+    """Lock an open file, or `length` bytes from `start`; False where another process holds it.
+
+    The lock belongs to this process, works over NFS and ends with the process, however it ends.
+    inherited: it belongs to the open file instead, so child processes that inherit the file keep
+    it. Raises OSError on a file system without locks.
+    """
+    try:
+        if inherited:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+    except (BlockingIOError, PermissionError):  # systems differ in the error
+        return False
+    return True
+
+
+def unlock(file: IO[Any], start: int = 0, length: int = 0) -> None:
+    """Give up a lock of this process."""
+    fcntl.lockf(file, fcntl.LOCK_UN, length, start)
+
+
+@contextmanager
+def lock_file(path: Path, refusal: str) -> Iterator[IO[str]]:
+    """Hold a lock file, which child processes may inherit. Raises UserError(refusal) if held."""
+    with path.open("w") as file:
+        if not try_lock(file, inherited=True):
+            raise UserError(refusal)
+        yield file
+
+
+@contextmanager
+def lock_run_folder(run: Path) -> Iterator[None]:
+    """Hold a run folder for training. Creates it, and removes it if nothing was written into it.
+
+    The loader's workers do not inherit the lock, so a killed run can be resumed at once.
+    Raises UserError where another process trains in the folder.
+    """
+    created = [folder for folder in (run, *run.parents) if not folder.exists()]
+    run.mkdir(parents=True, exist_ok=True)
+    try:
+        with _training_lock(run / LOCK):
+            yield
+    finally:
+        with suppress(OSError):  # not empty
+            for folder in created:
+                folder.rmdir()
+
+
+@contextmanager
+def _training_lock(path: Path) -> Iterator[None]:
+    """Hold the lock file of a run folder, which names its holder; removed at the end."""
+    while True:
+        with path.open("a+", encoding="utf-8") as file:
+            locked = True  # also on a file system without locks: better to train than not
+            with suppress(OSError):
+                locked = try_lock(file)
+            if not locked:
+                file.seek(0)
+                holder = file.read(200) or "another process"
+                remedy = "wait for its end, end it, or choose another --run"
+                raise UserError(f"{path.parent}: {holder} is training in it; {remedy}")
+            if os.fstat(file.fileno()).st_nlink:  # else its last holder has just removed it
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return

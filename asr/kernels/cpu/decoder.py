@@ -1,0 +1,291 @@
+"""LAS's attention step, and all steps of its decoder along given tokens, in one call of C++ each.
+
+Forward and backward. The equations, and the same step by step with torch's operators for other
+devices, dtypes and options: asr/nn/attention.py, asr/models/las.py. Legend: asr/kernels/types.py.
+"""
+
+import ctypes
+from ctypes import c_double, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from asr.kernels.cpu import library
+from asr.kernels.cpu.library import PooledBuffers, fields
+from asr.kernels.cpu.lstm import PER_WORKER, cell_slots, gradients, point_weights
+from asr.kernels.types import (
+    AttentionInput,
+    DecoderConstants,
+    DecoderInput,
+    DecoderOutput,
+    Weights,
+    check_shape,
+)
+
+Pair = tuple[Tensor, Tensor]
+
+
+class AttentionCall(ctypes.Structure):
+    """attention.h: AttentionCall."""
+
+    _fields_ = (
+        *fields(c_int64, "B K T A C W threads forked"),
+        *fields(c_void_p, "keys query v place conv past_weights past_total valid weights total"),
+        *fields(c_void_p, "dweights dtotal dkeys dquery dv dplace dconv dpast_weights dpast_total"),
+    )
+
+
+def attend(given: AttentionInput, valid: Tensor) -> Pair:
+    """valid (B, T) -> this step's weights and the sum of all so far, each (B, K, T).
+
+    All are float32 or all float64. Raises ValueError for a wrong shape, or compiler.BuildError.
+    """
+    (B, T, A), K = given.keys.shape, given.query.shape[1]
+    C, _, W = (1, 2, 1) if given.conv is None else given.conv.shape
+    shapes = [(B, T, A), (B, K, A), (1, A), (B, K, T), (B, K, T), (A, C), (C, 2, W)]
+    for name, tensor, shape in zip(AttentionInput._fields, given, shapes, strict=True):
+        if tensor is not None:
+            check_shape(name, tensor, shape)
+    check_shape("valid", valid, (B, T))
+    given = AttentionInput(*(t if t is None else t.contiguous() for t in given))
+    valid = valid.contiguous()
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        return _Attend.apply(valid, *given)
+    return _attention_forward(given, valid)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, valid: Tensor, *given: Tensor | None) -> Pair:
+        weights, total = _attention_forward(AttentionInput(*given), valid)
+        ctx.save_for_backward(valid, weights, *given)
+        return weights, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        valid, weights, *given = ctx.saved_tensors
+        return None, *_attention_backward(AttentionInput(*given), valid, weights, dweights, dtotal)
+
+
+def _attention_forward(given: AttentionInput, valid: Tensor) -> Pair:
+    weights, total = (torch.empty_like(given.past_total) for _ in range(2))
+    call = _describe_attention(given, valid, weights, rows=given.query.shape[:2].numel())
+    library.point(call, total=total)
+    library.run("attention_forward", call, library.kind_of(weights))
+    return weights, total
+
+
+def _attention_backward(
+    given: AttentionInput, valid: Tensor, weights: Tensor, dweights: Tensor, dtotal: Tensor
+) -> AttentionInput:
+    """The gradients of `given`."""
+    call = _describe_attention(given, valid, weights, rows=len(valid))
+    dweights, dtotal = dweights.contiguous(), dtotal.contiguous()
+    per_thread = ("v", "place", "conv")
+    slots = given._replace(
+        **{name: library.slots(getattr(given, name), call.threads) for name in per_thread},
+        past_weights=None if given.conv is None else torch.empty_like(weights),
+        past_total=dtotal if given.conv is None else torch.empty_like(weights),
+        keys=torch.empty_like(given.keys),
+        query=torch.empty_like(given.query),
+    )
+    library.point(call, dweights=dweights, dtotal=dtotal)
+    library.point(call, **{f"d{name}": slot for name, slot in slots._asdict().items()})
+    library.run("attention_backward", call, library.kind_of(weights))
+    return slots._replace(**{name: library.add_up(getattr(slots, name)) for name in per_thread})
+
+
+def _describe_attention(
+    given: AttentionInput, valid: Tensor, weights: Tensor, rows: int
+) -> AttentionCall:
+    """The part of a call that both passes share; threads divide the `rows` among them."""
+    (B, K, T), A = weights.shape, given.keys.shape[-1]
+    C, _, W = (0, 0, 0) if given.conv is None else given.conv.shape
+    threads = max(1, min(rows, torch.get_num_threads()))
+    call = AttentionCall(B=B, K=K, T=T, A=A, C=C, W=W, threads=threads)
+    library.point(call, valid=valid, weights=weights, **given._asdict())
+    return call
+
+
+class DecoderLayer(ctypes.Structure):
+    """decoder.h: DecoderLayer."""
+
+    _fields_ = (("cell", library.Direction), *fields(c_void_p, "keep output"))
+
+
+class DecoderCall(ctypes.Structure):
+    """decoder.h: DecoderCall."""
+
+    _fields_ = (
+        *fields(c_int64, "B U T E M H A C W L mode norm_c carry swap threads blocks forked"),
+        ("eps", c_double),
+        ("layers", c_void_p),
+        *fields(c_void_p, "embedded weight_embedded weight_query states keys first v place conv"),
+        *fields(c_void_p, "valid query weights total context doutput dcontext dweights"),
+        *fields(c_void_p, "dcontext_sum dquery dembedded dstates dkeys"),
+        *fields(c_void_p, "dweight_embedded dweight_query dv dplace dconv"),
+    )
+
+
+def run_decoder(
+    given: DecoderInput, cells: list[Weights], constants: DecoderConstants
+) -> DecoderOutput:
+    """All of one dtype, float32 or float64. Saves what a backward pass needs in any case.
+
+    Raises ValueError where a shape or dtype does not fit, compiler.BuildError without kernels.
+    """
+    _check_decoder(given, cells, constants)
+    given = DecoderInput(*(t if t is None else t.contiguous() for t in given))
+    valid, first = constants.valid.contiguous(), constants.first.contiguous()
+    flat = [w for cell in cells for w in cell if w is not None]
+    constants = constants._replace(valid=valid, first=first)
+    return DecoderOutput(*_Decoder.apply(cells, constants, *given, *flat))
+
+
+def _check_decoder(given: DecoderInput, cells: list[Weights], constants: DecoderConstants) -> None:
+    """C++ does not check shapes and dtypes."""
+    (U, B, M), (_, T, E) = given.embedded.shape, given.states.shape
+    A, H = given.weight_query.shape
+    C, _, W = (1, 2, 1) if given.conv is None else given.conv.shape
+    shapes = [(U, B, M), (B, T, E), (B, T, A), (A, H), (1, A), (A, C), (C, 2, W)]
+    parts = [*zip(DecoderInput._fields, given, shapes, strict=True)]
+    parts += [("valid", constants.valid, (B, T)), ("first", constants.first, (B, T))]
+    parts.append(("keep", constants.keep, (len(cells), U, B, H)))
+    for index, (w, mask) in enumerate(zip(cells, constants.masks, strict=True)):
+        parts.append((f"weight_ih of cell {index}", w.weight_ih, (4 * H, H if index else M + E)))
+        parts.append((f"weight_hh of cell {index}", w.weight_hh, (4 * H, H)))
+        parts.append((f"mask of cell {index}", mask, (B, H)))
+    for name, tensor, shape in parts:
+        if tensor is None:
+            continue
+        check_shape(name, tensor, shape)
+        dtype = torch.bool if name == "valid" else given.states.dtype
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; expected {dtype}")
+        if 0 in shape:
+            raise ValueError(f"{name} has shape {shape}: no tokens or no frames")
+
+
+class _Decoder(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, cells: list[Weights], constants: DecoderConstants, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        given = DecoderInput(*tensors[: len(DecoderInput._fields)])
+        run = _Run(given, cells, constants)
+        result = _allocate(run, given, constants)
+        library.run("decoder_forward", run.call, run.kind)
+        ctx.run, ctx.cells = run, cells
+        # Saved for their versions: changing one in place before the backward pass is an error.
+        ctx.save_for_backward(*result, constants.valid, *tensors)
+        return tuple(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        output, context, weights, _, *tensors = ctx.saved_tensors
+        given = DecoderInput(*tensors[: len(DecoderInput._fields)])
+        # Saved-tensor hooks may have moved the saved tensors.
+        ctx.run.point(given, DecoderOutput(output, context, weights))
+        return None, None, *_decoder_backward(ctx.run, given, ctx.cells, upstream)
+
+
+class _Run:
+    """The call that both passes share, and the tensors that it points to but the results."""
+
+    def __init__(
+        self, given: DecoderInput, cells: list[Weights], constants: DecoderConstants
+    ) -> None:
+        U, B, M = given.embedded.shape
+        (_, T, E), (A, H), L = given.states.shape, given.weight_query.shape, len(cells)
+        C, _, W = (0, 0, 0) if given.conv is None else given.conv.shape
+        threads = torch.get_num_threads()
+        self.kind = library.kind_of_products(given.states, constants.setting)
+        self.call = call = DecoderCall(B=B, U=U, T=T, E=E, M=M, H=H, A=A, C=C, W=W, L=L)
+        library.describe_norm(call, constants.setting)
+        self.split = call.mode == 1
+        call.threads, call.blocks = threads, max(1, min(threads, B // PER_WORKER))
+        self.layers = (DecoderLayer * L)()
+        call.layers = ctypes.addressof(self.layers)
+        self.alive: list[Any] = [constants]
+        library.point(call, valid=constants.valid, first=constants.first)
+        weight_ih = cells[0].weight_ih.detach()
+        embedded, context = (w.contiguous() for w in weight_ih.tensor_split([M], 1))
+        self.alive += [embedded, context]
+        library.point(call, weight_embedded=embedded)
+        cells = [cells[0]._replace(weight_ih=context), *cells[1:]]
+        for index, (layer, w) in enumerate(zip(self.layers, cells, strict=True)):
+            point_weights(layer.cell, w, self.alive)
+            library.point(layer.cell, mask=constants.masks[index])
+            library.point(layer, keep=None if constants.keep is None else constants.keep[index])
+
+    def point(self, given: DecoderInput, result: DecoderOutput) -> None:
+        """Sets the tensors that autograd keeps between the passes."""
+        last = self.layers[-1]
+        library.point(self.call, **given._asdict(), context=result.context, weights=result.weights)
+        library.point(last, output=result.output)
+        if last.keep is None:
+            library.point(last.cell, h=result.output)
+
+    def point_rows(self, buffers: PooledBuffers, **widths: int) -> None:
+        """Each layer's part of buffers with rows (L, U, B) of these widths."""
+        rows = self.call.U * self.call.B
+        for index, layer in enumerate(self.layers):
+            for name, width in widths.items():
+                library.point(layer.cell, **{name: buffers[name][index * rows * width :]})
+
+
+def _allocate(run: _Run, given: DecoderInput, constants: DecoderConstants) -> DecoderOutput:
+    """Allocates the results and the memory that the backward pass reads."""
+    call, new = run.call, given.states.new_empty
+    H, U, B = call.H, call.U, call.B
+    widths = {"ah": 4 * H, "raw": H, "c": H, "stats": 12}
+    widths |= {"ax": 4 * H} if run.split else {}
+    widths |= {"h": H} if constants.keep is not None else {}
+    counts = {name: call.L * U * B * width for name, width in widths.items()}
+    counts |= {"query": U * B * call.A, "total": U * B * call.T}
+    buffers = PooledBuffers(given.states.dtype, **counts)
+    run.point_rows(buffers, **widths)
+    outputs = [new(U, B, H) for _ in run.layers]
+    for layer, own in zip(run.layers, outputs, strict=True):
+        library.point(layer, output=own)
+        if constants.keep is None:
+            library.point(layer.cell, h=own)
+    result = DecoderOutput(outputs.pop(), new(U, B, call.E), new(U, B, call.T))
+    run.alive += [buffers, outputs]
+    run.point(given, result)
+    library.point(call, query=buffers["query"], total=buffers["total"])
+    return result
+
+
+def _decoder_backward(
+    run: _Run, given: DecoderInput, cells: list[Weights], upstream: tuple[Tensor, ...]
+) -> list[Tensor | None]:
+    """The gradients of `given` and of the cells' weights."""
+    call, rows = run.call, run.call.U * run.call.B
+    doutput, dcontext, dweights = (dy.contiguous() for dy in upstream)
+    library.point(call, doutput=doutput, dcontext=dcontext, dweights=dweights)
+    widths = dict.fromkeys(("dah", "dax") if run.split else ("dah",), 4 * call.H)
+    counts = {name: call.L * rows * width for name, width in widths.items()}
+    counts |= {"dcontext_sum": rows * call.E, "dquery": rows * call.A}
+    buffers = PooledBuffers(given.states.dtype, **counts)
+    run.point_rows(buffers, **widths)
+    library.point(call, dcontext_sum=buffers["dcontext_sum"], dquery=buffers["dquery"])
+    inputs = DecoderInput(
+        *map(torch.empty_like, given[:3]), *(library.slots(w, call.blocks) for w in given[3:])
+    )
+    library.point(call, **{f"d{name}": slot for name, slot in inputs._asdict().items()})
+    slots = [cell_slots(w, call.blocks) for w in cells]
+    split = slots[0]["dweight_ih"].tensor_split([call.M], 2)
+    embedded, context = (s.contiguous() for s in split)
+    library.point(call, dweight_embedded=embedded)
+    slots[0]["dweight_ih"] = context
+    for layer, own in zip(run.layers, slots, strict=True):
+        library.point(layer.cell, **own)
+    library.run("decoder_backward", call, run.kind)
+    slots[0]["dweight_ih"] = torch.cat([embedded, context], dim=2)
+    of_cells = (g for w, s in zip(cells, slots, strict=True) for g in gradients(w, s, call.H))
+    return [*inputs[:3], *map(library.add_up, inputs[3:]), *of_cells]

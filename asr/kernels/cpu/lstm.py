@@ -1,0 +1,250 @@
+"""Backend "cpu": an LSTM layer in one call of C++, forward and backward, and a single time step.
+
+A layer's call covers both directions. It saves the matrix products before their norms, the cells
+and the norms' statistics; the backward pass recomputes the gates. A step, which decoders repeat,
+does everything in C++ but the two matrix products: those use torch, so that autograd differentiates
+the weights as in any module.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from asr.kernels.cpu import library
+from asr.kernels.cpu.library import PooledBuffers
+from asr.kernels.deferred import deferred_linear
+from asr.kernels.types import MODES, LayerInput, LayerOutput, LSTMOptions, State, Weights
+
+PER_WORKER = 4  # utterances, at least: fewer leave the matrix kernels half empty
+
+
+class _Plan(NamedTuple):
+    """The arguments of a layer's call that are not tensors."""
+
+    setting: LSTMOptions
+    lengths: list[int]
+    kind: int
+    threads: int
+    blocks: int
+
+
+def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
+    """All directions of one layer at once. Raises compiler.BuildError without compiled kernels."""
+    B, T, _ = batch.x.shape
+    threads = torch.get_num_threads()
+    blocks = max(1, min(threads // len(weights), B // PER_WORKER))
+    kind = library.kind_of_products(batch.x, setting)
+    plan = _Plan(setting, batch.lengths or [T] * B, kind, threads, blocks)
+    flat = [w for one in weights for w in one if w is not None]
+    tensors = [batch.x, batch.h, batch.c, *flat]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return LayerOutput(*_Layer.apply(plan, weights, *tensors[:3], batch.mask, *flat))
+    parts = batch._replace(x=_rows(batch.x), h=batch.h.contiguous(), c=batch.c.contiguous())
+    return _layer_forward(plan, parts, weights, None)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plan: _Plan, weights: list[Weights], x: Tensor, h: Tensor, c: Tensor,
+        mask: Tensor | None, *flat: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        batch = LayerInput(_rows(x), plan.lengths, h.contiguous(), c.contiguous(), mask)
+        frames, gates = len(weights) * sum(plan.lengths), 4 * h.shape[-1]
+        counts = {"ah": frames * gates, "raw": frames * h.shape[-1], "stats": frames * 12}
+        if MODES[plan.setting.norm] == 1:
+            counts["ax"] = frames * gates
+        buffers = PooledBuffers(x.dtype, **counts)
+        result = _layer_forward(plan, batch, weights, buffers)
+        ctx.plan, ctx.weights, ctx.buffers = plan, weights, buffers
+        # Saved for their versions: changing one in place before the backward pass is an error.
+        ctx.save_for_backward(batch.x, batch.h, batch.c, mask, result.output, *flat)
+        return tuple(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, doutput: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
+        x, h, c, mask, output, *_ = ctx.saved_tensors
+        batch = LayerInput(x, ctx.plan.lengths, h, c, mask)
+        upstream = [doutput.contiguous(), dh.contiguous(), dc.contiguous()]
+        return None, None, *_layer_backward(ctx, batch, output, upstream)
+
+
+def _describe_layer(
+    plan: _Plan, batch: LayerInput, weights: list[Weights], alive: list[Any]
+) -> library.Call:
+    """The part of a call that both passes share; `alive` keeps the tensors it points to."""
+    B, T, I = batch.x.shape  # noqa: E741
+    lengths = torch.tensor(plan.lengths)
+    alive.append(lengths)
+    call = library.Call(B=B, T=T, I=I, H=batch.h.shape[-1], D=len(weights))
+    library.describe_norm(call, plan.setting)
+    call.threads, call.blocks = plan.threads, plan.blocks
+    call.x_stride_b, call.x_stride_t = batch.x.stride()[:2]
+    library.point(call, lengths=lengths, x=batch.x)
+    for d, w in enumerate(weights):
+        point_weights(call.direction[d], w, alive)
+        mask = None if batch.mask is None else batch.mask[d]
+        library.point(call.direction[d], h0=batch.h[d], c0=batch.c[d], mask=mask)
+    return call
+
+
+def point_weights(direction: library.Direction, w: Weights, alive: list[Any]) -> None:
+    """Sets a cell's weights; `alive` keeps the tensors it points to."""
+    w = Weights(*(t if t is None else t.detach().contiguous() for t in w))
+    ones, bias = torch.ones_like(w.bias_ih), w.bias_ih + w.bias_hh
+    alive += [w, ones, bias]
+    gains = {
+        "gain_x": w.gain_ih,
+        "gain_h": w.gain_hh if w.gain_gates is None else w.gain_gates,
+        "gain_c": w.gain_c,
+        "bias_c": w.bias_c,
+    }
+    gains = {name: ones if gain is None else gain for name, gain in gains.items()}
+    library.point(direction, weight_ih=w.weight_ih, weight_hh=w.weight_hh, bias=bias, **gains)
+
+
+def _point_saved(call: library.Call, buffers: PooledBuffers, frames: int, H: int) -> None:
+    """Each direction's part of the saved buffers."""
+    widths = {"ax": 4 * H, "ah": 4 * H, "raw": H, "stats": 12}
+    for d in range(call.D):
+        for name, width in widths.items():
+            if (buffer := buffers[name]) is not None:
+                library.point(call.direction[d], **{name: buffer[d * frames * width :]})
+
+
+def _layer_forward(
+    plan: _Plan, batch: LayerInput, weights: list[Weights], buffers: PooledBuffers | None
+) -> LayerOutput:
+    B, T, _ = batch.x.shape
+    D, _, H = batch.h.shape
+    alive: list[Any] = []
+    call = _describe_layer(plan, batch, weights, alive)
+    ragged = min(plan.lengths) < T
+    output = (batch.x.new_zeros if ragged else batch.x.new_empty)(B, T, D * H)
+    h, c = torch.empty_like(batch.h), torch.empty_like(batch.c)
+    library.point(call, output=output)
+    for d in range(D):
+        library.point(call.direction[d], h=h[d], c=c[d])
+    if buffers is not None:
+        _point_saved(call, buffers, sum(plan.lengths), H)
+    library.run("lstm_forward", call, plan.kind)
+    return LayerOutput(output, h, c)
+
+
+def _layer_backward(
+    ctx: Any, batch: LayerInput, output: Tensor, upstream: list[Tensor]
+) -> tuple[Tensor | None, ...]:
+    plan, weights, x = ctx.plan, ctx.weights, batch.x
+    D, _, H = batch.h.shape
+    alive: list[Any] = []
+    call = _describe_layer(plan, batch, weights, alive)
+    doutput, dh, dc = upstream
+    library.point(call, output=output, doutput=doutput)
+    _point_saved(call, ctx.buffers, sum(plan.lengths), H)
+    dh0, dc0 = torch.empty_like(dh), torch.empty_like(dc)
+    # The kernels do not write the gradient of padding: zeros.
+    new = x.new_zeros if min(plan.lengths) < x.shape[1] else x.new_empty
+    dx = [new(x.shape) if ctx.needs_input_grad[2] else None for _ in weights]
+    sums = [cell_slots(w, plan.blocks) for w in weights]
+    for d in range(D):
+        library.point(call.direction[d], **sums[d])
+        library.point(call.direction[d], dh=dh[d], dc=dc[d], dh0=dh0[d], dc0=dc0[d], dx=dx[d])
+    library.run("lstm_backward", call, plan.kind)
+    if dx[0] is not None and D == 2:
+        dx[0].add_(dx.pop())
+    flat = [g for w, s in zip(weights, sums, strict=True) for g in gradients(w, s, H)]
+    return dx[0], dh0, dc0, None, *flat
+
+
+def cell_slots(w: Weights, blocks: int) -> dict[str, Tensor]:
+    """Per block of utterances, the sums of the gradients of a cell's weights, as in call.h."""
+    return {
+        "dweight_ih": library.slots(w.weight_ih, blocks),
+        "dweight_hh": library.slots(w.weight_hh, blocks),
+        "dvectors": w.bias_ih.new_zeros(blocks, 14 * w.weight_hh.shape[1]),
+    }
+
+
+def gradients(w: Weights, sums: dict[str, Tensor], H: int) -> list[Tensor]:
+    """The summed cell_slots -> gradients, in the order of the weights that are not None."""
+    weight_ih, weight_hh, vectors = map(library.add_up, sums.values())
+    bias, gain_x, gain_h, gain_c, bias_c = vectors.split([4 * H, 4 * H, 4 * H, H, H])
+    bias_again = bias.clone()  # two parameters must not share one gradient
+    every = (weight_ih, weight_hh, bias, bias_again, gain_x, gain_h, gain_h, gain_c, bias_c)
+    return [g for g, own in zip(every, w, strict=True) if own is not None]
+
+
+def step(x: Tensor, state: State, mask: Tensor | None, w: Weights, setting: LSTMOptions) -> State:
+    """x (B, I), state of two (B, H) -> the next. Raises compiler.BuildError without the kernels."""
+    h, c = reversed(state) if setting.norm == "thesis" else state
+    dtype = setting.product_dtype(x.dtype)
+    ax, ah = deferred_linear(x, w.weight_ih, dtype), deferred_linear(h, w.weight_hh, dtype)
+    if MODES[setting.norm] != 1:  # the norm, if any, takes the sum
+        ax, ah = None, ax + ah
+    gain_h = w.gain_hh if w.gain_gates is None else w.gain_gates
+    bias = w.bias_ih + w.bias_hh
+    mask = None if mask is None else mask.contiguous()
+    tensors = (ax, ah, c.contiguous(), mask, bias, w.gain_ih, gain_h, w.gain_c, w.bias_c)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return _Step.apply(setting, *tensors)
+    return _step_forward(setting, *tensors)[:2]
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, setting: LSTMOptions, *tensors: Tensor | None) -> State:
+        h, c, raw, stats = _step_forward(setting, *tensors)
+        ctx.setting, ctx.raw, ctx.stats = setting, raw, stats
+        ctx.save_for_backward(*tensors)
+        return h, c
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
+        ax, ah, c, _, *vectors = tensors = ctx.saved_tensors
+        H = c.shape[1]
+        call, _alive = _describe_step(ctx.setting, *tensors)
+        dah, dc0 = torch.empty_like(ah), torch.empty_like(c)
+        dax = None if ax is None else torch.empty_like(ax)
+        sums, dh, dc = c.new_zeros(14 * H), dh.contiguous(), dc.contiguous()
+        direction = call.direction[0]
+        library.point(direction, raw=ctx.raw, stats=ctx.stats, dh=dh, dc=dc)
+        library.point(direction, dax=dax, dah=dah, dc0=dc0, dvectors=sums)
+        library.run("lstm_step_backward", call, library.kind_of(c))
+        parts = sums.split([4 * H, 4 * H, 4 * H, H, H])
+        dvectors = [None if v is None else g for v, g in zip(vectors, parts, strict=True)]
+        return None, dax, dah, dc0, None, *dvectors
+
+
+def _step_forward(
+    setting: LSTMOptions, ax: Tensor | None, ah: Tensor, c: Tensor, *others: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The next h and c, the cell before its norm, the norms' statistics."""
+    call, _alive = _describe_step(setting, ax, ah, c, *others)
+    h, after, raw, stats = *(torch.empty_like(c) for _ in range(3)), c.new_empty(len(c), 12)
+    library.point(call.direction[0], h=h, c=after, raw=raw, stats=stats)
+    library.run("lstm_step_forward", call, library.kind_of(c))
+    return h, after, raw, stats
+
+
+def _describe_step(
+    setting: LSTMOptions, ax: Tensor | None, ah: Tensor, c: Tensor, mask: Tensor | None,
+    *vectors: Tensor | None,
+) -> tuple[library.Call, list[Tensor]]:  # fmt: skip
+    """The part of a call that both passes share, and the tensors that must outlive it."""
+    B, H = c.shape
+    ones = c.new_ones(4 * H)
+    names = ("bias", "gain_x", "gain_h", "gain_c", "bias_c")
+    alive = [ones if v is None else v.detach().contiguous() for v in vectors]
+    call = library.Call(B=B, T=1, I=0, H=H, D=1, threads=1)
+    library.describe_norm(call, setting)
+    library.point(call.direction[0], ax=ax, ah=ah, c0=c, mask=mask)
+    library.point(call.direction[0], **dict(zip(names, alive, strict=True)))
+    return call, alive

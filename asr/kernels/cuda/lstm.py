@@ -1,0 +1,251 @@
+"""Backend "cuda": in each time step one cuBLAS product for all directions and one Triton kernel.
+
+torch computes the input's part of the gates for all steps at once, and autograd differentiates it;
+the recurrence has a manual backward pass. Its loop is recorded once as a CUDA graph and replayed,
+because launching a step's kernels takes longer than running them. With precision bf16 the products
+are bf16, all else is fp32. Tested on the CPU with TRITON_INTERPRET=1; not yet run on a GPU.
+
+Legend: S steps, D directions, B utterances, H hidden size. A step's tensors have rows (D, B). The
+steps of a direction follow its own reading order, so that every utterance begins at step 0. S is
+the longest length rounded up to a multiple of BUCKET: few graphs serve all batches.
+"""
+
+import functools
+import importlib.util
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from asr.kernels.deferred import product
+from asr.kernels.python import gate_product, norm
+from asr.kernels.reference import input_part
+from asr.kernels.types import MODES, LayerInput, LayerOutput, LSTMOptions, Weights
+
+Steps = Callable[..., tuple[Tensor, ...]]
+MOST = 32  # graphs kept; each holds the memory of its loop
+BUCKET = 32  # frames
+
+
+class Recorded(NamedTuple):
+    graph: "torch.cuda.CUDAGraph"
+    inputs: list[Tensor | None]
+    outputs: tuple[Tensor, ...]
+
+
+_recorded: OrderedDict[Hashable, Recorded] = OrderedDict()
+
+
+def replay(key: Hashable, loop: Steps, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """loop(*inputs), on a GPU from a graph; `key` identifies all shapes, dtypes and options."""
+    if not inputs[0].is_cuda:
+        return loop(*inputs)
+    if key not in _recorded:
+        _recorded[key] = _record(loop, [t if t is None else t.clone() for t in inputs])
+        if len(_recorded) > MOST:
+            _recorded.popitem(last=False)
+    _recorded.move_to_end(key)
+    recorded = _recorded[key]
+    for own, given in zip(recorded.inputs, inputs, strict=True):
+        if own is not None:
+            own.copy_(given)
+    recorded.graph.replay()
+    return tuple(out.clone() for out in recorded.outputs)  # the next replay overwrites them
+
+
+def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loop(*inputs)  # compiles the kernels and lets cuBLAS choose: neither may be recorded
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = loop(*inputs)
+    return Recorded(graph, inputs, outputs)
+
+
+class CudaPlan(NamedTuple):
+    """The options of a loop, which its graph fixes beside the inputs' shapes."""
+
+    norm: str
+    eps: float
+    dtype: torch.dtype  # of the products
+
+    def options(self, H: int, mask: Tensor | None) -> dict[str, Any]:
+        """The keyword arguments of both Triton kernels."""
+        return {
+            "eps": self.eps, "MODE": MODES[self.norm], "NORM_C": self.norm != "none",
+            "CARRY": self.norm == "per_gate", "DROP": mask is not None,
+            "BLOCK": 1 << max(4, (H - 1).bit_length()),
+        }  # fmt: skip
+
+
+class Recurrence(torch.autograd.Function):
+    """gates (S, D, B, 4H), weight (D, 4H, H), h, c (D, B, H), mask (D, B, H) or None, lengths
+    (B,), gain_h, bias (D, 4H), gain_c, bias_c (D, H) -> h of all steps (S, D, B, H), final h, c.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: CudaPlan, gates: Tensor, *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        key = _key(plan, "forward", gates, *inputs)
+        hs, cs, ah, raw = replay(key, functools.partial(_run_forward, plan), gates, *inputs)
+        ctx.plan, ctx.saved = plan, (cs, ah, raw)
+        ctx.save_for_backward(gates, hs, *inputs)
+        return hs[1:], hs[-1].clone(), cs[-1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dhs: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
+        gates, hs, weight, _, _, mask, lengths, gain_h, *rest = ctx.saved_tensors
+        cs, ah, raw = ctx.saved
+        given = (gates, weight, cs, ah, raw, mask, lengths, gain_h, *rest, dhs, dh, dc)
+        loop = functools.partial(_run_backward, ctx.plan)
+        dz, dah, dshown, dh, dc = replay(_key(ctx.plan, "backward", *given), loop, *given)
+        before = hs[:-1].transpose(0, 1).flatten(1, 2)  # (D, S * B, H)
+        rows = dah.transpose(0, 1).flatten(1, 2).transpose(1, 2)  # (D, 4H, S * B)
+        dweight = product(rows, before.to(ctx.plan.dtype))
+        vectors = _vector_gradients(ctx.plan, gates, ah, raw, dz, dshown)
+        dgates = dah if MODES[ctx.plan.norm] == 2 else dz
+        return None, dgates, dweight, dh, dc, None, None, *vectors
+
+
+def _run_forward(
+    plan: CudaPlan, gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, mask: Tensor | None,
+    lengths: Tensor, *vectors: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    from asr.kernels.cuda import triton_step  # needs triton, which may not be installed
+
+    S, D, B, _ = gates.shape
+    H = h.shape[-1]
+    hs, cs = gates.new_empty(S + 1, D, B, H), gates.new_empty(S + 1, D, B, H)
+    hs[0], cs[0] = h, c
+    ah, raw = torch.empty_like(gates), gates.new_empty(S, D, B, H)
+    across = weight.transpose(1, 2).to(plan.dtype).contiguous()
+    options = plan.options(H, mask)
+    for s in range(S):
+        ah[s] = product(hs[s], across)
+        triton_step.forward_step[(D * B,)](
+            gates[s], ah[s], hs[s], cs[s], hs if mask is None else mask, lengths, *vectors,
+            hs[s + 1], cs[s + 1], raw[s], s, B, H, **options,
+        )  # fmt: skip
+    return hs, cs, ah, raw
+
+
+def _run_backward(
+    plan: CudaPlan, gates: Tensor, weight: Tensor, cs: Tensor, ah: Tensor, raw: Tensor,
+    mask: Tensor | None, lengths: Tensor, gain_h: Tensor, bias: Tensor, gain_c: Tensor,
+    bias_c: Tensor, dhs: Tensor, dh: Tensor, dc: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    from asr.kernels.cuda import triton_step
+
+    S, D, B, _ = gates.shape
+    H = dh.shape[-1]
+    dz, dah = torch.empty_like(gates), torch.empty_like(gates)
+    dshown, passing = torch.empty_like(raw), torch.empty_like(dh)
+    dh, dc, weight = dh.clone(), dc.clone(), weight.to(plan.dtype).contiguous()
+    options = plan.options(H, mask)
+    for s in reversed(range(S)):
+        triton_step.backward_step[(D * B,)](
+            gates[s], ah[s], cs[s], raw[s], cs if mask is None else mask, lengths, gain_h,
+            bias, gain_c, bias_c, dh, dhs[s], dc, dz[s], dah[s], dshown[s], passing,
+            s, B, H, **options,
+        )  # fmt: skip
+        dh = product(dah[s], weight).add_(passing)
+    return dz, dah, dshown, dh, dc
+
+
+def _vector_gradients(
+    plan: CudaPlan, gates: Tensor, ah: Tensor, raw: Tensor, dz: Tensor, dshown: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of gain_h, bias, gain_c and bias_c, None where the norm has none."""
+    mode, gain_h, bias, gain_c, bias_c = MODES[plan.norm], None, None, None, None
+    if mode == 1:
+        gain_h = (dz * norm(ah, plan.eps).normed).sum((0, 2))
+    elif mode == 2:
+        normed = norm((gates + ah).unflatten(-1, (4, -1)), plan.eps).normed.flatten(-2)
+        gain_h, bias = (dz * normed).sum((0, 2)), dz.sum((0, 2))
+    if plan.norm != "none":
+        gain_c = (dshown * norm(raw, plan.eps).normed).sum((0, 2))
+        bias_c = dshown.sum((0, 2))
+    return gain_h, bias, gain_c, bias_c
+
+
+def _key(plan: CudaPlan, name: str, *tensors: Tensor | None) -> tuple[Any, ...]:
+    return plan, name, *(t if t is None else (tuple(t.shape), t.dtype, t.device) for t in tensors)
+
+
+def obstacle(like: Tensor | None = None) -> str | None:
+    """Why the backend cannot run here, or not on weights like these; None where it can."""
+    if reason := _missing():
+        return reason
+    if like is None or _interpreted() or (like.is_cuda and like.dtype == torch.float32):
+        return None
+    return f"the weights are {like.dtype}" if like.is_cuda else f"the weights are on {like.device}"
+
+
+@functools.cache
+def _missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not _interpreted() and not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU"
+    return None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
+    """All directions of one layer at once."""
+    B, T, _ = batch.x.shape
+    lengths = torch.tensor(batch.lengths or [T] * B)
+    at, real = (part.to(batch.x.device) for part in _reading_order(lengths, T, len(weights)))
+    rows = batch.x.flatten(0, 1)[at].masked_fill(~real.unsqueeze(-1), 0.0)  # (S, D, B, I)
+    products = (gate_product(rows[:, d], w.weight_ih.t(), setting) for d, w in enumerate(weights))
+    parts = [input_part(p, w, setting) for p, w in zip(products, weights, strict=True)]
+    gates = torch.stack(parts, 1)  # (S, D, B, 4H)
+    plan = CudaPlan(setting.norm, setting.eps, setting.product_dtype(gates.dtype))
+    mask = None if batch.mask is None else batch.mask.contiguous()
+    state = batch.h.contiguous(), batch.c.contiguous()
+    fixed = (torch.stack([w.weight_hh for w in weights]), *state, mask, lengths.to(batch.x.device))
+    hs, h, c = Recurrence.apply(plan, gates.contiguous(), *fixed, *_vectors(weights, setting))
+    return LayerOutput(_in_time_order(hs, at, real, T), h, c)
+
+
+def _reading_order(lengths: Tensor, T: int, directions: int) -> tuple[Tensor, Tensor]:
+    """The frame (row of B * T) that each step reads, and whether it is valid: (S, D, B)."""
+    S = -(-int(lengths.max()) // BUCKET) * BUCKET
+    step = torch.arange(S)[:, None]
+    real = step < lengths  # (S, B)
+    times = [step.expand_as(real), lengths - 1 - step][:directions]
+    first = torch.arange(len(lengths)) * T
+    at = torch.stack([torch.where(real, first + time, 0) for time in times], dim=1)
+    return at, real.unsqueeze(1).expand_as(at)
+
+
+def _in_time_order(hs: Tensor, at: Tensor, real: Tensor, T: int) -> Tensor:
+    """hs (S, D, B, H) -> (B, T, D * H), zero where no frame was read."""
+    _, D, B, H = hs.shape
+    parts = []
+    for d in range(D):
+        flat = hs.new_zeros(B * T, H)
+        parts.append(flat.index_copy(0, at[:, d][real[:, d]], hs[:, d][real[:, d]]))
+    return torch.cat(parts, dim=-1).view(B, T, D * H)
+
+
+def _vectors(weights: list[Weights], setting: LSTMOptions) -> list[Tensor]:
+    """gain_h, bias, gain_c and bias_c of all directions, ones where the norm has none."""
+    ones = weights[0].bias_ih.new_ones(len(weights), 4 * weights[0].weight_hh.shape[1])
+    gain_h = "gain_gates" if setting.norm == "per_gate" else "gain_hh"
+    gains, *norm_c = ([getattr(w, name) for w in weights] for name in (gain_h, "gain_c", "bias_c"))
+    biases = [w.bias_ih + w.bias_hh for w in weights]
+    columns = (gains, biases, *norm_c)
+    return [ones if own[0] is None else torch.stack(own) for own in columns]

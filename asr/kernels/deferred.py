@@ -1,0 +1,109 @@
+"""Deferred weight gradient: one product over all steps of a loop instead of one in each step.
+
+A loop multiplies by the same weight (N, K) in every step. Plain autograd then computes a gradient
+of the weight's size in each step and adds them up; with a few rows per step this moves more memory
+than the rest of the step. DeferredWeight stores the rows x and dy of each step during the backward
+pass instead. _Gather wraps the weight once before the loop, so autograd runs its backward after
+that of every step; it returns the gradient as the single product dy^T x over all stored rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+class DeferredWeight:
+    """A weight (N, K) for the length of one loop, or one per utterance, (B, N, K)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.rows: list[tuple[Tensor, Tensor]] = []  # x and dy of each step of a backward pass
+        self._pass = -1
+        learns = torch.is_grad_enabled() and weight.requires_grad
+        self.weight = _Gather.apply(weight, self.rows) if learns else weight
+        self._matrix = self.weight.detach()
+
+    def linear(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x (..., K) -> x weight^T (..., N), multiplied in the dtype that deferred_linear uses."""
+        dtype = dtype or _product_dtype(x) or x.dtype
+        if torch.is_grad_enabled():
+            return _Linear.apply(x, self.weight, self, dtype)
+        return product(x, self.matrix(dtype).mT)
+
+    def add(self, x: Tensor, dy: Tensor) -> None:
+        """Stores a step's rows; drops those of an earlier backward pass that did not reach _Gather,
+        because it asked for other gradients only.
+        """
+        now = torch._C._current_graph_task_id()
+        if now != self._pass:
+            self.rows.clear()
+        self._pass = now
+        self.rows.append((x, dy))
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weight detached, converted once."""
+        if self._matrix.dtype != dtype:
+            self._matrix = self.weight.detach().to(dtype)
+        return self._matrix
+
+
+def deferred_linear(
+    x: Tensor, weight: Tensor | DeferredWeight, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x (..., K) times weight (N, K) transposed -> (..., N) of x's dtype.
+
+    Multiplied in `dtype`; None is autocast's dtype where it is enabled, else x's own.
+    """
+    if isinstance(weight, DeferredWeight):
+        return weight.linear(x, dtype)
+    dtype = dtype or _product_dtype(x)
+    return functional.linear(x, weight) if dtype is None else product(x, weight.to(dtype).mT)
+
+
+def _product_dtype(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, multiplied in b's dtype, the result in a's."""
+    return (a.to(b.dtype) @ b).to(a.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """The weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.rows, ctx.dtype = rows, weight.dtype
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, nothing: None) -> tuple[Tensor, None]:
+        x, dy = (torch.cat(parts, dim=-2) for parts in zip(*ctx.rows, strict=True))
+        ctx.rows.clear()  # backward may run again through the same graph
+        return (dy.mT @ x).to(ctx.dtype), None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeight, dtype: torch.dtype
+    ) -> Tensor:
+        matrix = deferred.matrix(dtype)
+        ctx.deferred, ctx.dtype = deferred, dtype
+        # The weight is saved for its version: changing it in place before backward is an error.
+        ctx.save_for_backward(x.to(matrix.dtype), weight)
+        return product(x, matrix.mT)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        x, _ = ctx.saved_tensors
+        matrix = ctx.deferred.matrix(ctx.dtype)
+        ctx.deferred.add(x, dy.to(matrix.dtype))
+        return product(dy, matrix), None, None, None

@@ -1,0 +1,225 @@
+"""Chooses the backend of an LSTM layer, a cell step, a decoder sequence and an attention step.
+
+The only module that knows which backends exist. A caller names one, or "auto" for the fastest that
+can run; the environment variable LAYERNORM_LSTM_BACKEND replaces "auto". What a backend does not
+cover falls back to a slower one, with one warning; a backend requested by name that cannot run at
+all is an error. On a GPU "auto" is `python`, because the speed of `cuda` has not been measured.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from asr.errors import UserError
+from asr.kernels import python, reference
+from asr.kernels.cpu import compiler, decoder, lstm
+from asr.kernels.cuda import lstm as cuda
+from asr.kernels.types import (
+    AttentionInput,
+    DecoderConstants,
+    DecoderInput,
+    DecoderOutput,
+    LayerInput,
+    LayerOutput,
+    LSTMOptions,
+    State,
+    Weights,
+    check_shape,
+)
+
+LAYERS = {
+    "reference": reference.layer, "python": python.layer, "cpu": lstm.layer, "cuda": cuda.layer,
+}  # fmt: skip
+NAMES = ("auto", *LAYERS)
+VARIABLE = "LAYERNORM_LSTM_BACKEND"
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Hides a function from torch.compile, which cannot trace pointers passed to C++.
+
+    torch.compiler.disable is called only while compiling, because importing it takes seconds.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def backends() -> dict[str, str | None]:
+    """Every backend's name -> None where it can run on this machine, else the reason why not."""
+    return {"reference": None, "python": None, "cpu": compiler.obstacle(), "cuda": cuda.obstacle()}
+
+
+def check_name(name: str) -> str:
+    """The name itself. Raises ValueError where there is no such backend, or it cannot run here."""
+    if name not in NAMES:
+        raise ValueError(f"backend {name!r} is not known; choose one of {', '.join(NAMES)}")
+    if reason := backends().get(name):
+        raise ValueError(f"backend {name!r} cannot run here: {reason}")
+    return name
+
+
+@_untraced
+def run_layer(
+    name: str, batch: LayerInput, weights: list[Weights], setting: LSTMOptions
+) -> LayerOutput:
+    """One layer, all directions. Raises UserError where the named backend cannot run."""
+    own = weights[0].weight_hh
+    setting, mixed = _under_autocast(setting, own)
+    chosen = choose_backend(name, setting, own)
+    if not mixed or chosen == "reference":  # autocast applies to the reference's own operators
+        return LAYERS[chosen](batch, weights, setting)
+    with torch.autocast(own.device.type, enabled=False):
+        batch = LayerInput(*(_cast(part, own.dtype) for part in batch))
+        return LAYERS[chosen](batch, weights, setting)
+
+
+@_untraced
+def run_step(
+    name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
+) -> State:
+    """One time step: x (B, I), state of two (B, H) -> the next state; in C++ or as reference.
+
+    Raises ValueError where a shape, dtype or device does not fit.
+    """
+    own = weights.bias_hh  # the matrices may be DeferredWeights
+    check_place("x", x, own)
+    for part, one in (("h", state[0]), ("c", state[1]), ("mask", mask)):
+        if one is not None:
+            check_place(part, one, own)
+            check_shape(part, one, (x.shape[0], own.shape[0] // 4))
+    setting, mixed = _under_autocast(setting, own)
+    if choose_backend(name, setting, own) != "cpu":  # the others are fast in loops only
+        return reference.step(x, state, mask, weights, setting)
+    if not mixed:
+        return lstm.step(x, state, mask, weights, setting)
+    with torch.autocast(own.device.type, enabled=False):
+        x, h, c, mask = (_cast(part, own.dtype) for part in (x, *state, mask))
+        return lstm.step(x, (h, c), mask, weights, setting)
+
+
+@_untraced
+def attend(name: str, given: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | None:
+    """One attention step in C++: valid (B, T) -> its weights and the new total, each (B, K, T).
+
+    None where C++ does not cover it: dot products, other backends, devices and dtypes.
+    Raises UserError where C++ is requested by name but cannot run, ValueError for a wrong shape.
+    """
+    if not _attends_in_cpp(name, given.v, given.keys, given.past_weights, given.past_total):
+        return None
+    return decoder.attend(given._replace(query=given.query.to(given.keys.dtype)), valid)
+
+
+def can_run_decoder(
+    name: str, setting: LSTMOptions, weight: Tensor, states: Tensor, v: Tensor | None,
+    modules: Iterable[nn.Module],
+) -> bool:  # fmt: skip
+    """Can run_decoder replace single steps? To be asked before the caller draws dropout masks.
+
+    weight: one of the cells'; states (B, T, E): the memory; v: see AttentionInput; modules: all
+    that a step calls. Raises UserError as `attend`.
+    """
+    if setting.precision != "fp32" or any(map(has_hooks, modules)):
+        return False
+    return choose_backend(name, setting, weight) == "cpu" and _attends_in_cpp(name, v, states)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Has the module a hook? Hooks (train.debug=nan, train.health) must see every single step."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+@_untraced
+def run_decoder(
+    given: DecoderInput, cells: list[Weights], constants: DecoderConstants
+) -> DecoderOutput:
+    """All steps of a decoder along given tokens in C++, where can_run_decoder allows it."""
+    setting, _ = _under_autocast(constants.setting, cells[0].bias_hh)
+    return decoder.run_decoder(given, cells, constants._replace(setting=setting))
+
+
+def check_place(name: str, part: Tensor, own: Tensor) -> None:
+    """Raises ValueError for another device than the weights', or dtype unless autocast is on."""
+    if part.device != own.device:
+        raise ValueError(f"{name} is on {part.device}, the LSTM's weights are on {own.device}")
+    if part.dtype != own.dtype and not torch.is_autocast_enabled(own.device.type):
+        raise ValueError(f"{name} is {part.dtype}, the LSTM's weights are {own.dtype}")
+
+
+@_untraced
+def choose_backend(name: str, setting: LSTMOptions, like: Tensor) -> str:
+    """The backend for weights like `like`. Raises UserError where the named one cannot run."""
+    if name == "auto":
+        name = os.environ.get(VARIABLE) or "auto"
+        if name not in NAMES:
+            choices = ", ".join(NAMES)
+            raise UserError(f"{VARIABLE} = {name}: no such backend; choose one of {choices}")
+    if name == "auto" and like.device.type != "cpu":
+        name = "python"
+    if name == "reference":
+        return name
+    if not setting.guard:
+        return _as_reference("zero_variance 'raw'")
+    if name in ("auto", "cpu") or (name == "cuda" and setting.norm != "thesis"):
+        reason = cuda.obstacle(like) if name == "cuda" else _cpu_obstacle(like)
+        if reason is None:
+            return "cpu" if name == "auto" else name
+        if name != "auto":
+            raise UserError(f"backend {name!r} of the LSTM cannot run: {reason}")
+        _warn_once(f"the LSTM's slower backend 'python' is used: {reason}")
+    return "python" if setting.norm != "thesis" else _as_reference("norm 'thesis'")
+
+
+def _as_reference(what: str) -> str:
+    _warn_once(f"{what} is computed by the LSTM's reference backend")
+    return "reference"
+
+
+def _attends_in_cpp(name: str, v: Tensor | None, *others: Tensor) -> bool:
+    if v is None or v.device.type != "cpu" or v.dtype not in (torch.float32, torch.float64):
+        return False
+    if any(t.dtype != v.dtype or t.device != v.device for t in others):
+        return False
+    return choose_backend(name, LSTMOptions("none", eps=0.0), v) == "cpu"
+
+
+def _cpu_obstacle(like: Tensor) -> str | None:
+    """Why the C++ kernels cannot be used on weights like these; compiles them if necessary."""
+    if like.device.type != "cpu":
+        return f"the weights are on {like.device}"
+    if like.dtype not in (torch.float32, torch.float64):
+        return f"the weights are {like.dtype}"
+    try:
+        compiler.load()
+    except compiler.BuildError as error:
+        return str(error)
+    return None
+
+
+def _under_autocast(setting: LSTMOptions, like: Tensor) -> tuple[LSTMOptions, bool]:
+    """The setting with autocast's precision, and whether autocast is enabled."""
+    kind = like.device.type
+    if not torch.is_autocast_enabled(kind):
+        return setting, False
+    half = torch.get_autocast_dtype(kind) == torch.bfloat16
+    return (setting._replace(precision="bf16") if half else setting), True
+
+
+def _cast(part: object, dtype: torch.dtype) -> object:
+    return part.to(dtype) if isinstance(part, Tensor) else part
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger(__name__).warning(message)

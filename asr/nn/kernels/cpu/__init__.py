@@ -1,1 +1,0 @@
-"""The LayerNorm-LSTM in C++ for the CPU, compiled on first use."""

@@ -1,1 +1,0 @@
-"""The LayerNorm-LSTM for NVIDIA GPUs: Triton between cuBLAS products, replayed as a CUDA graph."""

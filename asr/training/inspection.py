@@ -1,0 +1,264 @@
+"""Internals of a model in training (train.health): gates, norms, gradients and attention.
+
+A few validation examples are run forward and backward with hooks, which are then removed: training
+itself is not slowed down. `trace` computes the internals of an LSTM anew, whatever its backend.
+Figures, by their names below `health/` in TensorBoard:
+
+    variance/LAYER/GATE      of the gate's pre-activations
+    saturated/LAYER/GATE     share of them whose activation is within 5 % of an end of its range
+    flat/LAYER/NORM          share of rows that enter a norm with (nearly) no variance
+    gain/LAYER, gain_max/    mean and largest absolute value of a norm's gain
+    gradient/LAYER           norm of the gradient of the layer's weights
+    attention/diagonality, attention/coverage    see asr.decoding.alignment
+
+B utterances, T frames, I input size, H hidden size, D directions, N rows still running.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asr.data.batching import Batch
+from asr.decoding.alignment import coverage, diagonality
+from asr.kernels import reference
+from asr.kernels.types import LayerInput, LSTMOptions, Weights
+from asr.nn.attention import Memory
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, check_lengths, get_weights
+from asr.nn.norm import RMSNorm, ScaleNorm
+from asr.training.losses import shift
+
+GATES = ("input", "forget", "candidate", "output")  # in the order of their 4H pre-activations
+FLAT = 1e-6  # variance (RMS and scale norm: mean square) below which a row counts as flat
+END = 0.05  # of an activation's range
+SIGMOID_END = math.log((1 - END) / END)  # sigmoid(z) is within END of 0 or 1 for |z| above this
+TANH_END = math.atanh(1 - 2 * END)  # the same share of -1 to 1
+NORMS = (nn.LayerNorm, RMSNorm, ScaleNorm)
+LSTMS = (LayerNormLSTM, LayerNormLSTMCell)
+
+
+class StepInternals(NamedTuple):
+    """Internals of one time step."""
+
+    gates: Tensor  # (N, 4H)  pre-activations, after norms and biases
+    entering: dict[str, Tensor]  # norm -> its input rows (M, size)
+
+
+class TracedStep(NamedTuple):
+    """One time step of one direction of one layer."""
+
+    place: str  # "l0" or "l0_reverse", as in the names of the weights
+    time: int  # the frame read; in reverse, that of the longest utterance
+    internals: StepInternals
+    x: Tensor  # (N, I)  its input; of all tensors here its gradient is computed last
+    h: Tensor  # (N, H)  after the step
+    c: Tensor  # (N, H)
+
+
+def step_internals(
+    x: Tensor, state: State, weights: Weights, setting: LSTMOptions
+) -> StepInternals:
+    """x (N, I), the state before the step -> internals of reference.step."""
+    h, c = reversed(state) if setting.norm == "thesis" else state
+    from_x = functional.linear(x, weights.weight_ih)
+    from_h = functional.linear(h, weights.weight_hh)
+    gates = reference.add_state(reference.input_part(from_x, weights, setting), h, weights, setting)
+    entering = {}
+    if setting.norm == "per_gate":
+        entering["gates"] = (from_x + from_h).view(-1, h.shape[-1])
+    elif setting.norm in ("ba", "raw", "thesis"):
+        entering = {"x": from_x, "h": from_h}
+    if setting.norm != "none":
+        i, f, g, _ = gates.chunk(4, dim=-1)
+        entering["c"] = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return StepInternals(gates, entering)
+
+
+def trace(
+    lstm: LayerNormLSTM, x: Tensor, lengths: Tensor | None = None, state: State | None = None
+) -> tuple[Tensor, list[TracedStep]]:
+    """lstm(x, lengths, state) without dropout, by the reference backend, step by step.
+
+    -> output (B, T, D * H), frames in the order of their computation, on autograd's graph.
+    """
+    (B, T, _), D = x.shape, lstm.directions
+    counts = None if lengths is None else check_lengths(lengths, B, T)
+    zeros = x.new_zeros(lstm.num_layers * D, B, lstm.hidden_size)
+    h, c = (zeros, zeros) if state is None else state
+    frames: list[TracedStep] = []
+    for layer in range(lstm.num_layers):
+        now, places = slice(layer * D, (layer + 1) * D), [f"l{layer}", f"l{layer}_reverse"][:D]
+        weights = [get_weights(lstm, lstm.setting.norm, f"_{place}") for place in places]
+        run = partial(_trace_direction, lstm.setting, frames, iter(places))
+        x = reference.run_packed(LayerInput(x, counts, h[now], c[now], None), weights, run).output
+    return x, frames
+
+
+def _trace_direction(
+    setting: LSTMOptions, frames: list[TracedStep], places: Iterator[str],
+    packed: reference.Packed, x: Tensor, h: Tensor, c: Tensor, mask: None, *flat: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Append the steps of the next of `places`; -> output rows, and the state as it was."""
+    weights, place, start = Weights(*flat), next(places), (h, c)
+    outputs = []
+    for number, rows in enumerate(x.split(packed.sizes)):
+        before = h[: len(rows)], c[: len(rows)]
+        internals = step_internals(rows, before, weights, setting)
+        h, c = reference.step(rows, before, None, weights, setting)
+        time = len(packed.sizes) - 1 - number if place.endswith("_reverse") else number
+        frames.append(TracedStep(place, time, internals, rows, h, c))
+        outputs.append(h)
+    return torch.cat(outputs), *start
+
+
+class Internals:
+    """Statistics of gates and norms, gathered by hooks."""
+
+    def __init__(self) -> None:
+        # Figure -> count, sum and sum of squares of the values added.
+        self.sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+
+    def add(self, figure: str, values: Tensor) -> None:
+        """Values of any shape."""
+        values, sums = values.detach().double(), self.sums[figure]
+        sums[0] += values.numel()
+        sums[1] += float(values.sum())
+        sums[2] += float(values.square().sum())
+
+    def add_step(self, place: str, step: StepInternals) -> None:
+        """One LSTM step."""
+        for gate, values in zip(GATES, step.gates.chunk(4, dim=-1), strict=True):
+            self.add(f"variance/{place}/{gate}", values)
+            end = TANH_END if gate == "candidate" else SIGMOID_END
+            self.add(f"saturated/{place}/{gate}", values.abs() > end)
+        for norm, rows in step.entering.items():
+            self.add(f"flat/{place}/{norm}", rows.var(-1, correction=0) < FLAT)
+
+    def figures(self) -> dict[str, float]:
+        """Name -> figure, as above."""
+        figures = {}
+        for name, (count, total, squares) in self.sums.items():
+            mean = total / count
+            variance = max(squares / count - mean**2, 0.0)
+            figures[name] = variance if name.startswith("variance/") else mean
+        return figures
+
+
+def measure(objective: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    """All figures over a few batches without padding; clears gradients, leaves the eval mode on."""
+    objective.eval()
+    objective.zero_grad(set_to_none=True)
+    device = next(objective.parameters()).device
+    batches = [batch.to(device) for batch in batches]
+    count = 0.0
+    with watch(objective.model) as internals, torch.enable_grad():
+        for batch in batches:
+            out = objective(batch)["objective"]
+            out.total.backward()
+            count += float(out.count)
+    figures = internals.figures() | gains(objective.model)
+    figures |= gradients(objective.model, max(count, 1.0))
+    if pairs := [pair for batch in batches for pair in attention(objective.model, batch)]:
+        slopes, covered = zip(*pairs, strict=True)
+        figures["attention/diagonality"] = sum(slopes) / len(slopes)
+        figures["attention/coverage"] = sum(covered) / len(covered)
+    objective.zero_grad(set_to_none=True)
+    return figures
+
+
+@contextmanager
+def watch(model: nn.Module) -> Iterator[Internals]:
+    """Within, gathers statistics of all LSTMs and norms of the model that are called."""
+    internals = Internals()
+    hooks = [
+        module.register_forward_pre_hook(partial(_observe, internals, name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if isinstance(module, LSTMS + NORMS)
+    ]
+    try:
+        yield internals
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _observe(
+    internals: Internals, name: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """Forward pre-hook: add what the module will compute from its arguments."""
+    if isinstance(module, LayerNormLSTM):
+        for frame in trace(module, *args, **named)[1]:
+            internals.add_step(f"{name}.{frame.place}", frame.internals)
+    elif isinstance(module, LayerNormLSTMCell):
+        internals.add_step(name, _cell_internals(module, *args, **named))
+    else:
+        rows, centred = args[0], isinstance(module, nn.LayerNorm)
+        spread = rows.var(-1, correction=0) if centred else rows.square().mean(-1)
+        internals.add(f"flat/{name}", spread < FLAT)
+
+
+def _cell_internals(
+    cell: LayerNormLSTMCell, x: Tensor, state: State | None = None, *_: Any, **__: Any
+) -> StepInternals:
+    """From the arguments of the cell; mask and weights, the same values, are not needed."""
+    zeros = x.new_zeros(len(x), cell.hidden_size)
+    weights = get_weights(cell, cell.setting.norm)
+    return step_internals(x, state or (zeros, zeros), weights, cell.setting)
+
+
+def gains(model: nn.Module) -> dict[str, float]:
+    """Mean and largest absolute value of every norm's gain."""
+    figures = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LSTMS):
+            own = {f"{name}.{n}": p for n, p in module.named_parameters() if n.startswith("gain")}
+        else:
+            own = {name: module.weight} if isinstance(module, NORMS) else {}
+        for place, gain in own.items():
+            figures[f"gain/{place}"] = float(gain.detach().abs().mean())
+            figures[f"gain_max/{place}"] = float(gain.detach().abs().max())
+    return figures
+
+
+def gradients(model: nn.Module, count: float) -> dict[str, float]:
+    """The norm of each layer's gradient, divided by the number of targets."""
+    squares: dict[str, float] = defaultdict(float)
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            squares[layer_of(name)] += float(weight.grad.double().square().sum())
+    return {f"gradient/{name}": math.sqrt(total) / count for name, total in squares.items()}
+
+
+def layer_of(name: str) -> str:
+    """A weight's layer: up to the number in its name, else its module.
+
+    encoder.layers.3.feed_forward.0.weight -> encoder.layers.3;  lstm.weight_ih_l0 -> lstm
+    """
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1]) or name
+
+
+@torch.no_grad()
+def attention_weights(model: nn.Module, memory: Memory, batch: Batch) -> list[Tensor]:
+    """Attention under the reference text: (U + 1, T) float32 of each utterance, on the CPU."""
+    inputs, _ = shift(batch.tokens, batch.token_lengths)
+    weights = model.attention(memory, inputs.to(memory.states.device))
+    sizes = zip(batch.token_lengths.tolist(), memory.valid.sum(dim=1).tolist(), strict=True)
+    return [w[: u + 1, :t].float().cpu() for w, (u, t) in zip(weights, sizes, strict=True)]
+
+
+@torch.no_grad()
+def attention(model: nn.Module, batch: Any) -> list[tuple[float, float]]:
+    """Diagonality and coverage of each utterance, for models that attend to speech."""
+    if not isinstance(batch, Batch) or not hasattr(model, "attention"):
+        return []
+    weights = attention_weights(model, model.encode(batch.features, batch.lengths), batch)
+    return [(diagonality(w.numpy()), coverage(w[:-1])) for w in weights]

@@ -1,0 +1,185 @@
+"""Training objectives as sums that add up over micro-batches and ranks without bias.
+
+An Objective is an nn.Module whose forward(batch) returns a dict of Sum(total, count), never a mean.
+The entry "objective" is minimised: gradient = sum of its totals / sum of its counts over all
+micro-batches of a step. The other entries are only logged; "nll" is the cross-entropy per target
+token without label smoothing, which is comparable between settings.
+
+B utterances, T frames, U tokens, V vocabulary.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asr.config.schema import ConsistencyConfig, GuidedAttentionConfig
+from asr.data.batching import Batch
+from asr.data.tokenizer import BLANK, EOS, SOS
+
+
+class Sum(NamedTuple):
+    """A total over `count` things, both scalar tensors."""
+
+    total: Tensor
+    count: Tensor
+
+
+class Objective(Protocol):
+    """The objective of any task: speech, language model, images."""
+
+    model: nn.Module  # saved in checkpoints
+
+    def __call__(self, batch: Any) -> dict[str, Sum]: ...
+
+
+def add(sums: dict[str, Sum], more: dict[str, Sum]) -> None:
+    """Add `more` into `sums`, entry by entry, detached and in float64."""
+    for name, (total, count) in more.items():
+        total, count = total.detach().double(), count.double()
+        old = sums.get(name)
+        sums[name] = Sum(old.total + total, old.count + count) if old else Sum(total, count)
+
+
+def means(sums: dict[str, Sum]) -> dict[str, float]:
+    """Total / count of every entry with a count; of a perplexity, the exponential of that."""
+    ratios = {name: total / count for name, (total, count) in sums.items() if count > 0}
+    return {n: float(r.exp() if n.endswith("perplexity") else r) for n, r in ratios.items()}
+
+
+def shift(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens (B, U) -> decoder inputs, which begin with <sos>, and targets, which end with <eos>.
+
+    Both (B, U + 1).
+    """
+    inputs = functional.pad(tokens, (1, 0), value=SOS)
+    targets = functional.pad(tokens, (0, 1), value=BLANK)
+    return inputs, targets.scatter(1, lengths.unsqueeze(1), EOS)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> dict[str, Sum]:
+    """Label-smoothed cross-entropy -> objective, nll, accuracy.
+
+    logits (B, U, V), targets (B, U) padded with <blank>. Label smoothing (Szegedy et al. 2016)
+    spreads its mass evenly over the whole vocabulary.
+    """
+    valid = targets != BLANK
+    log_probs = logits[valid].log_softmax(dim=-1)  # (tokens, V)
+    labels = targets[valid].unsqueeze(1)
+    nll = -log_probs.gather(1, labels).sum()
+    uniform = -log_probs.mean(dim=-1).sum()
+    correct = (log_probs.argmax(dim=-1, keepdim=True) == labels).sum()
+    count = valid.sum()
+    return {
+        "objective": Sum((1 - smoothing) * nll + smoothing * uniform, count),
+        "nll": Sum(nll.detach(), count),
+        "accuracy": Sum(correct, count),
+    }
+
+
+def ctc_loss(log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """log_probs (B, T, V), frames (B,), tokens (B, U), lengths (B,) -> summed over B.
+
+    An utterance with more labels than frames has no CTC path and adds 0.
+    """
+    options = {"blank": BLANK, "reduction": "sum", "zero_infinity": True}
+    return functional.ctc_loss(log_probs.transpose(0, 1), tokens, frames, lengths, **options)
+
+
+def off_diagonal(weights: Tensor, valid_tokens: Tensor, valid: Tensor, width: float) -> Tensor:
+    """Guided attention loss (Tachibana, Uenoyama & Aihara 2018, arXiv:1710.08969, eq. 6), summed.
+
+    weights (B, U, T), valid_tokens (B, U), valid (B, T). Attention of token u to frame t costs
+    1 - exp(-(u / U - t / T)^2 / (2 width^2)).
+    """
+    u = (valid_tokens.cumsum(1) - 1) / valid_tokens.sum(1, keepdim=True)  # (B, U)
+    t = (valid.cumsum(1) - 1) / valid.sum(1, keepdim=True)  # (B, T)
+    distance = u.unsqueeze(2) - t.unsqueeze(1)  # (B, U, T)
+    cost = 1 - torch.exp(-distance.square() / (2 * width**2))
+    return (weights * cost)[valid_tokens].sum()
+
+
+def symmetric_kl(log_probs: Tensor, valid: Tensor) -> Tensor:
+    """KL(a || b) + KL(b || a) of the first and the second half of the rows, summed.
+
+    log_probs (2 B, N, V), valid (2 B, N), the same in both halves. The left side of each is a
+    target without gradient, as in CR-CTC.
+    """
+    valid, _ = valid.chunk(2)
+    a, b = (half[valid] for half in log_probs.chunk(2))
+    kl_div = partial(functional.kl_div, reduction="sum", log_target=True)
+    return kl_div(b, a.detach()) + kl_div(a, b.detach())
+
+
+class SpeechObjective(nn.Module):
+    """Label-smoothed cross-entropy of the decoder and CTC of the encoder, per target token.
+
+    (1 - ctc_weight) * cross-entropy + ctc_weight * CTC, as in Watanabe et al. 2017, both divided
+    by the number of target tokens (<eos> counts as one). The guided attention loss is added to the
+    cross-entropy before the weights.
+    """
+
+    def __init__(
+        self, model: nn.Module, ctc_weight: float, label_smoothing: float,
+        guided_attention: GuidedAttentionConfig | None = None,
+        consistency: ConsistencyConfig | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model = model
+        self.ctc_weight, self.label_smoothing = ctc_weight, label_smoothing
+        self.guided_attention, self.consistency = guided_attention, consistency
+        self.set_step(0)
+
+    def set_step(self, step: int) -> None:
+        """Guided attention ends at its last training step; steps count from 0."""
+        self.guided = self.guided_attention is not None and step < self.guided_attention.steps
+
+    def forward(self, batch: Batch) -> dict[str, Sum]:
+        """-> objective, nll, accuracy, and ctc where there is a CTC head.
+
+        In training with `consistency` both masked views of each utterance count.
+        """
+        consistency = self.consistency if self.training else None
+        batch = batch.both_views() if consistency else batch
+        memory = self.model.encode(batch.features, batch.lengths)
+        inputs, targets = shift(batch.tokens, batch.token_lengths)
+        logits, sums = self._decoder_loss(memory, inputs, targets)
+        if consistency:
+            divergence = symmetric_kl(logits.log_softmax(-1), targets != BLANK)
+            add_loss(sums, "decoder_apart", divergence, consistency.decoder)
+        log_probs = self.model.ctc(memory)
+        if log_probs is None:
+            return sums
+        log_probs, frames = log_probs.float(), memory.valid.sum(dim=1)
+        ctc = ctc_loss(log_probs, frames, batch.tokens, batch.token_lengths)
+        loss, count = sums["objective"]
+        sums["objective"] = Sum((1 - self.ctc_weight) * loss, count)
+        add_loss(sums, "ctc", ctc, self.ctc_weight)
+        if consistency:
+            weight = self.ctc_weight * consistency.ctc
+            add_loss(sums, "ctc_apart", symmetric_kl(log_probs, memory.valid), weight)
+        return sums
+
+    def _decoder_loss(
+        self, memory: Any, inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, dict[str, Sum]]:
+        """-> logits (B, U, V) in float32, and their sums with the guided attention loss."""
+        if not (self.training and self.guided):
+            logits = self.model.decode(memory, inputs).float()
+            return logits, cross_entropy(logits, targets, self.label_smoothing)
+        logits, weights = self.model.decode_and_attend(memory, inputs)
+        logits = logits.float()
+        sums = cross_entropy(logits, targets, self.label_smoothing)
+        guide = self.guided_attention
+        loss = off_diagonal(weights.float(), targets != BLANK, memory.valid, guide.width)
+        add_loss(sums, "off_diagonal", loss, guide.weight)
+        return logits, sums
+
+
+def add_loss(sums: dict[str, Sum], name: str, total: Tensor, weight: float) -> None:
+    """Add weight * total to the objective, and log the total under its name."""
+    loss, count = sums["objective"]
+    sums["objective"] = Sum(loss + weight * total, count)
+    sums[name] = Sum(total.detach(), count)

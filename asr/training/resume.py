@@ -1,0 +1,159 @@
+"""Resume a run: choose the checkpoint, and refuse where recipe or data have changed."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import yaml
+
+from asr.config.loader import PlainLoader, as_yaml, flat, read_recipe, validate
+from asr.config.schema import Recipe
+from asr.errors import UserError
+from asr.training.checkpoint import (
+    TRAINING,
+    Checkpoint,
+    list_checkpoints,
+    newest_sound,
+    read_training,
+)
+
+# Keys without effect on what is learned: place, speed and log of a run, and decoding.
+NOT_LEARNING = (
+    "run", "decode",
+    "data.cache", "data.corpus", "data.allow_outside_audio", "data.test", "data.workers",
+    "train.alarm", "train.debug", "train.device", "train.health", "train.log_every",
+    "train.samples", "train.save_every", "train.threads", "train.wer_utterances",
+)  # fmt: skip
+# Keys that may change in the middle of a run: these, and those that set its end. train.init is read
+# at the start alone.
+HARMLESS = (
+    *NOT_LEARNING, "data.max_unreadable", "train.bad_steps", "train.epochs", "train.init",
+    "train.keep", "train.keep_best", "train.steps", "train.validate_every",
+)  # fmt: skip
+SHA256 = "sha256"
+
+# What a training learns from: recipe key -> figures to report ("utterances": 600) and the SHA256 of
+# all of it, so that a change under the same name is noticed.
+Content = Mapping[str, Mapping[str, int | float | str]]
+
+
+class ResumePoint:
+    """The checkpoint from which a run is resumed, and its training state."""
+
+    def __init__(self, run: Path, checkpoint: Checkpoint, damaged: tuple[Path, ...]) -> None:
+        self.run, self.checkpoint, self.damaged = run, checkpoint, damaged
+        self.state = read_training(checkpoint)
+
+    def check_recipe(self, recipe: Recipe, force: bool) -> list[str]:
+        """-> lines for the log on damaged checkpoints and changed keys.
+
+        Raises UserError where a key that is not harmless has changed, unless forced.
+        """
+        lines = [
+            f"{folder}: damaged, its checksums differ; it is set aside as damaged-{folder.name}"
+            for folder in self.damaged
+        ]
+        if lines:
+            lines.append(f"resuming from the one before it, step {self.checkpoint.step}")
+        changed = self._changes(recipe, force)
+        harmful = [line for key, line in changed.items() if not is_harmless(key)]
+        if harmful and not force:
+            raise UserError(
+                f"{self.run}: its recipe was another: {'; '.join(harmful)}. Restore the old values,"
+                " choose another --run, or resume nevertheless with --resume --force"
+            )
+        return lines + [f"changed in the recipe: {line}" for line in changed.values()]
+
+    def check_content(self, content: Content, force: bool) -> list[str]:
+        """-> lines for the log on data that changed under their name. Refused unless forced."""
+        # Old versions did not store the content.
+        changed = content_changes(self.state.get("content", {}), content).values()
+        if changed and not force:
+            raise UserError(
+                f"{self.run}: its data have changed since: {'; '.join(changed)}. Restore the old "
+                "files, choose another --run, or resume nevertheless with --resume --force"
+            )
+        return [f"changed since: {line}" for line in changed]
+
+    def _changes(self, recipe: Recipe, force: bool) -> dict[str, str]:
+        """Dotted key -> a line, for every key with another value now."""
+        text = self.state.get("recipe")
+        try:
+            if text is None:  # old versions did not store the recipe
+                old = read_recipe(self.run / "recipe.yaml")
+            elif fingerprint(text) == fingerprint(as_yaml(recipe)):
+                return {}
+            else:
+                old = validate(yaml.load(text, PlainLoader), f"{self.checkpoint.folder}: recipe")
+        except UserError as error:
+            if force:
+                return {"recipe": f"the old one cannot be read ({error})"}
+            raise UserError(f"{error} (of the run so far; --force ignores it)") from None
+        return changes(old, recipe)
+
+
+def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
+    """The newest sound checkpoint; None where the run has none and starts anew.
+
+    Raises UserError where there is a checkpoint but not `resume`, and where all are damaged.
+    """
+    if not resume:
+        if any((run / "checkpoints").glob("[0-9]*")):
+            raise UserError(f"{run}: already holds a run; add --resume, or choose another --run")
+        return None
+    newest = newest_sound(run)
+    if newest.checkpoint:
+        return ResumePoint(run, newest.checkpoint, newest.damaged)
+    checkpoints = list_checkpoints(run)
+    if checkpoints and not any((each.folder / TRAINING).exists() for each in checkpoints):
+        raise UserError(
+            f"{run}: exported, without the state of a training; start another run from its weights "
+            f"with train.init={run}"
+        )
+    if newest.damaged:
+        raise UserError(
+            f"{run / 'checkpoints'}: all of its checkpoints are damaged, their checksums differ; "
+            "remove them to start anew"
+        )
+    return None
+
+
+def changes(old: Recipe, new: Recipe) -> dict[str, str]:
+    """Dotted key -> `key old -> new`, for every key in which two recipes differ."""
+    before, now = (flat(recipe) for recipe in (old, new))
+    return {
+        key: f"{key} {before.get(key, 'missing')} -> {now.get(key, 'missing')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    }
+
+
+def content_changes(old: Content, new: Content) -> dict[str, str]:
+    """Recipe key -> one line, for every key of both whose content differs."""
+    lines = {}
+    for key in sorted(old.keys() & new.keys()):
+        before, now = old[key], new[key]
+        if before.get(SHA256) == now.get(SHA256):
+            continue
+        figures = [
+            f"{before.get(name, 'unknown')} {name} -> {value}"
+            for name, value in now.items()
+            if name != SHA256 and before.get(name) != value
+        ]
+        lines[key] = f"{key}: {', '.join(figures) or 'the same size, but another content'}"
+    return lines
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a run may be resumed with another value of this key."""
+    return key.endswith(".backend") or is_among(key, HARMLESS)
+
+
+def is_among(key: str, keys: Iterable[str]) -> bool:
+    """Whether a dotted key is one of `keys`, or below one."""
+    return any(key == known or key.startswith(f"{known}.") for known in keys)
+
+
+def fingerprint(text: str) -> str:
+    """The hash of a recipe, which a checkpoint's metadata contain."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,325 @@
+"""One training run: the task, validation, checkpoints, resume and signals around trainer.fit."""
+
+import math
+import pkgutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from asr.config.loader import as_yaml, flat, write_recipe
+from asr.config.schema import Recipe
+from asr.errors import EXIT_STOPPED, UserError
+from asr.io import lock_run_folder
+from asr.training import distributed, optim, trainer
+from asr.training.checkpoint import choose, load_weights, prune, save_checkpoint, set_aside
+from asr.training.distributed import add_sums, gather, is_first, rank, world
+from asr.training.logging import Log, NullLog
+from asr.training.losses import Objective, Sum, means
+from asr.training.oom import limit_onednn_cache, release_memory
+from asr.training.resume import Content, ResumePoint, find_resume_point, fingerprint
+from asr.training.signals import Stop, Stopped
+from asr.training.trainer import BatchStats, Callbacks, Epochs, TaskBatch, TrainState, fit, validate
+
+# The maker of each task: (recipe, run folder, whether the run is resumed) -> Task. Resolved only
+# when needed: training speech imports neither images nor language models.
+TASKS: Mapping[str, str] = {
+    "speech": "asr.tasks.speech:speech_task",
+    "language": "asr.tasks.language:language_task",
+    "images": "asr.images.task:image_task",
+}
+# Loaded where a run needs them, as the tasks are: inspection imports torchaudio, 0.2 s.
+MEASURE = "asr.training.inspection:measure"
+DUMP_BAD_BATCH = "asr.training.debug:dump_bad_batch"
+STOP_AT_NAN = "asr.training.debug:stop_at_nan"
+
+
+class Task(Protocol):
+    """A model, its data and the report of a validation; tasks inherit what they do not define."""
+
+    recipe: Recipe
+    objective: Objective
+    epochs: Epochs
+    about: dict[str, str]  # metadata of a checkpoint; to load it, they must be equal
+    content: Content  # fingerprint of the training and validation data
+    max_unreadable: float = 0.0  # share of the corpus that may be unreadable
+
+    def describe(self) -> str:
+        """The corpus in a few words."""
+
+    def prepare(self, run: Path) -> None:
+        """Write what the run folder needs beside the recipe and checkpoints."""
+
+    def valid(self, share: slice = slice(None)) -> Iterator[TaskBatch]:
+        """The validation data once, or a share of their batches."""
+
+    def nothing_valid(self) -> str:
+        """The error where there are none that can be read."""
+
+    def report(self, log: Log, state: TrainState) -> dict[str, float]:
+        """Log texts and pictures of a validation; -> more figures of it."""
+
+    def samples(self) -> Iterator[TaskBatch]:
+        """A few validation batches without padding, for train.health."""
+
+    def finish(self, run: Path, log: Log, state: TrainState) -> dict[str, float]:
+        """Test the finished model; -> figures of the test."""
+        return {}
+
+
+class Training:
+    """One run, from its first step or a checkpoint to its end."""
+
+    def __init__(self, task: Task, run: Path) -> None:
+        self.task, self.run, self.config = task, run, task.recipe.train
+        self.optimizer = optim.make_optimizer(self.config.optimizer, task.objective)
+        self.state = TrainState()
+        self.content = task.content  # now: the files may change during training
+        distributed.check_share(len(task.epochs.plan(1).batches))
+        self.metrics: dict[str, float] = {}  # of the last validation
+        self.validated = self.saved = -1  # steps
+        self.validations = 0  # of this process
+        self.stop = Stop()
+
+    def train(self, start: ResumePoint | None = None, messages: Sequence[str] = ()) -> int:
+        """Train to the end -> 0, or until a signal -> EXIT_STOPPED. Logs `messages` first."""
+        if len(set(gather(start and start.checkpoint.step))) > 1:
+            raise UserError(f"{self.run}: must be on a disk that all machines share")
+        distributed.synchronize(self.task.objective)
+        if world() > 1:  # all ranks skip the same layers in a step, so that none waits for others
+            stacks = [m for m in self.task.objective.modules() if hasattr(m, "choose_by")]
+            for number, stack in enumerate(stacks):
+                stack.choose_by(self.task.recipe.seed, number)
+        more = self._restore(start) if start else []
+        if is_first():  # not sooner: a recipe whose model does not fit must not replace the run's
+            write_recipe(self.task.recipe, self.run / "recipe.yaml")
+        total = trainer.planned_steps(self.task.epochs, self.config, self.state)
+        settings = self.run, self.config.log_every, total, self.state.step
+        with self.stop, Log(*settings) if is_first() else NullLog() as self.log:
+            self.log.info(*messages, *more, self._summary(start is not None))
+            with suppress(Stopped):
+                self._fit()
+            if self.stop.requested_on_any_rank():
+                return self._stopped()
+            self.log.recipe(as_yaml(self.task.recipe), flat(self.task.recipe), self.metrics)
+            self.log.info(f"finished at step {self.state.step}; the run is in {self.run}")
+        return 0
+
+    def _fit(self) -> None:
+        """The remaining steps, the last validation, and the test of the finished model."""
+        if self._validation_is_due():
+            self.check()
+        task, state, log = self.task, self.state, self.log.info if is_first() else print
+        callbacks = Callbacks(
+            lambda state, step: self.log.step(state, step, self._is_last()),
+            self.after_step,
+            self.after_epoch,
+            self.log.info,
+            lambda: self.stop.signal is not None,
+            self._dump,
+        )
+        schedule = optim.make_schedule(self.config.schedule, self.config.optimizer.lr)
+        loop = task.objective, task.epochs, self.optimizer, schedule, state, self.config
+        debugging = nullcontext()
+        if self.config.debug:
+            debugging = pkgutil.resolve_name(STOP_AT_NAN)(task.objective, state, log)
+        with debugging:
+            fit(*loop, task.max_unreadable, callbacks)
+        if self.validated != state.step and not self.stop.requested_on_any_rank():
+            self.check()
+        if is_first():
+            with self.stop.interruptible():
+                self.metrics |= task.finish(self.run, self.log, state)
+
+    def after_step(self, state: TrainState) -> None:
+        """Validate and save where it is due."""
+        every = self.config.validate_every
+        if every and state.step % every == 0:
+            self.check()
+        elif state.step % self.config.save_every == 0 and not self._validates_next():
+            self.save(math.inf)
+
+    def after_epoch(self, state: TrainState) -> None:
+        """Validate, unless validate_every counts steps."""
+        if not self.config.validate_every and self.validated != state.step:
+            self.check()
+
+    def check(self) -> None:
+        """Validate: loss, word error rates, pictures, alarm, checkpoint.
+
+        All ranks compute the loss, rank 0 does the rest. A signal to any rank interrupts it;
+        resuming then repeats it.
+        """
+        state, log, begin = self.state, self.log, time.perf_counter()
+        random = trainer.random_state()
+        try:
+            sums, stats = self.stop.interruptible_on_all_ranks(self._validate)
+            losses = means(add_sums(sums)[0])
+            log.info(*trainer.unreadable_report(BatchStats.total(gather(stats))))
+            if not losses:
+                raise UserError(self.task.nothing_valid())
+            reported = self.stop.interruptible_on_all_ranks(self._report)
+        except Stopped:
+            return
+        finally:
+            trainer.restore_random_state(random)
+        figures = losses | reported
+        self.metrics = {f"valid/{name}": value for name, value in figures.items()}
+        log.scalars("valid", figures, state.step)
+        line = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+        log.info(f"step {state.step}  validation: {line}")
+        self._alarm(reported)
+        self.validated = state.step
+        self.save(losses["nll"])
+        release_memory()
+        log.exclude(time.perf_counter() - begin)
+
+    def _validate(self) -> tuple[dict[str, Sum], BatchStats]:
+        share = slice(rank(), None, world())
+        return validate(self.task.objective, self.task.valid(share), self.config.precision)
+
+    def _report(self) -> dict[str, float]:
+        """The task's report, and health figures at the first validation and every `health` ones."""
+        if not is_first():
+            return {}
+        reported, every = self.task.report(self.log, self.state), self.config.health
+        if every and self.validations % every == 0:
+            figures = pkgutil.resolve_name(MEASURE)(self.task.objective, self.task.samples())
+            self.log.scalars("health", figures, self.state.step)
+        self.validations += 1
+        return reported
+
+    def _alarm(self, reported: Mapping[str, float]) -> None:
+        """Log a line where attention is not diagonal from step alarm.steps on."""
+        config, reached = self.config.alarm, reported.get("diagonality", 1.0)
+        if config.steps and self.state.step >= config.steps and reached < config.diagonality:
+            self.log.info(
+                f"ALARM: attention is not diagonal yet ({reached:.2f} < {config.diagonality:g}). "
+                "Try a higher model.ctc_weight, train.short_first=true, more reduction, a lower lr."
+            )
+
+    def save(self, loss: float) -> None:
+        """Write a checkpoint of everything that a resume needs."""
+        self.saved = self.state.step
+        random = gather(trainer.random_state())
+        if not is_first():
+            return
+        recipe = as_yaml(self.task.recipe)
+        training = {
+            "optimizer": self.optimizer.state_dict(),
+            "position": asdict(self.state),
+            "random": random[0],
+            "ranks": random[1:],
+            "recipe": recipe,
+            "content": self.content,
+            "validated": self.validated,
+            "metrics": self.metrics,
+        }
+        # The curves up to this step are on the disk before the checkpoint.
+        self.log.flush()
+        about = {**self.task.about, "recipe": fingerprint(recipe)}
+        save_checkpoint(self.run, self.task.objective.model, training, self.saved, loss, about)
+        prune(self.run, self.config.keep, self.config.keep_best)
+
+    def _restore(self, start: ResumePoint) -> list[str]:
+        """Load the checkpoint; -> a line for the log where the number of ranks has changed."""
+        checkpoint, saved = start.checkpoint, start.state
+        load_weights(self.task.objective.model, [checkpoint], self.task.about)
+        optim.load_moments(self.optimizer, saved["optimizer"])
+        self.state = TrainState(**saved["position"])
+        random = [saved["random"], *saved.get("ranks", [])]
+        if rank() < len(random):
+            trainer.restore_random_state(random[rank()])
+        self.saved = self.state.step
+        measured = self.saved if math.isfinite(checkpoint.loss) else -1
+        self.validated = saved.get("validated", measured)
+        self.metrics = saved.get("metrics", {})
+        if len(random) == world():
+            return []
+        step = f"{world()} x {self.config.accumulate} batches"
+        return [f"{len(random)} ranks trained so far, now {world()}: a step takes {step}"]
+
+    def _stopped(self) -> int:
+        if self.saved != self.state.step:
+            self.save(math.inf)
+        self.log.info(
+            f"{self.stop.signal}: stopped after step {self.state.step} and saved; "
+            "the same command with --resume continues"
+        )
+        return EXIT_STOPPED
+
+    def _validation_is_due(self) -> bool:
+        """Whether a signal interrupted the validation of the checkpoint that is resumed."""
+        step, every = self.state.step, self.config.validate_every
+        due = step % every == 0 if every else self.state.batch == 0
+        return step > 0 and due and self.validated != step
+
+    def _validates_next(self) -> bool:
+        """Whether a validation follows this step (at the end of an epoch or the run) and saves it.
+
+        A checkpoint before it, too, could put a point on the curves twice after a crash.
+        """
+        return self._is_last() or (not self.config.validate_every and self._ends_epoch())
+
+    def _is_last(self) -> bool:
+        if self.config.steps is not None:
+            return self.state.step >= self.config.steps
+        return self.state.epoch >= self.config.epochs and self._ends_epoch()
+
+    def _ends_epoch(self) -> bool:
+        return self.state.batch >= len(self.task.epochs.plan(self.state.epoch).batches)
+
+    def _dump(self, group: Sequence[TaskBatch]) -> str:
+        folder = self.run / "evidence" / f"{self.state.step:08d}"
+        return pkgutil.resolve_name(DUMP_BAD_BATCH)(folder, group, self.task.objective)
+
+    def _summary(self, resumed: bool) -> str:
+        parameters = sum(p.numel() for p in self.task.objective.parameters())
+        return (
+            f"{'resuming' if resumed else 'training'} {self.task.recipe.run}: "
+            f"{parameters / 1e6:.2f} M parameters, {self.task.describe()}"
+            f"{f', {world()} ranks' if world() > 1 else ''}"
+        )
+
+
+def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) -> int:
+    """Train into the run folder -> exit code: 0 at the end, EXIT_STOPPED where a signal stopped it.
+
+    Raises UserError where the folder already holds a run but `resume` is not set, where that run
+    had another recipe or other data, unless `force`, and where another process trains in it.
+    """
+    limit_onednn_cache(rounded=recipe.train.round_seconds > 0.0)
+    group = distributed.process_group(recipe.train.device)
+    with group, lock_run_folder(run) if is_first() else nullcontext():
+        restarted = distributed.restarted_by_torchrun(run)
+        with distributed.first_rank_first():  # rank 0 writes what the others read
+            training, start, messages = _open(recipe, run, resume or restarted, force)
+        distributed.record_launch(run)
+        return training.train(start, messages)
+
+
+def _open(
+    recipe: Recipe, run: Path, resume: bool, force: bool
+) -> tuple[Training, ResumePoint | None, list[str]]:
+    """The training, the checkpoint to resume it from, and lines for the log."""
+    start = find_resume_point(run, resume)
+    messages = start.check_recipe(recipe, force) if start else []
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)
+    make_task = pkgutil.resolve_name(TASKS[recipe.task])
+    task = make_task(recipe, run, start is not None or not is_first())
+    if recipe.train.init and not start:
+        best = choose(recipe.train.init, "best", 1)
+        load_weights(task.objective.model, best, task.about)
+    training = Training(task, run)
+    if start:
+        messages += start.check_content(training.content, force)
+        for folder in start.damaged:  # so that none is taken for the last or the best one
+            set_aside(folder)
+    elif is_first():
+        task.prepare(run)
+    return training, start, messages

@@ -1,0 +1,208 @@
+"""Write docs/recipes.md from the recipe schema: python tests/recipe_reference.py > docs/recipes.md
+
+Types, bounds and defaults come from pydantic's fields. The meaning of a key is the comment on its
+line, or the comment lines directly above it, in the source of its config class.
+"""
+
+import ast
+import inspect
+import io
+import json
+import re
+import tokenize
+import types
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from asr.config.language import LanguageRecipe
+from asr.config.schema import Config, Recipe, SpeechRecipe
+from asr.images.config import ImageRecipe
+
+HEAD = """# Recipe keys
+
+`python tests/recipe_reference.py > docs/recipes.md` writes this page from the schema in
+`asr/config/` and `asr/images/config.py`.
+
+A recipe is a YAML file with the keys that differ from the defaults below. `base: OTHER.yaml` starts
+from another recipe beside this one; another `model.kind` replaces the base's model completely.
+The command line overrides any key: `python -m asr.train RECIPE.yaml seed=2 train.epochs=30`.
+Unknown keys and values out of bounds are errors. Relative paths are relative to the working
+directory. `python -m asr.recipe RECIPE.yaml` prints every key with its resolved value.
+"""
+TASKS = (
+    ("Every task", Recipe, ("task", "run", "seed", "train")),
+    ("Speech recognition (`task: speech`)", SpeechRecipe, ()),
+    ("Language models (`task: language`)", LanguageRecipe, ()),
+    ("Images (`task: images`)", ImageRecipe, ()),
+)
+UNBOUNDED = 1_000_000_000  # the largest value of integers without a practical limit
+PLAIN = {bool: "`true` or `false`", str: "text", Path: "path", type(None): "`null`"}
+
+
+def reference() -> str:
+    """The text of the page."""
+    lines = [HEAD]
+    for title, recipe, keys in TASKS:
+        own = keys or [key for key in recipe.model_fields if key not in TASKS[0][2]]
+        lines += [f"## {title}", ""]
+        lines += _section("", recipe, {key: recipe.model_fields[key] for key in own})
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def rows(recipe: type[Config], path: str = "") -> Iterator[tuple[str, str]]:
+    """Every key below `recipe` by its dotted path, with its meaning ("" where it has none)."""
+    for key, field in recipe.model_fields.items():
+        groups = config_classes(field.annotation)
+        if not groups or _is_optional(field):
+            yield f"{path}{key}", meaning(recipe, key)
+        for group in groups:
+            yield from rows(group, f"{path}{key}.")
+
+
+def _section(path: str, config: type[Config], fields: dict[str, FieldInfo]) -> Iterator[str]:
+    """The table of a group's own keys, then a section for each group within it."""
+    plain = {k: f for k, f in fields.items() if not config_classes(f.annotation) or _is_optional(f)}
+    if plain:
+        yield from ("| key | type and bounds | default | meaning |", "|---|---|---|---|")
+    for key, field in sorted(plain.items(), key=lambda item: item[0] != "kind"):
+        cells = (
+            f"`{path}{key}`",
+            type_text(field.annotation, field.metadata),
+            default_text(field),
+            meaning(config, key),
+        )
+        yield f"| {' | '.join(cells)} |"
+    if plain:
+        yield ""
+    for key, field in fields.items():
+        groups = config_classes(field.annotation)
+        for group in groups:
+            kind = f" (`kind: {kind_of(group)}`)" if len(groups) > 1 else ""
+            about = re.sub("^Section `.*?`: ", "", inspect.getdoc(group) or "")
+            about = _markdown(about[:1].upper() + about[1:])
+            yield from (f"### `{path}{key}`{kind}", "", about, "")
+            yield from _section(f"{path}{key}.", group, group.model_fields)
+
+
+def _is_optional(field: FieldInfo) -> bool:
+    """Whether a group may be null or a plain value, so that it needs its own row."""
+    parts = get_args(field.annotation)
+    return not all(config_classes(part) for part in parts if get_origin(part) is not Literal)
+
+
+def kind_of(config: type[Config]) -> str:
+    """`las` for the group whose key `kind` must be `las`."""
+    return get_args(config.model_fields["kind"].annotation)[0]
+
+
+def config_classes(annotation: Any) -> list[type[Config]]:
+    """The config classes within a type such as `SpecAugmentConfig | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [annotation]
+    return [one for part in get_args(annotation) for one in config_classes(part)]
+
+
+def type_text(annotation: Any, metadata: Any = ()) -> str:
+    """A type with its bounds in words: `integer, 1 to 256`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [m for one in parts[1:] for m in getattr(one, "metadata", [one])]
+        return type_text(parts[0], [*inner, *metadata])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in parts)
+    if origin in (Union, types.UnionType):
+        return "; or ".join(type_text(part) for part in parts)
+    if origin in (tuple, list):
+        if origin is tuple and parts[-1] is not Ellipsis:
+            return f"list of {len(parts)} ({type_text(parts[0])})"
+        return f"list of ({type_text(parts[0])})" + _bounds(metadata, "length ")
+    if origin is dict:
+        return "mapping of names to paths"
+    if config_classes(annotation):
+        return "keys below"
+    if annotation in (int, float):
+        name = "integer" if annotation is int else "number"
+        return name + _bounds(metadata)
+    return PLAIN[annotation] + _pattern(metadata)
+
+
+def _bounds(metadata: Any, what: str = "") -> str:
+    actual = {
+        name: getattr(one, name)
+        for one in metadata
+        for name in ("ge", "gt", "le", "lt", "min_length", "max_length")
+        if getattr(one, name, None) is not None
+    }
+    low = actual.get("ge", actual.get("min_length"))
+    high = actual.get("le", actual.get("max_length"))
+    high = None if high == UNBOUNDED else high
+    if low is not None and high is not None:
+        return f", {what}{_number(low)} to {_number(high)}"
+    words = [f"at least {_number(low)}"] if low is not None else []
+    words += [f"above {_number(actual['gt'])}"] if "gt" in actual else []
+    words += [f"at most {_number(high)}"] if high is not None else []
+    words += [f"below {_number(actual['lt'])}"] if "lt" in actual else []
+    return f", {what}{' and '.join(words)}" if words else ""
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,g}"
+
+
+def _pattern(metadata: Any) -> str:
+    patterns = [one.pattern for one in metadata if getattr(one, "pattern", None)]
+    return f" matching `{patterns[0]}`".replace("|", "\\|") if patterns else ""
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as a recipe writes it."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return f"`{_yaml(value)}`"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def meaning(config: type[Config], key: str) -> str:
+    """The comment of a key in the class that defines it; "" where there is none."""
+    for cls in config.__mro__:
+        if issubclass(cls, Config) and key in vars(cls).get("__annotations__", {}):
+            return _markdown(_comments(cls).get(key, ""))
+    raise KeyError(key)
+
+
+@cache
+def _comments(cls: type[Config]) -> dict[str, str]:
+    """Key -> the comment lines directly above its line and the comments on its lines."""
+    source = inspect.getsource(cls)
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    comments = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT}
+    alone = {row for row, t in comments.items() if not t.line[: t.start[1]].strip()}
+    meanings = {}
+    for node in ast.parse(source).body[0].body:
+        if isinstance(node, ast.AnnAssign):
+            first = node.lineno
+            while first - 1 in alone:
+                first -= 1
+            rows = range(first, node.end_lineno + 1)
+            texts = (comments[row].string.lstrip("# ") for row in rows if row in comments)
+            meanings[ast.unparse(node.target)] = " ".join(texts)
+    return meanings
+
+
+def _markdown(text: str) -> str:
+    """Text in one line of a table: no markup but code."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,50 @@
+"""The dump of non-finite batches, with unreadable utterances and on a full disk."""
+
+import math
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from asr.data.batching import Broken, Example, collate
+from asr.training.debug import dump_bad_batch
+
+F = 7
+
+
+@pytest.fixture
+def objective():
+    module = nn.Module()
+    module.model = nn.Linear(F, 5)
+    return module
+
+
+def example(name, value=1.0):
+    return Example(name, torch.full((3, F), value), torch.tensor([4, 5]))
+
+
+def test_a_batch_of_unreadable_utterances_is_not_dumped(tmp_path, objective):
+    lost = collate([Broken("gone", "no such file")])
+    bad = collate([example("fine"), example("bad", math.nan)])
+    line = dump_bad_batch(tmp_path, [lost, bad], objective)
+    assert line.startswith(f"Saved for inspection: {tmp_path}/report.txt")
+    report = (tmp_path / "report.txt").read_text()
+    assert "features of a batch of 2: not finite: bad\n" in report
+    (kept,) = torch.load(tmp_path / "batch.pt", weights_only=True)
+    assert kept["ids"] == ("fine", "bad")
+
+
+@pytest.mark.parametrize("limit", [10, 1000])
+def test_a_failure_to_write_is_one_line(tmp_path, objective, limit):
+    """RLIMIT_FSIZE refuses every byte beyond the limit, as a full disk does."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        line = dump_bad_batch(tmp_path / "evidence", [collate([example("a")])], objective)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert line.startswith("The bad batches could not be saved: ") and "\n" not in line
+    assert (tmp_path / "evidence" / "batch.pt").exists() is (
+        limit == 1000
+    )  # where the write failed

@@ -1,0 +1,166 @@
+"""Dropout, LayerDrop, DropHead: rates, expectations, schedules."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from asr.config.schema import DropHeadSchedule, TransformerConfig
+from asr.nn.dropout import DropHead, Dropout
+from asr.nn.transformer import Stack
+
+
+def close(rate, expected, draws):
+    """Within five standard deviations of a Bernoulli mean."""
+    return abs(rate - expected) < 5 * math.sqrt(expected * (1 - expected) / draws)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.93])
+def test_dropout_drops_at_its_rate_and_scales_the_rest(rate, dtype):
+    torch.manual_seed(0)
+    x = torch.full((101, 307), 3.0, dtype=dtype, requires_grad=True)
+    y = Dropout(rate)(x)
+    assert close((y == 0).double().mean().item(), rate, x.numel())
+    kept = y[y != 0]
+    rounding = torch.finfo(dtype).eps
+    expected = torch.full_like(kept, 3 / (1 - rate))
+    torch.testing.assert_close(kept, expected, rtol=max(1e-3, rounding), atol=0)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, y.detach() / 3, rtol=2 * rounding, atol=0)
+
+
+def test_dropped_positions_are_independent():
+    torch.manual_seed(1)
+    kept = (Dropout(0.3)(torch.ones(4000, 13)) != 0).float()
+    covariance = torch.cov(kept.T)
+    torch.testing.assert_close(covariance, 0.21 * torch.eye(13), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (0, 5), (7, 11, 13)])
+def test_dropout_takes_any_shape(shape):
+    assert Dropout(0.5)(torch.ones(shape)).shape == shape
+
+
+def test_dropout_does_nothing_in_evaluation_or_at_zero():
+    x = torch.randn(7, 11)
+    assert Dropout(0.5).eval()(x) is x
+    before = torch.get_rng_state()
+    assert Dropout(0.0)(x) is x
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_same_seed_same_dropout():
+    x, drop = torch.ones(97), Dropout(0.5)
+    torch.manual_seed(2)
+    first = drop(x)
+    torch.manual_seed(2)
+    assert torch.equal(first, drop(x))
+    assert not torch.equal(first, drop(x))
+
+
+def test_layer_drop_keeps_each_layer_at_its_rate_in_order():
+    torch.manual_seed(3)
+    layers = [nn.Identity() for _ in range(7)]
+    stack = Stack(layers, None, 0.2)
+    counts, draws = [0] * 7, 4000
+    for _ in range(draws):
+        kept = [layers.index(layer) for layer in stack.passing()]
+        assert kept == sorted(set(kept))
+        for i in kept:
+            counts[i] += 1
+    assert all(close(count / draws, 0.8, draws) for count in counts)
+    assert close(sum(counts) / (7 * draws), 0.8, 7 * draws)  # expected depth 0.8 * 7
+
+
+def test_layer_drop_at_zero_keeps_all_and_draws_nothing():
+    layers = [nn.Identity() for _ in range(5)]
+    before = torch.get_rng_state()
+    assert list(Stack(layers, None, 0.0).passing()) == layers
+    assert list(Stack(layers, None, 0.5).eval().passing()) == layers
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_v_shape_at_its_corners():
+    v = DropHeadSchedule(end=0.2, start=0.4, warmup=100, total=300)
+    expected = {0: 0.4, 50: 0.2, 100: 0.0, 200: 0.1, 300: 0.2, 999: 0.2}
+    for step, rate in expected.items():
+        assert v.rate(step) == pytest.approx(rate, abs=1e-12)
+    assert (
+        DropHeadSchedule(end=0.2, warmup=100, total=300).rate(0) == 0.2
+    )  # start is end by default
+    assert DropHeadSchedule(end=0.2, warmup=0, total=10).rate(0) == 0.0
+
+
+def test_drop_head_follows_its_schedule():
+    drop = DropHead(DropHeadSchedule(end=0.5, warmup=10, total=20))
+    rates = []
+    for step in (0, 5, 10, 15, 20):
+        drop.set_step(step)
+        rates.append(drop.rate)
+    assert rates == pytest.approx([0.5, 0.25, 0.0, 0.25, 0.5])
+    constant = DropHead(0.3)
+    constant.set_step(7)
+    assert constant.rate == 0.3
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.95])
+def test_drop_head_masks_per_utterance_and_never_all(rate):
+    torch.manual_seed(4)
+    batch, heads = 20011, 5
+    factor = DropHead(rate)(torch.ones(batch, heads, 2, 3))
+    assert (factor == factor[:, :, :1, :1]).all()
+    factor = factor[:, :, 0, 0]
+    kept = factor != 0
+    assert kept.any(1).all()
+    torch.testing.assert_close(factor.sum(1), torch.full((batch,), float(heads)))
+    # A head is kept by its own draw, or as the one restored when all H are dropped.
+    expected = (1 - rate) + rate**heads / heads
+    assert close(kept.double().mean().item(), expected, batch * heads)
+    assert len(kept.unique(dim=0)) > heads
+
+
+def test_drop_head_does_nothing_in_evaluation():
+    x = torch.randn(3, 5, 7)
+    assert DropHead(0.9).eval()(x) is x
+    assert DropHead(0.0)(x) is x
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, float("nan")])
+def test_bad_rates_give_one_clear_line(rate):
+    message = f"{rate} is not a rate: it must be at least 0 and below 1$"
+    with pytest.raises(ValueError, match=f"^dropout {message}"):
+        Dropout(rate)
+    with pytest.raises(ValueError, match=r"drop_head\n .* at least 0 and below 1, or {end"):
+        TransformerConfig(kind="transformer", drop_head=rate)
+    bound = r"\n  Input should be (greater than or equal to 0|less than 1|a finite number)"
+    with pytest.raises(ValueError, match=f"end{bound}"):
+        DropHeadSchedule(end=rate, warmup=1, total=2)
+    with pytest.raises(ValueError, match=f"start{bound}"):
+        DropHeadSchedule(end=0.1, start=rate, warmup=1, total=2)
+
+
+def test_a_schedule_that_ends_before_its_warm_up_is_refused():
+    with pytest.raises(ValueError, match=r"total\n .* must be above warmup"):
+        DropHeadSchedule(end=0.1, warmup=9, total=9)
+
+
+def test_layer_drop_by_seed_and_step_whatever_else_is_drawn():
+    """Two processes whose other random numbers differ skip the same layers in every step."""
+
+    def choices(stack, noise):
+        torch.manual_seed(noise)
+        choices = []
+        for step in (0, 1, 2, 0):
+            stack.set_step(step)
+            for _ in range(3):  # batches of a step
+                torch.rand(noise)
+                choices.append([list(stack.layers).index(layer) for layer in stack.passing()])
+        return choices
+
+    one, other, third = (Stack([nn.Identity() for _ in range(11)], None, 0.5) for _ in range(3))
+    one.choose_by(5, 0), other.choose_by(5, 0), third.choose_by(5, 1)
+    first = choices(one, 3)
+    assert first == choices(other, 7) != choices(third, 3)
+    assert first[:3] == first[9:] and len({str(kept) for kept in first[:9]}) == 9

@@ -1,0 +1,64 @@
+"""Bounded memory over many steps: the oneDNN cache limit and garbage collection.
+
+tests/benchmarks/memory_growth.py measures the effect on a whole training.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+GROWN = """
+import os, sys
+from asr.training.oom import limit_onednn_cache
+if sys.argv[1] != "unbound":
+    limit_onednn_cache(rounded=sys.argv[1] == "rounded")
+import torch
+from torch import nn
+torch.set_num_threads(1)
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+layer = nn.Conv1d(3, 16, 11, padding=5)
+for length in range(100, 200):
+    layer(torch.ones(2, 3, length))
+before = held()
+for length in range(200, 900):
+    layer(torch.ones(2, 3, length))
+print(held() - before)
+"""
+RINGS = """
+import gc, os, torch
+from asr.training.oom import release_memory
+gc.disable()
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+before = held()
+for _ in range(300):
+    ring = [[bytearray(1000) for _ in range(100)]]
+    ring.append(ring)
+ring = None
+full = held()
+release_memory()
+print(full - before, held() - before)
+"""
+
+
+def ask(script, *arguments):
+    """The numbers that a script prints in a separate process."""
+    clean = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+    line = [sys.executable, "-c", script, *arguments]
+    root = Path(__file__).parent.parent
+    finished = subprocess.run(line, cwd=root, env=clean, capture_output=True, text=True, check=True)
+    return list(map(int, finished.stdout.split()))
+
+
+def test_convolutions_of_seven_hundred_lengths_need_little_memory():
+    (bound,), (unbound,), (rounded,) = (ask(GROWN, how) for how in ("bound", "unbound", "rounded"))
+    assert unbound > 15e6, "the caches that are to be bound keep nothing here"
+    assert bound < 0.3 * unbound
+    assert rounded > 0.9 * unbound  # all are cached when the lengths repeat
+
+
+def test_reference_cycles_are_collected():
+    taken, left = ask(RINGS)
+    assert taken > 25e6 and left < 0.2 * taken

@@ -1,0 +1,102 @@
+"""Diagonality of hand-made matrices; figures with arbitrary labels."""
+
+import numpy as np
+import pytest
+
+from asr.analysis.plots import attention_picture, feature_picture
+from asr.decoding.alignment import diagonality
+
+U, T = 7, 23
+
+
+def path(places, frames=T):
+    """(U, T): all weight of token u on frame places[u]."""
+    weights = np.zeros((len(places), frames))
+    weights[np.arange(len(places)), places] = 1.0
+    return weights
+
+
+def test_a_diagonal_is_1():
+    assert diagonality(path(np.linspace(0, T - 1, U).round().astype(int))) == pytest.approx(
+        1, abs=0.01
+    )
+    assert diagonality(np.eye(5)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        np.full((U, T), 1 / T),  # everywhere
+        path([3] * U),  # always at one place
+        path(np.linspace(T - 1, 0, U).round().astype(int)),  # backwards
+        path([0, 22, 0, 22, 0, 22, 0]),  # alternating
+    ],
+)
+def test_attention_that_does_not_advance_is_0(weights):
+    assert diagonality(weights) == pytest.approx(0, abs=0.01)
+
+
+def test_half_a_diagonal_and_a_wandering_path_are_between():
+    half = path(np.linspace(0, (T - 1) / 2, U).round().astype(int))
+    assert diagonality(half) == pytest.approx(0.5, abs=0.05)
+    wandering = path([0, 12, 3, 15, 8, 22, 14])
+    token, frame = np.linspace(0, 1, U), np.argmax(wandering, 1) / (T - 1)
+    slope, correlation = np.polyfit(token, frame, 1)[0], np.corrcoef(token, frame)[0, 1]
+    assert diagonality(wandering) == pytest.approx(min(slope, 1) * correlation)
+    assert 0.3 < diagonality(wandering) < 0.8
+
+
+def test_soft_attention_counts_by_its_mean():
+    sharp = path(np.linspace(2, T - 3, U).round().astype(int))
+    soft = sum(np.roll(sharp, shift, axis=1) for shift in (-2, -1, 0, 1, 2)) / 5
+    assert diagonality(soft) == pytest.approx(diagonality(sharp))
+
+
+def test_too_short_inputs_raise_no_alarm():
+    assert diagonality(np.full((2, T), 1 / T)) == 1.0
+    assert diagonality(np.ones((U, 1))) == 1.0
+
+
+def is_picture(pixels):
+    """Pixels with something drawn on them."""
+    shape = pixels.ndim == 3 and pixels.shape[2] == 3 and min(pixels.shape[:2]) > 50
+    return shape and pixels.dtype == np.uint8 and pixels.std() > 0
+
+
+def test_attention_is_drawn_where_it_is():
+    tokens = [*"seven", "<eos>", "x"]
+    first, second = path([0] * U), path([T - 1] * U)
+    picture, other = (attention_picture(w, tokens, "u1") for w in (first, second))
+    assert is_picture(picture) and picture.shape == other.shape
+    middle = picture.shape[1] // 2
+    lit, dark = picture[:, :middle].astype(int), other[:, :middle].astype(int)
+    assert (lit - dark).max() > 100  # the bright column is on the left in one figure only
+
+
+@pytest.mark.parametrize("text", ["$", "$x$", r"$\frac$", "a_b^c", "%", "<b>", "\\", "", " "])
+def test_any_label_is_drawn_literally(text):
+    assert is_picture(attention_picture(path([0, 1, 2]), [text, "a", "b"], title=text))
+    assert is_picture(feature_picture(np.random.default_rng(0).random((T, 5)), title=text))
+
+
+def test_a_letter_missing_from_the_font_gives_no_warning():
+    assert is_picture(attention_picture(path([0, 1, 2]), ["数", "字", "b"], title="数字"))
+
+
+def test_features_have_low_frequencies_below():
+    features = np.zeros((T, 11))
+    features[:, 0] = 1.0
+    picture = feature_picture(features).astype(int)
+    yellow = (picture[..., 0] > 200) & (picture[..., 2] < 100)
+    blue = (picture[..., 0] < 100) & (picture[..., 1] < 50)
+    assert yellow.any() and yellow.any(1).nonzero()[0].min() > blue.any(1).nonzero()[0].mean()
+
+
+def test_one_token_and_one_frame_can_be_drawn():
+    assert is_picture(attention_picture(np.ones((1, 1)), ["<eos>"]))
+    assert is_picture(feature_picture(np.ones((1, 3))))
+
+
+def test_a_long_sentence_keeps_a_picture_of_sane_size():
+    pixels = attention_picture(np.eye(400, 90), ["a"] * 400)
+    assert pixels.shape[0] <= 1100 and pixels.shape[1] <= 1000

@@ -1,0 +1,222 @@
+"""Long audio of noise bursts with known pauses is cut at the pauses; each word joins once."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from asr.decoding.alignment import TimedWord
+from asr.decoding.segmentation import Segment, merge_words, split_at_pauses
+from asr.errors import UserError
+
+RATE = 1000
+
+
+def speech(seconds, pauses, floor=1e-3):
+    """Loud noise with near silence in (start, end) seconds."""
+    draw = torch.Generator().manual_seed(1)
+    wave = torch.randn(int(seconds * RATE), generator=draw) * 0.1
+    for start, end in pauses:
+        wave[int(start * RATE) : int(end * RATE)] *= floor
+    return wave
+
+
+def test_cuts_fall_into_pauses():
+    pauses = [(3.1, 3.5), (7.2, 7.7), (13.0, 13.3), (18.4, 19.0), (24.0, 24.3)]
+    wave = speech(29, pauses)
+    pieces = split_at_pauses(wave, RATE, max_seconds=8.0, overlap=2.0)
+    assert pieces[0].start == 0
+    assert pieces[-1].end == len(wave)
+    for before, after in itertools.pairwise(pieces):
+        assert before.end == after.start
+        assert any(start < before.end / RATE < end for start, end in pauses)
+    assert all(piece.end - piece.start <= 8 * RATE for piece in pieces)
+
+
+def test_the_deepest_pause_is_preferred_to_a_dip_inside_a_word():
+    wave = speech(11, [(5.4, 5.8)], floor=0.01)
+    wave[6500:6550] = 0  # 50 ms of nothing: a stop consonant
+    first, _ = split_at_pauses(wave, RATE, max_seconds=8.0, overlap=2.0)
+    assert 5.4 < first.end / RATE < 5.8
+
+
+def test_without_a_pause_segments_overlap():
+    wave = speech(20, [])
+    pieces = split_at_pauses(wave, RATE, max_seconds=8.0, overlap=1.5)
+    assert pieces == [Segment(0, 8000), Segment(6500, 14500), Segment(13000, 20000)]
+
+
+def test_silence_needs_no_overlap():
+    pieces = split_at_pauses(torch.zeros(20 * RATE), RATE, max_seconds=8.0, overlap=2.0)
+    assert all(a.end == b.start for a, b in itertools.pairwise(pieces))
+
+
+def test_short_and_empty_audio():
+    assert split_at_pauses(torch.zeros(0), RATE, 30.0, 2.0) == []
+    assert split_at_pauses(torch.zeros(3), RATE, 30.0, 2.0) == [Segment(0, 3)]
+    assert split_at_pauses(torch.zeros(30 * RATE), RATE, max_seconds=30.0, overlap=2.0) == [
+        Segment(0, 30 * RATE)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_audio_is_covered_within_the_limit(seed):
+    draw = torch.Generator().manual_seed(seed)
+    length = int(torch.randint(20_000, 40_000, (), generator=draw))
+    wave = (
+        torch.randn(length, generator=draw)
+        * torch.rand(length // 97 + 1, generator=draw).pow(6).repeat_interleave(97)[:length]
+    )
+    pieces = split_at_pauses(wave, 997, max_seconds=5.0, overlap=1.0)
+    assert pieces[0].start == 0 and pieces[-1].end == length
+    for before, after in itertools.pairwise(pieces):
+        assert before.start < after.start <= before.end < after.end
+        assert before.end - after.start in (0, 997)
+    assert all(piece.end - piece.start <= 5 * 997 for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((0.5, 2.0), "max_seconds is 0.5; it must be 1 or more"),
+        ((8.0, 3.0), "overlap is 3.0 seconds; it must be between 0 and"),
+        ((30.0, -1.0), "overlap is -1.0 seconds"),
+    ],
+)
+def test_errors_are_reported(settings, message):
+    with pytest.raises(UserError, match=message):
+        split_at_pauses(torch.zeros(9), RATE, *settings)
+
+
+def words_of(text, first=0.0, every=1.0):
+    """Words of 0.5 s, one every second."""
+    return [
+        TimedWord(w, first + i * every, first + i * every + 0.5, 1.0)
+        for i, w in enumerate(text.split())
+    ]
+
+
+def test_adjacent_segments_are_concatenated():
+    words = merge_words(
+        [Segment(0, 3000), Segment(3000, 5000)], [words_of("a b c"), words_of("d e")], RATE
+    )
+    assert [w.text for w in words] == list("abcde")
+    assert [w.start for w in words] == [0, 1, 2, 3, 4]
+
+
+def test_words_of_an_overlap_appear_once():
+    """The left segment cuts its last word, the right one its first."""
+    pieces = [Segment(0, 6000), Segment(3000, 9000)]
+    words = merge_words(pieces, [words_of("a b c d e fff"), words_of("ddd e f g h")], RATE)
+    assert [w.text for w in words] == ["a", "b", "c", "d", "e", "f", "g", "h"]
+    assert words[5].start == 5.0
+
+
+def placed(text):
+    """Words of 0.2 s, unless their ends are given: "THE@28.2 CAT@28.6-29.1"."""
+    words = []
+    for name, times in (word.split("@") for word in text.split()):
+        start, _, end = times.partition("-")
+        words.append(TimedWord(name, float(start), float(end or float(start) + 0.2), 1.0))
+    return words
+
+
+def overlapping(left, right):
+    """Words of segments up to second 30 and from second 28, merged; times from 0 s."""
+    pieces = [Segment(0, 30_000), Segment(28_000, 40_000)]
+    shifted = [TimedWord(w.text, w.start - 28, w.end - 28, 1.0) for w in placed(right)]
+    return merge_words(pieces, [placed(left), shifted], RATE)
+
+
+def test_a_repeated_word_is_no_agreement():
+    words = overlapping(
+        "SAW@27.4 THE@28.2 CAT@28.6 BITE@29.1 THE@29.6",
+        "A@28.2 CAP@28.6 BY@29.1 THE@29.6 DOG@30.2 TODAY@30.6",
+    )
+    assert " ".join(w.text for w in words) == "SAW THE CAT BITE THE DOG TODAY"
+
+
+def test_one_word_at_distant_times_is_no_agreement():
+    words = overlapping("SAW@27.4 THE@28.2 CAT@28.6", "BY@29.1 THE@29.6 DOG@30.2")
+    assert " ".join(w.text for w in words) == "SAW THE CAT BY THE DOG"
+
+
+def test_of_two_equal_agreements_the_nearer_in_time_is_used():
+    words = overlapping("SO@27.4 NO@28.5 NO@28.8 ENT@29.8", "NO@28.8 ENTRY@29.9")
+    assert " ".join(w.text for w in words) == "SO NO NO ENTRY"
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("SAW@28.2 THE@28.9", "THE@28.6 CAT@28.7 SAT@29.5"),
+        ("SAW@28.2 THE@28.8", "CAT@28.7-29.4 SAT@29.5"),
+    ],
+    ids=["agreed", "halves"],
+)
+def test_no_word_starts_before_the_one_before_it(left, right):
+    """Both segments have slightly different word times."""
+    words = overlapping(left, right)
+    assert " ".join(w.text for w in words) == "SAW THE CAT SAT"
+    assert [w.start for w in words] == sorted(w.start for w in words)
+    assert all(w.start <= w.end for w in words)
+
+
+def drawn(draw, start, end):
+    """Consecutive words of two letters between those times."""
+    starts = sorted(draw.uniform(start, end) for _ in range(9))
+    ends = [*starts[1:], end]
+    return [
+        TimedWord(draw.choice("ab"), a, a + draw.random() * (b - a), 1.0)
+        for a, b in zip(starts, ends, strict=True)
+    ]
+
+
+def best_join(left, right, start, end):
+    """The joined texts by trying every run of every length; without one, each keeps its half."""
+    middles = [[(w.start + w.end) / 2 for w in words] for words in (left, right)]
+    difference = {
+        (i, j): abs(a - b)
+        for (i, a), (j, b) in itertools.product(*map(enumerate, middles))
+        if a >= start and b <= end and left[i].text == right[j].text and abs(a - b) <= 0.4
+    }
+    runs = [
+        (n, -sum(difference[i + k, j + k] for k in range(n)), i + n, j + n)
+        for (i, j), n in itertools.product(difference, range(1, 10))
+        if all((i + k, j + k) in difference for k in range(n))
+    ]
+    seam = (start + end) / 2
+    halves = 0, 0, sum(m < seam for m in middles[0]), sum(m < seam for m in middles[1])
+    *_, cut, start_right = max(runs, default=halves)
+    return "".join(w.text for w in left[:cut] + right[start_right:])
+
+
+def test_any_two_segments_join_like_the_best_of_all_runs_and_in_order():
+    draw = random.Random(3)
+    for _ in range(300):
+        left, right = drawn(draw, 0, 6), drawn(draw, 3, 9)
+        shifted = [TimedWord(w.text, w.start - 3, w.end - 3, 1.0) for w in right]
+        words = merge_words([Segment(0, 6000), Segment(3000, 9000)], [left, shifted], RATE)
+        assert "".join(w.text for w in words) == best_join(left, right, 3, 6)
+        assert [w.start for w in words] == sorted(w.start for w in words)
+
+
+def test_an_overlap_without_agreement_is_split_in_halves():
+    pieces = [Segment(0, 6000), Segment(2000, 8000)]
+    words = merge_words(pieces, [words_of("a b c d e f"), words_of("p q r s t u")], RATE)
+    assert [w.text for w in words] == ["a", "b", "c", "d", "r", "s", "t", "u"]
+
+
+def test_the_same_word_outside_the_overlap_is_no_agreement():
+    pieces = [Segment(0, 4000), Segment(3000, 7000)]
+    words = merge_words(pieces, [words_of("no no a b"), words_of("b c no no")], RATE)
+    assert [w.text for w in words] == ["no", "no", "a", "b", "c", "no", "no"]
+
+
+def test_empty_segments_join_to_nothing():
+    pieces = [Segment(0, 4000), Segment(3000, 7000), Segment(6000, 9000)]
+    assert merge_words(pieces, [[], [], []], RATE) == []
+    words = merge_words(pieces, [words_of("a b"), [], words_of("c d", 1.5)], RATE)
+    assert [w.text for w in words] == ["a", "b", "c", "d"]
+    assert merge_words([], [], RATE) == []

@@ -1,0 +1,163 @@
+"""Vocabularies: special tokens, round trips, unknown characters, saving, and errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from asr.data import splits
+from asr.data.tokenizer import (
+    BLANK,
+    EOS,
+    SOS,
+    SPECIAL,
+    UNK,
+    Characters,
+    SentencePieces,
+    load_tokenizer,
+)
+from asr.errors import UserError
+
+TEXTS = ["THE CAT SAT", "ON THE MAT", "THAT'S THE HAT THE CAT ATE"]
+
+
+def tokenizers():
+    return [
+        Characters.train(TEXTS),
+        SentencePieces.train(TEXTS, 30, "bpe"),
+        SentencePieces.train(TEXTS, 20, "unigram"),
+    ]
+
+
+@pytest.fixture(params=range(3), ids=["characters", "bpe", "unigram"])
+def tokenizer(request):
+    return tokenizers()[request.param]
+
+
+def test_text_is_unchanged_by_a_round_trip(tokenizer):
+    for text in [*TEXTS, "A HAT"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(isinstance(i, int) and len(SPECIAL) <= i < tokenizer.size for i in ids)
+
+
+def test_special_tokens_are_dropped_and_never_encoded(tokenizer):
+    ids = tokenizer.encode("THE CAT")
+    assert tokenizer.decode([SOS, *ids, EOS, BLANK, BLANK, UNK]) == "THE CAT"
+    assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
+    for name in SPECIAL:  # a special token's name in a text is text, not the token
+        assert not {BLANK, SOS, EOS} & set(tokenizer.encode(name))
+
+
+def test_unknown_characters_become_unk_and_are_listed(tokenizer):
+    assert UNK in tokenizer.encode("CAT?")
+    assert tokenizer.unknown("THE CAT") == ""
+    assert tokenizer.unknown("zé?CAT é") == "?zé"
+
+
+def test_characters_are_sorted_and_counted():
+    characters = Characters.train(["BA C", "A'"])
+    assert characters.symbols == [" ", "'", "A", "B", "C"]
+    assert characters.size == 9
+    assert characters.encode("C A") == [8, 4, 6]
+
+
+def test_pieces_are_longer_than_characters():
+    pieces, characters = SentencePieces.train(TEXTS * 5, 60, "bpe"), Characters.train(TEXTS)
+    assert len(pieces.encode(TEXTS[0])) < len(characters.encode(TEXTS[0]))
+
+
+def test_a_small_text_gives_fewer_pieces_than_asked():
+    assert len(SPECIAL) < SentencePieces.train(["ABC ABD"], 500, "bpe").size < 500
+
+
+def test_special_tokens_have_the_same_ids_in_the_library(tmp_path):
+    SentencePieces.train(TEXTS, 30, "bpe").save(tmp_path)
+    judge = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert (judge.pad_id(), judge.unk_id(), judge.bos_id(), judge.eos_id()) == (0, 1, 2, 3)
+    assert judge.encode(TEXTS[0]) == load_tokenizer(tmp_path).encode(TEXTS[0])
+
+
+def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "run")
+    loaded = load_tokenizer(tmp_path / "run")
+    assert type(loaded) is type(tokenizer)
+    assert loaded.fingerprint() == tokenizer.fingerprint() and loaded.size == tokenizer.size
+    assert loaded.encode(TEXTS[2]) == tokenizer.encode(TEXTS[2])
+
+
+def test_training_is_repeatable_and_fingerprints_differ():
+    first, second = tokenizers(), tokenizers()
+    assert [t.fingerprint() for t in first] == [t.fingerprint() for t in second]
+    prints = {t.fingerprint() for t in [*first, Characters.train(["THE"])]}
+    assert len(prints) == 4
+
+
+def test_a_text_that_gives_no_vocabulary_is_refused():
+    for train in (Characters.train, lambda t: SentencePieces.train(t, 50, "bpe")):
+        with pytest.raises(UserError, match="training text is empty"):
+            train([])
+        with pytest.raises(UserError, match="training text is empty"):
+            train(["", ""])
+    with pytest.raises(UserError, match=r"^5 pieces are too few.*needs 8 or more"):
+        SentencePieces.train(["ABC"], 5, "bpe")
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"kind": "characters"}',
+        '{"kind": "characters", "symbols": 3}',
+        '{"kind": "characters", "symbols": ["B", "A"]}',
+        '{"kind": "characters", "symbols": ["A", "A"]}',
+        '{"kind": "characters", "symbols": ["AB"]}',
+        '{"kind": "characters", "symbols": [1]}',
+        '{"kind": "sentencepiece"}',
+    ],
+)
+@pytest.mark.parametrize("model", [None, b"", b"no model at all"])
+def test_a_broken_folder_is_refused_in_one_line(tmp_path, description, model):
+    (tmp_path / "tokenizer.json").write_text(description)
+    if model is not None:
+        (tmp_path / "tokenizer.model").write_bytes(model)
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_without_tokenizer_is_reported(tmp_path):
+    with pytest.raises(UserError, match=r"no tokenizer\.json that can be read; is this a run"):
+        load_tokenizer(tmp_path / "none")
+
+
+def test_a_model_of_other_special_tokens_is_refused(tmp_path):
+    prefix = tmp_path / "other"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(prefix),
+        vocab_size=20,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"kind": "sentencepiece"}))
+    prefix.with_suffix(".model").rename(tmp_path / "tokenizer.model")
+    with pytest.raises(UserError, match="first pieces"):
+        load_tokenizer(tmp_path)
+
+
+def test_unknown_letters_are_reported_and_many_are_refused(tokenizer):
+    """The vocabularies contain capitals only."""
+
+    def check(*texts):
+        unknown = [tokenizer.unknown(text) for text in texts]
+        return splits.check_vocabulary_coverage(texts, unknown, Path("x.tsv"))
+
+    assert check("THE HAT", "", "A CAT") is None
+    line = "x.tsv: 30 % of its letters are not in the vocabulary: \u00dc \u00e9"
+    assert check("TH\u00dc H\u00dcT", "CAT\u00e9") == line  # 3 of 10
+    with pytest.raises(UserError, match=r"x\.tsv: 66.7 % of its letters .*: a e h t; check case"):
+        check("The Hat")

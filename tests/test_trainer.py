@@ -1,0 +1,333 @@
+"""The training loop on a tiny objective: one step against torch, and when training stops."""
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from asr.config.schema import TrainConfig
+from asr.data.batching import Batch, Broken, EpochPlan
+from asr.errors import UserError
+from asr.training.losses import Sum, means
+from asr.training.optim import constant
+from asr.training.trainer import (
+    Callbacks,
+    TrainState,
+    fit,
+    planned_steps,
+    random_state,
+    restore_random_state,
+    take_step,
+    validate,
+)
+
+F, V = 5, 7
+CONFIG = TrainConfig(epochs=1, clip=1e9)
+MAX_UNREADABLE = 0.01
+
+
+class Frames(nn.Module):
+    """Classifies every frame by its token: an Objective of one linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.model = nn.Linear(F, V)
+        self.steps = []
+
+    def set_step(self, step):
+        self.steps.append(step)
+
+    def forward(self, batch):
+        logits = self.model(batch.features).flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, batch.tokens.flatten(), reduction="sum")
+        count = torch.tensor(batch.tokens.numel())
+        return {"objective": Sum(total, count), "nll": Sum(total.detach(), count)}
+
+
+def batch(number, size=2, frames=3, broken=0):
+    draw = torch.Generator().manual_seed(number)
+    ids = tuple(f"u{number}.{i}" for i in range(size))
+    features = torch.randn(size, frames, F, generator=draw)
+    tokens = torch.randint(0, V, (size, frames), generator=draw)
+    lost = tuple(Broken(f"b{number}.{i}", "no such file") for i in range(broken))
+    full = torch.full((size,), frames)
+    return Batch(ids, features, full, tokens, full, 0.5 * size, lost)
+
+
+@dataclass
+class Few:
+    """Replaces Epochs: the same batches in every epoch."""
+
+    all_batches: list
+    read: list = field(default_factory=list)
+
+    def plan(self, epoch):
+        return EpochPlan([[None] * (len(b) + len(b.broken)) for b in self.all_batches], 0.0)
+
+    def batches(self, epoch, skip=0, every=1):
+        for number in range(skip, len(self.all_batches), every):
+            self.read.append((epoch, number))
+            yield self.all_batches[number]
+
+
+@dataclass
+class Seen:
+    """The calls between steps, in order."""
+
+    steps: list = field(default_factory=list)
+    events: list = field(default_factory=list)
+    notes: list = field(default_factory=list)
+
+    @property
+    def callbacks(self):
+        return Callbacks(
+            lambda state, step: self.steps.append((state.step, step)),
+            lambda state: self.events.append(("step", state.step, state.batch)),
+            lambda state: self.events.append(("epoch", state.step, state.epoch)),
+            self.notes.append,
+        )
+
+
+def run(batches, config, state=None, objective=None, lr=0.1, max_unreadable=MAX_UNREADABLE):
+    objective = objective or Frames()
+    optimizer = torch.optim.SGD(objective.parameters(), lr=99.0)
+    state, seen, few = state or TrainState(), Seen(), Few(batches)
+    schedule = constant(lr, 0)
+    fit(objective, few, optimizer, schedule, state, config, max_unreadable, seen.callbacks)
+    return objective, state, seen, few
+
+
+def test_accumulated_batches_are_one_large_batch():
+    """Micro-batches of different sizes: summed, then divided by all targets of the step."""
+    ours, judge = Frames(), Frames()
+    parts = [batch(1, size=2), batch(2, size=5), batch(3, size=1)]
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    step = take_step(ours, parts, optimizer, 0.3, CONFIG)
+    features = torch.cat([part.features for part in parts]).flatten(0, 1)
+    tokens = torch.cat([part.tokens for part in parts]).flatten()
+    loss = nn.functional.cross_entropy(judge.model(features), tokens)
+    loss.backward()
+    theirs = torch.optim.SGD(judge.parameters(), lr=0.3)
+    norm = nn.utils.get_total_norm([p.grad for p in judge.parameters()])
+    theirs.step()
+    torch.testing.assert_close(ours.state_dict(), judge.state_dict())
+    assert step.norm == pytest.approx(float(norm)) and step.seconds == 4.0 and step.lr == 0.3
+    assert means(step.sums)["objective"] == pytest.approx(float(loss.detach()))
+
+
+@pytest.mark.parametrize("clip", [1e-3, 0.2, 1e3])
+def test_clipping_matches_torch(clip):
+    ours, judge = Frames(), Frames()
+    one = batch(1)
+    config = TrainConfig(epochs=1, clip=clip)
+    take_step(ours, [one], torch.optim.SGD(ours.parameters(), lr=1.0), 1.0, config)
+    out = judge(one)["objective"]
+    (out.total / out.count).backward()
+    nn.utils.clip_grad_norm_(judge.parameters(), clip)
+    torch.optim.SGD(judge.parameters(), lr=1.0).step()
+    torch.testing.assert_close(ours.state_dict(), judge.state_dict())
+
+
+def test_a_non_finite_gradient_is_skipped_and_reported():
+    bad = batch(2)
+    bad.features[0, 0, 0] = math.inf
+    objective, state, seen, _ = run([bad], CONFIG)
+    torch.testing.assert_close(objective.state_dict(), Frames().state_dict())
+    assert state.step == 1
+    assert seen.notes == ["step 1: loss or gradient not finite, not used; utterances u2.0 u2.1"]
+
+
+def test_ten_bad_steps_in_a_row_stop_the_run_but_not_nine():
+    bad = batch(2)
+    bad.features[:] = math.nan
+    run([*[bad] * 9, batch(1)] * 2, TrainConfig(epochs=1))
+    with pytest.raises(UserError, match=r"step 10: 10 steps in a row without a finite gradient"):
+        run([bad] * 12, TrainConfig(epochs=1))
+
+
+def test_steps_epochs_and_the_callbacks_between():
+    all_batches = [batch(n) for n in range(5)]
+    objective, state, seen, few = run(all_batches, TrainConfig(epochs=2, accumulate=2))
+    assert few.read == [(e, n) for e in (1, 2) for n in range(5)]
+    assert seen.events == [
+        ("step", 1, 2),
+        ("step", 2, 4),
+        ("step", 3, 5),
+        ("epoch", 3, 2),
+        ("step", 4, 2),
+        ("step", 5, 4),
+        ("step", 6, 5),
+        ("epoch", 6, 3),
+    ]
+    assert (state.step, state.epoch, state.utterances) == (6, 3, 20)
+    assert state.audio_seconds == 10.0 and state.train_seconds > 0
+    assert objective.steps == [0, 1, 2, 3, 4, 5]
+    assert planned_steps(few, TrainConfig(epochs=2, accumulate=2), TrainState()) == 6
+    assert planned_steps(few, TrainConfig(epochs=2, accumulate=2), state) == 6
+    assert planned_steps(few, TrainConfig(epochs=2, steps=99), TrainState()) == 99
+
+
+def test_every_scheduled_module_gets_the_step():
+    class Scheduled(nn.Identity):
+        def __init__(self):
+            super().__init__()
+            self.steps = []
+
+        def set_step(self, step):
+            self.steps.append(step)
+
+    objective = Frames()
+    objective.parts = nn.Sequential(Scheduled(), nn.Sequential(Scheduled(), nn.ReLU()))
+    run([batch(n) for n in range(3)], CONFIG, objective=objective)
+    assert objective.steps == [0, 1, 2]
+    assert objective.parts[0].steps == objective.parts[1][0].steps == [0, 1, 2]
+
+
+def test_steps_override_epochs():
+    _, state, seen, _ = run([batch(n) for n in range(3)], TrainConfig(epochs=1, steps=7))
+    assert (state.step, state.epoch, state.batch) == (7, 3, 1)
+    assert [event[1] for event in seen.events if event[0] == "epoch"] == [3, 6]
+
+
+def test_the_schedule_sets_the_rate_from_step_1_and_from_progress():
+    objective = Frames()
+    optimizer = torch.optim.SGD(objective.parameters(), lr=99.0)
+    asked, seen = [], Seen()
+
+    def schedule(step, progress):
+        asked.append((step, progress))
+        return step / 100
+
+    few, config = Few([batch(1), batch(2)]), TrainConfig(epochs=2)
+    fit(objective, few, optimizer, schedule, TrainState(), config, 0.0, seen.callbacks)
+    assert asked == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
+    assert [step.lr for _, step in seen.steps] == [0.01, 0.02, 0.03, 0.04]
+    assert optimizer.param_groups[0]["lr"] == 0.04
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
+def test_the_schedule_resumes_at_the_corpus_position_for_any_step_size(before, after):
+    """Started with one number of batches per step (or ranks), resumed with another."""
+    asked, seen = [], Seen()
+    few, state = Few([batch(n) for n in range(12)]), TrainState()
+    objective = Frames()
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.0)
+
+    def schedule(step, progress):
+        asked.append(progress)
+        return 0.0
+
+    given = objective, few, optimizer, schedule, state
+    fit(*given, TrainConfig(epochs=1, accumulate=before), 0.0, seen.callbacks)
+    fit(*given, TrainConfig(epochs=3, accumulate=after), 0.0, seen.callbacks)
+    first = [n * before / 12 for n in range(1, 12 // before + 1)]
+    rest = [1 / 3 + n * after / 36 for n in range(1, 24 // after + 1)]
+    assert asked == pytest.approx(first + rest) and asked[-1] == 1.0
+    planned = planned_steps(
+        few, TrainConfig(epochs=3, accumulate=after), TrainState(12 // before, 2)
+    )
+    assert planned == state.step == len(asked)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_resuming_anywhere_gives_the_same_weights(stop):
+    all_batches = [batch(n) for n in range(5)]
+    straight, *_ = run(all_batches, TrainConfig(epochs=2, accumulate=2))
+    first, state, _, few = run(all_batches, TrainConfig(epochs=2, accumulate=2, steps=stop))
+    again = TrainState(**asdict(state))
+    rest, state, _, later = run(all_batches, TrainConfig(epochs=2, accumulate=2), again, first)
+    assert torch.equal(rest.model.weight, straight.model.weight)
+    assert few.read + later.read == [(e, n) for e in (1, 2) for n in range(5)]
+    assert state.utterances == 20
+
+
+def test_training_time_counts_loading_but_not_callbacks():
+    class Slow(Few):
+        def batches(self, epoch, skip=0, every=1):
+            for each in super().batches(epoch, skip, every):
+                time.sleep(0.05)
+                yield each
+
+    objective, state = Frames(), TrainState()
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
+    callbacks = Callbacks(*[lambda *_: time.sleep(0.2)] * 3, log=print)
+    few = Slow([batch(1), batch(2)])
+    fit(objective, few, optimizer, constant(0.1, 0), state, CONFIG, 0.0, callbacks)
+    assert 0.1 <= state.train_seconds < 0.4
+
+
+def test_a_finished_run_does_nothing_more():
+    _, state, _, _ = run([batch(1)], CONFIG)
+    _, after, seen, few = run([batch(1)], CONFIG, state)
+    assert after.step == 1 and not seen.events and not few.read
+
+
+class TestUnreadable:
+    def test_each_is_reported_and_counted(self):
+        all_batches = [batch(n, broken=n == 3) for n in range(200)]
+        _, state, seen, _ = run(all_batches, TrainConfig(epochs=3))
+        assert seen.notes == ["skipped b3.0: no such file"] * 3
+        assert (state.utterances, state.broken) == (1200, 3)
+
+    def test_a_share_of_the_corpus_may_be_unreadable_anywhere(self):
+        """2 of 200 are 1 %, even as the first two; 3 are more."""
+        run([batch(n, size=1 - (n < 2), broken=n < 2) for n in range(200)], CONFIG)
+        with pytest.raises(UserError, match=r"3 of 3 training utterances so far cannot be read"):
+            run([batch(n, size=1 - (n < 3), broken=n < 3) for n in range(200)], CONFIG)
+
+    def test_one_bad_file_is_allowed_in_a_small_corpus(self):
+        run([batch(1), batch(2, size=1, broken=1)], TrainConfig(epochs=3))
+        with pytest.raises(UserError, match=r"2 of 4 .* more than the share data.max_unreadable"):
+            run([batch(1), batch(2, size=0, broken=2)], CONFIG)
+
+    def test_a_limit_of_0_allows_no_unreadable_file(self):
+        with pytest.raises(UserError, match=r"1 of 5 training utterances so far"):
+            run([batch(1), batch(2, broken=1), batch(3)], CONFIG, max_unreadable=0.0)
+
+    def test_a_fully_unreadable_group_changes_no_weight(self):
+        objective, state, seen, _ = run([batch(1, size=0, broken=1)], CONFIG, max_unreadable=1.0)
+        torch.testing.assert_close(objective.state_dict(), Frames().state_dict())
+        assert state.step == 1 and seen.steps[0][1].norm == 0.0
+
+
+def test_groups_contain_every_batch():
+    _, _, seen, _ = run([batch(n) for n in range(7)], TrainConfig(epochs=1, accumulate=3))
+    assert [end for kind, _, end in seen.events if kind == "step"] == [3, 6, 7]
+    assert len(seen.steps) == 3
+
+
+def test_validation_sums_over_all_and_changes_nothing():
+    objective = Frames()
+    objective.train()
+    before = {name: value.clone() for name, value in objective.state_dict().items()}
+    parts = [batch(1, size=2), batch(2, size=0, broken=3), batch(3, size=5, broken=1)]
+    sums, read = validate(objective, parts, "fp32")
+    actual = means(sums)
+    assert read.utterances == 7
+    assert [broken.id for broken in read.broken] == ["b2.0", "b2.1", "b2.2", "b3.0"]
+    features = torch.cat([p.features for p in parts]).flatten(0, 1)
+    tokens = torch.cat([p.tokens for p in parts]).flatten()
+    expected = nn.functional.cross_entropy(objective.model(features), tokens).item()
+    assert actual["nll"] == pytest.approx(expected)
+    torch.testing.assert_close(dict(objective.state_dict()), before)
+    assert not objective.training
+
+
+def test_bf16_trains_nearly_as_fp32_and_keeps_fp32_weights():
+    all_batches = [batch(n) for n in range(20)]
+    exact, *_ = run(all_batches, CONFIG)
+    rough, *_ = run(all_batches, TrainConfig(epochs=1, clip=1e9, precision="bf16"))
+    assert rough.model.weight.dtype == torch.float32
+    assert not torch.equal(rough.model.weight, exact.model.weight)
+    torch.testing.assert_close(rough.model.weight, exact.model.weight, atol=0.02, rtol=0.05)
+
+
+def test_the_random_state_is_restored():
+    state = random_state()
+    first = torch.rand(5)
+    restore_random_state(state)
+    assert torch.equal(torch.rand(5), first)
