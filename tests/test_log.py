@@ -97,12 +97,12 @@ def test_a_console_without_a_descriptor_may_close_too(tmp_path, monkeypatch):
 
 def test_lines_are_written_to_the_console_and_the_file(tmp_path, capsys):
     with Log(tmp_path, every=1, total_steps=2) as log:
-        log.info("[left out] a: 100 %")
+        log.info("[skipped] a: 100 %")
         log.step(TrainState(step=1), step(6.0, 3))
     out = capsys.readouterr().out
     written = (tmp_path / "train.log").read_text(encoding="utf-8")
     for place in (out, written):
-        assert "[left out] a: 100 %" in place
+        assert "[skipped] a: 100 %" in place
         assert "step 1/2  epoch 1  nll 2.0000" in place
     assert "min left" in out
     assert "\x1b" not in out  # plain lines where there is no terminal

@@ -38,9 +38,13 @@ class RowClassifier(nn.Module):
         super().__init__()
         self.dropout = Dropout(config.dropout)
         self.lstm = LayerNormLSTM(
-            columns, config.hidden, config.layers, dropout=config.dropout,
-            recurrent_dropout=config.recurrent_dropout, **lstm_options(config),
-        )  # fmt: skip
+            columns,
+            config.hidden,
+            config.layers,
+            dropout=config.dropout,
+            recurrent_dropout=config.recurrent_dropout,
+            **lstm_options(config),
+        )
         self.out = nn.Linear(config.hidden, classes)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -33,8 +33,11 @@ from asr.kernels.types import (
 )
 
 LAYERS = {
-    "reference": reference.layer, "python": python.layer, "cpu": lstm.layer, "cuda": cuda.layer,
-}  # fmt: skip
+    "reference": reference.layer,
+    "python": python.layer,
+    "cpu": lstm.layer,
+    "cuda": cuda.layer,
+}
 NAMES = ("auto", *LAYERS)
 VARIABLE = "LAYERNORM_LSTM_BACKEND"
 P, R = ParamSpec("P"), TypeVar("R")
@@ -121,9 +124,13 @@ def attend(name: str, given: AttentionInput, valid: Tensor) -> tuple[Tensor, Ten
 
 
 def can_run_decoder(
-    name: str, setting: LSTMOptions, weight: Tensor, states: Tensor, v: Tensor | None,
+    name: str,
+    setting: LSTMOptions,
+    weight: Tensor,
+    states: Tensor,
+    v: Tensor | None,
     modules: Iterable[nn.Module],
-) -> bool:  # fmt: skip
+) -> bool:
     """Can run_decoder replace single steps? To be asked before the caller draws dropout masks.
 
     weight: one of the cells'; states (B, T, E): the memory; v: see AttentionInput; modules: all

@@ -58,9 +58,14 @@ class _Saved(NamedTuple):
 
 
 def _step(
-    ax: Tensor, recurrent: Tensor, c: Tensor, mask: Tensor | None, bias: Tensor, w: Weights,
+    ax: Tensor,
+    recurrent: Tensor,
+    c: Tensor,
+    mask: Tensor | None,
+    bias: Tensor,
+    w: Weights,
     setting: LSTMOptions,
-) -> tuple[State, tuple[Any, ...]]:  # fmt: skip
+) -> tuple[State, tuple[Any, ...]]:
     norm_h = norm_c = None
     if setting.norm in SPLIT:
         norm_h = norm(recurrent, setting.eps)
@@ -191,9 +196,15 @@ def _input_gradients(
 class _Direction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, setting: LSTMOptions, packed: Packed, x: Tensor, h: Tensor, c: Tensor,
-        mask: Tensor | None, *flat: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        setting: LSTMOptions,
+        packed: Packed,
+        x: Tensor,
+        h: Tensor,
+        c: Tensor,
+        mask: Tensor | None,
+        *flat: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows, end, saved = _run(packed, setting, x, (h, c), mask, Weights(*flat))
         ctx.packed, ctx.setting, ctx.saved = packed, setting, saved
         ctx.save_for_backward(x, mask, *flat)

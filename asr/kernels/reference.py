@@ -126,9 +126,14 @@ def run_packed(
 
 
 def _run_direction(
-    setting: LSTMOptions, packed: Packed, x: Tensor, h: Tensor, c: Tensor, mask: Tensor | None,
+    setting: LSTMOptions,
+    packed: Packed,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor,
+    mask: Tensor | None,
     *flat: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     weights = Weights(*flat)
     gates = input_part(deferred_linear(x, weights.weight_ih), weights, setting)  # (N, 4H)
     outputs, ended, start = [], [], 0

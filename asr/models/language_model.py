@@ -45,9 +45,13 @@ class LSTMLanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocabulary, embedding)
         nn.init.normal_(self.embedding.weight, std=embedding**-0.5 if tied else 1.0)
         self.lstm = LayerNormLSTM(
-            embedding, hidden, config.layers, dropout=config.dropout,
-            recurrent_dropout=config.recurrent_dropout, **lstm_options(config),
-        )  # fmt: skip
+            embedding,
+            hidden,
+            config.layers,
+            dropout=config.dropout,
+            recurrent_dropout=config.recurrent_dropout,
+            **lstm_options(config),
+        )
         projects = tied and hidden != embedding
         self.project = nn.Linear(hidden, embedding) if projects else nn.Identity()
         self.out = nn.Linear(embedding if tied else hidden, vocabulary)

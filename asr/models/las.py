@@ -53,10 +53,15 @@ class Listener(nn.Module):
             paired = number in self.pyramid
             normed = {"all": True, "pyramid": paired, "first": number == 1}[config.norm_layers]
             options = lstm_options(config) | ({} if normed else {"norm": "none"})
-            self.layers.append(LayerNormLSTM(
-                2 * size if paired else size, config.hidden, bidirectional=True,
-                recurrent_dropout=config.recurrent_dropout, **options,
-            ))  # fmt: skip
+            self.layers.append(
+                LayerNormLSTM(
+                    2 * size if paired else size,
+                    config.hidden,
+                    bidirectional=True,
+                    recurrent_dropout=config.recurrent_dropout,
+                    **options,
+                )
+            )
             size = self.size
 
     def forward(self, features: Tensor, lengths: Tensor) -> Memory:

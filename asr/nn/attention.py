@@ -58,9 +58,15 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, kind: str, memory_size: int, query_size: int, size: int, filters: int, reach: int,
+        self,
+        kind: str,
+        memory_size: int,
+        query_size: int,
+        size: int,
+        filters: int,
+        reach: int,
         backend: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.backend = dispatch.check_name(backend)
         if kind not in KINDS:

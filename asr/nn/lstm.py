@@ -27,9 +27,13 @@ __all__ = ["LayerNormLSTM", "LayerNormLSTMCell", "backends"]
 
 
 def add_weights(
-    module: nn.Module, norm: str, input_size: int, hidden_size: int, recurrent_gain: float,
+    module: nn.Module,
+    norm: str,
+    input_size: int,
+    hidden_size: int,
+    recurrent_gain: float,
     suffix: str = "",
-) -> None:  # fmt: skip
+) -> None:
     """Registers and initialises one direction's weights, named as in nn.LSTM."""
     for name, shape in weight_shapes(norm, input_size, hidden_size).items():
         module.register_parameter(name + suffix, nn.Parameter(torch.empty(shape)))
@@ -72,10 +76,18 @@ class LayerNormLSTMCell(nn.Module):
     """nn.LSTMCell with layer normalisation, for decoders; options as for LayerNormLSTM."""
 
     def __init__(
-        self, input_size: int, hidden_size: int, norm: str = "ba", *,
-        recurrent_dropout: float = 0.0, eps: float | None = None, zero_variance: str = "guard",
-        recurrent_gain: float = 1.0, precision: str = "fp32", backend: str = "auto",
-    ) -> None:  # fmt: skip
+        self,
+        input_size: int,
+        hidden_size: int,
+        norm: str = "ba",
+        *,
+        recurrent_dropout: float = 0.0,
+        eps: float | None = None,
+        zero_variance: str = "guard",
+        recurrent_gain: float = 1.0,
+        precision: str = "fp32",
+        backend: str = "auto",
+    ) -> None:
         super().__init__()
         self.setting = make_setting(norm, eps, zero_variance, precision)
         self.input_size, self.hidden_size = input_size, hidden_size
@@ -84,9 +96,12 @@ class LayerNormLSTMCell(nn.Module):
         add_weights(self, norm, input_size, hidden_size, recurrent_gain)
 
     def forward(
-        self, x: Tensor, state: State | None = None, mask: Tensor | None = None,
+        self,
+        x: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
         weights: Weights | None = None,
-    ) -> State:  # fmt: skip
+    ) -> State:
         """x (B, I), state (h, c) each (B, H) or None for zeros -> the next (h, c).
 
         mask (B, H) comes from dropout_mask, weights from loop_weights, once per sequence.
@@ -127,11 +142,20 @@ class LayerNormLSTM(nn.Module):
     """
 
     def __init__(
-        self, input_size: int, hidden_size: int, num_layers: int = 1, bidirectional: bool = False,
-        dropout: float = 0.0, recurrent_dropout: float = 0.0, norm: str = "ba",
-        eps: float | None = None, zero_variance: str = "guard", recurrent_gain: float = 1.0,
-        backend: str = "auto", precision: str = "fp32",
-    ) -> None:  # fmt: skip
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
+        recurrent_dropout: float = 0.0,
+        norm: str = "ba",
+        eps: float | None = None,
+        zero_variance: str = "guard",
+        recurrent_gain: float = 1.0,
+        backend: str = "auto",
+        precision: str = "fp32",
+    ) -> None:
         super().__init__()
         self.setting = make_setting(norm, eps, zero_variance, precision)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers

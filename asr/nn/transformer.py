@@ -98,9 +98,13 @@ class _MultiHead(nn.Module):
         return self.out(self.drop_head(x).transpose(1, 2).flatten(2))
 
     def _attend(
-        self, query: Tensor, memory: KeyValue, valid: Tensor | None, causal: bool = False,
+        self,
+        query: Tensor,
+        memory: KeyValue,
+        valid: Tensor | None,
+        causal: bool = False,
         bias: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """-> (B, H, Q, D). `causal` excludes `valid`, since right padding is in the future anyway.
 
         It also excludes `bias` (H, Q, T), of which torch's kernels compute no gradient.
@@ -274,9 +278,12 @@ class EncoderLayer(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerLayersConfig, scale: ResidualScales,
-        windows: WindowsConfig | None, kernel: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        config: TransformerLayersConfig,
+        scale: ResidualScales,
+        windows: WindowsConfig | None,
+        kernel: int | None,
+    ) -> None:
         super().__init__()
         self.self_attention = SelfAttention(config, scale.gain, windows)
         self.around_self_attention = Residual(config, scale.alpha)
@@ -338,9 +345,13 @@ class DecoderLayer(nn.Module):
         return self._sublayers(x, attend, memory, valid, need_weights)
 
     def _sublayers(
-        self, x: Tensor, attend: Callable[[Tensor], Tensor], memory: KeyValue, valid: Tensor,
+        self,
+        x: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        memory: KeyValue,
+        valid: Tensor,
         need_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         x = self.around_self_attention.wrap(x, attend)
         around = self.around_cross_attention
         context, weights = self.cross_attention(around.enter(x), memory, valid, need_weights)
@@ -386,9 +397,13 @@ class Stack(nn.Module):
 
 
 def encoder_stack(
-    config: TransformerLayersConfig, count: int, scale: ResidualScales, layer_drop: float,
-    windows: WindowsConfig | None, kernel: int | None,
-) -> Stack:  # fmt: skip
+    config: TransformerLayersConfig,
+    count: int,
+    scale: ResidualScales,
+    layer_drop: float,
+    windows: WindowsConfig | None,
+    kernel: int | None,
+) -> Stack:
     """`count` encoder layers and their last norm."""
     layers = [EncoderLayer(config, scale, windows, kernel) for _ in range(count)]
     return Stack(layers, _last_norm(config), layer_drop)

@@ -27,7 +27,7 @@ from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_sc
 from asr.io import sha256_of_files
 from asr.models.build import build_front_end, build_speech_model
 from asr.training.distributed import choose_device, print_first
-from asr.training.inspection import attention_weights
+from asr.training.inspection import reference_attention
 from asr.training.logging import Log
 from asr.training.losses import SpeechObjective
 from asr.training.resume import SHA256, Content
@@ -104,7 +104,7 @@ class SpeechTask(Task):
             texts |= zip(batch.ids, map(self.decoder.text, hypotheses), strict=True)
             paths = self.decoder.ctc_hypotheses(memory)
             ctc_texts |= zip(batch.ids, map(self.decoder.text, paths), strict=False)
-            weights = [w.numpy() for w in attention_weights(self.decoder.model, memory, batch)]
+            weights = [w.numpy() for w in reference_attention(self.decoder.model, memory, batch)]
             slopes += map(diagonality, weights)
             for row in (i for i, name in enumerate(batch.ids) if name in shown):
                 self._pictures(log, state.step, batch, row, weights[row])
@@ -172,21 +172,31 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
     objective = build_speech_objective(recipe, front_end.size, tokenizer.size)
     check_ctc_lengths(recipe, training, tokenizer, front_end, objective)
     lm = load_language_scorer(recipe.decode, tokenizer, choose_device(recipe.train.device))
-    train, views = recipe.train, 2 if recipe.train.consistency else 1
-    utterances = UtteranceDataset(training, front_end, tokenizer, recipe.seed, views=views)
-    settings = train.batch_seconds, speeds, train.short_first, data.workers, train.round_seconds
-    epochs = SpeechEpochs(utterances, *settings)
+    train = recipe.train
+    views = 2 if train.consistency else 1
+    epochs = SpeechEpochs(
+        UtteranceDataset(training, front_end, tokenizer, recipe.seed, views=views),
+        train.batch_seconds,
+        speeds,
+        train.short_first,
+        data.workers,
+        train.round_seconds,
+    )
     valid_front_end = loader.with_split_statistics(front_end, valid, data.workers, (1.0,))
     held_out = UtteranceDataset(valid, valid_front_end, tokenizer, recipe.seed)
     decoder = SpeechDecoder(objective.model, tokenizer, recipe.decode, lm)
-    metadata, unreadable = about(tokenizer), data.max_unreadable
-    return SpeechTask(recipe, objective, epochs, held_out, decoder, metadata, unreadable)
+    return SpeechTask(
+        recipe, objective, epochs, held_out, decoder, about(tokenizer), data.max_unreadable
+    )
 
 
 def check_ctc_lengths(
-    recipe: SpeechRecipe, corpus: Corpus, tokenizer: Tokenizer, front_end: FrontEnd,
+    recipe: SpeechRecipe,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    front_end: FrontEnd,
     objective: SpeechObjective,
-) -> None:  # fmt: skip
+) -> None:
     """Print the utterances with more CTC labels than frames of memory, which have no CTC path.
 
     Raises UserError where they are more than 1 %.
@@ -223,7 +233,12 @@ def _ctc_remedy(recipe: SpeechRecipe) -> str:
 
 def build_speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> SpeechObjective:
     """The model with its objective, on the recipe's device."""
-    model, train = build_speech_model(recipe.model, features, vocabulary), recipe.train
-    settings = train.label_smoothing, train.guided_attention, train.consistency
-    objective = SpeechObjective(model, recipe.model.ctc_weight, *settings)
+    train = recipe.train
+    objective = SpeechObjective(
+        build_speech_model(recipe.model, features, vocabulary),
+        recipe.model.ctc_weight,
+        train.label_smoothing,
+        train.guided_attention,
+        train.consistency,
+    )
     return objective.to(choose_device(train.device))

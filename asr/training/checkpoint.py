@@ -45,9 +45,13 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    run: Path, module: nn.Module, training: dict[str, Any] | None, step: int, loss: float,
+    run: Path,
+    module: nn.Module,
+    training: dict[str, Any] | None,
+    step: int,
+    loss: float,
     about: dict[str, str],
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     """Write RUN/checkpoints/STEP, or leave the disk as it was.
 
     `about` goes into the metadata of the weights (vocabulary fingerprint). Without `training` only

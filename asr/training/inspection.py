@@ -101,9 +101,16 @@ def trace(
 
 
 def _trace_direction(
-    setting: LSTMOptions, frames: list[TracedStep], places: Iterator[str],
-    packed: reference.Packed, x: Tensor, h: Tensor, c: Tensor, mask: None, *flat: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    setting: LSTMOptions,
+    frames: list[TracedStep],
+    places: Iterator[str],
+    packed: reference.Packed,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor,
+    mask: None,
+    *flat: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Append the steps of the next of `places`; -> output rows, and the state as it was."""
     weights, place, start = Weights(*flat), next(places), (h, c)
     outputs = []
@@ -247,7 +254,7 @@ def layer_of(name: str) -> str:
 
 
 @torch.no_grad()
-def attention_weights(model: nn.Module, memory: Memory, batch: Batch) -> list[Tensor]:
+def reference_attention(model: nn.Module, memory: Memory, batch: Batch) -> list[Tensor]:
     """Attention under the reference text: (U + 1, T) float32 of each utterance, on the CPU."""
     inputs, _ = shift(batch.tokens, batch.token_lengths)
     weights = model.attention(memory, inputs.to(memory.states.device))
@@ -260,5 +267,5 @@ def attention(model: nn.Module, batch: Any) -> list[tuple[float, float]]:
     """Diagonality and coverage of each utterance, for models that attend to speech."""
     if not isinstance(batch, Batch) or not hasattr(model, "attention"):
         return []
-    weights = attention_weights(model, model.encode(batch.features, batch.lengths), batch)
+    weights = reference_attention(model, model.encode(batch.features, batch.lengths), batch)
     return [(diagonality(w.numpy()), coverage(w[:-1])) for w in weights]

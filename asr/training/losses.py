@@ -122,10 +122,13 @@ class SpeechObjective(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, ctc_weight: float, label_smoothing: float,
+        self,
+        model: nn.Module,
+        ctc_weight: float,
+        label_smoothing: float,
         guided_attention: GuidedAttentionConfig | None = None,
         consistency: ConsistencyConfig | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.model = model
         self.ctc_weight, self.label_smoothing = ctc_weight, label_smoothing

@@ -17,7 +17,9 @@ from asr.errors import EXIT_STOPPED, UserError
 from asr.io import lock_run_folder
 from asr.training import distributed, optim, trainer
 from asr.training.checkpoint import choose, load_weights, prune, save_checkpoint, set_aside
+from asr.training.debug import dump_bad_batch, stop_at_nan
 from asr.training.distributed import add_sums, gather, is_first, rank, world
+from asr.training.inspection import measure
 from asr.training.logging import Log, NullLog
 from asr.training.losses import Objective, Sum, means
 from asr.training.oom import limit_onednn_cache, release_memory
@@ -32,10 +34,6 @@ TASKS: Mapping[str, str] = {
     "language": "asr.tasks.language:language_task",
     "images": "asr.images.task:image_task",
 }
-# Loaded where a run needs them, as the tasks are: inspection imports torchaudio, 0.2 s.
-MEASURE = "asr.training.inspection:measure"
-DUMP_BAD_BATCH = "asr.training.debug:dump_bad_batch"
-STOP_AT_NAN = "asr.training.debug:stop_at_nan"
 
 
 class Task(Protocol):
@@ -123,12 +121,17 @@ class Training:
             self._dump,
         )
         schedule = optim.make_schedule(self.config.schedule, self.config.optimizer.lr)
-        loop = task.objective, task.epochs, self.optimizer, schedule, state, self.config
-        debugging = nullcontext()
-        if self.config.debug:
-            debugging = pkgutil.resolve_name(STOP_AT_NAN)(task.objective, state, log)
-        with debugging:
-            fit(*loop, task.max_unreadable, callbacks)
+        with stop_at_nan(task.objective, state, log) if self.config.debug else nullcontext():
+            fit(
+                task.objective,
+                task.epochs,
+                self.optimizer,
+                schedule,
+                state,
+                self.config,
+                task.max_unreadable,
+                callbacks,
+            )
         if self.validated != state.step and not self.stop.requested_on_any_rank():
             self.check()
         if is_first():
@@ -188,7 +191,7 @@ class Training:
             return {}
         reported, every = self.task.report(self.log, self.state), self.config.health
         if every and self.validations % every == 0:
-            figures = pkgutil.resolve_name(MEASURE)(self.task.objective, self.task.samples())
+            figures = measure(self.task.objective, self.task.samples())
             self.log.scalars("health", figures, self.state.step)
         self.validations += 1
         return reported
@@ -275,7 +278,7 @@ class Training:
 
     def _dump(self, group: Sequence[TaskBatch]) -> str:
         folder = self.run / "evidence" / f"{self.state.step:08d}"
-        return pkgutil.resolve_name(DUMP_BAD_BATCH)(folder, group, self.task.objective)
+        return dump_bad_batch(folder, group, self.task.objective)
 
     def _summary(self, resumed: bool) -> str:
         parameters = sum(p.numel() for p in self.task.objective.parameters())

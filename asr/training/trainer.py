@@ -149,9 +149,15 @@ class Callbacks:
 
 
 def fit(
-    objective: nn.Module, epochs: Epochs, optimizer: torch.optim.Optimizer, schedule: Schedule,
-    state: TrainState, config: TrainConfig, max_unreadable: float, callbacks: Callbacks,
-) -> None:  # fmt: skip
+    objective: nn.Module,
+    epochs: Epochs,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    state: TrainState,
+    config: TrainConfig,
+    max_unreadable: float,
+    callbacks: Callbacks,
+) -> None:
     """Train from `state`, which it updates, to the last step or epoch of `config`.
 
     Returns early, between two steps, where callbacks.stop_requested. max_unreadable: the share of
@@ -188,9 +194,13 @@ def fit(
 
 
 def take_step(
-    objective: nn.Module, group: Sequence[TaskBatch], optimizer: torch.optim.Optimizer, lr: float,
-    config: TrainConfig, log: Callable[[str], None] = print,
-) -> Step:  # fmt: skip
+    objective: nn.Module,
+    group: Sequence[TaskBatch],
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    config: TrainConfig,
+    log: Callable[[str], None] = print,
+) -> Step:
     """One update from the batches of all ranks; none where loss or gradient is not finite."""
     objective.train()
     messages: list[str] = []
@@ -284,9 +294,12 @@ def count_batches(
 
 
 def bad_step(
-    bad: int, group: Sequence[TaskBatch], state: TrainState, config: TrainConfig,
+    bad: int,
+    group: Sequence[TaskBatch],
+    state: TrainState,
+    config: TrainConfig,
     callbacks: Callbacks,
-) -> int:  # fmt: skip
+) -> int:
     """Log the utterances of a step without a finite gradient; -> the number of such in a row.
 
     Dumps the batches and raises UserError where these are config.bad_steps.

@@ -52,9 +52,15 @@ def _rows(x: Tensor) -> Tensor:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, weights: list[Weights], x: Tensor, h: Tensor, c: Tensor,
-        mask: Tensor | None, *flat: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        plan: _Plan,
+        weights: list[Weights],
+        x: Tensor,
+        h: Tensor,
+        c: Tensor,
+        mask: Tensor | None,
+        *flat: Tensor,
+    ) -> tuple[Tensor, ...]:
         batch = LayerInput(_rows(x), plan.lengths, h.contiguous(), c.contiguous(), mask)
         frames, gates = len(weights) * sum(plan.lengths), 4 * h.shape[-1]
         counts = {"ah": frames * gates, "raw": frames * h.shape[-1], "stats": frames * 12}
@@ -235,9 +241,13 @@ def _step_forward(
 
 
 def _describe_step(
-    setting: LSTMOptions, ax: Tensor | None, ah: Tensor, c: Tensor, mask: Tensor | None,
+    setting: LSTMOptions,
+    ax: Tensor | None,
+    ah: Tensor,
+    c: Tensor,
+    mask: Tensor | None,
     *vectors: Tensor | None,
-) -> tuple[library.Call, list[Tensor]]:  # fmt: skip
+) -> tuple[library.Call, list[Tensor]]:
     """The part of a call that both passes share, and the tensors that must outlive it."""
     B, H = c.shape
     ones = c.new_ones(4 * H)

@@ -117,9 +117,15 @@ class Recurrence(torch.autograd.Function):
 
 
 def _run_forward(
-    plan: CudaPlan, gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, mask: Tensor | None,
-    lengths: Tensor, *vectors: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    plan: CudaPlan,
+    gates: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    c: Tensor,
+    mask: Tensor | None,
+    lengths: Tensor,
+    *vectors: Tensor,
+) -> tuple[Tensor, ...]:
     from asr.kernels.cuda import triton_step  # needs triton, which may not be installed
 
     S, D, B, _ = gates.shape
@@ -139,10 +145,22 @@ def _run_forward(
 
 
 def _run_backward(
-    plan: CudaPlan, gates: Tensor, weight: Tensor, cs: Tensor, ah: Tensor, raw: Tensor,
-    mask: Tensor | None, lengths: Tensor, gain_h: Tensor, bias: Tensor, gain_c: Tensor,
-    bias_c: Tensor, dhs: Tensor, dh: Tensor, dc: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    plan: CudaPlan,
+    gates: Tensor,
+    weight: Tensor,
+    cs: Tensor,
+    ah: Tensor,
+    raw: Tensor,
+    mask: Tensor | None,
+    lengths: Tensor,
+    gain_h: Tensor,
+    bias: Tensor,
+    gain_c: Tensor,
+    bias_c: Tensor,
+    dhs: Tensor,
+    dh: Tensor,
+    dc: Tensor,
+) -> tuple[Tensor, ...]:
     from asr.kernels.cuda import triton_step
 
     S, D, B, _ = gates.shape
