@@ -3,7 +3,8 @@
 A user's mistake is one line on standard error and exit code 2, without a traceback. The other exit
 codes: 0 success, 3 a signal stopped the training, which is saved, 130 Ctrl-C with nothing to save.
 Where the reader of standard output has ended (`| head`, a closed terminal), long commands drop
-their output and continue.
+their output and continue. Control characters, which file names and texts may contain and which
+could act on a terminal, are printed as escapes.
 """
 
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TextIO
 
 from features import AudioError, StatisticsError
 
@@ -28,6 +30,9 @@ KILLED = (
 )
 # The messages of CUDA and of the CPU's allocator.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+# Control characters but tab (9) and line feed (10).
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 
 
 class UserError(Exception):
@@ -66,11 +71,59 @@ def discard_stdout() -> None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end of the process)
 
 
+def printable(text: str) -> str:
+    """The text with control characters, but not tab and line break, as escapes such as \\x1b."""
+    return text.translate(_CONTROL)
+
+
+class _PrintableStream(TextIOWrapper):
+    """Writes to the file of another stream, with control characters as escapes."""
+
+    def __init__(self, stream: TextIOWrapper) -> None:
+        super().__init__(
+            stream.buffer,
+            encoding=stream.encoding,
+            errors="backslashreplace",  # a locale may lack a character, a name be no text
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        self.unescaped = stream
+
+    def write(self, text: str) -> int:
+        """Write the text; -> its length."""
+        super().write(printable(text))
+        return len(text)
+
+
+def terminal() -> TextIO:
+    """Standard output without escapes, for a progress bar, which moves the cursor."""
+    return getattr(sys.stdout, "unescaped", sys.stdout)
+
+
+@contextmanager
+def _printable_streams() -> Iterator[None]:
+    """Let sys.stdout and sys.stderr escape control characters."""
+    before = sys.stdout, sys.stderr
+    streams = [s if not isinstance(s, TextIOWrapper) else _PrintableStream(s) for s in before]
+    sys.stdout, sys.stderr = streams
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in streams:
+            if isinstance(stream, _PrintableStream):
+                with suppress(OSError, ValueError):  # its reader is gone, or it is closed
+                    stream.flush()
+                    stream.detach()
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's main and exit with what it returns, 0 for None."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a locale may lack a character, a name be no text
-            stream.reconfigure(errors="backslashreplace")
+    with _printable_streams():
+        _run_command(main)
+
+
+def _run_command(main: Callable[[], int | None]) -> None:
     try:
         code = main() or 0
     except BrokenPipeError:  # `| head` has all it wants
@@ -98,7 +151,10 @@ def _user_message(error: Exception) -> str | None:
     if isinstance(error, UserError | AudioError | StatisticsError):
         return str(error)
     if isinstance(error, OSError):
-        return f"{error.filename or 'the system'}: {error.strerror or error}"
+        name = error.filename or "the system"
+        if isinstance(name, bytes):
+            name = os.fsdecode(name)
+        return f"{name}: {error.strerror or error}"
     if is_killed(error):
         return KILLED
     if is_out_of_memory(error):

@@ -1,11 +1,17 @@
-"""Files: atomic writes, locks and checksums.
+"""Files: atomic writes, checked reads, locks and checksums.
 
 An atomic write goes to a hidden file beside the target, which a rename then replaces: a reader sees
 the old content or the new one, never a part, and a failed write leaves nothing behind.
+
+A file that somebody else may have made is checked as it is opened: no FIFO or device, which might
+block or never end, and no more bytes than its kind can need. Where a command writes, it follows no
+symbolic link, which could lead out of the folder that the user named.
 """
 
+import errno
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -78,22 +84,106 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def open_file(path: Path, limit: int | None = None) -> IO[bytes]:
+    """A regular file, open for reading.
+
+    Raises UserError for a FIFO, a device, or a file of more than `limit` bytes.
+    """
+    file = open(path, "rb", opener=_open_regular)  # noqa: SIM115 (the caller closes it)
+    if limit is not None and os.fstat(file.fileno()).st_size > limit:
+        file.close()
+        raise UserError(f"{path}: larger than {limit} bytes")
+    return file
+
+
 def read_small_file(path: Path, limit: int = 16 << 20) -> str:
     """The UTF-8 text of a regular file of bounded size, such as a recipe or a JSON description.
 
-    Raises UserError for a FIFO, a device or a larger file, ValueError for other encodings.
+    Raises UserError as open_file does, ValueError for other encodings.
     """
-    with open(path, "rb", opener=_open_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UserError(f"{path}: not a regular file")
+    with open_file(path, limit) as file:
         content = file.read(limit + 1)
-    if len(content) > limit:
+    if len(content) > limit:  # files of the system have a size of 0
         raise UserError(f"{path}: larger than {limit} bytes")
     return content.decode()
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO waits for a writer otherwise
+def read_json(path: Path, limit: int = 16 << 20) -> Any:
+    """The value of a JSON file. Raises UserError as open_file does, ValueError as parse_json."""
+    return parse_json(read_small_file(path, limit))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises ValueError for what is not JSON or not UTF-8, is nested too deeply, has too long a
+    number, or has a surrogate, which is no character and cannot be written again.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("has a lone surrogate, which is no character") from None
+    return value
+
+
+def open_append(path: Path) -> IO[bytes]:
+    """A regular file, open for appending, made if need be.
+
+    Raises UserError for a symbolic link, a file with another name elsewhere (a hard link), a FIFO
+    or a device.
+    """
+    return open(path, "a+b", opener=_open_own)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    try:
+        handle = os.open(path, flags | os.O_NONBLOCK, 0o666)  # else a FIFO waits for its other end
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise UserError(f"{path}: not a regular file") from None
+        raise
+    mode = os.fstat(handle).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # Python itself refuses folders
+        os.close(handle)
+        raise UserError(f"{path}: not a regular file")
+    return handle
+
+
+def _open_own(path: str, flags: int) -> int:
+    try:
+        handle = _open_regular(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(f"{path}: {_LINK}") from None
+        raise
+    if os.fstat(handle).st_nlink > 1:
+        os.close(handle)
+        raise UserError(f"{path}: a file with another name elsewhere (a hard link); copy it")
+    return handle
+
+
+def check_run_folder(run: Path) -> None:
+    """Raise UserError if a run folder has a member that is neither a file nor a folder.
+
+    Through a link, writing into the folder would change what is elsewhere; a FIFO would block. The
+    path of the folder itself may be a link, which its user has made.
+    """
+    waiting = [run] if run.is_dir() else []
+    while waiting:
+        with os.scandir(waiting.pop()) as members:
+            for member in members:
+                mode = member.stat(follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode):
+                    waiting.append(Path(member.path))
+                elif not stat.S_ISREG(mode):
+                    fault = _LINK if stat.S_ISLNK(mode) else "not a regular file; remove it"
+                    raise UserError(f"{member.path}: {fault}")
+
+
+_LINK = "a symbolic link, through which nothing is written; replace it by what it points to"
 
 
 def sha256_of_files(paths: Iterable[Path]) -> str:
@@ -108,7 +198,7 @@ def md5_of_file(path: Path) -> str:
 
 def _hash_files(paths: Iterable[Path], digest: Any) -> str:
     for path in paths:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while block := file.read(CHUNK):
                 digest.update(block)
     return digest.hexdigest()
@@ -137,9 +227,12 @@ def unlock(file: IO[Any], start: int = 0, length: int = 0) -> None:
 
 
 @contextmanager
-def lock_file(path: Path, refusal: str) -> Iterator[IO[str]]:
-    """Hold a lock file, which child processes may inherit. Raises UserError(refusal) if held."""
-    with path.open("w") as file:
+def lock_file(path: Path, refusal: str) -> Iterator[IO[bytes]]:
+    """Hold a lock file, which child processes may inherit.
+
+    Raises UserError(refusal) if another process holds it, and as open_append does.
+    """
+    with open_append(path) as file:
         if not try_lock(file, inherited=True):
             raise UserError(refusal)
         yield file
@@ -150,8 +243,9 @@ def lock_run_folder(run: Path) -> Iterator[None]:
     """Hold a run folder for training. Creates it, and removes it if nothing was written into it.
 
     The loader's workers do not inherit the lock, so a killed run can be resumed at once.
-    Raises UserError where another process trains in the folder.
+    Raises UserError where another process trains in the folder, and as check_run_folder does.
     """
+    check_run_folder(run)
     created = [folder for folder in (run, *run.parents) if not folder.exists()]
     run.mkdir(parents=True, exist_ok=True)
     try:
@@ -167,18 +261,18 @@ def lock_run_folder(run: Path) -> Iterator[None]:
 def _training_lock(path: Path) -> Iterator[None]:
     """Hold the lock file of a run folder, which names its holder; removed at the end."""
     while True:
-        with path.open("a+", encoding="utf-8") as file:
+        with open_append(path) as file:
             locked = True  # also on a file system without locks: better to train than not
             with suppress(OSError):
                 locked = try_lock(file)
             if not locked:
                 file.seek(0)
-                holder = file.read(200) or "another process"
+                holder = file.read(200).decode(errors="replace") or "another process"
                 remedy = "wait for its end, end it, or choose another --run"
                 raise UserError(f"{path.parent}: {holder} is training in it; {remedy}")
             if os.fstat(file.fileno()).st_nlink:  # else its last holder has just removed it
                 file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
                 file.flush()
                 try:
                     yield

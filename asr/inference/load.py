@@ -14,6 +14,7 @@ from asr.data.tokenizer import SPECIAL, Tokenizer, about, load_tokenizer
 from asr.decoding.fusion import load_ngrams
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError
+from asr.io import check_run_folder
 from asr.models.build import build_front_end, build_language_model, build_speech_model
 from asr.training.checkpoint import choose, load_weights
 from asr.training.distributed import choose_device
@@ -23,7 +24,11 @@ STATISTICS = "features.safetensors"
 
 
 def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
-    """The resolved recipe of a run. Raises UserError for a folder that is no run of speech."""
+    """The resolved recipe of a run.
+
+    Raises UserError for a folder that is no run of speech, or that has a link as a member.
+    """
+    check_run_folder(run)
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run}: no recipe.yaml in it, so it is no run folder")
     recipe = read_recipe(run / "recipe.yaml", overrides)

@@ -1,0 +1,73 @@
+"""What a command prints: one line an error, and nothing that acts on a terminal."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+
+from asr.errors import UserError, printable, run_command, terminal
+
+HOSTILE = "a\x1b[2J\rb\x07\x9b31m\x7f\x00é\t😀"
+ESCAPED = "a\\x1b[2J\\x0db\\x07\\x9b31m\\x7f\\x00é\t😀"
+
+
+def test_exactly_the_control_characters_are_escaped():
+    for code in range(0x110000):
+        sign = chr(code)
+        control = unicodedata.category(sign) == "Cc" and sign not in "\t\n"
+        assert printable(sign) == (f"\\x{code:02x}" if control else sign)
+
+
+def test_a_command_prints_no_control_character(capsys):
+    def main():
+        print(HOSTILE)
+        print(HOSTILE, file=sys.stderr)
+        raise UserError(HOSTILE)
+
+    with pytest.raises(SystemExit, match="2"):
+        run_command(main)
+    out, err = capsys.readouterr()
+    assert out == f"{ESCAPED}\n"
+    assert err == f"{ESCAPED}\nerror: {printable(' '.join(HOSTILE.split()))}\n"
+
+
+def test_a_progress_bar_writes_its_own_control_characters(capsys):
+    with pytest.raises(SystemExit):
+        run_command(lambda: print("\x1b[2K", file=terminal(), flush=True))
+    assert capsys.readouterr().out == "\x1b[2K\n"
+    assert terminal() is sys.stdout
+
+
+def test_the_streams_work_after_the_command(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, "utf-8", write_through=True))
+    with pytest.raises(SystemExit):
+        run_command(lambda: print("first"))
+    print("second")
+    assert raw.getvalue() == b"first\nsecond\n"
+
+
+@pytest.mark.parametrize("name", [b"/runs/a", "/runs/a"])
+def test_a_path_in_an_error_of_the_system_is_text(name, capsys):
+    def main():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    with pytest.raises(SystemExit, match="2"):
+        run_command(main)
+    assert capsys.readouterr().err == "error: /runs/a: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "closed"), [("1 / 0", ""), ("print('x' * 100000)", "1>&-"), ("1 / 0", "2>&-")]
+)
+def test_closed_streams_and_bugs_end_a_process_as_python_does(code, closed):
+    main = f"from asr.errors import run_command; run_command(lambda: {code})"
+    line = f'"{sys.executable}" -c "{main}" {closed}'
+    done = subprocess.run(line, shell=True, capture_output=True, text=True)
+    assert done.returncode == (1 if code == "1 / 0" else 0)
+    assert ("ZeroDivisionError" in done.stderr) == (code == "1 / 0" and not closed)
+    assert "Exception ignored" not in done.stderr
