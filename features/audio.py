@@ -2,7 +2,8 @@
 
 soundfile (libsndfile) decodes WAV, FLAC, OGG Vorbis, Opus, MP3, AIFF and more by content, not by
 name. No header is trusted: its claims are checked against what can be decoded, so a WAV that
-announces 4 GB over 1 kB of data costs 1 kB.
+announces 4 GB over 1 kB of data costs 1 kB. A file of any length can be read in bounded memory, a
+block at a time: 4 MB of FLAC can hold two days of silence.
 
 Audio inside a plain tar is named by its place, FOLDER/x.tar/NAME@OFFSET+BYTES: where the content
 begins and how long it is (asr.prepare shards writes both). Utterances are read in any order.
@@ -10,18 +11,19 @@ begins and how long it is (asr.prepare shards writes both). Utterances are read 
 Shapes: S samples, C channels.
 """
 
+import errno
 import math
 import os
 import re
+import stat
 import tarfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from functools import lru_cache
-from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import soundfile
@@ -56,23 +58,75 @@ def member_of(path: str | os.PathLike[str]) -> TarMember | None:
 
 def read_member(member: TarMember) -> bytes:
     """The content. Raises PackedError if the tar has no such file there or cannot be read."""
-    try:
-        with Path(member.tar).open("rb") as file:
+    with open_member(member) as window:
+        return window.file.read(member.size)
+
+
+@contextmanager
+def open_member(member: TarMember) -> Iterator["Window"]:
+    """The content, open for reading. Raises PackedError as read_member does."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(_open_regular(member.tar))
             size = os.fstat(file.fileno()).st_size
             if member.offset < BLOCK or member.offset + member.size > size:
                 raise PackedError(f"the tar ends before it, at {size} bytes")
             file.seek(member.offset - BLOCK)
-            block = file.read(BLOCK + member.size)
-    except OSError as error:
-        raise PackedError(f"the tar cannot be read: {error.strerror}") from None
-    try:
-        header = tarfile.TarInfo.frombuf(block[:BLOCK], "utf-8", "surrogateescape")
-    except tarfile.HeaderError:
-        raise PackedError("the tar is damaged: no file begins there") from None
-    same = PurePosixPath(header.name) == PurePosixPath(member.name)  # a path has lost its ./
-    if not header.isreg() or header.size != member.size or not same:
-        raise PackedError(f"the tar has another file there, {header.name!r}; was it packed anew?")
-    return block[BLOCK:]
+            header = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
+        except OSError as error:
+            raise PackedError(f"the tar cannot be read: {error.strerror}") from None
+        except tarfile.HeaderError:
+            raise PackedError("the tar is damaged: no file begins there") from None
+        same = PurePosixPath(header.name) == PurePosixPath(member.name)  # a path has lost its ./
+        if not header.isreg() or header.size != member.size or not same:
+            other = f"another file there, {header.name!r}"
+            raise PackedError(f"the tar has {other}; was it packed anew?")
+        yield Window(file, member.offset, member.size)
+
+
+class Window:
+    """`size` bytes of an open file from `offset`, as soundfile reads a file.
+
+    error: what ended the reading early, which soundfile would print with a traceback.
+    """
+
+    def __init__(self, file: IO[bytes], offset: int, size: int) -> None:
+        self.file, self.offset, self.size, self.position = file, offset, size, 0
+        self.error: OSError | None = None
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a position from the start, from the present one, or from the end; -> it."""
+        position += (0, self.position, self.size)[whence]
+        self.position = max(0, min(position, self.size))
+        return self.position
+
+    def tell(self) -> int:
+        """The position, in bytes from the start of the window."""
+        return self.position
+
+    def readinto(self, buffer: bytearray) -> int:
+        """Fill the buffer as far as the window goes; -> the number of bytes."""
+        try:
+            self.file.seek(self.offset + self.position)
+            count = self.file.readinto(memoryview(buffer)[: self.size - self.position])
+        except OSError as error:
+            self.error = error
+            return 0
+        self.position += count
+        return count
+
+
+def _open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A regular file, open for reading. OSError for a FIFO or a device, which might never end."""
+
+    def opener(path: str, flags: int) -> int:
+        handle = os.open(path, flags | os.O_NONBLOCK)  # else a FIFO waits for its other end
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "not a regular file")
+        return handle
+
+    return open(path, "rb", opener=opener)
 
 
 STDERR = 2
@@ -143,11 +197,31 @@ def resample(waveform: Tensor, rate: int, sample_rate: int) -> Tensor:
     Rates without a useful common divisor (44,101 to 16,000 Hz) would need gigabytes of filters;
     they are replaced by the nearest ratio that does not, at most 0.05 % away, which is inaudible.
     """
+    (whole,) = resample_blocks([waveform], rate, sample_rate)
+    return whole
+
+
+def resample_blocks(blocks: Iterable[Tensor], rate: int, sample_rate: int) -> Iterator[Tensor]:
+    """`resample` of a waveform in blocks (S,), as if they were one.
+
+    Holds one block more than the caller; a waveform of one block gives one.
+    """
     ratio = Fraction(rate, sample_rate)
     ratio = ratio.limit_denominator(max(1, math.isqrt(int(MAX_FILTER_TAPS / ratio))))
     if ratio == 1:
-        return waveform
-    return _resampler(ratio.numerator, ratio.denominator)(waveform)
+        yield from blocks
+        return
+    old, new = ratio.numerator, ratio.denominator
+    resampler = _resampler(old, new)
+    margin = -(-resampler.width // old) * old  # the filter's reach, in whole periods of `old`
+    buffer, done = torch.zeros(0), 0  # done: samples of the buffer that are only context
+    for number, block in enumerate(blocks):
+        end = (len(buffer) - margin) // old * old  # up to here the next block has no influence
+        if end > done:
+            yield resampler(buffer)[done // old * new : end // old * new]
+            buffer, done = buffer[max(0, end - margin) :], min(end, margin)
+        buffer = torch.cat([buffer, block]) if number else block
+    yield resampler(buffer)[done // old * new :]
 
 
 @lru_cache(maxsize=16)  # one entry holds at most 4 MB of filters
@@ -181,6 +255,10 @@ UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's length if the header has none (FLAC w
 FEWER_BYTES = re.compile(r"(?:data|SSND|Data Size|[Rr]iff(?: size)?) +: (\d+) \(should be (\d+)\)")
 PIPED_BYTES = 2**31 - 2**25
 TOLERANCE = 0.1  # seconds between header and content: lossy coders pad
+# An open file has a name here, beside which no file ._NAME can be: libsndfile would open it as the
+# file's resource fork, which a FIFO would block. For an open file without a name it opens ./._
+HAS_FILE_NAMES = Path("/dev/fd").is_dir()
+SDS = b"\xf0\x7e"  # first bytes of a MIDI sample dump, whose decoder writes to stdout
 # First bytes of WAV, FLAC, OGG and AIFF; other files may be MP3, whose decoder writes to stderr.
 QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
 
@@ -194,10 +272,18 @@ def read_audio(
     holds NaN or infinite samples, or lasts longer than `max_seconds`, of which at most one block
     more is decoded, whatever the header claims.
     """
+    blocks = list(stream_audio(path, sample_rate, max_seconds))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def stream_audio(
+    path: str | os.PathLike[str], sample_rate: int, max_seconds: float | None = None
+) -> Iterator[Tensor]:
+    """`read_audio` in blocks (S,), each decoded when it is asked for."""
     with _open(path) as (sound, name):
-        blocks = list(_blocks(sound, name, max_seconds))
-    samples = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
-    return from_samples(samples, sound.samplerate, sample_rate, name)
+        blocks = map(torch.from_numpy, _blocks(sound, name, max_seconds, sample_rate))
+        for block in resample_blocks(blocks, sound.samplerate, sample_rate):
+            yield block.clamp(-1.0, 1.0)
 
 
 def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = None) -> float:
@@ -209,10 +295,7 @@ def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = No
     count = 0
     with _open(path) as (sound, name):
         for block in _blocks(sound, name, max_seconds):
-            check_values(torch.from_numpy(block), name)
             count += len(block)
-        if not count:
-            raise NoSamples(f"{name}: no audio, 0 samples")
         claimed, decoded = _claimed_frames(sound) / sound.samplerate, count / sound.samplerate
         if claimed > decoded + TOLERANCE:
             lengths = f"its header says {claimed:.3f} seconds and {decoded:.3f} are there"
@@ -249,43 +332,53 @@ def _open(path: str | os.PathLike[str]) -> Iterator[tuple[soundfile.SoundFile, s
     """The open file, and its name for messages: on one line, whatever it holds."""
     text = os.fspath(path)
     name = text if text.isprintable() else ascii(text)
-    try:
-        source, beginning = _source(path, name)
-        if not beginning:
-            raise AudioError(f"{name}: the file is empty (0 bytes)")
-        with suppress_stderr(beginning not in QUIET):
-            sound = soundfile.SoundFile(source)
-    except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
-        raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
-    with sound:
+    with ExitStack() as stack:
+        try:
+            source, beginning = _source(path, name, stack)
+            if not beginning:
+                raise AudioError(f"{name}: the file is empty (0 bytes)")
+            if beginning.startswith(SDS):
+                raise AudioError(f"{name}: not readable as audio (a MIDI sample dump)")
+            with suppress_stderr(beginning not in QUIET):
+                sound = stack.enter_context(soundfile.SoundFile(source, closefd=False))
+        except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
+            raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
         whole_rate(sound.samplerate, name)
         yield sound, name
+        if isinstance(source, Window) and source.error:
+            raise AudioError(f"{name}: the tar cannot be read: {source.error.strerror}")
 
 
-def _source(path: str | os.PathLike[str], name: str) -> tuple[bytes | BytesIO, bytes]:
-    """What soundfile opens, a path or a tar member's content, and its first four bytes."""
+def _source(
+    path: str | os.PathLike[str], name: str, stack: ExitStack
+) -> tuple[str | int | Window, bytes]:
+    """What soundfile opens, and its first four bytes."""
     member = member_of(path)
-    if member is not None:
-        try:
-            content = read_member(member)
-        except PackedError as error:
-            raise AudioError(f"{name}: {error}") from None
-        return BytesIO(content), content[:4]
-    file_path = Path(path)
-    if not file_path.exists():
-        raise AudioError(f"{name}: no such file")
-    if not file_path.is_file():  # a pipe or a device might never end
-        raise AudioError(f"{name}: not a regular file")
-    with file_path.open("rb") as file:
-        return os.fsencode(path), file.read(4)  # a name need not be text
+    try:
+        if member is None:
+            number = stack.enter_context(_open_regular(path)).fileno()
+            source = f"/dev/fd/{number}" if HAS_FILE_NAMES else number
+            return source, os.pread(number, 4, 0)
+        window = stack.enter_context(open_member(member))
+        return window, window.file.read(min(4, window.size))
+    except PackedError as error:
+        raise AudioError(f"{name}: {error}") from None
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a null character
+        raise AudioError(f"{name}: no such file") from None
 
 
 def _blocks(
-    sound: soundfile.SoundFile, name: str, max_seconds: float | None = None
+    sound: soundfile.SoundFile,
+    name: str,
+    max_seconds: float | None = None,
+    sample_rate: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """The file, averaged over channels, (S,) at a time. AudioError soon after `max_seconds`."""
+    """The file, averaged over channels and checked, (S,) at a time; also at `sample_rate`, a block
+    has at most BLOCK_VALUES. AudioError without samples, or soon after `max_seconds`.
+    """
     limit = math.inf if max_seconds is None else max_seconds * sound.samplerate
-    length = max(1, min(sound.frames, BLOCK_VALUES // sound.channels))
+    values = BLOCK_VALUES * min(1.0, sound.samplerate / (sample_rate or sound.samplerate))
+    length = max(1, min(sound.frames, int(values) // sound.channels))
     block = np.empty((length, sound.channels), np.float32)
     count, read = 0, length
     while read == length:
@@ -294,12 +387,17 @@ def _blocks(
         if count > limit:
             raise AudioError(f"{name}: longer than the limit of {max_seconds:g} seconds")
         if read:
-            yield block[:read].mean(axis=1)
+            mono = block[:read].mean(axis=1) if sound.channels > 1 else block[:read, 0].copy()
+            check_values(torch.from_numpy(mono), name)
+            yield mono
+    if not count:
+        raise NoSamples(f"{name}: no audio, 0 samples")
 
 
 def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int:
     """Fills `block` (S, C) from its start; returns the number of samples read, less at the end."""
-    block.fill(np.nan)
+    if sound.frames == UNKNOWN_FRAMES:
+        block.fill(np.nan)
     try:
         with suppress_stderr(sound.format == "MP3"):
             return len(sound.read(out=block))
@@ -314,5 +412,6 @@ def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int
 
 def _reason(error: Exception) -> str:
     """libsndfile's message, without the path."""
-    text = getattr(error, "error_string", None) or str(error)
+    names = ("error_string", "strerror")
+    text = next(filter(None, (getattr(error, name, None) for name in names)), str(error))
     return " ".join(text.split()).rstrip(".")

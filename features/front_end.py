@@ -7,12 +7,12 @@ Shapes: S samples, T frames, F features per frame.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from features.audio import read_audio
+from features.audio import read_audio, stream_audio
 from features.augment import SpecAugment, add_noise, change_speed
 from features.fbank import Frames
 from features.normalize import MeanVarianceNorm
@@ -50,6 +50,10 @@ class FrontEnd:
     def load(self, path: str | os.PathLike[str]) -> Tensor:
         """The waveform (S,) of a file. Raises AudioError."""
         return read_audio(path, self.sample_rate, self.max_seconds)
+
+    def stream(self, path: str | os.PathLike[str]) -> Iterator[Tensor]:
+        """The waveform of a file of any length, in blocks (S,). Raises AudioError."""
+        return stream_audio(path, self.sample_rate)
 
     def to_measure(
         self, waveform: Tensor, speaker: str | None, speeds: Iterable[float]

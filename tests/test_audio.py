@@ -3,6 +3,7 @@
 import math
 import os
 import struct
+import tarfile
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +14,16 @@ import soundfile
 import torch
 
 from features import AudioError, NoSamples
-from features.audio import BLOCK_VALUES, audio_seconds, decoded_seconds, from_samples, read_audio
+from features.audio import (
+    BLOCK,
+    BLOCK_VALUES,
+    Window,
+    audio_seconds,
+    decoded_seconds,
+    from_samples,
+    read_audio,
+    stream_audio,
+)
 
 SECONDS, RATE = 0.73, 16_000
 WAV = [("WAV", subtype) for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")]
@@ -86,6 +96,37 @@ def test_a_file_of_many_blocks_is_read_completely(tmp_path, monkeypatch):
     soundfile.write(tmp_path / "a.wav", expected, 16_000, subtype="FLOAT")
     monkeypatch.setattr("features.audio.BLOCK_VALUES", 3 * 997)
     np.testing.assert_allclose(read_audio(tmp_path / "a.wav", RATE), expected.mean(1), atol=1e-6)
+
+
+@pytest.mark.parametrize("sample_rate", [8_000, 16_000])
+@pytest.mark.parametrize("rate", [1_000, 7_919, 8_000, 11_025, 16_000, 22_050, 44_101, 48_000])
+def test_blocks_join_to_what_one_block_gives(tmp_path, monkeypatch, rate, sample_rate):
+    """The resampling filter reaches over the borders of blocks."""
+    samples = np.random.default_rng(rate).uniform(-1, 1, 40_003)
+    soundfile.write(tmp_path / "a.wav", samples, rate, subtype="FLOAT")
+    whole = read_audio(tmp_path / "a.wav", sample_rate)
+    for size in (40_003, 40_000, 4_096, 997):
+        monkeypatch.setattr("features.audio.BLOCK_VALUES", size)
+        blocks = list(stream_audio(tmp_path / "a.wav", sample_rate))
+        torch.testing.assert_close(torch.cat(blocks), whole, atol=5e-7, rtol=0)
+
+
+def test_a_stream_is_read_as_it_is_asked_for_in_blocks_of_one_size(tmp_path, monkeypatch):
+    """1,000 Hz becomes sixteen times as many samples, which the size of a block includes."""
+    soundfile.write(tmp_path / "a.flac", np.zeros(600_000, np.int16), 1_000)
+    monkeypatch.setattr("features.audio.BLOCK_VALUES", 16_000)
+    read, reads = soundfile.SoundFile.read, []
+
+    def counted(self, **settings):
+        reads.append(len(settings["out"]))
+        return read(self, **settings)
+
+    monkeypatch.setattr(soundfile.SoundFile, "read", counted)
+    total = 0
+    for block in stream_audio(tmp_path / "a.flac", 16_000):
+        total += len(block)
+        assert len(block) <= 17_000 and sum(reads) * 16 <= total + 3 * 16_000
+    assert total == 16 * 600_000
 
 
 def test_samples_over_full_scale_are_clipped_and_unscaled_ones_refused(tmp_path):
@@ -302,6 +343,68 @@ def test_special_files_are_refused_unread(tmp_path):
     ):
         with pytest.raises(AudioError, match=message):
             read_audio(path, RATE)
+
+
+def test_a_file_beside_the_audio_is_not_opened(tmp_path):
+    """libsndfile takes ._NAME for a resource fork, if it knows only the name; a FIFO blocks it."""
+    soundfile.write(tmp_path / "a.mp3", sines(16_000, 1), 16_000, format="MP3")
+    (tmp_path / "._a.mp3").write_bytes(b"no resource fork")
+    check(tmp_path / "a.mp3", 1, 15)
+
+
+def test_a_midi_sample_dump_is_refused_unread(tmp_path):
+    """Its decoder prints every damaged block to standard output."""
+    soundfile.write(tmp_path / "a.sds", sines(16_000, 1), 16_000, format="SDS")
+    with pytest.raises(AudioError, match=r"a.sds: not readable as audio \(a MIDI sample dump"):
+        read_audio(tmp_path / "a.sds", RATE)
+
+
+def packed(tar, name, content, size):
+    """A tar of one sparse member that begins with the content -> the member's place."""
+    header = tarfile.TarInfo(name)
+    header.size = size
+    with tar.open("wb") as file:
+        file.write(header.tobuf(tarfile.USTAR_FORMAT) + content)
+        file.truncate(BLOCK + size)
+    return tar / f"{name}@{BLOCK}+{size}"
+
+
+def test_a_huge_member_of_a_tar_is_not_read_whole(tmp_path):
+    size = 300 << 20
+    path = packed(tmp_path / "x.tar", "a.wav", wav(size - 44, b""), size)
+    with pytest.raises(AudioError, match="longer than the limit of 3 seconds"):
+        read_audio(path, RATE, max_seconds=3)
+    assert peak_megabytes(packed(tmp_path / "y.tar", "a.wav", wav(size - 44, b"")[:40], size)) < 40
+
+
+def test_a_disk_error_within_a_tar_is_one_line(tmp_path, monkeypatch, capfd):
+    """soundfile would print a traceback of its own and take the audio for complete."""
+    soundfile.write(tmp_path / "a.wav", sines(16_000, 1, seconds=3), 16_000)
+    content = (tmp_path / "a.wav").read_bytes()
+    path = packed(tmp_path / "x.tar", "a.wav", content, len(content))
+    readinto = Window.readinto
+
+    class Failing:
+        def seek(self, position):
+            raise OSError(5, "Input/output error")
+
+    def fails_later(self, buffer):
+        if self.position > len(content) / 2:
+            self.file = Failing()
+        return readinto(self, buffer)
+
+    assert len(read_audio(path, RATE)) == 48_000
+    monkeypatch.setattr(Window, "readinto", fails_later)
+    monkeypatch.setattr("features.audio.BLOCK_VALUES", 1000)
+    with pytest.raises(AudioError, match="the tar cannot be read: Input/output error"):
+        read_audio(path, RATE)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tar_that_is_no_regular_file_is_refused_unread(tmp_path):
+    os.mkfifo(tmp_path / "x.tar")
+    with pytest.raises(AudioError, match="the tar cannot be read: not a regular file"):
+        read_audio(tmp_path / "x.tar" / "a.wav@512+8", RATE)
 
 
 def test_a_file_name_with_a_line_break_makes_no_second_line(tmp_path):

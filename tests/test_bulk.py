@@ -141,6 +141,7 @@ def test_other_ranks_take_over_from_a_killed_one(
     shards = sorted(path.stem for path in (tmp_path / "out" / "shards").iterdir())
     assert shards == [f"{n:08d}" for n in range(7) if n % before == rank][:3]
     monkeypatch.setattr(bulk, "write_files", write)
+    monkeypatch.setenv("RANK", str(rank % after))
     monkeypatch.setenv("WORLD_SIZE", str(after))
     assert commands(asr_transcribe, *line)[0] == 2
     assert len(decoded_files) == 16 and set(decoded_files) == set(
@@ -191,18 +192,6 @@ def test_without_locks_a_rank_transcribes_its_own_shards(
         assert commands(asr_transcribe, *line)[0] == code
     assert sorted(decoded_files) == sorted(archive)
     assert [text for _, _, text in table(tmp_path / "out" / "transcripts.tsv")] == WORDS
-
-
-def test_a_file_too_large_for_memory_is_a_failure(tmp_path):
-    class Recognizer:
-        def transcribe_files(self, paths, faults):
-            if any(path.stem == "7" for path in paths):
-                raise MemoryError
-            return iter(())
-
-    names = [str(tmp_path / f"{n}.wav") for n in range(3, 9)]
-    rows = bulk._transcribe_files(Recognizer(), names)
-    assert rows == {names[4]: {"audio": names[4], "error": "out of memory"}}
 
 
 REFUSALS = [
@@ -269,6 +258,78 @@ def test_an_invalid_list(commands, tiny_run, tmp_path):
     assert "the list is empty" in line and not (tmp_path / "out").exists()
     line = commands.refused(asr_transcribe, tiny_run, "--list", tmp_path / "none.txt")
     assert line == "--list needs a folder for the transcripts: --out FOLDER"
+
+
+def test_a_list_that_is_no_small_file_is_refused_unread(commands, tiny_run, tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")  # opening one would block
+    with (tmp_path / "sparse.txt").open("wb") as file:
+        file.truncate(1 << 33)
+    for name, reason in (("pipe.txt", "not a regular file"), ("sparse.txt", "larger than ")):
+        line = commands.refused(
+            asr_transcribe, tiny_run, "--list", tmp_path / name, "--out", tmp_path / "out"
+        )
+        assert line.startswith(f"{tmp_path / name}: {reason}") and not (tmp_path / "out").exists()
+
+
+DAMAGES = {
+    "shards/00000000.jsonl": [
+        b"",
+        b"[]",
+        b"null\n",
+        b'{"audio": "other.wav", "text": "", "seconds": 1}',
+        b'{"audio": "a.wav"}',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"error": "x", "attempt": "first"}',
+    ],
+    "summary.json": [
+        b"",
+        b"[]",
+        b'{"attempt": 1}',
+        b'{"attempt": "1e", "files": 1}',
+        b"[" * 99_999,
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_of_the_job_is_named_in_one_line(
+    name, archive, decoded_files, commands, tiny_run, tmp_path
+):
+    line = arguments(tiny_run, tmp_path, "--shard-files", 20)
+    commands(asr_transcribe, *line)
+    good = (tmp_path / "out" / name).read_bytes()
+    for content in DAMAGES[name]:
+        (tmp_path / "out" / name).write_bytes(content)
+        if name != "summary.json":
+            (tmp_path / "out" / "summary.json").unlink(missing_ok=True)
+        message = commands.refused(asr_transcribe, *line)
+        assert message == (
+            f"{tmp_path / 'out' / name}: damaged; remove it and start the same command again"
+        )
+    (tmp_path / "out" / name).unlink()
+    (tmp_path / "out" / "shards" / "0copy.jsonl").write_text("not a shard")
+    assert commands(asr_transcribe, *line)[0] == 2
+    if name != "summary.json":  # which has the time of the last session
+        assert (tmp_path / "out" / name).read_bytes() == good
+
+
+def test_links_in_the_folder_are_not_followed(archive, decoded_files, commands, tiny_run, tmp_path):
+    """The folder itself may be a link, which the user has made."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "mine")
+    line = arguments(tiny_run, tmp_path)
+    assert commands(asr_transcribe, *line)[0] == 2 and (tmp_path / "mine" / "claims").exists()
+    (tmp_path / "precious").write_text("precious")
+    for name in ("claims", "summary.json", "about.json", "shards/00000000.jsonl"):
+        path = tmp_path / "mine" / name
+        content = path.read_bytes()
+        path.unlink()
+        path.symlink_to(tmp_path / "precious")
+        assert f"{name}: a symbolic link" in commands.refused(asr_transcribe, *line)
+        path.unlink()
+        path.write_bytes(content)
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_a_list_is_split_at_line_feeds_only(tmp_path):

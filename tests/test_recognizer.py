@@ -1,5 +1,8 @@
 """From audio to timed words, with a model that recognises tones without errors."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import soundfile
@@ -130,6 +133,109 @@ def test_unreadable_files_are_recorded_or_raised(tmp_path):
     assert list(faults) == [bad] and "not readable as audio" in faults[bad]
     with pytest.raises(AudioError, match="not readable"):
         list(tone_recognizer().transcribe_files([bad, good]))
+
+
+def resident_megabytes():
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_hours_of_silence_are_not_held(tmp_path, monkeypatch):
+    """A FLAC of 4 MB may have them; a good file before and after it is transcribed."""
+    soundfile.write(tmp_path / "a.wav", spoken(["abc"], 0.3)[0], RATE)
+    recognizer, most = tone_recognizer(batch_seconds=20.0), 0.0
+    stream = recognizer.front_end.stream
+
+    def silence(path):
+        nonlocal most
+        if path.stem != "silence":
+            yield from stream(path)
+            return
+        for _ in range(100):  # 400 MB
+            yield torch.zeros(2**20)
+            most = max(most, resident_megabytes())
+
+    monkeypatch.setattr(recognizer.front_end, "stream", silence)
+    paths = [tmp_path / "a.wav", tmp_path / "silence", tmp_path / "a.wav"]
+    before = resident_megabytes()
+    results = list(recognizer.transcribe_files(paths))
+    assert [(path, result.text) for path, result in results] == [
+        (path, text) for path, text in zip(paths, ("abc", "", "abc"), strict=True)
+    ]
+    assert results[1][1].seconds == 100 * 2**20 / RATE
+    assert most - before < 100
+
+
+@pytest.mark.parametrize("pause", [0.3, 0.12], ids=["pauses", "none"])
+def test_long_audio_is_decoded_while_it_is_read(monkeypatch, pause):
+    samples, _ = spoken(WORDS * 4, pause)
+    wave = torch.from_numpy(samples).float()
+    recognizer = tone_recognizer(3.0, overlap=0.75, batch_seconds=10.0)
+    whole = recognizer.transcribe(samples)
+    read, decoded, recognize = 0, 0.0, recognizer.recognize
+
+    def blocks(path):
+        nonlocal read
+        for block in wave.split(RATE):
+            read += len(block) / RATE
+            yield block
+            assert read - decoded <= 2 * 10 + 2 * 3 + 1
+
+    def counted(batch):
+        nonlocal decoded
+        decoded += batch.seconds * 0.9  # of a segment, frames leave its end unused
+        return recognize(batch)
+
+    monkeypatch.setattr(recognizer.front_end, "stream", blocks)
+    monkeypatch.setattr(recognizer, "recognize", counted)
+    assert recognizer.transcribe("any") == whole and read == pytest.approx(len(wave) / RATE)
+
+
+def test_damage_after_minutes_is_a_fault_of_that_file_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("features.audio.BLOCK_VALUES", RATE)
+    paths = [tmp_path / f"{name}.flac" for name in ("one", "broken", "two")]
+    for path in paths:
+        soundfile.write(path, spoken(WORDS * (5 if path.stem == "broken" else 1), 0.3)[0], RATE)
+    content = paths[1].read_bytes()
+    paths[1].write_bytes(content[: len(content) // 2])
+    faults = {}
+    recognizer = tone_recognizer(3.0, batch_seconds=6.0)
+    results = dict(recognizer.transcribe_files(paths, faults))
+    assert {path: result.text.split() for path, result in results.items()} == {
+        paths[0]: WORDS,
+        paths[2]: WORDS,
+    }
+    assert list(faults) == [paths[1]]
+    assert faults[paths[1]].startswith(f"{paths[1]}: broken, or shorter than")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (MemoryError(), "out of memory; lower decode.max_segment_seconds or decode.beam"),
+        (RuntimeError("CUDA error:\nmisaligned"), "cannot be decoded (CUDA error: misaligned)"),
+    ],
+)
+def test_only_the_file_that_cannot_be_decoded_fails(tmp_path, monkeypatch, error, reason):
+    """Three frames more than the others, of which some are decoded with it at first."""
+    paths = [tmp_path / f"{number}.wav" for number in range(5)]
+    for number, path in enumerate(paths):
+        soundfile.write(path, spoken(["abcabc" if number == 2 else "abc"], 0.3)[0], RATE)
+    recognizer = tone_recognizer()
+    recognize = recognizer.recognize
+
+    def fails(batch):
+        if batch.features.shape[1] > 100:
+            raise error
+        return recognize(batch)
+
+    monkeypatch.setattr(recognizer, "recognize", fails)
+    faults = {}
+    results = [(path, t.text) for path, t in recognizer.transcribe_files(paths, faults)]
+    assert results == [(path, "abc") for path in paths if path != paths[2]]
+    assert faults == {paths[2]: f"{paths[2]}: {reason}"}
+    with pytest.raises(type(error)):
+        recognizer.transcribe(paths[2])
 
 
 def test_segments_have_the_length_of_the_training_data(tiny_run):

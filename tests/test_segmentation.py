@@ -6,11 +6,17 @@ import random
 import pytest
 import torch
 
+from asr.decoding import segmentation
 from asr.decoding.alignment import TimedWord
-from asr.decoding.segmentation import Segment, merge_words, split_at_pauses
+from asr.decoding.segmentation import Segment, merge_words
 from asr.errors import UserError
 
 RATE = 1000
+
+
+def split_at_pauses(wave, *settings, **named):
+    """The segments of audio in one block."""
+    return [segment for segment, _ in segmentation.split_at_pauses([wave], *settings, **named)]
 
 
 def speech(seconds, pauses, floor=1e-3):
@@ -74,6 +80,29 @@ def test_any_audio_is_covered_within_the_limit(seed):
         assert before.start < after.start <= before.end < after.end
         assert before.end - after.start in (0, 997)
     assert all(piece.end - piece.start <= 5 * 997 for piece in pieces)
+
+
+@pytest.mark.parametrize("size", [97, 1000, 12_345])
+@pytest.mark.parametrize("kind", ["pauses", "none", "silence"])
+def test_blocks_have_the_segments_of_the_whole_and_little_is_held(kind, size):
+    pauses = [(3.1, 3.5), (7.2, 7.7), (13.0, 13.3), (18.4, 19.0), (24.0, 24.3)]
+    wave = speech(57.3, pauses if kind == "pauses" else [])
+    wave = torch.zeros(57_300) if kind == "silence" else wave
+    read = 0
+
+    def blocks():
+        nonlocal read
+        for block in wave.split(size):
+            read += len(block)
+            yield block
+
+    segments = []
+    for segment, samples in segmentation.split_at_pauses(blocks(), RATE, 8.0, 1.5):
+        segments.append(segment)
+        assert torch.equal(samples, wave[segment.start : segment.end])
+        assert read - segment.start <= 8 * RATE + size
+        assert samples.untyped_storage().nbytes() == 4 * len(samples)  # holds no block
+    assert segments == split_at_pauses(wave, RATE, 8.0, 1.5) and len(segments) > 6
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Audio longer than the training utterances: split it at pauses, merge the words of the segments.
 
 A split is made at the quietest point of a segment's second half, if that is a pause. Without a
-pause, the segments overlap, and are merged where their words in the overlap agree.
+pause, the segments overlap, and are merged where their words in the overlap agree. Audio is read in
+blocks, and no more of it is held than a segment and a block.
 
 Shapes: S samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,27 +35,31 @@ class Segment(NamedTuple):
 
 
 def split_at_pauses(
-    waveform: Tensor, sample_rate: int, max_seconds: float, overlap: float
-) -> list[Segment]:
-    """waveform (S,) in [-1, 1] -> segments of at most max_seconds that cover all of it.
+    blocks: Iterable[Tensor], sample_rate: int, max_seconds: float, overlap: float
+) -> Iterator[tuple[Segment, Tensor]]:
+    """Consecutive blocks (S,) in [-1, 1] -> segments of at most max_seconds with their samples.
 
-    Neighbours meet in a pause or overlap by `overlap` seconds. Audio of no samples has no segments.
-    Raises UserError unless max_seconds is 1 or more and overlap is between 0 and max_seconds / 4.
+    They cover all of the audio: neighbours meet in a pause or overlap by `overlap` seconds. Audio
+    of no samples has no segments. Raises UserError unless max_seconds is 1 or more and overlap is
+    between 0 and max_seconds / 4.
     """
     if max_seconds < 1:
         raise UserError(f"max_seconds is {max_seconds}; it must be 1 or more")
     if not 0 <= overlap <= max_seconds / 4:
         raise UserError(f"overlap is {overlap} seconds; it must be between 0 and max_seconds / 4")
     hop = max(1, round(HOP * sample_rate))
-    decibels = _decibels(waveform, hop)
     size, shared = int(max_seconds * sample_rate), int(overlap * sample_rate)
-    segments, start = [], 0
-    while len(waveform) - start > size:
-        pause = _pause(decibels[start // hop : (start + size) // hop])
-        end = start + size if pause is None else (start // hop + pause) * hop
-        segments.append(Segment(start, end))
-        start = end - shared if pause is None else end
-    return [*segments, Segment(start, len(waveform))] if len(waveform) else []
+    held, first, start = torch.zeros(0), 0, 0  # held: the samples from `first`, a multiple of hop
+    for block in blocks:
+        held = torch.cat([held, block])
+        while first + len(held) - start > size:
+            pause = _pause(_decibels(held[: start + size - first], hop))
+            end = start + size if pause is None else first + pause * hop
+            yield Segment(start, end), held[start - first : end - first].clone()
+            start = end - shared if pause is None else end
+            held, first = held[start // hop * hop - first :], start // hop * hop
+    if first + len(held) > start:
+        yield Segment(start, first + len(held)), held[start - first :].clone()
 
 
 def is_silent(waveform: Tensor, sample_rate: int) -> bool:
@@ -99,7 +104,10 @@ def merge_words(
         start = segment.start / sample_rate
         shifted = [replace(w, start=w.start + start, end=w.end + start) for w in own]
         overlaps = previous_end > start
-        merged = _merge(merged, shifted, start, previous_end) if overlaps else merged + shifted
+        if overlaps:
+            merged = _merge(merged, shifted, start, previous_end)
+        else:
+            merged.extend(shifted)
         previous_end = segment.end / sample_rate
     return merged
 

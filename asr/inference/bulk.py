@@ -25,13 +25,26 @@ from typing import IO, Any
 from asr.config.schema import TRAINING_ONLY_FEATURES, SpeechRecipe
 from asr.data.corpus import read_manifest
 from asr.data.manifest import write_rows
-from asr.errors import UserError, is_out_of_memory
+from asr.errors import UserError
 from asr.inference.recognition import Recognizer
-from asr.inference.transcript import json_row
-from asr.io import atomic_writer, read_small_file, sha256_of_files, try_lock, unlock, write_files
+from asr.inference.transcript import ON_ONE_LINE, json_line, json_row, name_of
+from asr.io import (
+    atomic_writer,
+    check_run_folder,
+    open_append,
+    open_file,
+    parse_json,
+    read_json,
+    sha256_of_files,
+    try_lock,
+    unlock,
+    write_files,
+)
 from asr.training.checkpoint import WEIGHTS, choose
 
 FAILURES, SUMMARY = "failures.tsv", "summary.json"
+LIST_BYTES = 1 << 28  # of a list, which has some million names
+LINE_BYTES = 1 << 28  # of one file's transcript
 PRINTED = 10  # failures printed at the end; the file has all
 PROGRESS = 10.0  # seconds between two lines of progress
 POLL = 0.5  # seconds between two checks of the other ranks' shards
@@ -47,7 +60,7 @@ class ShardLocks:
         self.path, self.supported = path, True
 
     def __enter__(self) -> "ShardLocks":
-        self._file: IO[bytes] = self.path.open("ab")
+        self._file: IO[bytes] = open_append(self.path)
         with self.lock(1 << 40):  # tests for support
             return self
 
@@ -90,8 +103,9 @@ class BulkJob:
         return self.out / "shards" / f"{shard:08d}.jsonl"
 
     def done(self) -> set[int]:
-        written = {int(path.stem) for path in self.out.glob("shards/[0-9]*.jsonl")}
-        return {shard for shard in written if self.is_done(shard)}
+        written = {path.name for path in self.path(0).parent.iterdir()}
+        shards = range(self.count)
+        return {n for n in shards if self.path(n).name in written and self.is_done(n)}
 
     def is_done(self, shard: int) -> bool:
         """Whether its file exists, without failures that an earlier attempt recorded."""
@@ -102,16 +116,40 @@ class BulkJob:
         return shard in self._done
 
     def rows(self, shards: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """The lines of shards, one for each of their files."""
+        """The lines of shards, one for each of their files. UserError for a damaged shard."""
         for shard in shards:
-            with self.path(shard).open(encoding="utf-8") as lines:
-                yield from map(json.loads, lines)
+            path = self.path(shard)
+            names = self.files[shard * self.size : (shard + 1) * self.size]
+            with open_file(path) as file, _damaged(path):
+                for name in names:
+                    row = parse_json(file.readline(LINE_BYTES))
+                    if "error" in row:
+                        known = {"error": str(row["error"]), "attempt": int(row["attempt"])}
+                    else:
+                        known = {"text": str(row["text"]), "seconds": float(row["seconds"])}
+                    if row["audio"] != name_of(name):
+                        raise ValueError("a line of another file")
+                    yield row | known
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of this attempt or a later one; None until every shard is done."""
         path = self.out / SUMMARY
-        summary = json.loads(read_small_file(path)) if path.exists() else {"attempt": 0}
-        return summary if summary["attempt"] >= self.attempt else None
+        if not path.exists():
+            return None
+        with _damaged(path):
+            summary = read_json(path)
+            counts = {name: int(summary[name]) for name in ("attempt", "files", "failures")}
+        return counts if counts["attempt"] >= self.attempt else None
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Raise UserError for a file of the job that has other content than the job writes."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, OverflowError):
+        remedy = "remove it and start the same command again"
+        raise UserError(f"{path}: damaged; {remedy}") from None
 
 
 def read_list(path: Path, allow_outside: bool = False) -> list[str]:
@@ -123,7 +161,8 @@ def read_list(path: Path, allow_outside: bool = False) -> list[str]:
         names = (str(utterance.audio) for utterance in read_manifest(path, allow_outside))
     else:
         try:  # a name may have bytes that are not text, and an editor may add a byte order mark
-            text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+            with open_file(path, LIST_BYTES) as file:
+                text = file.read(LIST_BYTES).decode("utf-8-sig", "surrogateescape")
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         # Not splitlines, which also splits at form feeds and other characters of a name.
@@ -167,6 +206,7 @@ def open_folder(job: BulkJob, about: dict[str, Any]) -> None:
     mine = {**about, "list": digest, "files in a shard": job.size, "format": job.kind}
     path = job.out / "about.json"
     job.out.mkdir(parents=True, exist_ok=True)
+    check_run_folder(job.out)  # nothing is read or written through a link in it
     names = [entry.name for entry in job.out.iterdir() if not entry.name.startswith(".")]
     if not path.exists():  # checked after listing the others, which are written after it
         if names:
@@ -175,7 +215,7 @@ def open_folder(job: BulkJob, about: dict[str, Any]) -> None:
             )
         write_files(job.out, {path.name: json.dumps(mine, indent=1) + "\n"})
     try:
-        theirs = json.loads(read_small_file(path))
+        theirs = read_json(path)
         other = [name for name in mine if theirs.get(name) != mine[name]]
     except (ValueError, AttributeError):
         raise UserError(f"{path}: damaged; choose another --out") from None
@@ -238,38 +278,22 @@ def _transcribe(
         for name in files:
             if "error" in rows[name]:
                 rows[name]["attempt"] = job.attempt
-        write_files(path.parent, {path.name: "".join(_json_line(rows[name]) for name in files)})
+        write_files(path.parent, {path.name: "".join(json_line(rows[name]) for name in files)})
     progress.report()
     return True
 
 
 def _transcribe_files(recognizer: Recognizer, files: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The row of each file: its transcript, or why there is none.
-
-    Files that exceed the memory together are transcribed one at a time.
-    """
+    """The row of each file: its transcript, or why there is none."""
     faults: dict[Path, str] = {}
     rows: dict[str, dict[str, Any]] = {}
-    try:
-        for path, transcript in recognizer.transcribe_files(map(Path, files), faults):
-            rows[str(path)] = {**json_row(path, transcript), "audio": _printable(path)}
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        if len(files) > 1:
-            alone = (_transcribe_files(recognizer, [file]) for file in files)
-            return {name: row for one in alone for name, row in one.items()}
-        faults[Path(files[0])] = "out of memory"
+    for path, transcript in recognizer.transcribe_files(map(Path, files), faults):
+        rows[str(path)] = {**json_row(path, transcript), "audio": name_of(path)}
     for path, reason in faults.items():
-        name = _printable(path)
+        name = name_of(path)
         words = reason.removeprefix(f"{name}: ").split()
         rows[str(path)] = {"audio": name, "error": " ".join(words)}
     return rows
-
-
-def _printable(path: Path) -> str:
-    text = str(path)
-    return text if text.isprintable() else ascii(text)
 
 
 class Progress:
@@ -334,12 +358,9 @@ class Progress:
 
 def _write_all(job: BulkJob, rows: Iterator[dict[str, Any]]) -> None:
     if job.kind == "text":
-        table = ((row["audio"], f"{row['seconds']:.3f}", row["text"]) for row in rows)
+        texts = ((row, row["text"].translate(ON_ONE_LINE)) for row in rows)
+        table = ((row["audio"], f"{row['seconds']:.3f}", text) for row, text in texts)
         write_rows(job.out / "transcripts.tsv", ("audio", "seconds", "text"), table)
         return
     with atomic_writer(job.out / "transcripts.jsonl", sync=True) as file:
-        file.writelines(_json_line(row).encode() for row in rows)
-
-
-def _json_line(row: dict[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+        file.writelines(json_line(row).encode() for row in rows)

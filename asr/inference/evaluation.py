@@ -3,13 +3,17 @@
 import io
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from matplotlib.image import imsave
+from torch import Tensor
 
 from asr.analysis.page import write_page
 from asr.analysis.plots import attention_picture
@@ -23,12 +27,14 @@ from asr.data.manifest import read_rows
 from asr.data.tokenizer import labels_of
 from asr.decoding.alignment import HypothesisHealth, hypothesis_health, mean_health
 from asr.decoding.scorer import Hypothesis
+from asr.decoding.segmentation import Segment
 from asr.errors import UserError
-from asr.inference.recognition import Recognizer
-from asr.inference.transcript import EMPTY_TRANSCRIPT, merge_segments
+from asr.inference.recognition import Recognizer, decode_in_halves, fault_line
+from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments, name_of
 from asr.nn.attention import Memory
 from features import AudioError
 from features.audio import member_of
+from features.front_end import FrontEnd
 
 
 @dataclass(frozen=True)
@@ -104,22 +110,27 @@ def _interval_over_speakers(part: Score) -> tuple[float, float] | None:
 def decode_split(
     recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe
 ) -> tuple[dict[str, DecodedUtterance], dict[str, str]]:
-    """Decoded utterances by id, and by id why others could not be read. UserError if none could."""
+    """Decoded utterances by id, and by id why others were not. UserError if none was.
+
+    A batch that exceeds the memory is decoded again, its utterances one at a time.
+    """
     decoded: dict[str, DecodedUtterance] = {}
     reasons: dict[str, str] = {}
     for batch in batches(recognizer, corpus, recipe):
         reasons |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
-            results = decode_batch(recognizer, *recognizer.recognize(batch))
-            decoded |= zip(batch.ids, results, strict=True)
-    for row in np.flatnonzero(too_long(recognizer, corpus.seconds)):
-        utterance = corpus[int(row)]
+            with suppress(MemoryError, RuntimeError):
+                results = decode_batch(recognizer, *recognizer.recognize(batch))
+                decoded |= zip(batch.ids, results, strict=True)
+    for utterance in corpus:
+        if utterance.id in decoded or utterance.id in reasons:
+            continue
         try:
             decoded[utterance.id] = decode_long(recognizer, utterance)
-        except AudioError as error:
-            reasons[utterance.id] = str(error)
+        except (AudioError, MemoryError, RuntimeError) as error:
+            reasons[utterance.id] = fault_line(error, name_of(utterance.audio))
     if not decoded:
-        raise UserError(corpus.unreadable)
+        raise UserError(f"{corpus.unreadable}: {next(iter(reasons.values()))}")
     return decoded, reasons
 
 
@@ -131,17 +142,32 @@ def too_long(recognizer: Recognizer, seconds: np.ndarray) -> np.ndarray:
 def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Iterable[Batch]:
     """The batches of the utterances that are not too long, the longest first.
 
-    Statistics per speaker are those of the split and replace the recognizer's.
+    Statistics per speaker are those of the split and replace the recognizer's. Audio of more than
+    twice the longest segment is not read here, whatever the manifest says.
     """
     workers, decode = recipe.data.workers, recipe.decode
-    front_end = with_split_statistics(recognizer.front_end, corpus, workers, decode.speeds)
+    front_end = copy(recognizer.front_end)
+    front_end.max_seconds = 2 * recognizer.max_segment_seconds
+    long = too_long(recognizer, corpus.seconds)
+    chosen = corpus.take(np.flatnonzero(~long))
+    front_end = with_split_statistics(front_end, chosen, workers, decode.speeds)
+    if front_end.norm.kind == "speaker":
+        _measure_long(corpus.take(np.flatnonzero(long)), front_end, decode.speeds)
     recognizer.front_end = front_end
-    chosen = corpus.take(np.flatnonzero(~too_long(recognizer, corpus.seconds)))
     dataset = UtteranceDataset(
         chosen, front_end, recognizer.tokenizer, recipe.seed, others=decode.others
     )
     plan = plan_evaluation(chosen.seconds, decode.batch_seconds)
     return load_batches(dataset, plan.batches, workers)
+
+
+def _measure_long(corpus: Corpus, front_end: FrontEnd, speeds: Sequence[float]) -> None:
+    """Add long recordings to the statistics of their speakers, a block at a time."""
+    for utterance in corpus:
+        with suppress(AudioError):
+            for block in front_end.stream(utterance.audio):
+                for features, speaker in front_end.to_measure(block, utterance.speaker, speeds):
+                    front_end.norm.add(features, speaker)
 
 
 def decode_batch(
@@ -166,26 +192,56 @@ def _batch_health(
     ]
 
 
+class _DecodedSegment(NamedTuple):
+    searched: Transcript
+    alone: Transcript  # by the CTC head; empty without one
+    finished: bool
+    health: HypothesisHealth | None  # None where nothing was decoded
+    length: int  # samples
+
+
 def decode_long(recognizer: Recognizer, utterance: Utterance) -> DecodedUtterance:
-    """Decode one utterance in segments. Raises AudioError where it cannot be read."""
-    front_end = recognizer.front_end
-    waveform = front_end.load(utterance.audio)
-    segments = recognizer.segments(waveform)
-    searched, alone = ([EMPTY_TRANSCRIPT] * len(segments) for _ in range(2))  # alone: CTC's
-    finished = True
-    health: dict[int, HypothesisHealth] = {}
-    waveforms = [waveform[start:end] for start, end in segments]
-    for rows, batch in recognizer.batches(waveforms, utterance.speaker):
-        memory, hypotheses = recognizer.recognize(batch)
-        finished = finished and all(best.finished for best in hypotheses)
-        health |= zip(rows, _batch_health(recognizer, memory, hypotheses), strict=True)
-        ctc = recognizer.ctc_hypotheses(memory)  # empty without a CTC head
-        for ranked, transcripts in ((hypotheses, searched), (ctc, alone)):
-            for row, one in zip(rows, recognizer.transcripts(memory, ranked), strict=False):
-                transcripts[row] = one
-    merged, ctc = (merge_segments(segments, t, front_end.sample_rate) for t in (searched, alone))
-    overall = mean_health(list(health.values()), [len(waveforms[row]) for row in health])
+    """Decode one utterance in segments, while it is read.
+
+    Raises AudioError where it cannot be read, MemoryError or RuntimeError where a segment alone
+    cannot be decoded.
+    """
+    segments: list[Segment] = []
+    parts: list[_DecodedSegment] = []
+    decode = partial(_decode_segments, recognizer, utterance.speaker)
+    for group in recognizer.segment_groups(recognizer.front_end.stream(utterance.audio)):
+        segments += [segment for segment, _ in group]
+        for part in decode_in_halves(decode, [samples for _, samples in group]):
+            if isinstance(part, Exception):
+                raise part
+            parts.append(part)
+    rate = recognizer.front_end.sample_rate
+    merged = merge_segments(segments, [part.searched for part in parts], rate)
+    ctc = merge_segments(segments, [part.alone for part in parts], rate)
+    known = [part for part in parts if part.health is not None]
+    overall = mean_health([part.health for part in known], [part.length for part in known])
+    finished = all(part.finished for part in parts)
     return DecodedUtterance(merged.text, ctc.text, merged.tokens, finished, overall)
+
+
+def _decode_segments(
+    recognizer: Recognizer, speaker: str | None, waveforms: Sequence[Tensor]
+) -> list[_DecodedSegment]:
+    """Decode waveforms (S,) of a speaker in one batch."""
+    nothing = _DecodedSegment(EMPTY_TRANSCRIPT, EMPTY_TRANSCRIPT, True, None, 0)
+    decoded = [nothing] * len(waveforms)
+    rows, batch = recognizer.batch(waveforms, speaker)
+    if not rows:
+        return decoded
+    memory, hypotheses = recognizer.recognize(batch)
+    health = _batch_health(recognizer, memory, hypotheses)
+    searched = recognizer.transcripts(memory, hypotheses)
+    ctc = recognizer.transcripts(memory, recognizer.ctc_hypotheses(memory))  # empty without a head
+    for number, row in enumerate(rows):
+        alone = ctc[number] if ctc else EMPTY_TRANSCRIPT
+        finished, length = hypotheses[number].finished, len(waveforms[row])
+        decoded[row] = _DecodedSegment(searched[number], alone, finished, health[number], length)
+    return decoded
 
 
 def groups_of(corpus: Corpus, column: str) -> dict[str, str]:

@@ -5,10 +5,12 @@ Shapes: B utterances, S samples, T memory frames, U tokens, V vocabulary.
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from asr.data.tokenizer import BLANK, SOS, Tokenizer, about, load_tokenizer
 from asr.decoding.alignment import has_ctc_path
 from asr.decoding.scorer import Hypothesis, Scorer
 from asr.decoding.segmentation import Segment, is_silent, split_at_pauses
-from asr.errors import UserError
+from asr.errors import UserError, is_out_of_memory
 from asr.inference.decode import SpeechDecoder
 from asr.inference.load import (
     load_ensemble,
@@ -32,7 +34,13 @@ from asr.inference.load import (
     load_run_recipe,
     save_inputs,
 )
-from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments, timed_transcript
+from asr.inference.transcript import (
+    EMPTY_TRANSCRIPT,
+    Transcript,
+    merge_segments,
+    name_of,
+    timed_transcript,
+)
 from asr.nn.attention import Memory
 from asr.training.checkpoint import NotSaved, save_checkpoint
 from asr.training.distributed import choose_device
@@ -40,8 +48,59 @@ from features import AudioError, NoSamples
 from features.audio import from_samples
 from features.front_end import FrontEnd
 
-MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
 Audio = str | os.PathLike[str] | np.ndarray | Tensor  # a path, or samples (S,) or (S, channels)
+
+
+@dataclass(eq=False)
+class _Recording:
+    """Audio while it is transcribed: its segments so far, and their transcripts."""
+
+    audio: Audio
+    blocks: Iterator[Tensor]  # (S,)
+    segments: list[Segment] = field(default_factory=list)
+    transcripts: list[Transcript] = field(default_factory=list)  # empty until decoded
+    undecoded: int = 0
+    complete: bool = False  # all of it has been read
+    fault: Exception | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing will change it any more."""
+        return self.fault is not None or (self.complete and not self.undecoded)
+
+    def add(self, group: Iterable[tuple[Segment, Tensor]]) -> Iterator["_Part"]:
+        """Append segments with their samples -> those that have samples, which need decoding."""
+        for segment, samples in group:
+            if len(samples):
+                self.undecoded += 1
+                yield _Part(self, len(self.segments), samples)
+            self.segments.append(segment)
+            self.transcripts.append(EMPTY_TRANSCRIPT)
+
+    def set(self, index: int, result: Transcript | Exception) -> None:
+        """The transcript of a segment, or why there is none."""
+        self.undecoded -= 1
+        if isinstance(result, Exception):
+            self.fault = result
+        else:
+            self.transcripts[index] = result
+
+
+class _Part(NamedTuple):
+    """A segment to decode: the samples (S,) of segment `index` of a recording."""
+
+    recording: _Recording
+    index: int
+    samples: Tensor
+
+
+def _finished(queue: deque[_Recording]) -> Iterator[_Recording]:
+    """Take the finished recordings from the front of the queue."""
+    while queue and queue[0].is_finished:
+        yield queue.popleft()
+
+
+MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
 
 
 class Recognizer(SpeechDecoder):
@@ -89,76 +148,127 @@ class Recognizer(SpeechDecoder):
         Raises features.AudioError for a file or samples that cannot be read. Audio that is empty,
         silent, or shorter than one frame gives an empty text.
         """
-        return self._transcribe([self._waveform(audio, rate)])[0]
+        (recording,) = self._transcribe([_Recording(audio, self._blocks(audio, rate))])
+        return self._result(recording)
 
     def transcribe_files(
         self, paths: Iterable[Path], faults: dict[Path, str] | None = None
     ) -> Iterator[tuple[Path, Transcript]]:
         """Transcripts in the order of the paths, decoded together where the files are short.
 
-        A file that cannot be read is skipped and added to `faults`; without `faults`, AudioError.
+        A file that cannot be read, or cannot be decoded even alone, is skipped and added to
+        `faults`; without `faults`, its exception is raised. Files are read while they are decoded:
+        memory depends on max_segment_seconds and decode.batch_seconds, never on a file's length.
         """
-        waveforms: dict[Path, Tensor] = {}
-        seconds = 0.0
-        for path in paths:
-            try:
-                waveforms[path] = self._waveform(path)
-            except AudioError as error:
-                if faults is None:
-                    raise
-                faults[path] = str(error)
-                continue
-            seconds += len(waveforms[path]) / self.front_end.sample_rate
-            if seconds >= self.decode.batch_seconds:
-                yield from zip(waveforms, self._transcribe(list(waveforms.values())), strict=True)
-                waveforms, seconds = {}, 0.0
-        yield from zip(waveforms, self._transcribe(list(waveforms.values())), strict=True)
+        recordings = (_Recording(path, self._blocks(path)) for path in paths)
+        for recording in self._transcribe(recordings):
+            if faults is None or recording.fault is None:
+                yield recording.audio, self._result(recording)
+            else:
+                faults[recording.audio] = fault_line(recording.fault, name_of(recording.audio))
 
-    def _waveform(self, audio: Audio, rate: float | None = None) -> Tensor:
-        """(S,) at the model's rate."""
+    def _blocks(self, audio: Audio, rate: float | None = None) -> Iterator[Tensor]:
+        """The waveform at the model's rate, in blocks (S,)."""
         own = self.front_end.sample_rate
-        try:
+        with suppress(NoSamples):
             if isinstance(audio, np.ndarray | Tensor):
-                return from_samples(audio, own if rate is None else rate, own)
-            return self.front_end.load(audio)
-        except NoSamples:
-            return torch.zeros(0)
+                yield from_samples(audio, own if rate is None else rate, own)
+            else:
+                yield from self.front_end.stream(audio)
 
-    def _transcribe(self, waveforms: Sequence[Tensor]) -> list[Transcript]:
-        """Waveforms (S,) of any length, split where they are too long."""
-        splits = [self.segments(waveform) for waveform in waveforms]
-        parts = [
-            waveform[start:end]
-            for waveform, segments in zip(waveforms, splits, strict=True)
-            for start, end in segments
-        ]
-        transcripts = [EMPTY_TRANSCRIPT] * len(parts)
-        for rows, batch in self.batches(parts):
+    def _result(self, recording: "_Recording") -> Transcript:
+        if recording.fault is not None:
+            raise recording.fault
+        return merge_segments(recording.segments, recording.transcripts, self.front_end.sample_rate)
+
+    def _transcribe(self, recordings: Iterable["_Recording"]) -> Iterator["_Recording"]:
+        """Each recording, in order, once it is decoded or has a fault."""
+        queue: deque[_Recording] = deque()
+        parts: list[_Part] = []  # to be decoded together
+        seconds, rate = 0.0, self.front_end.sample_rate
+        for recording in recordings:
+            queue.append(recording)
+            for number, group in enumerate(self._groups(recording)):
+                if number:  # a long recording: decode before more of it is read
+                    self._decode(parts)
+                    yield from _finished(queue)
+                    seconds = 0.0
+                if recording.fault is not None:
+                    break
+                seconds += sum(end - start for (start, end), _ in group) / rate
+                parts += recording.add(group)
+            if seconds >= self.decode.batch_seconds:
+                self._decode(parts)
+                seconds = 0.0
+            yield from _finished(queue)
+        self._decode(parts)
+        yield from _finished(queue)
+
+    def _groups(self, recording: "_Recording") -> Iterator[list[tuple[Segment, Tensor]]]:
+        """`segment_groups` of a recording, whose fault is recorded."""
+        try:
+            yield from self.segment_groups(recording.blocks)
+        except (AudioError, MemoryError, RuntimeError) as error:
+            recording.fault = error
+        recording.complete = True
+
+    def _decode(self, parts: list["_Part"]) -> None:
+        """Decode the segments, as many together as possible, and empty the list."""
+        sound = [part for part in parts if part.recording.fault is None]
+        parts.clear()
+        seconds = np.array([len(part.samples) / self.front_end.sample_rate for part in sound])
+        for planned in plan_evaluation(seconds, self.decode.batch_seconds).batches:
+            batch = [sound[item.index] for item in planned]
+            results = decode_in_halves(self._recognize, [part.samples for part in batch])
+            for part, result in zip(batch, results, strict=True):
+                part.recording.set(part.index, result)
+
+    def _recognize(self, waveforms: Sequence[Tensor]) -> list[Transcript]:
+        """Transcripts of waveforms (S,) in one batch; empty for those shorter than a frame."""
+        transcripts = [EMPTY_TRANSCRIPT] * len(waveforms)
+        rows, batch = self.batch(waveforms)
+        if rows:
             results = self.transcripts(*self.recognize(batch))
             for row, transcript in zip(rows, results, strict=True):
                 transcripts[row] = transcript
-        rest, rate = iter(transcripts), self.front_end.sample_rate
-        return [merge_segments(split, list(islice(rest, len(split))), rate) for split in splits]
+        return transcripts
 
-    def segments(self, waveform: Tensor) -> list[Segment]:
-        """The segments in which a waveform (S,) is decoded."""
+    def segments(self, blocks: Iterable[Tensor]) -> Iterator[tuple[Segment, Tensor]]:
+        """The segments in which audio in blocks (S,) is decoded, and their samples.
+
+        A silent segment has none, for there is nothing to decode.
+        """
         longest, rate = self.max_segment_seconds, self.front_end.sample_rate
-        return split_at_pauses(waveform, rate, longest, min(self.decode.overlap, longest / 4))
+        overlap = min(self.decode.overlap, longest / 4)
+        for segment, samples in split_at_pauses(blocks, rate, longest, overlap):
+            yield segment, torch.zeros(0) if is_silent(samples, rate) else samples
 
-    def batches(
+    def segment_groups(self, blocks: Iterable[Tensor]) -> Iterator[list[tuple[Segment, Tensor]]]:
+        """`segments`, as many at a time as fit into decode.batch_seconds, and one at least."""
+        most = self.decode.batch_seconds * self.front_end.sample_rate
+        group: list[tuple[Segment, Tensor]] = []
+        longest = 0
+        for segment, samples in self.segments(blocks):
+            longest = max(longest, segment.end - segment.start)
+            if group and longest * (len(group) + 1) > most:
+                yield group
+                group, longest = [], segment.end - segment.start
+            group.append((segment, samples))
+        if group:
+            yield group
+
+    def batch(
         self, waveforms: Sequence[Tensor], speaker: str | None = None
-    ) -> Iterator[tuple[list[int], Batch]]:
-        """Batches of the waveforms (S,) with sound and a frame at least, and their indices."""
-        rate, speeds = self.front_end.sample_rate, self.decode.others
-        no_tokens = torch.zeros(0, dtype=torch.long)
-        seconds = np.array([len(waveform) / rate for waveform in waveforms])
-        for planned in plan_evaluation(seconds, self.decode.batch_seconds).batches:
-            rows = [item.index for item in planned if not is_silent(waveforms[item.index], rate)]
-            features = [self.front_end.at_speeds(waveforms[row], speaker, speeds) for row in rows]
-            inputs = {row: own for row, own in zip(rows, features, strict=True) if len(own[0])}
-            if inputs:
-                examples = [Example("", own, no_tokens, more) for own, *more in inputs.values()]
-                yield list(inputs), collate(examples)
+    ) -> tuple[list[int], Batch]:
+        """The indices of the waveforms (S,) that have a frame at least, and these as a batch."""
+        speeds, no_tokens = self.decode.others, torch.zeros(0, dtype=torch.long)
+        inputs: dict[int, Example] = {}
+        for row, waveform in enumerate(waveforms):
+            if len(waveform):
+                own, *others = self.front_end.at_speeds(waveform, speaker, speeds)
+                if len(own):
+                    inputs[row] = Example("", own, no_tokens, others)
+        return list(inputs), collate(list(inputs.values()))
 
     @torch.no_grad()
     def transcripts(self, memory: Memory, hypotheses: Sequence[Hypothesis]) -> list[Transcript]:
@@ -193,6 +303,40 @@ class Recognizer(SpeechDecoder):
         """Seconds per frame of memory: the frame shift times the encoder's reduction."""
         reduction = MANY_FRAMES / int(self.model.memory_lengths(torch.tensor([MANY_FRAMES])))
         return reduction * self.front_end.extract.shift / self.front_end.sample_rate
+
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+
+def decode_in_halves(
+    decode: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]
+) -> list[Result | Exception]:
+    """decode(items); where that fails, of each half; an item that fails alone has its exception.
+
+    Exceptions such as those of a lack of memory; others are errors of settings or of ours.
+    """
+    try:
+        return decode(items)
+    except (MemoryError, RuntimeError) as error:
+        # A traceback keeps what its functions had in memory.
+        failure = error.with_traceback(None) if is_out_of_memory(error) else error
+    if len(items) == 1:
+        return [failure]
+    middle = len(items) // 2
+    return [
+        result
+        for half in (items[:middle], items[middle:])
+        for result in decode_in_halves(decode, half)
+    ]
+
+
+def fault_line(error: Exception, name: str) -> str:
+    """In one line, why the audio of that name has no transcript."""
+    if isinstance(error, AudioError):
+        return str(error)
+    if is_out_of_memory(error):
+        return f"{name}: out of memory; lower decode.max_segment_seconds or decode.beam"
+    return f"{name}: cannot be decoded ({' '.join(str(error).split())[:200]})"
 
 
 # Derived runs: an ordinary run folder made from another one, by asr.export and asr.prune.

@@ -3,6 +3,8 @@
 Shapes: T memory frames, U tokens, V vocabulary; one utterance at a time.
 """
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
@@ -99,3 +101,21 @@ def json_row(path: Path, transcript: Transcript) -> dict[str, Any]:
         for word in row["words"]
     ]
     return row
+
+
+ON_ONE_LINE = str.maketrans("\t\n\r", "   ")  # for str.translate; a vocabulary may have any
+# Control characters that JSON allows as they are and a terminal would obey.
+_CONTROL = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """One line of JSON, without control characters."""
+    text = json.dumps(row, ensure_ascii=False).translate(_CONTROL)
+    # A name's bytes that are not text become \udcXX, which JSON reads as Python wrote them.
+    return text.encode(errors="backslashreplace").decode() + "\n"
+
+
+def name_of(path: str | os.PathLike[str]) -> str:
+    """The path on one line: quoted, with escapes, if it has a line break or no printable text."""
+    text = os.fspath(path)
+    return text if text.isprintable() else ascii(text)
