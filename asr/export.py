@@ -1,16 +1,15 @@
 """A run to pass on: python -m asr.export RUN --to FOLDER [--about TEXT.md]
 
-Imports beyond argparse happen where they are used, so that --help is fast.
+Imports beyond the command line's happen where they are used, so that --help is fast.
 """
 
-import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asr.arguments import CommandParser
 from asr.errors import UserError, run_command
-from asr.io import read_small_file
+from asr.io import read_json, read_small_file
 
 if TYPE_CHECKING:
     from asr.config.schema import Recipe, SpeechRecipe
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Average the checkpoints, convert to fp16, write the run folder and its card."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m asr.export",
         description="A run folder to pass on: the weights that decoding would use, averaged, in "
         "fp16, without optimiser state and local paths; and README.md, its model card.",
@@ -26,15 +25,16 @@ def main() -> None:
     )
     add = parser.add_argument
     add("run", type=Path, help="a speech run's folder")
-    add("overrides", nargs="*", metavar="key.path=value")
+    parser.add_overrides()
     add("--to", type=Path, required=True, help="folder of the exported run")
     add("--about", type=Path, metavar="TEXT.md", help="put into the card: data, licences, limits")
-    args = parser.parse_intermixed_args()
+    args = parser.parse()
     export(args.run, args.overrides, args.to, args.about)
 
 
 def export(run: Path, overrides: Sequence[str], to: Path, about: Path | None = None) -> None:
     """Write the exported run folder. UserError, before anything is written, where it cannot be."""
+    from asr.analysis.report import markdown_text
     from asr.inference.load import load_run_recipe
     from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder, write_run
     from asr.training.checkpoint import choose
@@ -42,7 +42,7 @@ def export(run: Path, overrides: Sequence[str], to: Path, about: Path | None = N
     recipe = load_run_recipe(run, overrides)
     check_new_folder(to)
     try:
-        text = [about.read_text(encoding="utf-8").strip(), ""] if about else []
+        text = [read_small_file(about).strip(), ""] if about else []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--about {about}: cannot be read ({error})") from None
     recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS, "train.device=cpu"])
@@ -53,7 +53,8 @@ def export(run: Path, overrides: Sequence[str], to: Path, about: Path | None = N
             raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
     best, parameters = checkpoints[0], sum(weight.numel() for weight in model.parameters())
     steps = [checkpoint.step for checkpoint in checkpoints]
-    lines = [f"# {to.resolve().name}", "", *text, *card(run, recipe, steps, parameters), ""]
+    title = f"# {markdown_text(to.resolve().name)}"
+    lines = [title, "", *text, *card(run, recipe, steps, parameters), ""]
     smaller = exported_recipe(recipe, to)
     write_run(to, smaller, recognizer, None, best.step, best.loss, "\n".join(lines))
     if recipe.decode.lm:
@@ -77,14 +78,14 @@ def exported_recipe(recipe: "SpeechRecipe", to: Path) -> "Recipe":
 
 def card(run: Path, recipe: "SpeechRecipe", steps: Sequence[int], parameters: int) -> Iterator[str]:
     """The lines of the model card: model, training cost, evaluations of these weights."""
-    from asr.analysis.curves import read_scalars
+    from asr.analysis.curves import finite, read_scalars
     from asr.analysis.runs import HOURS, SECONDS
 
-    curves = read_scalars(run, {HOURS, SECONDS})
+    curves = {name: finite(curve) for name, curve in read_scalars(run, {HOURS, SECONDS}).items()}
     hours, seconds = (curves[n].values[-1] if len(curves[n]) else None for n in (HOURS, SECONDS))
     millions = f"{parameters / 1e6:.2f} M parameters"
     yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
-    if hours is not None and seconds is not None:
+    if hours is not None and seconds:
         yield (
             f"Training took {seconds / 3600:.1f} hours for {hours:.0f} hours of audio, repetitions "
             f"counted ({3600 * hours / seconds:.0f} times real time)."
@@ -103,13 +104,14 @@ def _rows(file: Path, steps: Sequence[int]) -> Iterator[str]:
 
     None, with a printed line, where it was decoded with other checkpoints than those of `steps`.
     """
+    from asr.analysis.report import markdown_text
     from asr.analysis.wer import between, percent
 
     try:
-        rates = json.loads(read_small_file(file))
+        rates = read_json(file)
         about = rates["about"]
         if (decoded := about.get("steps", steps)) != steps:
-            was, now = (" ".join(map(str, numbers)) for numbers in (decoded, steps))
+            was, now = (" ".join(map(str, numbers[:9])) for numbers in (decoded, steps))
             print(f"not in the card: {file} is of step {was}, not {now}; evaluate and export again")
             return
         decode = about["decode"]
@@ -123,11 +125,13 @@ def _rows(file: Path, steps: Sequence[int]) -> Iterator[str]:
         for column, groups in about["groups"].items():
             parts |= {f"{column} {name}": group for name, group in groups.items()}
         for name, part in parts.items():
-            cells = (file.parent.name, name, f"{part['words']:,}", percent(part["wer"]))
+            names = map(markdown_text, (file.parent.name, name[:200]))
+            cells = (*names, f"{part['words']:,}", percent(part["wer"]))
             spans = (part.get("wer_interval"), part.get("wer_interval_over_speakers"))
             yield f"| {' | '.join((*cells, *(between(s) if s else '-' for s in spans)))} |"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: damaged evaluation ({error}); evaluate again") from None
+        reason = str(error)[:200]
+        raise UserError(f"{file}: damaged evaluation ({reason}); evaluate again") from None
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@ arXiv:1909.11556): by the paper's rule, `every_other`, or by `search_layers` on 
 The result is an ordinary run. Its recipe holds the residual scales of `deepnet` as numbers, since
 the new layer counts would imply others than the weights were trained with.
 
-Imports beyond argparse happen where they are used, so that --help is fast.
+Imports beyond the command line's happen where they are used, so that --help is fast.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asr.arguments import CommandParser
 from asr.errors import UserError, run_command
 
 if TYPE_CHECKING:
@@ -27,21 +27,21 @@ Score = Callable[["Transformer"], float]  # the lower the better
 
 def main() -> None:
     """Read the command line and prune a run."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m asr.prune",
         description="A Transformer run with fewer layers, as a run of its own. Train the full one "
         "with model.layer_drop, so that it tolerates missing layers.",
         epilog="Keys of the run's recipe can be overridden: data.valid=my.tsv decode.average=5 ...",
     )
     parser.add_argument("run", type=Path, help="the run folder of a Transformer")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_overrides()
     parser.add_argument("--to", type=Path, required=True, help="folder of the pruned run")
     parser.add_argument("--encoder", type=int, help="encoder layers to keep (default: all)")
     parser.add_argument("--decoder", type=int, help="decoder layers to keep (default: all)")
     ways = ("every-other", "search")
     how = "evenly spread (default), or the layers without which the validation loss is highest"
     parser.add_argument("--how", choices=ways, default=ways[0], help=how)
-    args = parser.parse_intermixed_args()
+    args = parser.parse()
     if args.encoder is None and args.decoder is None:
         raise UserError("nothing to prune: give the layers to keep, --encoder N or --decoder M")
     prune_run(args.run, args.overrides, args.to, (args.encoder, args.decoder), args.how)

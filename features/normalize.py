@@ -12,9 +12,10 @@ Shapes: T frames, F features per frame, N groups (speakers, or one for the corpu
 
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +28,8 @@ Kind = Literal["none", "utterance", "speaker", "global"]
 # A spread below this share of the mean is rounding: features are float32 (2**-24 = 6e-8).
 CONSTANT = 1e-6
 EVERYONE = ""  # the one group of `global`
+MAX_MEAN = 1e30  # features are float32
+MAX_BYTES = 1 << 30  # of a file of statistics: 800,000 speakers
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +132,20 @@ class MeanVarianceNorm:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the statistics by a file's. Raises StatisticsError for an unusable file."""
         try:
+            status = Path(path).stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+                raise OSError("no regular file, or too large")
             with safe_open(os.fspath(path), "pt") as file:
                 names = file.metadata() or {}
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+                if names.get("kind") != self.kind:
+                    kinds = f"of kind {names.get('kind', 'unknown')[:20]}, but mvn is {self.kind}"
+                    raise StatisticsError(f"{path}: statistics {kinds}")
+                self.groups = _parse(names, parts, str(path))
         except FileNotFoundError as error:
             raise StatisticsError(f"{path}: no such file of feature statistics") from error
         except (SafetensorError, OSError, UnicodeError) as error:
             raise StatisticsError(f"{path}: not readable as feature statistics") from error
-        if names.get("kind") != self.kind:
-            kind = names.get("kind", "unknown")
-            raise StatisticsError(f"{path}: statistics of kind {kind}, but mvn is {self.kind}")
-        self.groups = _parse(names, tensors, str(path))
 
     def _moments(self, features: Tensor, speaker: str | None) -> Moments:
         if self.kind == "global" and EVERYONE not in self.groups:
@@ -162,25 +168,25 @@ def _stack(rows: list[Tensor]) -> Tensor:
     return torch.stack(rows) if rows else torch.zeros(0, 0, dtype=torch.float64)
 
 
-def _parse(names: dict[str, str], tensors: dict[str, Tensor], path: str) -> dict[str, Moments]:
-    """The groups of a file, every part of which is checked."""
+def _parse(names: dict[str, str], parts: dict[str, Any], path: str) -> dict[str, Moments]:
+    """The groups of a file, every part of which is checked, the shapes before anything is read."""
     try:
         groups = json.loads(names["groups"])
-        count, mean, squares = tensors["count"], tensors["mean"], tensors["squares"]
+        rows = [len(groups)] if isinstance(groups, list) else None
+        shapes = [parts[key].get_shape() for key in ("count", "mean", "squares")]
+        if shapes != [rows, [*rows, *shapes[1][1:]], shapes[1]] or len(shapes[1]) != 2:
+            raise ValueError("shapes do not agree")
+        count, mean, squares = (parts[key][:] for key in ("count", "mean", "squares"))
         valid = (
-            isinstance(groups, list)
-            and len(groups) == len(count) == len(mean)
-            and all(isinstance(group, str) for group in groups)
+            all(isinstance(group, str) for group in groups)
+            and len(set(groups)) == len(groups)
             and count.dtype == torch.int64
-            and mean.ndim == 2
-            and mean.shape == squares.shape
             and mean.dtype == squares.dtype == torch.float64
-            and bool((count > 0).all() and mean.isfinite().all())
+            and bool((count > 0).all() and (mean.abs() < MAX_MEAN).all())
             and bool((squares.isfinite() & (squares >= 0)).all())
         )
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError, RecursionError, IndexError):
         valid = False
     if not valid:
         raise StatisticsError(f"{path}: damaged feature statistics; measure them anew")
-    rows = zip(groups, count.tolist(), mean, squares, strict=True)
-    return {group: Moments(*row) for group, *row in rows}
+    return dict(zip(groups, map(Moments, count.tolist(), mean, squares), strict=True))

@@ -8,12 +8,14 @@ import shutil
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from asr.errors import UserError
 from asr.training import checkpoint
 from asr.training.checkpoint import (
+    MemoryLimit,
     best_of,
     choose,
     is_sound,
@@ -48,7 +50,8 @@ def test_a_saved_checkpoint_reads_back_the_same(tmp_path):
     optimizer = torch.optim.Adam(module.parameters())
     module.out(module.embedding(torch.tensor([3]))).sum().backward()
     optimizer.step()
-    training = {"optimizer": optimizer.state_dict(), "random": torch.get_rng_state(), "n": 0.5}
+    random = {"cpu": torch.get_rng_state(), "cuda": []}
+    training = {"optimizer": optimizer.state_dict(), "random": random, "n": 0.5}
     saved = save(tmp_path, 17, 0.25, module, training)
     assert (saved.step, saved.loss) == (17, 0.25) and list_checkpoints(tmp_path) == [saved]
     other = Tied()
@@ -56,7 +59,7 @@ def test_a_saved_checkpoint_reads_back_the_same(tmp_path):
     torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
     assert other.out.weight is other.embedding.weight
     back = read_training(saved)
-    assert back["n"] == 0.5 and torch.equal(back["random"], training["random"])
+    assert back["n"] == 0.5 and torch.equal(back["random"]["cpu"], random["cpu"])
     assert torch.equal(
         back["optimizer"]["state"][0]["exp_avg"], training["optimizer"]["state"][0]["exp_avg"]
     )
@@ -248,3 +251,88 @@ def test_weights_without_our_metadata_are_no_checkpoint(tmp_path):
     saved = save(tmp_path, 1)
     save_file({"a": torch.zeros(2)}, saved.folder / "model.safetensors")
     assert list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"step": "1.0"},
+        {"step": "-1"},
+        {"step": "2"},
+        {"step": "9" * 5000},
+        {"loss": "low"},
+    ],
+)
+def test_metadata_that_no_checkpoint_has_are_skipped(tmp_path, about):
+    saved = save(tmp_path, 1, 0.5)
+    path = saved.folder / "model.safetensors"
+    save_file(load_file(path), path, metadata={"step": "1", "loss": "0.5"} | ABOUT | about)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_other_folders_are_no_checkpoints(tmp_path):
+    saved = save(tmp_path, 1)
+    shutil.copytree(saved.folder, saved.folder.with_name("00000001.bak"))
+    assert list_checkpoints(tmp_path) == [saved]
+
+
+def special(path, kind):
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:  # larger than any memory, and than any disk
+        path.write_bytes((100).to_bytes(8, "little") + b"{}".ljust(100))
+        os.truncate(path, 1 << 42)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "sparse"])
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "sha256.json"])
+def test_files_that_never_end_are_no_checkpoint(tmp_path, name, kind):
+    saved = save(tmp_path, 1, 0.5)
+    special(saved.folder / name, kind)
+    assert not is_sound(saved)
+    assert len(list_checkpoints(tmp_path)) == (name != "model.safetensors")
+    if name == "model.safetensors":
+        with pytest.raises(UserError, match=r"model\.safetensors: (damaged|.*larger|.*header)"):
+            load_weights(Tied(), [saved], ABOUT)
+
+
+def test_weights_are_compared_with_the_model_before_they_are_read(tmp_path):
+    """A file of a terabyte without content, and the header of a tensor of that size."""
+    saved = save(tmp_path, 1)
+    path, size = saved.folder / "model.safetensors", 15 << 30
+    with safe_open(path, "pt") as file:
+        header = {"__metadata__": file.metadata()}
+    header["seen"] = {"dtype": "BOOL", "shape": [size], "data_offsets": [0, size]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + size)
+    with pytest.raises(UserError, match="weights of another model"):
+        load_weights(Tied(), [saved], ABOUT)
+
+
+def test_a_model_larger_than_its_weights_is_not_built(tmp_path, monkeypatch):
+    saved, slack = save(tmp_path, 1), 3
+    monkeypatch.setattr(MemoryLimit, "SLACK", slack)
+    with safe_open(saved.folder / "model.safetensors", "pt") as file:
+        count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    for size in (2 * count + slack, (2 * count + slack, 1), torch.Size([2 * count + slack])):
+        with MemoryLimit(saved):
+            torch.empty(size)
+    for make in (torch.empty, torch.zeros, torch.ones, torch.randn):
+        with pytest.raises(UserError, match="describes a larger one"), MemoryLimit(saved):
+            make(2 * count + slack, 1 << 40)
+    with pytest.raises(UserError, match="weights of another model"), MemoryLimit(saved):
+        nn.Linear(1 << 20, 1 << 20)
+    torch.empty(2 * count + 2 * slack)  # no limit outside
+
+
+def test_checkpoints_outside_of_the_run_are_not_chosen(tmp_path):
+    for name in ("other", "run"):
+        (tmp_path / name).mkdir()
+    save(tmp_path / "other", 1)
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "other" / "checkpoints")
+    with pytest.raises(UserError, match="run/checkpoints: a symbolic link"):
+        choose(tmp_path / "run", "best", 1)

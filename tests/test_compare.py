@@ -1,7 +1,9 @@
 """asr.compare on event files whose curves, crossings and significance are known."""
 
 import json
+import os
 import re
+import resource
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,10 +13,14 @@ import yaml
 from event_files import scalar_event, write_events
 from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
+from asr.analysis import curves
 from asr.analysis.comparison import group
 from asr.analysis.curves import (
     Curve,
@@ -196,13 +202,29 @@ def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
     )
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_reported(two_groups, commands):
+    """RLIMIT_FSIZE refuses every byte beyond the limit."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
+    try:
+        line = commands.refused(compare, two_groups)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert line == f"{two_groups / 'compare' / 'curves.png'}: File too large"
+    assert list((two_groups / "compare").iterdir()) == []
+
+
+def test_no_report_is_written_through_a_link(two_groups, commands, tmp_path):
+    (tmp_path / "mine").write_text("good")
     out = two_groups / "compare"
     out.mkdir()
-    (out / "curves.png").symlink_to("/dev/full")
-    line = commands.refused(compare, two_groups)
-    assert line == f"{out}: No space left on device"
+    for name in ("curves.png", "curves.svg", "compare.md", "compare.html"):
+        (out / name).symlink_to(tmp_path / "mine")
+    report(commands, two_groups)
+    assert (tmp_path / "mine").read_text() == "good" and not (out / "curves.png").is_symlink()
+    out.rename(tmp_path / "elsewhere")
+    out.symlink_to(tmp_path / "elsewhere")
+    assert commands.refused(compare, two_groups).startswith(f"{out}: a symbolic link")
 
 
 def test_a_run_without_a_checkpoint_counts_as_the_same_data(two_groups, commands, monkeypatch):
@@ -558,3 +580,125 @@ def test_runs_scored_against_different_texts_are_not_pooled():
     assert pooled([first, first]).wer == 0
     with pytest.raises(UserError, match="its runs were evaluated against different texts"):
         pooled([first, mended])
+
+
+def hostile_records():
+    """Named contents of an event file after its sound records."""
+    scalar = scalar_event("valid/nll", 1000, 5.0).SerializeToString()
+
+    def framed(content, length=None, check=None):
+        head = (len(content) if length is None else length).to_bytes(8, "little")
+        sums = (masked_crc32c(part).to_bytes(4, "little") for part in (head, content))
+        return head + next(sums) + content + (next(sums) if check is None else check)
+
+    picture = Event(step=7, summary=Summary(value=[Summary.Value(tag="x" * (1 << 22))]))
+    yield "a length of exabytes", framed(b"", 1 << 62)
+    yield "a length beyond the end", framed(scalar, 10_000)
+    yield "a wrong checksum", framed(scalar, check=b"abcd")
+    yield "no event", framed(b"\xff" * 40)
+    yield "zeros", bytes(1 << 16)
+    yield "a name of megabytes", framed(picture.SerializeToString())
+    yield "a step below 0", framed(scalar_event("valid/nll", -5, 5.0).SerializeToString())
+    yield "an endless step", framed(scalar_event("valid/nll", 2**63 - 1, 5.0).SerializeToString())
+
+
+@pytest.mark.parametrize(("name", "content"), list(hostile_records()))
+def test_damaged_records_are_skipped(tmp_path, name, content):
+    path = tmp_path / "events.out.tfevents.0000000001.a"
+    write_events(path, [scalar_event("valid/nll", 3, 0.5)])
+    with path.open("ab") as file:
+        file.write(content)
+    actual = read_scalars(tmp_path, ["valid/nll"])["valid/nll"]
+    assert list(actual.steps) == [3] and list(actual.values) == [0.5]
+
+
+def test_event_files_have_a_bounded_number_of_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(curves, "MAX_RECORDS", 20)
+    points = [scalar_event("valid/nll", step, 0.5) for step in range(25)]
+    write_events(tmp_path / "events.out.tfevents.0000000001.a", points)
+    with pytest.raises(UserError, match="more than 20 records in its event files"):
+        read_scalars(tmp_path, ["valid/nll"])
+
+
+def fifo(run):
+    os.mkfifo(run / "events.out.tfevents.0000000009.x")
+
+
+def linked(run):
+    (run / "events.out.tfevents.0000000009.x").symlink_to("/dev/zero")
+
+
+def sparse(run):
+    os.truncate(run / "events.out.tfevents.0000000007.x", 1 << 40)
+
+
+def endless_log(run):
+    (run / "train.log").unlink()
+    (run / "train.log").symlink_to("/dev/zero")
+
+
+def huge_log(run):
+    with (run / "train.log").open("ab") as file:
+        file.truncate(1 << 40)
+        file.seek(1 << 40)
+        file.write(b"\nnow finished at step 100; x\n")
+
+
+def long_step(run):
+    (run / "train.log").write_text(f"finished at step {'9' * 5000}\n")
+
+
+def device_manifest(run):
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("valid: valid.tsv", "valid: /dev/zero"))
+
+
+def evaluation(text):
+    def write(run):
+        (run / "evaluate" / "x").mkdir(parents=True)
+        (run / "evaluate" / "x" / "score.json").write_text(text)
+
+    return write
+
+
+def odd_evaluation(run):
+    """Of other types than ours, in the right places."""
+    about = {"decode": {"average": "x", "beam": [1]}, "steps": 7, "overrides": [3, "a=b"]}
+    write_evaluation(run / "evaluate" / "x", score(["a"], ["a"]), about)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (fifo, "not a regular file"),
+        (linked, "a symbolic link"),
+        (sparse, ""),
+        (endless_log, "a symbolic link"),
+        (huge_log, ""),
+        (long_step, "not finished"),
+        (device_manifest, "not comparable"),
+        (evaluation("[" * 200_000), "damaged evaluation"),
+        (evaluation("{}"), "not there; run"),
+        (evaluation('{"accuracy": NaN, "nll": 1e999}'), ""),
+        (evaluation('{"wer": "\\ud800"}'), "damaged evaluation"),
+        (odd_evaluation, ""),
+    ],
+)
+def test_a_hostile_run_among_others_is_skipped(tmp_path, commands, damage, words):
+    for seed in (1, 2):
+        make_run(tmp_path / f"a-{seed}", [f"seed={seed}"], falling(0.1))
+    damage(make_run(tmp_path / "b", ["model.listener.norm=none"], falling(0.2)))
+    out = report(commands, *sorted(tmp_path.iterdir()), "--out", tmp_path / "out")
+    assert words in out and "0.1000" in out
+
+
+def test_hostile_names_are_escaped_in_the_report(tmp_path, commands):
+    place = tmp_path / "<b>\x1b[2J\n"
+    for seed in (1, 2):
+        make_run(place / f"a-{seed}", [f"seed={seed}"], falling(0.1), errors=[1, 0])
+    make_run(place / "b\x1b[31m\udcff<i>", [], falling(0.2), done=False)
+    out = report(commands, place, "--out", tmp_path / "out")
+    assert "\x1b" not in out
+    for name in ("compare.html", "compare.md", "curves.svg"):
+        content = (tmp_path / "out" / name).read_bytes().decode()
+        assert "\x1b" not in content and "<i>" not in content and "<b>" not in content

@@ -175,7 +175,13 @@ def damage(path, **change) -> None:
         {"mean": torch.full((2, F), float("nan"), dtype=torch.float64)},
         {"mean": torch.zeros(2, F)},
         {"squares": -torch.ones(2, F, dtype=torch.float64)},
+        {"mean": torch.full((2, F), 1e300, dtype=torch.float64)},
+        {"mean": torch.zeros((), dtype=torch.float64)},
+        {"mean": torch.zeros(2, F, 1, dtype=torch.float64)},
+        {"count": torch.tensor(3)},
         {"groups": "[1, 2]"},
+        {"groups": '["ann", "ann"]'},
+        {"groups": "null"},
         {"groups": "[" * 100_000},
         {"groups": '{"ann": 1, "bob": 2}'},
         {"groups": '["ann"]'},
@@ -216,3 +222,20 @@ def test_misuse_is_reported():
         measured("speaker").add(torch.randn(3, F))
     with pytest.raises(ValueError, match="kind 'batch' must be one of none, utterance, speaker, g"):
         MeanVarianceNorm("batch")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "sparse", "device"])
+def test_files_that_never_end_are_no_statistics(tmp_path, kind):
+    path = tmp_path / "mvn.safetensors"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:  # a mean of a billion speakers, all of them zeros that take no space on the disk
+        size, text = 1 << 33, b""
+        header = {"mean": {"dtype": "F64", "shape": [size // 8], "data_offsets": [0, size]}}
+        text = json.dumps({"__metadata__": {"kind": "speaker"}} | header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, 8 + len(text) + size)
+    with pytest.raises(StatisticsError, match="not readable as feature statistics"):
+        MeanVarianceNorm("speaker").load(path)

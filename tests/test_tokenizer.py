@@ -1,6 +1,7 @@
 """Vocabularies: special tokens, round trips, unknown characters, saving, and errors."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,13 @@ def test_a_text_that_gives_no_vocabulary_is_refused():
         '{"kind": "characters", "symbols": ["AB"]}',
         '{"kind": "characters", "symbols": [1]}',
         '{"kind": "sentencepiece"}',
+        '{"kind": "characters", "symbols": "AB"}',
+        '{"kind": "characters", "symbols": {"A": 1}}',
+        '{"kind": "characters", "symbols": ["\\ud800"]}',
+        '{"kind": "words", "symbols": ["A"]}',
+        '{"kind": ["characters"], "symbols": ["A"]}',
+        '{"kind": "characters", "symbols": ' + "[" * 200_000,
+        '{"kind": "characters", "symbols": [' + "9" * 5000 + "]}",
     ],
 )
 @pytest.mark.parametrize("model", [None, b"", b"no model at all"])
@@ -161,3 +169,30 @@ def test_unknown_letters_are_reported_and_many_are_refused(tokenizer):
     assert check("TH\u00dc H\u00dcT", "CAT\u00e9") == line  # 3 of 10
     with pytest.raises(UserError, match=r"x\.tsv: 66.7 % of its letters .*: a e h t; check case"):
         check("The Hat")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
+def test_files_that_never_end_are_refused(tmp_path, name, kind):
+    SentencePieces.train(TEXTS, 30, "bpe").save(tmp_path)
+    path = tmp_path / name
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    with pytest.raises(UserError, match=f"^{path}: (not a regular file|larger than)"):
+        load_tokenizer(tmp_path)
+
+
+def test_pieces_that_are_no_text_are_refused(tmp_path):
+    SentencePieces.train(TEXTS, 30, "bpe").save(tmp_path)
+    path = tmp_path / "tokenizer.model"
+    content = path.read_bytes()
+    assert content.count(b"THE") > 0
+    path.write_bytes(content.replace(b"THE", b"T\xffE"))
+    with pytest.raises(UserError, match=r"tokenizer\.model: not a sentencepiece model"):
+        load_tokenizer(tmp_path)

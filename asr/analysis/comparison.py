@@ -31,7 +31,8 @@ from asr.analysis.runs import (
 from asr.analysis.significance import difference_table, figure_differences, wer_differences
 from asr.analysis.statistics import Interval, spread
 from asr.analysis.wer import Score, between, pooled
-from asr.errors import UserError, writing
+from asr.errors import UserError
+from asr.io import atomic_writer
 from asr.training.resume import NOT_LEARNING, is_among
 
 RecipeKeys = Mapping[str, Any]
@@ -52,7 +53,7 @@ def compare(
     """
     folders = expand_runs(places)
     one_sweep = len(places) == 1 and folders[0] != places[0]
-    out = out or (places[0] / "compare" if one_sweep else Path("compare"))
+    out = out or _own_folder(places[0] if one_sweep else Path())
     runs = read_runs(folders, curve)
     if all(run.fault for run in runs):
         raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")
@@ -74,6 +75,14 @@ def compare(
     write_report(out, "compare", "Comparison of runs", facts, [tables[0], picture, *tables[1:]])
     print("\n".join([*facts, *(line for table in tables for line in _console(table))]))
     print(f"\nfiles: {out}/compare.html compare.md curves.png curves.svg")
+
+
+def _own_folder(place: Path) -> Path:
+    """The folder of the report where none was named. UserError for one that is elsewhere."""
+    out = place / "compare"
+    if out.is_symlink():
+        raise UserError(f"{out}: a symbolic link, through which nothing is written; name an --out")
+    return out
 
 
 @dataclass(frozen=True)
@@ -325,9 +334,9 @@ def draw(
     loss = {s.legend: mean for s in settings if (mean := band(m.loss for m in s.members))}
     train = {s.legend: mean for s in settings if (mean := band(m.train_loss for m in s.members))}
     png, svg = draw_curves([Panel(curve, loss, levels), Panel(TRAIN, train)])
-    with writing(out):
-        (out / "curves.png").write_bytes(png)
-        (out / "curves.svg").write_text(svg, encoding="utf-8")
+    for name, content in (("curves.png", png), ("curves.svg", svg.encode())):
+        with atomic_writer(out / name) as file:
+            file.write(content)
     note = (
         "Mean of the runs; the band reaches from the lowest to the highest. Dashed: the levels. "
         "nll: cross-entropy of a target (character, word piece, image), without smoothing."

@@ -1,21 +1,33 @@
 """Scalar curves of a run: read from TensorBoard's event files, and compared between runs.
 
+The files are not read by TensorBoard's EventAccumulator, which takes a record of any length into
+memory.
+
 R runs (seeds) of one setting, N points on the common grid of steps.
 """
 
-import logging
 import math
+import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+from asr.errors import UserError
+from asr.io import open_file
 
 Values = NDArray[np.float64]
+MAX_RECORDS = 5_000_000  # of a run: a million steps logged every ten make 1.2 million
+MAX_RECORD = 1 << 16  # bytes of one with a scalar; pictures and texts are longer
+MAX_STEP = 1 << 53  # which a float holds exactly
+_START = -1  # in the place of a curve's number: the run was started or resumed
 
 
 @dataclass(frozen=True)
@@ -33,20 +45,71 @@ class Curve:
 def read_scalars(folder: Path, names: Collection[str]) -> dict[str, Curve]:
     """The named curves from the event files of a folder; a missing one has no points.
 
-    A run resumed at a step replaces all points beyond it. Of several points at one step the last
-    counts. An incomplete record at the end of a file is skipped.
+    A run resumed at a step replaces all points from it on. Of several points at one step the last
+    counts. A file is read to its first damaged or incomplete record. Raises UserError for one that
+    is not a regular file, and for more records than a training writes.
     """
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of every resumed run
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: keep all
-    present = events.Tags()["scalars"]
-    return {name: _curve(events.Scalars(name) if name in present else []) for name in names}
+    kinds = {name.encode(): place for place, name in enumerate(names)}
+    rows, records = array("d"), 0
+    for path in sorted(folder.glob("*tfevents*")):
+        for record in _records(path):
+            records += 1
+            if records > MAX_RECORDS:
+                raise UserError(f"{folder}: more than {MAX_RECORDS} records in its event files")
+            try:
+                row = _row(record[:-4], kinds)
+            except DecodeError:
+                break
+            if row and not _is_intact(record):
+                break
+            rows.extend(row)
+    table = np.array(rows).reshape(-1, 4)
+    start, step = table[:, 0] == _START, table[:, 1]
+    # The lowest step at which the run was started again later.
+    ends = np.minimum.accumulate(np.where(start, step, np.inf)[::-1])[::-1]
+    table = table[~start & (step < ends)]
+    return {name: _curve(table[table[:, 0] == place, 1:]) for place, name in enumerate(names)}
 
 
-def _curve(points: Iterable[Any]) -> Curve:
-    last = {point.step: point for point in points}
-    rows = [(step, last[step].value, last[step].wall_time) for step in sorted(last)]
-    steps, values, times = np.array(rows, dtype=np.float64).reshape(-1, 3).T
-    return Curve(steps.astype(np.int64), values, times)
+def _records(path: Path) -> Iterator[bytes]:
+    """The records of an event file with their checksums; empty where too long for a scalar."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        while len(head := file.read(12)) == 12:
+            length = int.from_bytes(head[:8], "little")
+            if not _is_intact(head) or length > size - file.tell():
+                return
+            if length > MAX_RECORD:
+                file.seek(length + 4, os.SEEK_CUR)
+                yield b""
+            else:
+                yield file.read(length + 4)
+
+
+def _is_intact(content: bytes) -> bool:
+    """Whether the last four bytes are the checksum of those before."""
+    return masked_crc32c(content[:-4]) == int.from_bytes(content[-4:], "little")
+
+
+def _row(record: bytes, kinds: Mapping[bytes, int]) -> Sequence[float]:
+    """A point's (place of its name, step, value, time); of a start (_START, step, 0, time)."""
+    event = Event.FromString(record)
+    if not 0 <= event.step <= MAX_STEP:
+        return ()
+    if event.session_log.status == SessionLog.START:
+        return (_START, event.step, 0.0, event.wall_time)
+    for value in event.summary.value:
+        place = kinds.get(value.tag.encode())
+        if place is not None and value.WhichOneof("value") == "simple_value":
+            return (place, event.step, value.simple_value, event.wall_time)
+    return ()
+
+
+def _curve(rows: Values) -> Curve:
+    """rows (N, 3): steps, values and times in the order of writing."""
+    steps, last = np.unique(rows[::-1, 0], return_index=True)  # the first of the reversed
+    _, values, times = rows[::-1][last].T
+    return Curve(steps.astype(np.int64), values.copy(), times.copy())
 
 
 def start_times(folder: Path) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from asr.analysis.report import policy_hash, template
+from asr.analysis.report import plain_text, policy_hash, template
 from asr.analysis.statistics import LEVEL, Interval
 from asr.analysis.wer import Confusions, Counts, Edit, Score, align, confusions, percent
 from asr.errors import UserError
@@ -63,7 +63,7 @@ def write_page(
     # One pass: inserted text is never searched for placeholders.
     page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template("page.html"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_files(path.parent, {path.name: page})
+    write_files(path.parent, {path.name: plain_text(page)})
 
 
 def _data(

@@ -1,7 +1,7 @@
 """A report of paragraphs, tables and pictures, as Markdown and as one self-contained HTML page.
 
 Texts come from recipes, folders and transcripts and are untrusted: both writers escape every text,
-and the page's content security policy forbids scripts and loading anything.
+control characters too, and the page's content security policy forbids scripts and loading anything.
 """
 
 import re
@@ -12,6 +12,7 @@ from hashlib import sha256
 from html import escape
 from pathlib import Path
 
+from asr.errors import printable
 from asr.io import write_files
 
 DASH = "–"  # in the cell of a table that has no value
@@ -38,6 +39,11 @@ class Picture:
     note: str = ""
 
 
+def plain_text(text: str) -> str:
+    """The text with escapes for control characters and surrogates, which files cannot hold."""
+    return printable(text.encode(errors="backslashreplace").decode())
+
+
 def template(name: str) -> str:
     """A file of the template folder."""
     return (Path(__file__).parent / "template" / name).read_text(encoding="utf-8")
@@ -58,17 +64,17 @@ def write_report(
 
 def markdown(title: str, facts: Sequence[str], parts: Sequence[Table | Picture]) -> str:
     """The report as GitHub's Markdown."""
-    blocks = [f"# {_plain(title)}", *map(_plain, facts)]
+    blocks = [f"# {markdown_text(title)}", *map(markdown_text, facts)]
     for part in parts:
-        blocks += [f"## {_plain(part.title)}"]
+        blocks += [f"## {markdown_text(part.title)}"]
         if isinstance(part, Picture):
-            blocks += [f"![{_plain(part.title)}]({part.file})"]
+            blocks += [f"![{markdown_text(part.title)}]({part.file})"]
         else:
             align = ["---" if text else "---:" for text in _texts(part)]
-            rows = [list(map(_plain, row)) for row in (part.head, *part.rows)]
+            rows = [list(map(markdown_text, row)) for row in (part.head, *part.rows)]
             lines = [f"| {' | '.join(row)} |" for row in (rows[0], align, *rows[1:])]
             blocks += ["\n".join(lines)]
-        blocks += [_plain(part.note)] if part.note else []
+        blocks += [markdown_text(part.note)] if part.note else []
     return "\n\n".join(blocks) + "\n"
 
 
@@ -85,7 +91,7 @@ def html(title: str, facts: Sequence[str], parts: Sequence[Table | Picture]) -> 
         else:
             body += [_table(part)]
         body += [f"<p>{escape(part.note)}</p>"] if part.note else []
-    return (
+    return plain_text(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -95,9 +101,9 @@ def html(title: str, facts: Sequence[str], parts: Sequence[Table | Picture]) -> 
     )
 
 
-def _plain(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Escaped for Markdown, on one line, for tables too."""
-    line = " ".join(text.split())
+    line = plain_text(" ".join(text.split()))
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # An underscore within a word is no emphasis; unescaped, file names stay readable.
     return re.sub(r"([\\`*\[\]|#~]|(?<!\w)_|_(?!\w))", r"\\\1", line)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +15,19 @@ from typing import Any
 import numpy as np
 
 from asr.analysis.curves import Curve, finite, read_scalars, start_times
-from asr.analysis.score_files import read_evaluation
+from asr.analysis.report import plain_text
+from asr.analysis.score_files import is_number, read_evaluation
 from asr.analysis.wer import Score
 from asr.config.loader import flat, read_recipe
 from asr.config.schema import DecodeConfig, Recipe
 from asr.errors import UserError
-from asr.io import read_small_file, sha256_of_files
+from asr.io import check_run_folder, open_file, read_json, sha256_of_files
 from asr.training.checkpoint import choose, list_checkpoints, read_training
 from asr.training.resume import SHA256
+from asr.training.trainer import TrainState
 
+TAIL = 1 << 20  # bytes of a log that are read
+MAX_MANIFEST = 1 << 30  # bytes of a file that is hashed
 CONSOLE = "console.log"  # in a run folder: the console output that asr.sweep keeps
 TRAIN, VALID = "train/nll", "valid/nll"
 HOURS, SECONDS = "run/audio_hours", "run/train_seconds"  # cost of the run so far
@@ -35,20 +40,26 @@ DATA = "data and vocabulary"  # a key beside the recipe's: equal where losses ar
 def finished(run: Path) -> int | None:
     """The step at which training finished; None where it did not, or was resumed since."""
     lines = _text(run / "train.log").splitlines()
-    match = re.search(r"finished at step (\d+)", lines[-1]) if lines else None
+    match = re.search(r"finished at step ([0-9]{1,15})\b", lines[-1]) if lines else None
     return int(match[1]) if match else None
 
 
 def _text(path: Path) -> str:
-    """A log file's text; empty where there is no file."""
+    """The end of a log file, as text; empty where there is no such file."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+        with open_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return file.read(TAIL).decode(errors="replace")
+    except (OSError, UserError):
         return ""
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The recipe a run was trained with. UserError, in one line, where it cannot be read."""
+    """The recipe a run was trained with. UserError, in one line, where it cannot be read.
+
+    Also where check_run_folder refuses the folder.
+    """
+    check_run_folder(run)
     path = run / "recipe.yaml"
     if not path.exists():
         raise UserError(f"{run}: no recipe.yaml: it ended before training began{last_error(run)}")
@@ -98,7 +109,7 @@ def run_names(runs: Sequence[Path]) -> list[str]:
         same = [other for other in tails if other[-1] == tail[-1]]
         sizes = range(1, len(tail) + 1)
         size = next((n for n in sizes if len({other[-n:] for other in same}) == len(same)), 1)
-        names.append("/".join(tail[-size:]))
+        names.append(plain_text("/".join(tail[-size:])))
     return names
 
 
@@ -123,7 +134,7 @@ def _endings(key: str) -> list[str]:
 
 def value_text(value: Any) -> str:
     """A recipe value as on the command line: ba, 0.1, null, [0.9,1.1]."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return plain_text(value if isinstance(value, str) else json.dumps(value, separators=(",", ":")))
 
 
 @dataclass(frozen=True)
@@ -143,11 +154,14 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[Run]:
     for folder, name in zip(folders, run_names(folders), strict=True):
         try:
             settings = flat(recipe_of(folder))
+            settings[DATA] = _data_hash(folder, settings)
+            curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
         except UserError as error:
             runs.append(Run(folder, {}, {}, str(error), name))
             continue
-        settings[DATA] = _data_hash(folder, settings)
-        curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
+        except OSError as error:
+            runs.append(Run(folder, {}, {}, f"{error.filename}: {error.strerror}", name))
+            continue
         runs.append(Run(folder, settings, curves, _fault(folder, curves, curve), name))
     return runs
 
@@ -175,7 +189,7 @@ def _data_hash(folder: Path, settings: dict[str, Any]) -> str:
     """A hash of validation data and vocabulary, of their content where that is known."""
     digest = hashlib.sha256(_validation_hash(folder) or _validation_files_hash(settings))
     for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
-        digest.update(path.read_bytes() if path.is_file() else b"none")
+        digest.update(sha256_of_files([path]).encode() if path.is_file() else b"none")
     return digest.hexdigest()[:8]
 
 
@@ -185,7 +199,7 @@ def _validation_hash(folder: Path) -> bytes | None:
     if not checkpoints:
         return None
     with suppress(UserError):  # damaged, or weights alone
-        content = read_training(checkpoints[-1], mapped=True).get("content", {})
+        content = read_training(checkpoints[-1]).get("content", {})
         for key in ("data.valid", "data.folder"):  # images validate on a part of the folder
             if key in content:
                 return str(content[key].get(SHA256)).encode()
@@ -196,7 +210,10 @@ def _validation_files_hash(settings: dict[str, Any]) -> bytes:
     """The hash of the current files that the recipe names; their names where one is missing."""
     named = settings.get("data.valid")
     files = [Path(str(name)) for name in (named if isinstance(named, list) else [named])]
-    return (sha256_of_files(files) if all(map(Path.is_file, files)) else str(named)).encode()
+    with suppress(OSError, ValueError):  # ValueError: no file can have the name
+        if all(file.is_file() and file.stat().st_size <= MAX_MANIFEST for file in files):
+            return sha256_of_files(files).encode()
+    return repr(named).encode()
 
 
 @dataclass(frozen=True)
@@ -209,7 +226,7 @@ class Cost:
 
     def at(self, step: float) -> tuple[float, float] | None:
         """Audio-hours and seconds at a step: interpolated, beyond the last step proportional."""
-        if len(self.steps) < 2:
+        if len(self.steps) < 2 or self.steps[-1] <= 0:
             return None
         scale = max(1.0, step / self.steps[-1])
         place = min(step, self.steps[-1])
@@ -219,24 +236,24 @@ class Cost:
 
 def read_cost(run: Run) -> Cost:
     """From the curves HOURS and SECONDS; without them from the last checkpoint."""
-    hours, seconds = run.curves[HOURS], run.curves[SECONDS]
+    hours, seconds = finite(run.curves[HOURS]), finite(run.curves[SECONDS])
     if len(hours) and len(seconds):
         steps = np.intersect1d(hours.steps, seconds.steps)
         pair = [c.values[np.isin(c.steps, steps)] for c in (hours, seconds)]
         return Cost(*(np.insert(row, 0, 0) for row in (steps, *pair)))
-    checkpoints = list_checkpoints(run.folder)
-    if not checkpoints:
-        return Cost(*np.zeros((3, 0)))
-    place = read_training(checkpoints[-1], mapped=True)["position"]
-    ends = (place["step"], place["audio_seconds"] / 3600, place["train_seconds"])
-    return Cost(*(np.array([0.0, end]) for end in ends))
+    with suppress(UserError):  # damaged, or weights alone
+        for checkpoint in list_checkpoints(run.folder)[-1:]:
+            place = TrainState(**read_training(checkpoint, ["position"])["position"])
+            ends = (place.step, place.audio_seconds / 3600, place.train_seconds)
+            return Cost(*(np.array([0.0, end]) for end in ends))
+    return Cost(*np.zeros((3, 0)))
 
 
 def _rates_without_words(file: Path) -> dict[str, Any]:
     """The content of score.json; empty where it has word error rates or is damaged."""
     try:
-        rates = json.loads(read_small_file(file))
-    except (OSError, ValueError):
+        rates = read_json(file)
+    except (OSError, ValueError, UserError):
         return {}
     return rates if isinstance(rates, dict) and "wer" not in rates else {}
 
@@ -244,9 +261,10 @@ def _rates_without_words(file: Path) -> dict[str, Any]:
 def _is_outdated(run: Path, about: Mapping[str, Any]) -> bool:
     """Whether an evaluation used other checkpoints than it would now; False where unknown."""
     decode, steps = about.get("decode"), about.get("steps")
-    if not isinstance(decode, dict) or steps is None or not list_checkpoints(run):
+    average = decode.get("average", 1) if isinstance(decode, dict) else None
+    if type(average) is not int or steps is None or not list_checkpoints(run):
         return False
-    now = choose(run, decode.get("checkpoint", "best"), decode.get("average", 1))
+    now = choose(run, decode.get("checkpoint", "best"), max(average, 1))
     return [checkpoint.step for checkpoint in now] != steps
 
 
@@ -256,7 +274,9 @@ def decode_settings(about: Mapping[str, Any]) -> dict[str, str]:
     # An evaluation older than a setting used what is now its default.
     settings = DecodeConfig().model_dump(mode="json") | decode if isinstance(decode, dict) else {}
     settings.pop("batch_seconds", None)
-    other = [change.partition("=") for change in about.get("overrides", ())]
+    overrides = about.get("overrides")
+    changes = overrides if isinstance(overrides, list) else []
+    other = [change.partition("=") for change in changes if isinstance(change, str)]
     settings |= {key: value for key, _, value in other if not key.startswith(("decode.", "data."))}
     return {key: value_text(value) for key, value in settings.items()}
 
@@ -292,9 +312,9 @@ def read_setting_run(run: Run, curve: str, notes: list[str]) -> SettingRun:
     seed, loss = run.settings["seed"], run.curves[curve]
     scores, figures, decoded = {}, {BEST_LOSS: float(finite(loss).values.min())}, {}
     for file in sorted(run.folder.glob("evaluate/*/score.json")):
-        folder, split = file.parent, file.parent.name
+        folder, split = file.parent, plain_text(file.parent.name)
         if rates := _rates_without_words(file):
-            numbers = {name: rates[name] for name in FIGURES if isinstance(rates.get(name), float)}
+            numbers = {name: rates[name] for name in FIGURES if is_number(rates.get(name))}
             figures |= {f"{name} of {split}": number for name, number in numbers.items()}
             continue
         try:

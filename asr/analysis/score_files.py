@@ -7,11 +7,14 @@ alignment.txt   the utterances with most errors, reference above hypothesis
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, get_args
 
 from asr.analysis.statistics import LEVEL, Interval
 from asr.analysis.wer import (
@@ -19,6 +22,7 @@ from asr.analysis.wer import (
     Confusions,
     Counts,
     Score,
+    Units,
     UtteranceScore,
     align,
     alignment_text,
@@ -28,8 +32,13 @@ from asr.analysis.wer import (
     summarize,
 )
 from asr.errors import UserError
-from asr.io import read_small_file, write_files
+from asr.io import open_file, read_json, write_files
 
+MAX_BYTES = 1 << 30  # of hypotheses.tsv
+MAX_LINE = 1 << 19  # bytes: the texts of ten hours; an alignment takes a square of it
+MAX_UTTERANCES = 1_000_000
+MAX_NAME = 200  # bytes of the name of an evaluation's folder
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TEXTS = ("id", "speaker", "reference", "hypothesis")
 _COLUMNS = (*_TEXTS, *COUNTS)
 
@@ -80,9 +89,9 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
     Raises UserError where a file is missing, damaged, or of another evaluation than the other file.
     """
     try:
-        rates = json.loads(read_small_file(folder / "score.json"))
-        lines = (folder / "hypotheses.tsv").read_text(encoding="utf-8").split("\n")
-        utterances, columns = _utterances(lines)
+        rates = read_json(folder / "score.json")
+        with open_file(folder / "hypotheses.tsv", MAX_BYTES) as file:
+            utterances, columns = _utterances(_lines(file))
         # The stored intervals: resampling again would give others.
         score = replace(
             summarize(utterances, draws=1),
@@ -92,18 +101,36 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
         )
         same = all(rates[name] == getattr(score, name) for name in COUNTS)
         about = rates["about"]
+        if not isinstance(about, dict) or score.interval_over not in get_args(Units):
+            raise TypeError("score.json: unknown values")
     except FileNotFoundError as error:
         raise UserError(f"{error.filename}: not there; run python -m asr.evaluate first") from None
     except (ValueError, KeyError, TypeError, UserError) as error:
-        raise UserError(f"{folder}: damaged evaluation ({error}); evaluate again") from None
+        reason = str(error)[:200]
+        raise UserError(f"{folder}: damaged evaluation ({reason}); evaluate again") from None
     if not same:
         raise UserError(f"{folder}: score.json and hypotheses.tsv do not agree; evaluate again")
     return SavedEvaluation(score, about, columns)
 
 
 def evaluation_name(split: str) -> str:
-    """The name of a split's folder in RUN/evaluate: the split's, or its manifest's."""
-    return Path(split).name.removesuffix(".tsv")
+    """The name of a split's folder in RUN/evaluate: the split's, or its manifest's.
+
+    Raises UserError for a name that is no plain file name: "..", would be the run folder itself.
+    """
+    name = Path(split).name.removesuffix(".tsv")
+    if name in ("", ".", "..") or _CONTROL.search(name) or len(os.fsencode(name)) > MAX_NAME:
+        shown = repr(name if len(name) < 60 else f"{name[:57]}...")
+        raise UserError(
+            f"--split {shown}: cannot name the folder of an evaluation; copy the manifest to "
+            "another name (of data.test, take another key)"
+        )
+    return name
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number."""
+    return type(value) in (int, float) and abs(value) < math.inf
 
 
 def _rates(score: Score, confused: Confusions, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,28 +172,50 @@ def _row(values: Sequence[object]) -> str:
     return "\t".join(cells)
 
 
-def _utterances(lines: list[str]) -> tuple[list[UtteranceScore], dict[str, tuple[str, ...]]]:
-    names = lines[0].split("\t")
-    if tuple(names[: len(_COLUMNS)]) != _COLUMNS:
+def _lines(file: IO[bytes]) -> Iterator[list[str]]:
+    """The cells of each line. Raises ValueError for a line that is too long, or has no end."""
+    while line := file.readline(MAX_LINE):
+        if not line.endswith(b"\n"):
+            raise ValueError(f"hypotheses.tsv: a line is cut off or longer than {MAX_LINE} bytes")
+        yield line[:-1].decode().split("\t")
+
+
+def _utterances(
+    rows: Iterator[list[str]],
+) -> tuple[list[UtteranceScore], dict[str, tuple[str, ...]]]:
+    names = next(rows, [])
+    if tuple(names[: len(_COLUMNS)]) != _COLUMNS or len(set(names)) < len(names):
         raise ValueError("hypotheses.tsv: unknown header")
-    utterances, added = [], []
-    for number, line in enumerate(lines[1:-1], 2):
-        cells = line.split("\t")
+    utterances: list[UtteranceScore] = []
+    columns: dict[str, list[str]] = {name: [] for name in names[len(_COLUMNS) :]}
+    for number, cells in enumerate(rows, 2):
         if len(cells) != len(names):
             raise ValueError(f"hypotheses.tsv:{number}: {len(cells)} of {len(names)} columns")
-        row = dict(zip(names, cells, strict=True))
-        counts = {name: int(row.pop(name)) for name in COUNTS}
-        texts = {name: row.pop(name) for name in _TEXTS}
+        if number > MAX_UTTERANCES + 1:
+            raise ValueError(f"hypotheses.tsv: more than {MAX_UTTERANCES} utterances")
+        texts = dict(zip(_TEXTS, cells, strict=False))
+        counts = dict(zip(COUNTS, map(_count, cells[len(_TEXTS) :]), strict=False))
         utterances.append(UtteranceScore(**counts, **texts))
-        added.append(row)
-    columns = {name: tuple(row[name] for row in added) for name in names[len(_COLUMNS) :]}
-    return utterances, columns
+        for own, cell in zip(columns.values(), cells[len(_COLUMNS) :], strict=True):
+            own.append(cell)
+    if len({utterance.id for utterance in utterances}) < len(utterances):
+        raise ValueError("hypotheses.tsv: an id comes more than once")
+    return utterances, {name: tuple(column) for name, column in columns.items()}
+
+
+def _count(cell: str) -> int:
+    count = int(cell)
+    if not 0 <= count <= MAX_LINE:
+        raise ValueError(f"hypotheses.tsv: {count} is no count")
+    return count
 
 
 def _parse_interval(value: Any) -> Interval | None:
     if value is None:
         return None
     low, high = value
+    if not (is_number(low) and is_number(high)):
+        raise ValueError("score.json: an interval is not two numbers")
     return float(low), float(high)
 
 

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 from asr.config.schema import TextConfig
 from asr.errors import UserError
-from asr.io import read_small_file
+from asr.io import open_file, read_json
 
 BLANK = 0  # CTC's empty label, also the padding
 UNK = 1  # a character that the training text did not have
@@ -27,6 +27,7 @@ SPECIAL = ("<blank>", "<unk>", "<sos>", "<eos>")
 
 DESCRIPTION = "tokenizer.json"
 MODEL = "tokenizer.model"
+MAX_MODEL = 64 << 20  # bytes: of 32,000 pieces 0.8 MB
 
 
 class Tokenizer(Protocol):
@@ -102,9 +103,10 @@ class SentencePieces:
             raise UserError("the sentencepiece model is empty")
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except (RuntimeError, ValueError):
+            pieces = [self._pieces.IdToPiece(i) for i in range(len(self._pieces))]
+        except (RuntimeError, ValueError):  # ValueError: a piece that is not UTF-8
             raise UserError("not a sentencepiece model") from None
-        ours = [self._pieces.IdToPiece(i) for i in range(min(len(SPECIAL), len(self._pieces)))]
+        ours = pieces[: len(SPECIAL)]
         if tuple(ours) != SPECIAL:
             raise UserError(f"a sentencepiece model whose first pieces are {ours}, not {SPECIAL}")
         self._model = model
@@ -181,17 +183,22 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer that `save` wrote into the folder. Raises UserError if there is none."""
     path = Path(folder) / DESCRIPTION
     try:
-        description = json.loads(read_small_file(path))
-        if description["kind"] == "characters":
-            return Characters(description["symbols"])
-        return SentencePieces((path.parent / MODEL).read_bytes())
-    except OSError as error:
-        name = Path(error.filename).name
-        raise UserError(f"{folder}: no {name} that can be read; is this a run folder?") from None
+        description = read_json(path)
+        if description["kind"] == "sentencepiece":
+            path = path.with_name(MODEL)
+            with open_file(path, MAX_MODEL) as file:
+                return SentencePieces(file.read(MAX_MODEL))
+        symbols = description["symbols"]
+        if description["kind"] == "characters" and isinstance(symbols, list):
+            return Characters(symbols)
+    except OSError:
+        missing = f"no {path.name} that can be read; is this a run folder?"
+        raise UserError(f"{folder}: {missing}") from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: not a tokenizer's description") from None
+        pass
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+    raise UserError(f"{path}: not a tokenizer's description")
 
 
 def about(tokenizer: Tokenizer) -> dict[str, str]:

@@ -16,7 +16,7 @@ from asr.decoding.scorer import Scorer
 from asr.errors import UserError
 from asr.io import check_run_folder
 from asr.models.build import build_front_end, build_language_model, build_speech_model
-from asr.training.checkpoint import choose, load_weights
+from asr.training.checkpoint import MemoryLimit, choose, load_weights
 from asr.training.distributed import choose_device
 from features.front_end import FrontEnd
 
@@ -28,9 +28,9 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
 
     Raises UserError for a folder that is no run of speech, or that has a link as a member.
     """
-    check_run_folder(run)
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run}: no recipe.yaml in it, so it is no run folder")
+    check_run_folder(run)
     recipe = read_recipe(run / "recipe.yaml", overrides)
     if not isinstance(recipe, SpeechRecipe):
         raise UserError(f"{run}: a run of the task {recipe.task}; only speech can be transcribed")
@@ -59,8 +59,9 @@ def load_run_model(
 
     Raises UserError for a run without checkpoints, or with those of another model or vocabulary.
     """
-    model = build_speech_model(recipe.model, features, tokenizer.size)
     chosen = choose(run, recipe.decode.checkpoint, recipe.decode.average)
+    with MemoryLimit(chosen[0]):
+        model = build_speech_model(recipe.model, features, tokenizer.size)
     load_weights(model, chosen, about(tokenizer))
     steps = [checkpoint.step for checkpoint in chosen]
     return model.to(choose_device(recipe.train.device)), steps
@@ -68,6 +69,7 @@ def load_run_model(
 
 def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
     """The vocabulary of train.init, which its weights require. UserError where it has none."""
+    check_run_folder(init)
     tokenizer = load_tokenizer(init)
     with suppress(UserError):  # the recipe of an older version may be invalid now
         other = read_recipe(init / "recipe.yaml").text
@@ -153,6 +155,7 @@ def load_language_model(run: Path, fingerprint: str, device: torch.device) -> nn
     """The model of a run's best checkpoint. UserError for no such run or another vocabulary."""
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"decode.lm = {run}: no recipe.yaml in it, so it is no run folder")
+    check_run_folder(run)
     recipe = read_recipe(run / "recipe.yaml")
     if not isinstance(recipe, LanguageRecipe):
         raise UserError(f"decode.lm = {run}: a run of the task {recipe.task}, no language model")
@@ -162,6 +165,8 @@ def load_language_model(run: Path, fingerprint: str, device: torch.device) -> nn
             f"decode.lm = {run}: its vocabulary is not this speech model's; "
             "train a language model with text.run=SPEECH_RUN"
         )
-    model = build_language_model(recipe.model, tokenizer.size)
-    load_weights(model, choose(run, "best", 1), about(tokenizer))
+    chosen = choose(run, "best", 1)
+    with MemoryLimit(chosen[0]):
+        model = build_language_model(recipe.model, tokenizer.size)
+    load_weights(model, chosen, about(tokenizer))
     return model.to(device).eval()

@@ -7,28 +7,37 @@
 A checkpoint is written into a hidden folder (.STEP.part), synced and renamed, so it is complete or
 absent; one that is replaced or removed is renamed first, too (.STEP.old). newest_sound cleans up
 after a crash and skips damaged checkpoints. No file read here can run code: safetensors for the
-weights, weights_only for the rest.
+weights, weights_only for the rest. Both are mapped into memory and compared with the model before
+their tensors are read, so that a file takes no more memory than the model.
 """
 
 import json
 import math
+import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from asr.errors import UserError
-from asr.io import read_small_file, sha256_of_files, sync
+from asr.io import check_run_folder, open_file, read_json, sha256_of_files, sync
+from asr.training.state import check_archive, check_training
 
 WEIGHTS = "model.safetensors"
 TRAINING = "training.pt"
 SUMS = "sha256.json"
+MAX_WEIGHTS = 16 << 30  # bytes
+MAX_HEADER = 16 << 20  # bytes of names, shapes and metadata
+_NUMBERS = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")  # types of weights
 
 
 class NotSaved(UserError):
@@ -55,13 +64,16 @@ def save_checkpoint(
     """Write RUN/checkpoints/STEP, or leave the disk as it was.
 
     `about` goes into the metadata of the weights (vocabulary fingerprint). Without `training` only
-    the weights are written. Raises NotSaved where the disk is full or cannot be written.
+    the weights are written. Raises NotSaved where the disk is full or cannot be written, or the run
+    folder is gone, and as check_run_folder does.
     """
     folder = run / "checkpoints" / f"{step:08d}"
     part = folder.with_name(f".{folder.name}.part")
+    check_run_folder(run)
     try:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        folder.parent.mkdir(exist_ok=True)
+        part.mkdir()
         meta = {**about, "step": str(step), "loss": repr(loss)}
         # Not save_file, which makes its file private: run folders are often shared.
         (part / WEIGHTS).write_bytes(save(named_tensors(module), metadata=meta))
@@ -97,6 +109,8 @@ def why_unwritten(error: Exception, folder: Path) -> str:
     """Why the folder could not be written; torch and safetensors hide the system's reason."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, UserError):
+        return str(error)
     existing = next(parent for parent in folder.parents if parent.exists())
     free = shutil.disk_usage(existing).free
     return f"{_first_line(error)[:120]}; {free / 1e6:.0f} MB are free on that disk"
@@ -106,25 +120,55 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+def checkpoint_folders(run: Path) -> list[Path]:
+    """The folders of a run's checkpoints, complete and damaged ones, by step."""
+    folders = [f for f in (run / "checkpoints").glob("*") if re.fullmatch("[0-9]{8,15}", f.name)]
+    return sorted(folders, key=lambda folder: int(folder.name))
+
+
 def list_checkpoints(run: Path) -> list[Checkpoint]:
     """The checkpoints of a run, by step; folders that cannot be read as one are skipped."""
     checkpoints = []
-    for folder in sorted((run / "checkpoints").glob("[0-9]*")):
+    for folder in checkpoint_folders(run):
         try:
-            with safe_open(folder / WEIGHTS, "pt") as file:
+            with _open_weights(folder / WEIGHTS) as file:
                 about = file.metadata() or {}
-            checkpoints.append(Checkpoint(folder, int(about["step"]), float(about["loss"])))
-        except (OSError, SafetensorError, KeyError, ValueError):
+            step, loss = int(folder.name), float(about["loss"])
+            if about["step"] == str(step):
+                checkpoints.append(Checkpoint(folder, step, loss))
+        except (OSError, SafetensorError, KeyError, ValueError, UserError):
             continue
     return checkpoints
+
+
+@contextmanager
+def _open_weights(path: Path) -> Iterator[Any]:
+    """A file of weights, of which only the header is read. Raises OSError or SafetensorError."""
+    with open_file(path, MAX_WEIGHTS) as file:
+        if int.from_bytes(file.read(8), "little") > MAX_HEADER:
+            raise SafetensorError("its header is too large")
+    with safe_open(path, "pt") as weights:
+        yield weights
+
+
+def _limit(path: Path) -> int:
+    """Bytes that a file of a checkpoint may have: moments are twice as large as the weights."""
+    if path.name == WEIGHTS:
+        return MAX_WEIGHTS
+    weights = path.with_name(WEIGHTS)
+    return 4 * (weights.stat().st_size if weights.exists() else 0) + (64 << 20)
 
 
 def is_sound(checkpoint: Checkpoint, names: Sequence[str] = (WEIGHTS, TRAINING)) -> bool:
     """Whether the checksums of its files are those written."""
     try:
-        sums = json.loads(read_small_file(checkpoint.folder / SUMS))
-        return all(sha256_of_files([checkpoint.folder / name]) == sums[name] for name in names)
-    except (OSError, ValueError, KeyError, TypeError):
+        sums = read_json(checkpoint.folder / SUMS)
+        paths = [checkpoint.folder / name for name in names]
+        return all(
+            path.stat().st_size <= _limit(path) and sha256_of_files([path]) == sums[path.name]
+            for path in paths
+        )
+    except (OSError, ValueError, KeyError, TypeError, UserError):
         return False
 
 
@@ -144,7 +188,11 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
 
 
 def choose(run: Path, which: str, average: int) -> list[Checkpoint]:
-    """The `average` best or last checkpoints of a run. Raises UserError where it has none."""
+    """The `average` best or last checkpoints of a run.
+
+    Raises UserError where it has none, and as check_run_folder does.
+    """
+    check_run_folder(run)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
         raise UserError(f"{run}: no checkpoint in it; train it first (python -m asr.train)")
@@ -160,58 +208,122 @@ def load_weights(
     Raises UserError where a file is damaged, or of another model or vocabulary (`about`).
     """
     mean: dict[str, Tensor] = {}
+    most = MAX_HEADER + 8 * sum(tensor.numel() for tensor in _tensors(module).values())  # bytes
     for checkpoint in checkpoints:
         path = checkpoint.folder / WEIGHTS
-        # Weights that were copied without their checksums are taken as they are.
-        if (checkpoint.folder / SUMS).exists() and not is_sound(checkpoint, [WEIGHTS]):
+        # Weights that were copied without their checksums are taken as they are. Larger files than
+        # the module's are refused below.
+        summed = (checkpoint.folder / SUMS).exists() and path.stat().st_size <= most
+        if summed and not is_sound(checkpoint, [WEIGHTS]):
             raise UserError(f"{path}: damaged, its checksum differs; take another checkpoint")
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-            weights = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot be read as weights ({error})") from None
-        for name, value in about.items():
-            if metadata.get(name) != value:
-                raise UserError(f"{path}: of another {name} ({metadata.get(name)}, here {value})")
-        for name, weight in weights.items():
-            mean[name] = mean.get(name, 0) + weight.double() / len(checkpoints)
-    _fill(module, mean, checkpoints[-1].folder / WEIGHTS)
+        with _checked_weights(checkpoint, module, about) as file:
+            for name in _tensors(module):
+                weight = file.get_tensor(name).double() / len(checkpoints)
+                mean[name] = mean[name] + weight if name in mean else weight
+    own = module.state_dict()
+    module.load_state_dict({n: w.to(own[n].dtype) for n, w in mean.items()}, strict=False)
 
 
-def read_training(checkpoint: Checkpoint, mapped: bool = False) -> dict[str, Any]:
-    """The `training` given to save_checkpoint. Raises UserError where it is damaged.
+class MemoryLimit(TorchFunctionMode):
+    """Within, a model is built that must not have more numbers than its checkpoint.
 
-    mapped: its tensors, twice the size of the weights, are read from the disk only when used.
+    Raises UserError before a larger one, which a recipe of a few lines can describe, takes memory.
+    """
+
+    SLACK = 1 << 24  # numbers of tables, which are not saved
+    CREATE = (torch.empty, torch.randn, torch.zeros, torch.ones)
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self.path = checkpoint.folder / WEIGHTS
+        with _open_weights(self.path) as file:
+            names = list(file.keys())
+            shapes = [file.get_slice(name).get_shape() for name in names]
+        self.left = self.SLACK + 2 * sum(map(math.prod, shapes))  # some start as other tensors
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), named: Any = None
+    ) -> Any:
+        if function in self.CREATE:
+            size = args[0] if args and isinstance(args[0], Sequence) else args
+            self.left -= math.prod(size)
+            if self.left < 0:
+                remedy = "its recipe.yaml describes a larger one"
+                raise UserError(f"{self.path}: weights of another model: {remedy}")
+        return function(*args, **(named or {}))
+
+
+@contextmanager
+def _checked_weights(
+    checkpoint: Checkpoint, module: nn.Module, about: Mapping[str, str]
+) -> Iterator[Any]:
+    """The weights of a checkpoint, whose names and shapes are those of the module."""
+    path = checkpoint.folder / WEIGHTS
+    try:
+        with _open_weights(path) as file:
+            metadata = file.metadata() or {}
+            for name, value in about.items():
+                if metadata.get(name) != value:
+                    was = str(metadata.get(name))[:80]
+                    raise UserError(f"{path}: of another {name} ({was}, here {value})")
+            _check_shapes(module, {name: file.get_slice(name) for name in file.keys()}, path)  # noqa: SIM118
+            yield file
+    except (OSError, SafetensorError) as error:
+        reason = _first_line(error)[:200]
+        raise UserError(f"{path}: cannot be read as weights ({reason})") from None
+
+
+def read_training(checkpoint: Checkpoint, needed: Collection[str] = ()) -> dict[str, Any]:
+    """The `training` given to save_checkpoint, with tensors that are mapped from the disk.
+
+    Raises UserError where it is damaged, has a value that no training writes, or a key of `needed`
+    is missing.
     """
     path = checkpoint.folder / TRAINING
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        check_archive(path, _limit(path))
+        with catch_warnings(action="ignore"):  # of kinds of tensors that are refused below
+            training = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        check_training(training, needed)
     except Exception as error:  # torch.load raises many kinds; all mean the same to a user
-        reason = _first_line(error)
-        raise UserError(f"{path}: cannot be read as a training state ({reason})") from None
+        raise unreadable(checkpoint, error) from None
+    return training
 
 
-def _fill(module: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    own = module.state_dict()
-    wrong = [n for n in weights.keys() & own.keys() if weights[n].shape != own[n].shape]
-    unlike = sorted((weights.keys() ^ named_tensors(module).keys()) | set(wrong))
+def unreadable(checkpoint: Checkpoint, error: Exception) -> UserError:
+    """The error for a training state that cannot be used."""
+    path = checkpoint.folder / TRAINING
+    reason = _first_line(error).removeprefix(f"{path}: ")[:200]
+    return UserError(f"{path}: cannot be read as a training state ({reason})")
+
+
+def _check_shapes(module: nn.Module, weights: Mapping[str, Any], path: Path) -> None:
+    shapes = {name: list(tensor.shape) for name, tensor in _tensors(module).items()}
+    wrong = [
+        name
+        for name in weights.keys() & shapes.keys()
+        if weights[name].get_shape() != shapes[name] or weights[name].get_dtype() not in _NUMBERS
+    ]
+    unlike = sorted((weights.keys() ^ shapes.keys()) | set(wrong))
     if unlike:
         raise UserError(
-            f"{path}: weights of another model: {unlike[0]} and {len(unlike) - 1} more do not fit; "
-            "model.* and features.* must be those of their run's recipe.yaml"
+            f"{path}: weights of another model: {unlike[0][:80]} and {len(unlike) - 1} more do not "
+            "fit; model.* and features.* must be those of their run's recipe.yaml"
         )
-    module.load_state_dict({n: w.to(own[n].dtype) for n, w in weights.items()}, strict=False)
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Each tensor once: tied weights share their memory, which safetensors does not store."""
+    return {name: tensor.cpu().contiguous() for name, tensor in _tensors(module).items()}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
     seen: set[int] = set()
     once = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            once[name] = tensor.detach().cpu().contiguous()
+            once[name] = tensor.detach()
     return once
 
 
@@ -228,7 +340,7 @@ def newest_sound(run: Path) -> SoundCheckpoint:
     _clean_up(run / "checkpoints")
     readable = {checkpoint.folder: checkpoint for checkpoint in list_checkpoints(run)}
     damaged = []
-    for folder in sorted((run / "checkpoints").glob("[0-9]*"), reverse=True):
+    for folder in reversed(checkpoint_folders(run)):
         if folder in readable and is_sound(readable[folder]):
             return SoundCheckpoint(readable[folder], tuple(damaged))
         damaged.append(folder)

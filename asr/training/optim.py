@@ -6,7 +6,8 @@ Every schedule warms up linearly over `warmup` steps. Steps are counted from 1.
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn, optim
+import torch
+from torch import Tensor, nn, optim
 
 from asr.config.schema import OptimizerConfig, ScheduleConfig
 
@@ -62,5 +63,33 @@ def make_optimizer(config: OptimizerConfig, module: nn.Module) -> optim.Optimize
 
 
 def load_moments(optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the moments of a state_dict, but not its betas, eps and decay, which the recipe sets."""
-    optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+    """Load the moments of a state_dict, but not its betas, eps and decay, which the recipe sets.
+
+    Raises ValueError where they are not Adam's moments of these parameters.
+    """
+    groups = optimizer.state_dict()["param_groups"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if [group["params"] for group in state["param_groups"]] != [g["params"] for g in groups]:
+        raise ValueError("optimizer: moments of other parameters")
+    numbers = range(len(parameters))
+    if wrong := [n for n in state["state"] if type(n) is not int or n not in numbers]:
+        raise ValueError(f"optimizer: no parameter {wrong[0]}")
+    moments = {n: _copied(n, parameters[n], own) for n, own in state["state"].items()}
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+
+def _copied(number: int, parameter: nn.Parameter, moments: dict[str, Any]) -> dict[str, Tensor]:
+    """The moments of one parameter, read from the file that they are mapped from."""
+    shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+    for name, shape in shapes.items():
+        tensor = moments.get(name)
+        if not (
+            type(tensor) is Tensor
+            and (tensor.layout, tensor.device.type) == (torch.strided, "cpu")
+            and tensor.dtype == (torch.float32 if name == "step" else parameter.dtype)
+            and tensor.shape == shape
+            and bool(tensor.isfinite().all())
+            and (name == "exp_avg" or bool((tensor >= 0).all()))
+        ):
+            raise ValueError(f"optimizer: {name} of parameter {number} does not fit")
+    return {n: moments[n].clone(memory_format=torch.contiguous_format) for n in shapes}

@@ -4,14 +4,13 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import yaml
-
-from asr.config.loader import PlainLoader, as_yaml, flat, read_recipe, validate
+from asr.config.loader import as_yaml, flat, parse_recipe, read_recipe
 from asr.config.schema import Recipe
 from asr.errors import UserError
 from asr.training.checkpoint import (
     TRAINING,
     Checkpoint,
+    checkpoint_folders,
     list_checkpoints,
     newest_sound,
     read_training,
@@ -42,7 +41,7 @@ class ResumePoint:
 
     def __init__(self, run: Path, checkpoint: Checkpoint, damaged: tuple[Path, ...]) -> None:
         self.run, self.checkpoint, self.damaged = run, checkpoint, damaged
-        self.state = read_training(checkpoint)
+        self.state = read_training(checkpoint, ("optimizer", "position", "random"))
 
     def check_recipe(self, recipe: Recipe, force: bool) -> list[str]:
         """-> lines for the log on damaged checkpoints and changed keys.
@@ -84,7 +83,7 @@ class ResumePoint:
             elif fingerprint(text) == fingerprint(as_yaml(recipe)):
                 return {}
             else:
-                old = validate(yaml.load(text, PlainLoader), f"{self.checkpoint.folder}: recipe")
+                old = parse_recipe(text, f"{self.checkpoint.folder}: recipe")
         except UserError as error:
             if force:
                 return {"recipe": f"the old one cannot be read ({error})"}
@@ -98,7 +97,7 @@ def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
     Raises UserError where there is a checkpoint but not `resume`, and where all are damaged.
     """
     if not resume:
-        if any((run / "checkpoints").glob("[0-9]*")):
+        if checkpoint_folders(run):
             raise UserError(f"{run}: already holds a run; add --resume, or choose another --run")
         return None
     newest = newest_sound(run)

@@ -16,7 +16,14 @@ from asr.config.schema import Recipe
 from asr.errors import EXIT_STOPPED, UserError
 from asr.io import lock_run_folder
 from asr.training import distributed, optim, trainer
-from asr.training.checkpoint import choose, load_weights, prune, save_checkpoint, set_aside
+from asr.training.checkpoint import (
+    choose,
+    load_weights,
+    prune,
+    save_checkpoint,
+    set_aside,
+    unreadable,
+)
 from asr.training.debug import dump_bad_batch, stop_at_nan
 from asr.training.distributed import add_sums, gather, is_first, rank, world
 from asr.training.inspection import measure
@@ -232,7 +239,10 @@ class Training:
         """Load the checkpoint; -> a line for the log where the number of ranks has changed."""
         checkpoint, saved = start.checkpoint, start.state
         load_weights(self.task.objective.model, [checkpoint], self.task.about)
-        optim.load_moments(self.optimizer, saved["optimizer"])
+        try:
+            optim.load_moments(self.optimizer, saved["optimizer"])
+        except ValueError as error:
+            raise unreadable(checkpoint, error) from None
         self.state = TrainState(**saved["position"])
         random = [saved["random"], *saved.get("ranks", [])]
         if rank() < len(random):
@@ -241,6 +251,7 @@ class Training:
         measured = self.saved if math.isfinite(checkpoint.loss) else -1
         self.validated = saved.get("validated", measured)
         self.metrics = saved.get("metrics", {})
+        saved.clear()  # its file is mapped into memory, and would keep its disk space
         if len(random) == world():
             return []
         step = f"{world()} x {self.config.accumulate} batches"

@@ -1,0 +1,130 @@
+"""What the training state of a checkpoint, training.pt, may contain.
+
+Its checksum shows damage alone, for whoever makes a file can make its checksum. So all values are
+checked once, as they are read.
+"""
+
+import math
+import random
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_STORED, ZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asr.io import open_file
+from asr.training.trainer import TrainState
+
+MAX_COUNT = 1 << 53
+MAX_TEXT = 1_000_000  # characters of the recipe, as of a recipe file
+MAX_PICKLE = 16 << 20  # bytes of everything but tensors: 8 KB a rank
+_WORDS = 624  # of the Mersenne Twister
+
+
+def check_archive(path: Path, limit: int) -> None:
+    """Raise ValueError, or UserError as open_file does, unless torch can read the file as it is.
+
+    That is an archive without compression, which could expand a thousandfold.
+    """
+    with open_file(path, limit) as file, ZipFile(file) as archive:
+        entries, size = archive.infolist(), file.seek(0, 2)
+    if any(e.compress_type != ZIP_STORED or e.compress_size != e.file_size for e in entries):
+        raise ValueError("it is compressed")
+    # Other readers could find other entries in an archive that begins elsewhere.
+    if sum(e.file_size for e in entries) > size or min(e.header_offset for e in entries) > 0:
+        raise ValueError("its entries overlap")
+    if any(e.file_size > MAX_PICKLE for e in entries if e.filename.endswith("/data.pkl")):
+        raise ValueError(f"its values are larger than {MAX_PICKLE} bytes")
+
+
+def check_training(state: Any, needed: Collection[str] = ()) -> None:
+    """Raise ValueError for a value that no training writes, and where a needed one is missing.
+
+    The moments' shapes, which depend on the model, are checked by optim.load_moments.
+    """
+    if not isinstance(state, dict):
+        raise ValueError("it is not a mapping")
+    if missing := [key for key in needed if key not in state]:
+        raise ValueError(f"{missing[0]} is missing")
+    for key, (is_valid, meaning) in _VALUES.items():
+        try:
+            valid = key not in state or is_valid(state[key])
+        except Exception:  # the generators raise many kinds
+            valid = False
+        if not valid:
+            raise ValueError(f"{key} must be {meaning}")
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= MAX_COUNT
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and (type(value) is float or abs(value) <= MAX_COUNT)
+
+
+def _is_text(value: Any, most: int = 200) -> bool:
+    return isinstance(value, str) and len(value) <= most and value.encode() is not None
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    groups, state = value["param_groups"], value["state"]
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group["params"], list) for group in groups)
+        and isinstance(state, dict)
+        and all(isinstance(moments, dict) for moments in state.values())
+    )
+
+
+def _is_position(value: Any) -> bool:
+    kinds = {field.name: field.type for field in fields(TrainState)}
+    return value.get("epoch", 1) >= 1 and all(
+        _is_count(one) if kinds[name] is int else _is_number(one) and 0 <= one < math.inf
+        for name, one in value.items()
+    )
+
+
+def _is_random(value: Any) -> bool:
+    """Sets generators of its own, which check more than types, to the states."""
+    if not isinstance(value, dict):
+        return False
+    torch.Generator().set_state(value["cpu"])
+    gpus = value["cuda"]
+    if gpus and len(gpus) == torch.cuda.device_count():
+        for state in gpus:
+            torch.Generator("cuda").set_state(state)
+    valid = isinstance(gpus, list) and all(isinstance(state, Tensor) for state in gpus)
+    if "python" in value:  # old versions stored torch's states alone
+        version, words, gauss = value["python"]
+        random.Random().setstate((version, tuple(words), gauss))
+        kind, keys, place, has_gauss, cached = value["numpy"]
+        np.random.RandomState(0).set_state((kind, keys, place, has_gauss, cached))
+        # Both take some values that they cannot use: numpy reads at any place.
+        valid = valid and (gauss is None or _is_number(gauss)) and place in range(_WORDS + 1)
+    return valid
+
+
+def _is_content(value: Any) -> bool:
+    figures = [item for figures in value.values() for item in figures.items()]
+    return all(map(_is_text, value)) and all(
+        _is_text(name) and (_is_text(figure) or _is_number(figure)) for name, figure in figures
+    )
+
+
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "optimizer": (_is_optimizer, "the moments of parameters by their number"),
+    "position": (_is_position, "counts and seconds, 0 or more"),
+    "random": (_is_random, "states of torch's, Python's and numpy's generators"),
+    "ranks": (lambda value: isinstance(value, list) and all(map(_is_random, value)), "such states"),
+    "recipe": (lambda value: _is_text(value, MAX_TEXT), "a recipe's text"),
+    "content": (_is_content, "figures by recipe key"),
+    "validated": (lambda value: _is_count(value, -1), "a step"),
+    "metrics": (lambda v: all(_is_text(k) and _is_number(n) for k, n in v.items()), "numbers"),
+}

@@ -1,0 +1,226 @@
+"""A training state from somebody else, with right checksums: checked before anything uses it."""
+
+import json
+import math
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asr import train
+from asr.config.loader import read_recipe
+from asr.errors import UserError
+from asr.io import sha256_of_files
+from asr.training.checkpoint import TRAINING, WEIGHTS, list_checkpoints, read_training
+from asr.training.resume import find_resume_point
+from asr.training.state import check_training
+
+
+@pytest.fixture(scope="module")
+def state(tiny_run) -> dict[str, Any]:
+    """What a training wrote."""
+    return torch.load(list_checkpoints(tiny_run)[-1].folder / TRAINING, weights_only=True)
+
+
+def copy_of(state: dict[str, Any]) -> dict[str, Any]:
+    return pickle.loads(pickle.dumps(state))
+
+
+def change(*keys: Any, to: Any) -> Callable[[dict], None]:
+    """Replaces the value at a path of keys, or removes it."""
+
+    def apply(state: dict) -> None:
+        for key in keys[:-1]:
+            state = state[key]
+        if to is None:
+            del state[keys[-1]]
+        else:
+            state[keys[-1]] = to
+
+    return apply
+
+
+CHANGES = {
+    "optimizer": [
+        change("optimizer", to=None),
+        change("optimizer", to=[]),
+        change("optimizer", to=torch.zeros(3)),
+        change("optimizer", "state", to=[1]),
+        change("optimizer", "state", 0, to=3),
+        change("optimizer", "param_groups", to={}),
+        change("optimizer", "param_groups", 0, to={"lr": 1.0}),
+    ],
+    "position": [
+        change("position", to=None),
+        change("position", to=[]),
+        change("position", "step", to="4"),
+        change("position", "step", to=-1),
+        change("position", "step", to=True),
+        change("position", "step", to=10**30),
+        change("position", "epoch", to=0),
+        change("position", "batch", to=1.5),
+        change("position", "audio_seconds", to=math.nan),
+        change("position", "train_seconds", to=math.inf),
+        change("position", "other", to=1),
+    ],
+    "random": [
+        change("random", to=None),
+        change("random", to=7),
+        change("random", to=torch.zeros(3)),
+        change("random", "cpu", to=None),
+        change("random", "cpu", to=torch.zeros(5056)),
+        change("random", "cpu", to=torch.zeros(7, dtype=torch.uint8)),
+        change("random", "cuda", to="abc"),
+        change("random", "cuda", to=[1]),
+        change("random", "python", to=[3, [1, 2], math.inf]),
+        change("random", "python", 1, 624, to=10**9),
+        change("random", "python", 2, to="x"),
+        change("random", "numpy", to=[]),
+        change("random", "numpy", 0, to="PCG64"),
+        change("random", "numpy", 1, to=[0.5]),
+        change("random", "numpy", 2, to=10**9),  # numpy would read beyond its words
+    ],
+    "ranks": [change("ranks", to={}), change("ranks", to=[{}]), change("ranks", to=[1])],
+    "recipe": [
+        change("recipe", to=3),
+        change("recipe", to="a" * 2_000_000),
+        change("recipe", to="\ud800"),
+    ],
+    "content": [
+        change("content", to=[]),
+        change("content", "data.valid", to=3),
+        change("content", "data.valid", "sha256", to=[]),
+        change("content", "data.valid", "sha256", to="f" * 10**6),
+        change("content", 5, to={}),
+    ],
+    "validated": [change("validated", to="x"), change("validated", to=-2)],
+    "metrics": [change("metrics", to=[1]), change("metrics", "valid/nll", to="low")],
+}
+
+
+MOMENTS = [
+    change("optimizer", "state", 0, "exp_avg", to=torch.zeros(1)),
+    change("optimizer", "state", 0, "exp_avg", to=None),
+    change("optimizer", "state", 0, "exp_avg", to="x"),
+    change("optimizer", "state", 0, "exp_avg", to=torch.zeros(1).expand(10**12)),
+    change("optimizer", "state", 0, "step", to=torch.tensor(math.nan)),
+    change("optimizer", "state", 0, "step", to=torch.tensor(-3.0)),
+    change("optimizer", "state", 99999, to={}),
+    change("optimizer", "state", "a", to={}),
+    change("optimizer", "param_groups", 0, "params", to=[0]),
+]
+
+
+def write(folder: Path, state: Any) -> None:
+    """Replace the training state of a checkpoint, with its checksum."""
+    torch.save(state, folder / TRAINING)
+    sums = {name: sha256_of_files([folder / name]) for name in (TRAINING, WEIGHTS)}
+    (folder / "sha256.json").write_text(json.dumps(sums))
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path) -> Path:
+    """A copy that a test may damage."""
+    return shutil.copytree(tiny_run, tmp_path / "run")
+
+
+def test_what_a_training_writes_is_accepted(tiny_run, state):
+    check_training(copy_of(state))
+    saved = read_training(list_checkpoints(tiny_run)[-1], ("optimizer", "position", "random"))
+    assert saved["position"] == state["position"]
+    for key in ("ranks", "recipe", "content", "validated", "metrics"):  # old versions had none
+        del saved[key]
+    del saved["random"]["python"], saved["random"]["numpy"]
+    check_training(saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "number"), [(key, n) for key, each in CHANGES.items() for n in range(len(each))]
+)
+def test_values_that_no_training_writes_are_one_line(state, run, key, number):
+    changed, folder = copy_of(state), list_checkpoints(run)[-1].folder
+    CHANGES[key][number](changed)
+    write(folder, changed)
+    with pytest.raises(UserError) as error:
+        find_resume_point(run, resume=True)
+    reason = f"{folder / TRAINING}: cannot be read as a training state ({key} "
+    assert str(error.value).startswith(reason) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("number", range(len(MOMENTS)))
+def test_moments_of_other_parameters_are_one_line(tiny, state, run, commands, number):
+    changed, folder = copy_of(state), list_checkpoints(run)[-1].folder
+    MOMENTS[number](changed)
+    write(folder, changed)
+    before = sorted(path.name for path in run.rglob("*"))
+    line = commands.refused(train, tiny, "--run", run, "--resume")
+    assert line.startswith(f"{folder / TRAINING}: cannot be read as a training state (optimizer: ")
+    assert sorted(path.name for path in run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("text", ["run: [", "- 1", "run: &a x", "a: !!bool x", "[" * 500, "x"])
+def test_a_stored_recipe_that_is_none_is_one_line(tiny, state, run, text):
+    write(list_checkpoints(run)[-1].folder, {**state, "recipe": text})
+    start = find_resume_point(run, resume=True)
+    with pytest.raises(UserError, match="--force ignores it"):
+        start.check_recipe(read_recipe(tiny), force=False)
+    assert "the old one cannot be read" in start.check_recipe(read_recipe(tiny), force=True)[-1]
+
+
+def deflated(folder: Path, state: Any) -> None:
+    """The same archive, compressed."""
+    write(folder, state | {"more": torch.zeros(1 << 20)})
+    with zipfile.ZipFile(folder / TRAINING) as archive:
+        contents = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(folder / TRAINING, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+
+
+def prefixed(folder: Path, state: Any) -> None:
+    write(folder, state)
+    (folder / TRAINING).write_bytes(b"MZ" * 99 + (folder / TRAINING).read_bytes())
+
+
+def legacy(folder: Path, state: Any) -> None:
+    torch.save(state, folder / TRAINING, _use_new_zipfile_serialization=False)
+
+
+def long(folder: Path, state: Any) -> None:
+    write(folder, state | {"more": list(range(1 << 12))})
+
+
+def sparse(folder: Path, state: Any) -> None:
+    os.truncate(folder / TRAINING, 1 << 40)
+
+
+def fifo(folder: Path, state: Any) -> None:
+    (folder / TRAINING).unlink()
+    os.mkfifo(folder / TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (deflated, "it is compressed"),
+        (prefixed, "its entries overlap"),
+        (legacy, "File is not a zip file"),
+        (long, "larger than"),
+        (sparse, "larger than"),
+        (fifo, "not a regular file"),
+    ],
+)
+def test_files_that_torch_would_expand_or_wait_for_are_refused(
+    run, state, damage, reason, monkeypatch
+):
+    monkeypatch.setattr("asr.training.state.MAX_PICKLE", 30_000)
+    checkpoint = list_checkpoints(run)[-1]
+    damage(checkpoint.folder, state)
+    with pytest.raises(UserError, match=rf"cannot be read as a training state \(.*{reason}"):
+        read_training(checkpoint)
