@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from asr.arguments import CommandParser, above_zero, natural
 from asr.errors import UserError, run_command
 
 # A function per kind; its docstring is the help of its command line. It imports what it needs
@@ -14,11 +15,12 @@ from asr.errors import UserError, run_command
 
 def main() -> None:
     """Parse the arguments and prepare the corpus."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m asr.prepare",
         description="Make manifests (id, speaker, audio, seconds, text) that recipes train on.",
     )
     kinds = parser.add_subparsers(required=True, metavar="KIND")
+    kinds.type = str  # the arguments after KIND are checked by its own parser
 
     def add(name: str, prepare: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
         summary, _, description = (inspect.getdoc(prepare) or "").partition("\n\n")
@@ -27,6 +29,7 @@ def main() -> None:
         kind.set_defaults(prepare=prepare)
         return kind
 
+    mirror = "a mirror of https://www.openslr.org/resources"
     kind = add("librispeech", _librispeech)
     names = "train-clean-100, train-clean-360, train-other-500, dev-clean, dev-other, test-clean, "
     names += "test-other; of Mini LibriSpeech train-clean-5, dev-clean-2"
@@ -34,12 +37,12 @@ def main() -> None:
     text = "an unpacked LibriSpeech folder: nothing is downloaded or copied; DIR/SUBSET.audio "
     text += "becomes a link to it"
     kind.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
-    kind.add_argument("--url", help="a mirror of https://www.openslr.org/resources")
+    kind.add_argument("--url", help=mirror)
     text = "keep DIR/SUBSET.tar.gz after unpacking"
     kind.add_argument("--keep-archives", action="store_true", help=text)
 
     kind = add("librispeech-lm", _librispeech_lm)
-    kind.add_argument("--url", help="a mirror of https://www.openslr.org/resources")
+    kind.add_argument("--url", help=mirror)
 
     kind = add("tsv", _tsv)
     kind.add_argument("table", type=Path, metavar="MANIFEST.tsv")
@@ -52,14 +55,14 @@ def main() -> None:
     kind.add_argument("--text", choices=("as-is", "upper", "lower"), default="as-is", help=text)
     text = "trust the audio files' headers: faster, but truncated files pass"
     kind.add_argument("--headers-only", action="store_true", help=text)
-    kind.add_argument("--max-seconds", type=float, help="longer recordings are faulty")
+    kind.add_argument("--max-seconds", type=above_zero, help="longer recordings are faulty")
     text = "a random part of the table of this duration: the same part every time, and a subset "
-    kind.add_argument("--hours", type=float, help=text + "of any longer part")
+    kind.add_argument("--hours", type=above_zero, help=text + "of any longer part")
 
     kind = add("shards", _shards)
     kind.add_argument("manifest", type=Path, metavar="MANIFEST.tsv")
     text = "of one tar (default: %(default)g)"
-    kind.add_argument("--megabytes", type=float, default=1000.0, help=text)
+    kind.add_argument("--megabytes", type=above_zero, default=1000.0, help=text)
     text = "also pack audio outside the manifest's folder"
     kind.add_argument("--outside", action="store_true", help=text)
 
@@ -67,7 +70,7 @@ def main() -> None:
     kind.add_argument("folder", type=Path, metavar="FOLDER")
 
     kind = add("spoken-numbers", _spoken_numbers)
-    kind.add_argument("--seed", type=int, default=1)
+    kind.add_argument("--seed", type=natural, default=1)
 
     kind = add("mnist", _mnist)
     text = "copy the files of this folder, packed or not; nothing is downloaded"

@@ -1,7 +1,15 @@
 """Downloads from a local server that disconnects, sends false headers, redirects or is missing."""
 
+import contextlib
 import hashlib
+import os
+import resource
+import signal
+import socket
 import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -233,3 +241,238 @@ def test_an_unsafe_redirect_is_refused(server, tmp_path, target):
     with pytest.raises(UserError, match=r"only https|says 302"):
         fetch(server.url, tmp_path / "a", MD5)
     assert len(server.asked) == 1 and names(tmp_path) == []
+
+
+class RawServer:
+    """Answers each connection with the bytes of the next reply; the last one again and again."""
+
+    def __init__(self, *replies):
+        self.replies, self.asked = list(replies), []
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/corpus.tar.gz"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self.socket.accept()
+                reply = self.replies[min(len(self.asked), len(self.replies) - 1)]
+                with connection, contextlib.suppress(OSError):  # its client has ended
+                    self.asked.append(connection.recv(1 << 16).decode("latin-1"))
+                    for piece in reply if isinstance(reply, Iterator) else [reply]:
+                        connection.sendall(piece)
+
+
+@pytest.fixture
+def raw(monkeypatch):
+    """Makes a server of raw replies."""
+    monkeypatch.setattr(download, "PAUSE", 0.0)
+    servers = []
+
+    def make(*replies):
+        servers.append(RawServer(*replies))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.socket.close()
+
+
+def head(status="200 OK", **headers):
+    lines = [f"HTTP/1.1 {status}", *(f"{key.replace('_', '-')}: {v}" for key, v in headers.items())]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1")
+
+
+def chunk(content, size=None):
+    size = f"{len(content):x}" if size is None else size
+    return f"{size}\r\n".encode() + content + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("http://[::1", "an invalid answer: Invalid IPv6 URL"),
+        ("http://127.0.0.1:99999/x", "not an address: Port out of range"),
+        ("http://127.0.0.1:x/x", "not an address: Port could not be cast"),
+        ("https:///x", "only https addresses are allowed"),
+        ("ftp://127.0.0.1/x", "only https addresses are allowed"),
+        ("file:///etc/passwd", "the server says 302"),
+        ("https://" + "a" * 70_000, "got more than 65536 bytes when reading header line"),
+    ],
+)
+def test_a_redirection_to_no_address_is_one_line(raw, tmp_path, target, message):
+    server = raw(head("302 Found", Location=target))
+    assert message in refusal(server, tmp_path / "a") and names(tmp_path) == []
+
+
+def test_the_length_of_a_redirection_is_no_number_of_bytes(raw, tmp_path):
+    where = {"Location": "/other", "Content-Length": str(1 << 63)}
+    server = raw(head("302 Found", **where))
+    assert "an invalid answer" in refusal(server, tmp_path / "a") and names(tmp_path) == []
+
+
+def test_redirections_in_a_circle_end(raw, tmp_path):
+    server = raw(head("302 Found", Location="/corpus.tar.gz"))
+    assert "the server says 302" in refusal(server, tmp_path / "a")
+    assert len(server.asked) < 20
+
+
+def test_another_machine_may_not_send_requests_here():
+    request = download.urllib.request.Request("https://example.org/x")
+    for target in ("http://127.0.0.1:8/x", "https://localhost/x", "https://[::1]/x"):
+        with pytest.raises(UserError, match="redirects to this machine"):
+            download._Redirects().redirect_request(request, None, 302, "Found", {}, target)
+    follow = download._Redirects().redirect_request
+    assert follow(request, None, 302, "Found", {}, "https://example.com/x") is not None
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://x/a\nb", "https://x/a b", "https://x/\x1b", "https://ü/x", "https://x/ü", "https://x\0/",
+     "https://x:99999/", "https://x:²/"],
+)  # fmt: skip
+def test_addresses_of_odd_characters_are_refused(url):
+    with pytest.raises(UserError, match="not an address"):
+        check_address(url)
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "²", "-5", "1e3", "0x10", "", "a\x1bb"])
+def test_a_length_that_is_none_is_ignored(raw, tmp_path, length):
+    fetch(raw(head(Content_Length=length) + CONTENT).url, tmp_path / "a", MD5)
+    assert (tmp_path / "a").read_bytes() == CONTENT
+
+
+def test_a_length_over_the_limit_is_refused_before_the_content(raw, tmp_path):
+    server = raw(head(Content_Length=10**17))
+    assert "larger than the limit of" in refusal(server, tmp_path / "a")
+    assert len(server.asked) == 1 and names(tmp_path) == []
+
+
+def test_content_in_chunks_is_received(raw, tmp_path):
+    pieces = (chunk(CONTENT[i : i + 70_001]) for i in range(0, len(CONTENT), 70_001))
+    reply = head(Transfer_Encoding="chunked") + b"".join(pieces) + b"0\r\n\r\n"
+    fetch(raw(reply).url, tmp_path / "a", MD5)
+    assert (tmp_path / "a").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("size", ["-1", "-5", "-ffffffff", "x", "", "f" * 5000, "²"])
+def test_a_chunk_of_an_impossible_size_is_no_content(raw, tmp_path, size):
+    reply = head(Transfer_Encoding="chunked") + chunk(CONTENT, size)
+    tracemalloc.start()
+    refusal(raw(reply), tmp_path / "a")
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    assert not (tmp_path / "a").exists()
+
+
+def endless(beginning, piece):
+    yield beginning
+    while True:
+        yield piece * 1000
+
+
+@pytest.mark.parametrize(
+    ("beginning", "piece"),
+    [
+        (head(Transfer_Encoding="chunked") + b"0\r\n", b"X: trailer\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\n", b"X: header\r\n"),
+        (b"HTTP/1.1 200 OK\r\nX: ", b"header"),
+        (b"", b"no HTTP"),
+    ],
+    ids=["trailers", "continue", "headers", "a header", "a status"],
+)
+def test_an_endless_answer_without_content_ends(raw, tmp_path, beginning, piece):
+    (tmp_path / "a.part").write_bytes(CONTENT[:1009])
+    server = raw(*(endless(beginning, piece) for _ in range(download.TRIES)))
+    message = refusal(server, tmp_path / "a")
+    assert message.isprintable() and len(server.asked) <= download.TRIES
+    if b"chunked" not in beginning:  # where the whole file is announced, it is begun again
+        assert (tmp_path / "a.part").read_bytes() == CONTENT[:1009]
+
+
+def test_a_slow_connection_counts_as_broken(raw, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "TIMEOUT", 0.4)
+
+    def drip():
+        yield head(Content_Length=len(CONTENT))
+        for byte in CONTENT:
+            yield bytes([byte])
+            time.sleep(0.02)
+
+    server = raw(*(drip() for _ in range(download.TRIES)))
+    assert "the connection is too slow" in refusal(server, tmp_path / "a")
+    assert len(server.asked) == download.TRIES
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["bytes 7-99/100", "bytes", "", "bytes -1-5/9", "bytes ²-5/9", "x" * 999, "bytes */1009",
+     "bytes 100900-1/5", f"bytes {'9' * 5000}-/5"],
+)  # fmt: skip
+def test_an_answer_with_another_part_keeps_what_is_there(raw, tmp_path, place):
+    (tmp_path / "a.part").write_bytes(CONTENT[:1009])
+    server = raw(head("206 Partial Content", Content_Range=place) + CONTENT[7:])
+    message = refusal(server, tmp_path / "a")
+    assert "the server sends another part" in message and "1009 bytes are kept" in message
+    assert (tmp_path / "a.part").read_bytes() == CONTENT[:1009]
+
+
+@pytest.mark.parametrize("place", ["bytes */99999999", "bytes */*", "bytes */-1", "x", "bytes */²"])
+def test_a_refusal_to_resume_keeps_what_is_there(raw, tmp_path, place):
+    (tmp_path / "a.part").write_bytes(CONTENT[:1009])
+    server = raw(head("416 Range Not Satisfiable", Content_Range=place))
+    assert "the server refuses to resume" in refusal(server, tmp_path / "a")
+    assert (tmp_path / "a.part").read_bytes() == CONTENT[:1009]
+
+
+def test_a_complete_part_is_verified_where_the_server_gives_no_length(raw, tmp_path):
+    (tmp_path / "a.part").write_bytes(CONTENT)
+    fetch(raw(head("416 Range Not Satisfiable")).url, tmp_path / "a", MD5)
+    assert (tmp_path / "a").read_bytes() == CONTENT
+
+
+def test_odd_characters_of_a_server_are_one_line(raw, tmp_path):
+    message = refusal(raw(head("404 Not\x1b[2J\x85 F\xffund")), tmp_path / "a")
+    assert "the server says 404" in message and len(message) < 400
+    assert "the server says 500" in refusal(raw(head("500 " + "x" * 60_000)), tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard link", "fifo"])
+def test_a_part_that_is_no_file_of_its_own_is_not_written(raw, tmp_path, kind):
+    other, part = tmp_path / "other", tmp_path / "a.part"
+    if kind != "dangling":
+        other.write_bytes(b"mine")
+    if kind == "fifo":
+        os.mkfifo(part)
+    elif kind == "hard link":
+        part.hardlink_to(other)
+    else:
+        part.symlink_to(other)
+    server = raw(head() + CONTENT)
+    assert str(part) in refusal(server, tmp_path / "a") and server.asked == []
+    assert other.read_bytes() == b"mine" if kind != "dangling" else not other.exists()
+
+
+def test_a_part_that_is_a_folder_is_refused(raw, tmp_path):
+    (tmp_path / "a.part").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:  # one line of run_command
+        fetch(raw(head() + CONTENT).url, tmp_path / "a", MD5)
+    assert caught.value.filename == str(tmp_path / "a.part")
+
+
+def test_a_full_disk_keeps_what_is_there(raw, tmp_path):
+    (tmp_path / "a.part").write_bytes(CONTENT[:1009])
+    length = {"Content_Range": f"bytes 1009-300006/{len(CONTENT)}"}
+    server = raw(head("206 Partial Content", **length) + CONTENT[1009:])
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        message = refusal(server, tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert f"{tmp_path / 'a.part'}: cannot be written: File too large; the same" in message
+    kept = (tmp_path / "a.part").read_bytes()
+    assert CONTENT.startswith(kept) and len(kept) >= 1009

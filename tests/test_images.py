@@ -1,9 +1,11 @@
 """Small images: the IDX reader against bytes made by hand, the tasks from recipe to score."""
 
 import dataclasses
+import errno
 import gzip
 import hashlib
 import json
+import os
 import re
 import struct
 import threading
@@ -282,3 +284,42 @@ def test_user_errors(recipes, tmp_path, commands):
     line = commands.refused(train, draw, "data.pixels=grey", *run)
     assert "set data.pixels=binary" in line
     assert "Did you mean 'hidden'" in commands.refused(train, rows, "model.hiden=3", *run)
+
+
+def test_only_regular_files_are_images(tmp_path):
+    os.mkfifo(tmp_path / "x-idx1-ubyte")
+    with pytest.raises(UserError, match="not a regular file"):
+        read_idx(tmp_path / "x-idx1-ubyte")
+
+
+def test_copying_writes_through_no_link(tmp_path, monkeypatch):
+    source, to, other = (tmp_path / name for name in ("source", "to", "other"))
+    source.mkdir()
+    to.mkdir()
+    name = "t10k-labels-idx1-ubyte"
+    (source / name).write_bytes(b"labels")
+    monkeypatch.setattr(mnist, "read", lambda folder: None)
+    monkeypatch.setattr(mnist, "FILES", {f"{name}.gz": ""})
+    (to / name).symlink_to(other)
+    with pytest.raises((UserError, OSError), match=name):
+        mnist.copy(source, to)
+    assert not other.exists()
+    (to / name).unlink()
+    os.mkfifo(to / name)
+    with pytest.raises(UserError, match="not a regular file"):
+        mnist.copy(source, to)
+
+
+def test_a_full_disk_leaves_no_part_of_a_copy(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a-ubyte").write_bytes(b"labels")
+    monkeypatch.setattr(mnist, "read", lambda folder: None)
+    monkeypatch.setattr(mnist, "FILES", {"a-ubyte.gz": ""})
+    monkeypatch.setattr(mnist.shutil, "copyfileobj", fail)
+    with pytest.raises(OSError, match="No space") as caught:
+        mnist.copy(tmp_path / "source", tmp_path / "to")
+    assert caught.value.filename == str(tmp_path / "to" / "a-ubyte")
+    assert list((tmp_path / "to").iterdir()) == []

@@ -1,6 +1,7 @@
 """The command asr.prepare: own data, LibriSpeech from a folder and from a server, exit codes."""
 
 import hashlib
+import os
 import shutil
 import sys
 import tarfile
@@ -451,3 +452,61 @@ def test_spoken_numbers_are_made_by_the_command(tmp_path, asr_prepare, monkeypat
     code, out, _ = asr_prepare("spoken-numbers", "--to", to, "--seed", 5)
     assert code == 0 and read_manifest(to / "test.tsv").ids == ["5-1", "5-2"]
     assert out.splitlines()[0] == f"{to / 'train.tsv'}: 2 utterances, 1.00 hours"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["spoken-numbers", "--to", "a", "--to", "b"], "argument --to: given twice"),
+        (["spoken-numbers", "--to", "a", "--to=a"], "argument --to: given twice"),
+        (
+            ["tsv", "t", "--to", "a", "--hours", "1", "--hours", "1"],
+            "argument --hours: given twice",
+        ),
+        (["spoken-numbers", "--to", ""], "argument --to: must not be empty"),
+        (["spoken-numbers", "--to="], "argument --to: "),
+        (["tsv", "", "--to", "a"], "argument MANIFEST.tsv: must not be empty"),
+        (["tsv", "t", "--to", "a", "--audio", ""], "argument --audio: must not be empty"),
+        (["mnist", "--to", "a", "--url", ""], "argument --url: must not be empty"),
+        (["tsv", "t", "--to", "a", "--hours", "nan"], "argument --hours: 'nan'"),
+        (["tsv", "t", "--to", "a", "--hours", "inf"], "argument --hours: 'inf'"),
+        (["tsv", "t", "--to", "a", "--hours", "-0"], "argument --hours: '-0'"),
+        (["tsv", "t", "--to", "a", "--hours", "x"], "argument --hours: 'x'"),
+        (["tsv", "t", "--to", "a", "--max-seconds", "nan"], "argument --max-seconds: 'nan'"),
+        (["tsv", "t", "--to", "a", "--max-seconds=-1"], "argument --max-seconds: '-1'"),
+        (["shards", "t", "--to", "a", "--megabytes", "0"], "argument --megabytes: '0'"),
+        (["shards", "t", "--to", "a", "--megabytes", "nan"], "argument --megabytes: 'nan'"),
+        (["shards", "t", "--to", "a", "--megabytes=-1"], "argument --megabytes: '-1'"),
+        (["shards", "t", "--to", "a", "--megabytes", "1e-300"], "--megabytes 1e-300: must be"),
+        (["spoken-numbers", "--to", "a", "--seed=-1"], "argument --seed: '-1'"),
+        (["spoken-numbers", "--to", "a", "--seed", "9" * 5000], "argument --seed: '999"),
+        (["spoken-numbers", "--to", "a", "--seed", "1.5"], "argument --seed: '1.5'"),
+    ],
+)
+def test_impossible_arguments_are_one_line(tmp_path, asr_prepare, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = asr_prepare(*arguments)
+    assert code == 2 and out == "" and len(err) == 1 and err[0].startswith("error: ")
+    assert message in err[0] and len(err[0]) < 300
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transcript_that_is_no_small_file_is_refused(tmp_path, asr_prepare):
+    tree = libri_speech(tmp_path / "from", "dev-clean", speakers=[19])
+    path = tree / "dev-clean" / "19" / "198" / "19-198.trans.txt"
+    call = ("librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--from", tree)
+    for make, words in (
+        (os.mkfifo, "not a regular file"),
+        (lambda p: (p.touch(), os.truncate(p, 20 << 30)), "larger than"),
+        (lambda p: p.write_bytes(b"19-198-0000 caf\xe9"), "not UTF-8 text"),
+    ):
+        path.unlink()
+        make(path)
+        code, _, err = asr_prepare(*call)
+        assert code == 2 and len(err) == 1 and str(path) in err[0] and words in err[0]
+
+
+def test_ids_with_control_characters_are_faults(own, tmp_path, asr_prepare):
+    own.write_text(own.read_text() + "a\x1b[2Jb\ta.wav\tText\t1\ts\tr\n")
+    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+    assert code == 2 and err[0].startswith(f"{own}:5: id 'a\\x1b[2Jb' has a control character")

@@ -1,8 +1,13 @@
 """The built-in corpus: its phrases, splits and audio, and interrupted creation."""
 
 import builtins
+import errno
+import os
+import pickle
 import random
 import re
+import resource
+import signal
 import threading
 from itertools import combinations, islice, product
 from pathlib import Path
@@ -227,3 +232,83 @@ def test_room_noise_and_gain_are_within_their_limits():
         noise = recording[:800].std()
         ratio = 20 * np.log10(recording[4000:14000].std() / noise)
         assert 13 < ratio < 42
+
+
+class FullDisk:
+    """Stands for the pool of processes: runs in this one, where no file may exceed the limit."""
+
+    limit = 0
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def map(self, function, jobs, chunksize):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, before[1]))
+        try:
+            return list(map(function, jobs))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+
+
+class Tone:
+    sample_rate = 16_000
+
+    def synthesise(self, text, voice, rate, pitch):
+        return (9000 * np.sin(np.arange(9000) / 9)).astype(np.int16)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(spoken_numbers, "_loader", lambda: None)
+    monkeypatch.setattr(spoken_numbers, "_engine", lambda: (Tone(), lambda samples: samples))
+    monkeypatch.setattr(spoken_numbers, "ProcessPoolExecutor", FullDisk)
+    with pytest.raises(OSError, match="File too large") as caught:
+        prepare(tmp_path / "corpus", **SPLITS)
+    assert caught.value.filename.endswith(".flac")
+    copy = pickle.loads(pickle.dumps(caught.value))  # as from a process of the pool
+    assert (copy.filename, copy.errno) == (caught.value.filename, caught.value.errno)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["shutil.copyfile", "write_manifest", "json.dumps"])
+def test_a_full_disk_at_the_end_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, place):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FullDisk, "limit", 10**9)
+    monkeypatch.setattr(spoken_numbers, "_loader", lambda: None)
+    monkeypatch.setattr(spoken_numbers, "_engine", lambda: (Tone(), lambda samples: samples))
+    monkeypatch.setattr(spoken_numbers, "ProcessPoolExecutor", FullDisk)
+    monkeypatch.setattr(f"asr.data.importers.spoken_numbers.{place}", fail)
+    with pytest.raises(OSError, match="No space") as caught:
+        prepare(tmp_path / "corpus", **SPLITS)
+    assert caught.value.filename == str(tmp_path / "corpus")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_is_one_line(tmp_path, monkeypatch):
+    def fail(self, *arguments, **options):
+        raise spoken_numbers.BrokenProcessPool("A process was terminated abruptly")
+
+    monkeypatch.setattr(FullDisk, "map", fail)
+    monkeypatch.setattr(spoken_numbers, "_loader", lambda: None)
+    monkeypatch.setattr(spoken_numbers, "ProcessPoolExecutor", FullDisk)
+    with pytest.raises(UserError, match="a process that synthesises was killed"):
+        prepare(tmp_path / "corpus", **SPLITS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["fifo", "nested"])
+def test_a_stamp_that_is_none_is_refused(tmp_path, kind):
+    stamp = tmp_path / spoken_numbers.STAMP
+    os.mkfifo(stamp) if kind == "fifo" else stamp.write_text("[" * 200_000)
+    with pytest.raises(UserError, match=r"not a regular file|of other settings"):
+        prepare(tmp_path)

@@ -4,7 +4,8 @@ A manifest of up to SMALL bytes is kept in memory. Of a larger one the checked r
 and each duration are written once to MANIFEST.index and memory-mapped: opening takes milliseconds,
 rows become strings only when asked for, and the loader's processes share the memory. An index whose
 manifest has another size or modification time is written again. If it cannot be written beside the
-manifest it goes to the user's cache folder, and if not there either, all rows are kept in memory.
+manifest, or another file has its name, it goes to the user's cache folder, and if not there either,
+all rows are kept in memory. An index may have come with the manifest: nothing in it is trusted.
 Rows are found by number and columns are never queried, so two arrays suffice, without Arrow.
 
 N utterances.
@@ -20,13 +21,23 @@ from typing import IO, Any
 
 import numpy as np
 
-from asr.data.manifest import COLUMNS, cache_name, check_row, file_state, read_blocks, write_rows
+from asr.data.manifest import (
+    COLUMNS,
+    cache_name,
+    check_row,
+    damaged_index,
+    file_state,
+    line_of,
+    read_blocks,
+    write_rows,
+)
 from asr.errors import UserError
-from asr.io import atomic_writer
+from asr.io import atomic_writer, open_file, parse_json
 
 SMALL = 16 << 20  # bytes of a manifest
 MAGIC = b"asrindex"
 VERSION = 1
+MAX_DESCRIPTION = 4096  # bytes
 
 
 @dataclass(frozen=True)
@@ -44,10 +55,9 @@ class ManifestRows(Sequence[tuple[str, ...]]):
 
     def __getitem__(self, index: int) -> tuple[str, ...]:  # type: ignore[override]
         index = range(len(self))[index]
-        start = self.ends[index - 1] + 1 if index else 0
-        row = self.text[start : self.ends[index]].tobytes().decode(errors="replace").split("\t")
+        row = line_of(self.text, self.ends, index, self.file).split("\t")
         if len(row) != len(COLUMNS):
-            raise UserError(f"{self.file}: damaged; remove it, and it is written again")
+            raise damaged_index(self.file)
         return tuple(row)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -63,19 +73,38 @@ def open_rows(path: Path, allow_outside: bool) -> ManifestRows:
     if state["size"] <= SMALL:
         return _in_memory(path, allow_outside)
     source = tuple({**state, "outside": int(allow_outside)}.items())
-    places = [path.with_name(f"{path.name}.index")]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        places.append(home / "layernorm-asr" / f"{cache_name(path)}.index")
+    places = [path.with_name(f"{path.name}.index"), *_cached(path)]
     for place in places:
         if rows := _mapped(place, source):
             return rows
-    for place in places:
+    for place in filter(_may_be_written, places):
         with contextlib.suppress(OSError):  # a read-only or a full disk
             _write_index(path, place, source, allow_outside)
             return _reopened(place, source)
     print(f"{path}: its index cannot be written, so each process reads it again", flush=True)
     return _in_memory(path, allow_outside)
+
+
+def _cached(path: Path) -> list[Path]:
+    """The index's place in the user's cache folder; none for a user without a home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = cache if cache.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return []
+    return [folder / "layernorm-asr" / f"{cache_name(path)}.index"]
+
+
+def _may_be_written(place: Path) -> bool:
+    """Whether there is nothing at `place`, or an index, damaged or not."""
+    if not os.path.lexists(place):
+        return True
+    try:
+        with open_file(place) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - len(MAGIC)))
+            return not place.is_symlink() and file.read() == MAGIC
+    except (OSError, UserError):
+        return False
 
 
 def _in_memory(path: Path, allow_outside: bool) -> ManifestRows:
@@ -105,8 +134,8 @@ def _write_index(path: Path, place: Path, source: tuple, allow_outside: bool) ->
         ends, seconds = _gather(path, allow_outside, file.write)
         size = file.tell()
         file.write(bytes(-size % 8))
-        ends.tofile(file)
-        seconds.tofile(file)
+        for array in (ends, seconds):  # tofile would not name the cause where the disk is full
+            file.write(array.data)
         about = json.dumps({"source": source, "bytes": size, "rows": len(ends)}).encode()
         file.write(about + len(about).to_bytes(8, "little") + MAGIC)
 
@@ -114,20 +143,22 @@ def _write_index(path: Path, place: Path, source: tuple, allow_outside: bool) ->
 def _mapped(place: Path, source: tuple) -> ManifestRows | None:
     """The index at `place`; None if there is none, or of another source."""
     try:
-        with place.open("rb") as file:
+        with open_file(place) as file:
             about, end = _read_description(file)
-        size, count = about["bytes"], about["rows"]
+        size, count = int(about["bytes"]), int(about["rows"])
         start = size + -size % 8
-        if about["source"] != [list(pair) for pair in source] or end != start + 12 * count:
+        known = about["source"] == [list(pair) for pair in source]
+        if not known or min(size, count) < 1 or end != start + 12 * count:
             return None
-        return ManifestRows(  # as plain arrays: every slice of a memmap costs microseconds
+        rows = ManifestRows(  # as plain arrays: every slice of a memmap costs microseconds
             np.asarray(np.memmap(place, np.uint8, "r", shape=(size,))),
             np.asarray(np.memmap(place, np.int64, "r", start, (count,))),
             np.memmap(place, np.float32, "r", start + 8 * count, (count,)),
             place,
             source,
         )
-    except (OSError, ValueError, KeyError, TypeError):
+        return rows if rows.seconds.min() > 0 else None  # not of NaN
+    except (OSError, UserError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -136,10 +167,11 @@ def _read_description(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 16))
     tail = file.read()
-    if tail[8:] != MAGIC:
+    length = int.from_bytes(tail[:8], "little")
+    if tail[8:] != MAGIC or length > MAX_DESCRIPTION:
         raise ValueError
-    start = file.seek(max(0, size - 16 - int.from_bytes(tail[:8], "little")))
-    return json.loads(file.read()[:-16]), start
+    start = file.seek(max(0, size - 16 - length))
+    return parse_json(file.read()[:-16]), start
 
 
 def _reopened(place: Path, source: tuple) -> ManifestRows:
@@ -244,7 +276,7 @@ class _Listed(Sequence[Utterance]):
 
     def __getitem__(self, index: int) -> Utterance:  # type: ignore[override]
         row = self.rows[index]
-        # Checked again: an index that came with a stranger's manifest may hold anything.
+        # Checked again: an index that came with a manifest may hold anything.
         check_row(row, self.root, f"row {index} of the index", self.allow_outside)
         name, speaker, audio, seconds, text = row
         return Utterance(name, speaker or name, self.root / audio, float(seconds), text)

@@ -3,9 +3,10 @@
     id  speaker  audio  seconds  text
 
 More columns are allowed and ignored. An utterance without a speaker is its own speaker. `audio` is
-relative to the manifest and must stay below its folder, so that a stranger's manifest cannot name a
+relative to the manifest and must stay below its folder, so that an untrusted manifest cannot name a
 file of yours. That rule is about the text of the path: the owner of the folder may put a symbolic
-link into it, as asr.prepare does (`NAME.audio` beside `NAME.tsv`).
+link into it, as asr.prepare does (`NAME.audio` beside `NAME.tsv`). Ids and speakers have no control
+characters, and no line is longer than LONGEST.
 
 Manifests of ten million utterances are read in blocks of a megabyte. A block is checked column by
 column, in two microseconds a row; if that fails, row by row, which finds the line and the error.
@@ -15,8 +16,10 @@ N utterances, n of them in a block.
 
 import contextlib
 import hashlib
+import io
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -25,25 +28,54 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from asr.errors import UserError
-from asr.io import atomic_writer
+from asr.io import atomic_writer, open_file
 
 COLUMNS = ("id", "speaker", "audio", "seconds", "text")
-BLOCK = 1 << 20  # characters read at once
+BLOCK = 1 << 20  # characters of the rows checked at once
+READ = 1 << 16  # bytes read at once
+LONGEST = 1 << 20  # bytes of a line; a file with longer lines is no table and no text
 SHORTEST = 0.0005  # seconds: less would be written as 0.000
 EMPTY = "the manifest is empty; it needs one line per utterance"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 # The fields of n rows, column by column in the order of COLUMNS: plain lists of strings, since a
 # tuple a row would make the garbage collector visit all of them again and again.
 Columns = list[list[str]]
 
 
+class _BoundedLines(io.RawIOBase):
+    """The bytes of an open file. Raises UserError as soon as a line exceeds LONGEST bytes."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path, self.file, self.length = path, file, 0  # length: of the line at its position
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill the buffer as far as the file and the line's limit go; -> the number of bytes."""
+        content = self.file.read(min(len(buffer), LONGEST + 1 - self.length))
+        buffer[: len(content)] = content
+        end = max(content.rfind(b"\n"), content.rfind(b"\r"))
+        self.length = len(content) - end - 1 + (self.length if end < 0 else 0)
+        if self.length > LONGEST:
+            place = f"at byte {self.file.tell() - self.length}"
+            fault = f"the line {place} is longer than {LONGEST} bytes"
+            raise UserError(f"{self.path}: {fault}; is this a table of one utterance a line?")
+        return len(content)
+
+
 @contextlib.contextmanager
 def open_table(path: Path) -> Iterator[IO[str]]:
-    """The table as a text file. Raises UserError if it is missing or not UTF-8."""
+    """The table as a text file, whose lines are bounded.
+
+    Raises UserError if it is missing, not a regular file or not UTF-8, and for a line over LONGEST.
+    """
     # utf-8-sig: spreadsheets put a byte-order mark before the first column's name.
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            yield file
+        with open_file(path) as file:
+            lines = io.BufferedReader(_BoundedLines(path, file), READ)
+            yield io.TextIOWrapper(lines, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
     except OSError as error:
@@ -106,13 +138,27 @@ def _wrong_width(fields: Sequence[str], width: int) -> str:
 
 
 def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Write a table, atomically. Raises UserError for a field with a tab or a line break."""
+    """Write a table, atomically. Raises UserError as join_fields, for a field that it refuses."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_writer(path, sync=True) as file:
         for row in chain([header], rows):
-            if any(mark in field for field in row for mark in "\t\n\r"):
-                raise UserError(f"{path}: {row[0]!r} has a tab or a line break in a field")
-            file.write(("\t".join(row) + "\n").encode())
+            try:
+                file.write(join_fields(row))
+            except ValueError as error:
+                raise UserError(f"{path}: {row[0][:100]!r} {error}") from None
+
+
+def join_fields(row: Sequence[str]) -> bytes:
+    """The line of a row. Raises ValueError for fields that no table can hold."""
+    if any(mark in field for field in row for mark in "\t\n\r"):
+        raise ValueError("has a tab or a line break in a field")
+    try:
+        line = ("\t".join(row) + "\n").encode()
+    except UnicodeEncodeError:
+        raise ValueError("has a field with bytes or surrogates that are not text") from None
+    if len(line) > LONGEST:
+        raise ValueError(f"makes a line longer than {LONGEST} bytes")
+    return line
 
 
 def file_state(path: Path, version: int) -> dict[str, int]:
@@ -131,7 +177,7 @@ def cache_name(path: Path) -> str:
 
 def check_row(row: Sequence[str], root: Path, where: str, allow_outside: bool) -> None:
     """UserError, beginning with `where`, for a row of a manifest in `root` that breaks a rule."""
-    name, _, audio, seconds, _ = row
+    name, speaker, audio, seconds, _ = row
     if not name or not audio:
         raise UserError(f"{where}: every row needs an id and an audio file")
     if not allow_outside and is_outside(audio, root):
@@ -141,9 +187,17 @@ def check_row(row: Sequence[str], root: Path, where: str, allow_outside: bool) -
             "`python -m asr.prepare tsv --audio FOLDER` makes a manifest with a link to that folder"
         )
     try:
+        check_names(name, speaker)
         parse_seconds(seconds)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def check_names(name: str, speaker: str) -> None:
+    """Raises ValueError for an id or a speaker with control characters."""
+    for what, value in (("id", name), ("speaker", speaker)):
+        if _CONTROL.search(value):
+            raise ValueError(f"{what} {value!r} has a control character; remove it")
 
 
 def is_outside(audio: str, root: Path) -> bool:
@@ -171,6 +225,22 @@ def seconds_field(seconds: float) -> str:
     if seconds < SHORTEST:
         raise ValueError(f"{1000 * seconds:.2g} milliseconds long, too short for a manifest")
     return f"{seconds:.3f}"
+
+
+def line_of(text: np.ndarray, ends: np.ndarray, index: int, place: Path | None) -> str:
+    """Line number `index` of text (bytes,) with line breaks at ends (N,), from the file `place`.
+
+    Raises UserError for a place that no line has, as in a damaged index.
+    """
+    start, end = int(ends[index - 1]) + 1 if index else 0, int(ends[index])
+    if not 0 <= start <= end <= min(start + LONGEST, len(text)):
+        raise damaged_index(place)
+    return text[start:end].tobytes().decode(errors="replace")
+
+
+def damaged_index(place: Path | None) -> UserError:
+    """The error for an index whose content no manifest or text gives."""
+    return UserError(f"{place}: damaged; remove it, and it is written again")
 
 
 class Block(NamedTuple):
@@ -212,9 +282,18 @@ def _valid_columns(
     # The file's last line may lack its break.
     fields = "".join(lines).rstrip("\n").replace("\n", "\t").split("\t")
     columns = [list(map(str.strip, fields[place::width])) for place in places]
-    ids, _, audio, seconds, _ = columns
+    ids, speakers, audio, seconds, _ = columns
     valid = all(ids) and all(audio) and _are_durations(seconds)
+    valid = valid and not (_have_control(ids) or _have_control(speakers))
     return columns if valid and not (root and _may_be_outside(audio, root)) else None
+
+
+def _have_control(names: list[str]) -> bool:
+    text = "".join(names)
+    if not text.isascii():
+        return _CONTROL.search(text) is not None
+    codes = np.frombuffer(text.encode(), np.uint8)  # a tenth of the expression's time
+    return bool(((codes < 32) | (codes == 127)).any())
 
 
 def _are_durations(fields: list[str]) -> bool:

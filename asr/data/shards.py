@@ -8,21 +8,27 @@ library, which can stream these tars.
 
 import json
 import math
+import os
+import re
+import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from io import BytesIO
+from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
 from asr.data.corpus import Corpus, Utterance, read_manifest
-from asr.data.manifest import COLUMNS, read_rows, write_rows
-from asr.errors import UserError
-from asr.io import atomic_writer
+from asr.data.manifest import COLUMNS, damaged_index, read_rows, write_rows
+from asr.errors import UserError, terminal
+from asr.io import atomic_writer, open_file
 from features.audio import BLOCK, PackedError, member_of, read_member
 
+SMALLEST = 0.01  # megabytes: tars are padded to 10 kB
+MAX_AUDIO = 1 << 30  # bytes of one utterance
 SUFFIXES = {b"fLaC": ".flac", b"RIFF": ".wav", b"OggS": ".ogg"}  # by the first four bytes
 
 
@@ -32,55 +38,80 @@ def pack(
     """Write TO/NAME-00000.tar, ... and, once these are complete, TO/NAME.tsv -> its path.
 
     `allow_outside` also packs audio that is not below the manifest's folder. Raises UserError for a
-    faulty manifest, an audio file that cannot be read, or if TO/NAME.tsv exists.
+    faulty manifest, an audio file that cannot be read, or if a file exists that would be written.
+    An error leaves none of the files.
     """
     manifest = Path(manifest)
     packed = Path(to) / manifest.name
-    if packed.exists():
-        raise UserError(f"{packed}: already exists; remove it or give --to another folder")
-    if not (math.isfinite(megabytes) and megabytes > 0):
-        raise UserError(f"--megabytes {megabytes:g}: must be above 0")
+    if os.path.lexists(packed):
+        raise _in_the_way(packed)
+    if not SMALLEST <= megabytes < math.inf:
+        raise UserError(f"--megabytes {megabytes:g}: must be {SMALLEST:g} or more")
     corpus = read_manifest(manifest, allow_outside)
     header = list(next(row for _, row in read_rows(manifest, COLUMNS)))
-    write_rows(packed, header, _packed_rows(corpus, manifest, packed, megabytes * 1e6))
+    packed.parent.mkdir(parents=True, exist_ok=True)
+    with _TarWriter(packed.with_suffix(""), megabytes * 1e6) as tars:
+        write_rows(packed, header, _packed_rows(corpus, manifest, tars))
     return packed
 
 
-def _packed_rows(
-    corpus: Corpus, manifest: Path, packed: Path, max_bytes: float
-) -> Iterator[list[str]]:
-    """The rows of the new manifest, each once its audio is written."""
-    console, title = Console(stderr=True), f"packing {manifest.name}"
-    pairs = zip(read_rows(manifest, COLUMNS), corpus, strict=True)
+def _packed_rows(corpus: Corpus, manifest: Path, tars: "_TarWriter") -> Iterator[list[str]]:
+    """The rows of the new manifest, each once its audio is written; at the end all of it is."""
+    console, title = Console(file=terminal(sys.stderr)), f"packing {manifest.name}"
+    pairs = zip_longest(read_rows(manifest, COLUMNS), corpus)
     rows = track(pairs, title, len(corpus), console=console, disable=not console.is_terminal)
-    with _TarWriter(packed.with_suffix(""), max_bytes) as tars:
-        for number, ((line, row), utterance) in enumerate(rows):
-            try:
-                member = member_of(utterance.audio)
-                content = read_member(member) if member else utterance.audio.read_bytes()
-            except (OSError, PackedError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                raise UserError(f"{manifest}:{line}: {utterance.audio}: {reason}") from None
-            yield list((row | {"audio": tars.add(number, utterance, content)}).values())
+    for number, (numbered, utterance) in enumerate(rows):
+        line, row = numbered or (0, {"id": None})
+        if utterance is None or row["id"] != utterance.id:
+            raise damaged_index(manifest.with_name(f"{manifest.name}.index"))
+        try:
+            content = _content(utterance.audio)
+        except (OSError, UserError, PackedError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"{manifest}:{line}: {utterance.audio}: {reason}") from None
+        yield list((row | {"audio": tars.add(number, utterance, content)}).values())
+    tars.finish()
+
+
+def _content(audio: Path) -> bytes:
+    member = member_of(audio)
+    if member is None:
+        with open_file(audio, MAX_AUDIO) as file:
+            return file.read(MAX_AUDIO)
+    if member.size > MAX_AUDIO:
+        raise PackedError(f"larger than {MAX_AUDIO} bytes")
+    return read_member(member)
 
 
 class _TarWriter:
-    """Writes STEM-00000.tar and so on, of at most `max_bytes` (one utterance at least)."""
+    """Writes STEM-00000.tar and so on, of at most `max_bytes` (one utterance at least).
+
+    They are removed if the block fails.
+    """
 
     def __init__(self, stem: Path, max_bytes: float) -> None:
-        self.stem, self.max_bytes, self.count = stem, max_bytes, 0
+        self.stem, self.max_bytes = stem, max_bytes
+        self._written: list[Path] = []
         self._open_next()
 
     def __enter__(self) -> "_TarWriter":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._current.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            self._current.__exit__(kind, *error)
+        finally:
+            for path in self._written if kind else ():
+                path.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Complete the last tar."""
+        self._current.close()
 
     def add(self, number: int, utterance: Utterance, content: bytes) -> str:
         """Pack one utterance -> its place as the manifest names it."""
         if self._file.tell() and self._file.tell() + len(content) > self.max_bytes:
-            self._current.close()
+            self.finish()
             self._open_next()
         name = f"{number:09d}{_suffix(utterance.audio, content)}"
         offset = self._add_file(name, content)
@@ -99,16 +130,24 @@ class _TarWriter:
         return offset
 
     def _open_next(self) -> None:
-        self._path = self.stem.with_name(f"{self.stem.name}-{self.count:05d}.tar")
+        path = self.stem.with_name(f"{self.stem.name}-{len(self._written):05d}.tar")
+        if os.path.lexists(path):
+            raise _in_the_way(path)
+        self._path = path
+        self._written.append(path)
         self._current = ExitStack()
-        self._file = self._current.enter_context(atomic_writer(self._path))
+        self._file = self._current.enter_context(atomic_writer(path))
         # USTAR: one header of one block before every file, so its place is known.
         tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
         self._tar = self._current.enter_context(tar)
-        self.count += 1
+
+
+def _in_the_way(path: Path) -> UserError:
+    return UserError(f"{path}: already exists; remove it or give --to another folder")
 
 
 def _suffix(audio: Path, content: bytes) -> str:
-    """The file's own; a long name in another tar may have lost it."""
+    """The file's own; a long name in another tar may have lost it, or have an odd one."""
     named = audio if member_of(audio) is None else Path(str(audio).rpartition("@")[0])
-    return named.suffix.lower() or SUFFIXES.get(content[:4], ".mp3")
+    own = named.suffix.lower()
+    return own if re.fullmatch(r"\.[a-z0-9]{1,8}", own) else SUFFIXES.get(content[:4], ".mp3")

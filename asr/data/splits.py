@@ -1,5 +1,12 @@
-"""The manifests that a recipe names: find or make them, filter by duration, check the texts."""
+"""The manifests that a recipe names: find or make them, filter by duration, check the texts.
 
+A recipe may come from elsewhere, so a corpus is made without being asked for only below DATA. Of
+other manifests and texts only an index is written, beside them or in a cache folder, under a name
+that belongs to it alone.
+"""
+
+import os
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,15 +15,16 @@ import numpy as np
 
 from asr.config.schema import DataConfig
 from asr.data.corpus import Corpus, read_manifest
-from asr.data.importers import spoken_numbers
 from asr.errors import UserError
 
 MAX_UNKNOWN = 0.5  # share of a text's letters that the vocabulary may lack
 MAX_SHOWN = 20  # letters in the message
+DATA = Path("data")  # in the working directory
 PREPARE = {  # data.corpus -> the command that makes its manifests
     None: "python -m asr.prepare tsv MANIFEST.tsv --to {folder}",
     "spoken-numbers": "python -m asr.prepare spoken-numbers --to {folder}, which has train.tsv, "
     "valid.tsv and test.tsv",
+    "librispeech-lm": "python -m asr.prepare librispeech-lm --to {folder}",
     "librispeech": "python -m asr.prepare librispeech --to {folder} --subsets {split}",
     "mini-librispeech": "python -m asr.prepare librispeech --to {folder} --subsets {split}",
 }
@@ -38,18 +46,38 @@ def load_split_manifest(data: DataConfig, path: Path | None, role: str) -> Corpu
     if path is None:
         raise UserError(f"data.{role} is not set: name a manifest, data.{role}=PATH.tsv")
     make_built_in(data.corpus, path)
-    if not path.is_file():
-        command = PREPARE[data.corpus].format(folder=path.parent, split=path.stem)
+    if not path.exists():
+        command = prepare_command(data.corpus, path)
         raise UserError(f"data.{role}: {path} is not there. Make it with: {command}")
     return read_manifest(path, data.allow_outside_audio)
 
 
+def prepare_command(corpus: str | None, manifest: Path) -> str:
+    """The command that makes a manifest, with its names quoted for a shell."""
+    folder, split = shlex.quote(str(manifest.parent)), shlex.quote(manifest.stem)
+    return PREPARE[corpus].format(folder=folder, split=split)
+
+
 def make_built_in(corpus: str | None, manifest: Path) -> None:
-    """Make the spoken numbers if a recipe names a split of theirs that does not exist yet."""
-    splits = spoken_numbers.VARIANTS
-    if corpus == "spoken-numbers" and manifest.stem in splits and not manifest.exists():
+    """Make the spoken numbers if a recipe names a split of theirs that does not exist yet.
+
+    Only below DATA: for another folder its user has to run asr.prepare.
+    """
+    ours = corpus == "spoken-numbers" and manifest.stem in ("train", "valid", "test")
+    if ours and _is_below_data(manifest.parent) and not manifest.exists():
+        from asr.data.importers import spoken_numbers  # for few trainings
+
         print(f"making the spoken numbers in {manifest.parent} (once, under a minute)", flush=True)
         spoken_numbers.prepare(manifest.parent)
+
+
+def _is_below_data(folder: Path) -> bool:
+    """Whether a folder is below DATA, by its text and once its links are followed."""
+    data, inside = DATA.absolute(), folder.absolute()
+    # realpath, since resolve fails for links in a circle.
+    real, real_data = (Path(os.path.realpath(path)) for path in (inside, data))
+    by_text = data in inside.parents and ".." not in inside.parts
+    return by_text and real_data in real.parents
 
 
 def filter_by_duration(corpus: Corpus, low: float, high: float) -> tuple[Corpus, str | None]:

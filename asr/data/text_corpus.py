@@ -2,7 +2,8 @@
 
 A text of up to SMALL bytes is kept in memory. Of a larger one the cleaned lines and their index are
 written once to PATH.lines/ (or below data.cache) and memory-mapped, so that 40 million lines cost
-no more memory than their lengths and their order: 8 bytes a line.
+no more memory than their lengths and their order: 8 bytes a line. An index may have come with the
+text: nothing in it is trusted, and a folder of that name with other files is not replaced.
 
 A batch holds sentences of similar length, counted in bytes of UTF-8, which is known without reading
 a line; a line's end counts as one more. All lines are shuffled, then sorted by length within pools
@@ -15,11 +16,13 @@ N lines, B sentences in a batch, U tokens.
 import gzip
 import json
 import math
+import os
 import shutil
 import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,15 +36,22 @@ from torch.utils.data import DataLoader, Dataset
 
 from asr.data.batching import BatchSequence, Broken, EpochPlan, halves
 from asr.data.loader import read_batches, start_worker
-from asr.data.manifest import cache_name, file_state, read_rows
+from asr.data.manifest import (
+    LONGEST,
+    cache_name,
+    damaged_index,
+    file_state,
+    line_of,
+    read_rows,
+)
 from asr.data.tokenizer import BLANK, Tokenizer
 from asr.errors import UserError
-from asr.io import new_folder, read_small_file
+from asr.io import new_folder, open_file, read_json
 
 SMALL = 16 << 20  # bytes of a file
-LONGEST = 1 << 20  # bytes of a line; a file with longer lines is no text of sentences
 PACKED = 50  # gzip shrinks language to a third, phrases to a tenth; more than this is a bomb
-VERSION = 2  # of the index on disk
+VERSION = 3  # of the index on disk
+INDEX = {"text", "ends", "source.json", "ends.npy"}  # its files; the last one of version 2
 POOL = 1 << 20  # lines
 
 
@@ -57,8 +67,7 @@ class Lines:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> str:
-        start = self.ends[index - 1] + 1 if index else 0
-        return self.text[start : self.ends[index]].tobytes().decode()
+        return line_of(self.text, self.ends, index, self.folder)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -67,7 +76,10 @@ class Lines:
         lengths[0] = self.ends[0] + 1
         # Directly into 32 bits: numpy's diff would make three copies in 64.
         np.subtract(self.ends[1:], self.ends[:-1], out=lengths[1:], casting="unsafe")
-        return lengths - 1
+        lengths -= 1
+        if lengths.min() < 0:
+            raise damaged_index(self.folder)
+        return lengths
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader's process maps the files itself: numpy would send it their content.
@@ -85,30 +97,32 @@ def read_lines(path: Path, cache: Path | None = None) -> Lines:
     if source["size"] <= (SMALL // 8 if path.suffix == ".gz" else SMALL):
         text = bytearray()
         ends = _gather(path, text.extend)
-        lines = Lines(np.frombuffer(text, np.uint8), ends)
-    else:
-        lines = _open_index(path, cache, source)
-    if not len(lines):
-        raise UserError(f"{path}: holds no sentence; one a line is expected")
-    return lines
+        return Lines(np.frombuffer(text, np.uint8), ends)
+    return _open_index(path, cache, source)
 
 
 def _open_index(path: Path, cache: Path | None, source: dict[str, int]) -> Lines:
     """The lines from the index on disk, which is written first unless it is of this source."""
     folder = cache / f"{cache_name(path)}.lines" if cache else path.with_name(f"{path.name}.lines")
+    with suppress(OSError, ValueError, UserError):  # none yet, or damaged
+        if read_json(folder / "source.json") == source:
+            return _mapped(folder)
+    remedy = "choose another place with data.cache=FOLDER"
+    if os.path.lexists(folder) and not _is_index(folder):
+        raise UserError(f"{folder}: in the way of the index of {path.name}; {remedy}")
+    print(f"indexing the lines of {path} in {folder} (once)", flush=True)
     try:
-        current = json.loads(read_small_file(folder / "source.json")) == source
-    except (OSError, ValueError):
-        current = False
-    if not current:
-        print(f"indexing the lines of {path} in {folder} (once)", flush=True)
-        try:
-            _write_index(path, folder, source)
-        except OSError as error:
-            fault = f"the index of {path.name} cannot be written: {error.strerror}"
-            remedy = "choose another place with data.cache=FOLDER"
-            raise UserError(f"{folder}: {fault}; {remedy}") from None
+        _write_index(path, folder, source)
+    except OSError as error:
+        fault = f"the index of {path.name} cannot be written: {error.strerror}"
+        raise UserError(f"{folder}: {fault}; {remedy}") from None
     return _mapped(folder)
+
+
+def _is_index(folder: Path) -> bool:
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return {path.name for path in folder.iterdir()} <= INDEX
 
 
 def clean_lines(path: Path) -> Iterator[str]:
@@ -120,7 +134,7 @@ def clean_lines(path: Path) -> Iterator[str]:
     packed = path.suffix == ".gz"
     try:
         most = max(SMALL, PACKED * path.stat().st_size) if packed else math.inf
-        with gzip.open(path) if packed else path.open("rb") as file:
+        with open_file(path) as content, gzip.open(content) if packed else content as file:
             yield from _sentences(file, path, most)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or "it ends early"
@@ -145,13 +159,18 @@ def _sentences(file: IO[bytes], path: Path, most: float) -> Iterator[str]:
 
 
 def _gather(path: Path, write: Callable[[bytes], Any]) -> np.ndarray:
-    """Passes every sentence to `write` -> where each one's line break is, (N,) int64."""
+    """Passes every sentence to `write` -> where each one's line break is, (N,) int64.
+
+    Raises UserError if there is none.
+    """
     ends, place = array("q"), 0
     for line in clean_lines(path):
         content = line.encode() + b"\n"
         write(content)
         place += len(content)
         ends.append(place - 1)
+    if not ends:
+        raise UserError(f"{path}: holds no sentence; one a line is expected")
     return np.array(ends)
 
 
@@ -159,16 +178,20 @@ def _write_index(path: Path, folder: Path, source: dict[str, int]) -> None:
     with new_folder(folder) as part:
         with (part / "text").open("wb") as file:
             ends = _gather(path, file.write)
-        np.save(part / "ends.npy", ends)
+        (part / "ends").write_bytes(ends.data)
         (part / "source.json").write_text(json.dumps(source))
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
 
 
 def _mapped(folder: Path) -> Lines:
-    text = folder / "text"
-    content = np.memmap(text, np.uint8, "r") if text.stat().st_size else np.zeros(0, np.uint8)
-    return Lines(content, np.load(folder / "ends.npy", mmap_mode="r"), folder)
+    """The lines of an index. Raises OSError, ValueError or UserError for one that is damaged."""
+    for name in ("text", "ends"):
+        open_file(folder / name).close()  # a FIFO would block
+    text, ends = np.memmap(folder / "text", np.uint8, "r"), np.memmap(folder / "ends", "<i8", "r")
+    if ends[-1] != len(text) - 1:
+        raise damaged_index(folder)
+    return Lines(text, ends, folder)
 
 
 def plan_sentences(

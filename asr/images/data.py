@@ -13,6 +13,7 @@ N images of R rows and C columns, B of them in a batch.
 import gzip
 import hashlib
 import math
+import os
 import shutil
 import struct
 import zlib
@@ -30,6 +31,7 @@ from torch.nn import functional
 from asr.data.batching import Broken, EpochPlan, Item, halves
 from asr.data.importers.download import fetch
 from asr.errors import UserError
+from asr.io import atomic_writer, open_file, sha256_of_files
 
 UNSIGNED_BYTES = 0x08
 CHUNK = 1 << 20  # bytes
@@ -187,9 +189,9 @@ def read_idx(path: Path) -> np.ndarray:
     Memory is allocated as content is read, not by the header. Raises UserError for other files.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else path.open("rb") as stream:
+        with open_file(path) as file, gzip.open(file) if packed else file as stream:
             shape = _read_header(stream, path)
             content = _read_content(stream, math.prod(shape), path)
     except (OSError, EOFError, zlib.error) as error:
@@ -251,9 +253,10 @@ def copy(source: Path, to: Path) -> None:
     for name in FILES:
         path = find(source, name.removesuffix(".gz"))
         target = to / path.name
-        if not target.exists():
-            shutil.copyfile(path, target)
-        elif target.read_bytes() != path.read_bytes():
+        if not os.path.lexists(target):
+            with open_file(path) as file, atomic_writer(target) as written:
+                shutil.copyfileobj(file, written, CHUNK)
+        elif sha256_of_files([target]) != sha256_of_files([path]):
             raise UserError(f"{target}: exists already with other content; move it away")
 
 

@@ -185,7 +185,6 @@ def _remedy(corpus: str | None, path: Path) -> str:
     """How to get a missing text; a manifest comes with its recordings."""
     if corpus is None or (path.suffix != ".tsv" and corpus != "librispeech-lm"):
         return "name a .txt, .txt.gz or .tsv file"
-    command = "python -m asr.prepare librispeech-lm --to {folder}"
-    if path.suffix == ".tsv":
-        command = splits.PREPARE["librispeech" if corpus == "librispeech-lm" else corpus]
-    return f"make it with: {command.format(folder=path.parent, split=path.stem)}"
+    if path.suffix == ".tsv" and corpus == "librispeech-lm":
+        corpus = "librispeech"
+    return f"make it with: {splits.prepare_command(corpus, path)}"

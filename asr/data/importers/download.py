@@ -1,130 +1,43 @@
-"""Download large files and unpack archives, trusting neither.
+"""Download large files over TLS, resumed after a broken connection, and verified.
 
-Download: over TLS, resumed after a broken connection (HTTP ranges: RFC 9110, section 14), verified.
 Content stays in NAME.part until its MD5 is the published one, and is only then renamed. So a file
-under its own name is complete, and repeating the command resumes.
-
-Unpack: only folders and plain files, only below the given folder, and only up to a size: no links,
-devices or sparse files, no absolute or climbing names, no name twice. Rights and owners in the
-archive are ignored. tarfile's own `filter="data"` is not in every Python 3.10 and limits no size.
+under its own name is complete, and repeating the command resumes (HTTP ranges: RFC 9110, section
+14). No server is trusted: what it sends between two pieces of content is bounded, and a connection
+that is too slow counts as broken.
 """
 
-import gzip
 import http.client
+import io
 import ipaddress
-import shutil
+import os
+import re
 import ssl
-import struct
-import tarfile
+import sys
 import time
 import urllib.parse
 import urllib.request
-import zlib
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 from rich import progress
 from rich.console import Console
 
-from asr.errors import UserError
-from asr.io import md5_of_file
+from asr.errors import UserError, terminal, writing
+from asr.io import md5_of_file, open_append
 
 CHUNK = 1 << 18  # bytes
-# tarfile reads an extended header at once: a few kB in honest archives, a bomb otherwise.
-MAX_READ = 1 << 20
-MAX_FILES = 1_000_000
-DAMAGED = (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, zlib.error, struct.error)
-
-
-class _Hostile(Exception):
-    """A property that no honest archive has."""
-
-
-class _Limited:
-    """The unpacked stream, limited to `max_bytes` in all and MAX_READ at once."""
-
-    def __init__(self, stream: IO[bytes], max_bytes: int) -> None:
-        self._stream, self._max_bytes = stream, max_bytes
-        self.tell = stream.tell
-
-    def read(self, size: int) -> bytes:
-        if not 0 <= size <= MAX_READ:
-            raise _Hostile("has a header of more than a megabyte")
-        self._check(self.tell())
-        return self._stream.read(size)
-
-    def seek(self, offset: int) -> int:
-        self._check(offset)
-        return self._stream.seek(offset)
-
-    def _check(self, offset: int) -> None:
-        if offset > self._max_bytes:
-            raise _Hostile(f"unpacks to more than {self._max_bytes} bytes")
-
-
-def unpack(archive: str | Path, to: str | Path, max_bytes: int, max_files: int = MAX_FILES) -> None:
-    """Unpack a .tar.gz into the folder `to`, which must not exist.
-
-    Raises UserError with archive and entry if one breaks a rule, and if the archive is broken; what
-    was unpacked until then stays in `to`.
-    """
-    archive, to = Path(archive), Path(to)
-    try:
-        to.mkdir(parents=True)
-        with gzip.open(archive) as file:
-            stream = _Limited(file, max_bytes)
-            with tarfile.open(fileobj=stream, mode="r:") as tar:
-                _unpack_all(tar, to, max_files)
-            while stream.read(CHUNK):  # to the end, where the checksum is
-                pass
-    except _Hostile as error:
-        raise UserError(f"{archive}: {error}; it is not unpacked") from None
-    except DAMAGED as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(f"{archive}: cannot be unpacked: {reason}") from None
-
-
-def _unpack_all(tar: tarfile.TarFile, to: Path, max_files: int) -> None:
-    for number, member in enumerate(tar, start=1):
-        if number > max_files:
-            raise _Hostile(f"has more than {max_files} entries")
-        path = to.joinpath(*_parts(member.name))
-        if member.isdir():
-            path.mkdir(parents=True, exist_ok=True)
-        elif member.isreg() and not member.issparse():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _copy(tar, member, path)
-        else:
-            raise _Hostile(f"entry {member.name!r} is neither a file nor a folder")
-
-
-def _parts(name: str) -> tuple[str, ...]:
-    parts = PurePosixPath(name).parts
-    # On other systems a backslash or a colon separates folders and drives.
-    if name.startswith("/") or ".." in parts or any(c in name for c in "\\:\0"):
-        raise _Hostile(f"entry {name!r} leads out of its folder")
-    return parts
-
-
-def _copy(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    try:
-        file = path.open("xb")
-    except FileExistsError:
-        raise _Hostile(f"entry {member.name!r} comes twice") from None
-    with file, tar.extractfile(member) as source:
-        shutil.copyfileobj(source, file, CHUNK)
-        if file.tell() != member.size:
-            raise _Hostile(f"entry {member.name!r} ends early")
-
-
 TIMEOUT = 30.0  # seconds without a byte before a connection counts as broken
-TRIES = 4  # connections in a row without a byte
+SLOWEST = 1 << 14  # bytes in TIMEOUT seconds; a connection that brings less is broken, too
+MAX_IDLE = 1 << 20  # bytes of headers, or between two pieces of content
+TRIES = 4  # connections in a row that bring less than SLOWEST
 PAUSE = 1.0  # seconds before the second of them, doubled each time
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 MAX_BYTES = 200 * 10**9  # known corpora come in smaller files
-BROKEN = (http.client.HTTPException, URLError, ConnectionError, TimeoutError, ssl.SSLError)
+BROKEN = (http.client.HTTPException, OSError)
+LENGTH = re.compile("[0-9]{1,18}")
+RANGE = re.compile(r"bytes (?:\*|([0-9]{1,18})-[0-9]{1,18})/(\*|[0-9]{1,18})")
 
 
 def fetch(url: str, path: str | Path, md5: str, max_bytes: int = MAX_BYTES) -> None:
@@ -141,7 +54,13 @@ def fetch(url: str, path: str | Path, md5: str, max_bytes: int = MAX_BYTES) -> N
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    _receive_all(url, part, max_bytes)
+    with writing(part), open_append(part) as file:  # closing it writes, too
+        try:
+            _receive_all(url, _Part(part, file, max_bytes))
+            os.fsync(file.fileno())
+        finally:
+            if os.fstat(file.fileno()).st_size == 0:
+                part.unlink()
     received = md5_of_file(part)
     if received != md5:
         part.unlink()
@@ -154,10 +73,12 @@ def fetch(url: str, path: str | Path, md5: str, max_bytes: int = MAX_BYTES) -> N
 def check_address(url: str) -> None:
     """Raises UserError unless the address is https, or http to this machine itself."""
     try:
+        if not re.fullmatch("[!-~]+", url):
+            raise ValueError("only printable ASCII is allowed")
         parts = urllib.parse.urlsplit(url)
-        host = parts.hostname or ""
-    except ValueError:
-        raise UserError(f"{url}: not an address") from None
+        host, _ = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise UserError(f"{url}: not an address: {error}") from None
     secure = parts.scheme == "https" and host
     if not (secure or (parts.scheme == "http" and _is_this_machine(host))):
         raise UserError(f"{url}: only https addresses are allowed (http on this machine alone)")
@@ -170,33 +91,134 @@ def _is_this_machine(host: str) -> bool:
         return False
 
 
+def _is_local(url: str) -> bool:
+    return _is_this_machine(urllib.parse.urlsplit(url).hostname or "")
+
+
+class _Part:
+    """The file NAME.part while it grows."""
+
+    def __init__(self, path: Path, file: IO[bytes], max_bytes: int) -> None:
+        self.path, self.file, self.max_bytes = path, file, max_bytes
+
+    @property
+    def size(self) -> int:
+        return self.file.seek(0, os.SEEK_END)
+
+    def restart(self) -> None:
+        """Begin again with no content."""
+        self.file.truncate(0)
+
+    def append(self, content: bytes, url: str) -> None:
+        """Raises UserError where the file cannot be written or becomes too large."""
+        if self.size + len(content) > self.max_bytes:
+            raise UserError(f"{url}: larger than the limit of {self.max_bytes} bytes")
+        try:
+            self.file.write(content)
+            self.file.flush()
+        except OSError as error:
+            fault = f"cannot be written: {error.strerror}; the same command resumes"
+            raise UserError(f"{self.path}: {fault}") from None
+
+
+class _Limits(io.RawIOBase):
+    """The bytes of a connection, as long as they come quickly and bring content.
+
+    The reader sets `idle` to 0 with every piece of content. Otherwise a server could go on for ever
+    with headers, empty chunks or a byte a minute.
+    """
+
+    def __init__(self, stream: io.RawIOBase) -> None:
+        self._stream, self.idle = stream, 0
+        self._began, self._count = time.monotonic(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int | None:
+        """Fill the buffer; -> the number of bytes. Raises HTTPException or TimeoutError."""
+        count = self._stream.readinto(buffer)
+        self.idle, self._count = self.idle + (count or 0), self._count + (count or 0)
+        if self.idle > MAX_IDLE:
+            raise http.client.HTTPException("the server sends no content")
+        if time.monotonic() - self._began > TIMEOUT:
+            if self._count < SLOWEST:
+                raise TimeoutError("the connection is too slow")
+            self._began, self._count = time.monotonic(), 0
+        return count
+
+    def close(self) -> None:
+        """Close the connection, too."""
+        self._stream.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, *arguments: Any, method: str | None = None) -> None:
+        super().__init__(*arguments, method=method)
+        self.limits = _Limits(self.fp.detach())
+        self.fp = io.BufferedReader(self.limits)
+
+
+class _Connection(http.client.HTTPConnection):
+    response_class = _Response
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    response_class = _Response
+
+
+class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(_Connection, request)
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(_SecureConnection, request)
+
+
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows only redirections to permitted addresses: never from TLS to plain text."""
+    """Follows only redirections to permitted addresses: never from TLS to plain text.
 
-    def redirect_request(self, *request: Any) -> urllib.request.Request | None:
-        check_address(request[-1])
-        return super().redirect_request(*request)
+    Another machine may not send requests to this one, either.
+    """
+
+    def http_error_302(self, request: urllib.request.Request, response: Any, *more: Any) -> Any:
+        try:
+            return super().http_error_302(request, response, *more)
+        except Exception:
+            response.close()
+            raise
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+    def redirect_request(self, request: urllib.request.Request, *more: Any) -> Any:
+        check_address(more[-1])
+        if _is_local(more[-1]) and not _is_local(request.full_url):
+            raise UserError(f"{request.full_url}: redirects to this machine: {more[-1]}")
+        return super().redirect_request(request, *more)
 
 
-def _receive_all(url: str, part: Path, max_bytes: int) -> None:
+def _receive_all(url: str, part: _Part) -> None:
     """Connect again and again, as long as the file grows."""
     columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
-    rest, console = progress.TimeRemainingColumn(), Console(stderr=True)
+    rest, console = progress.TimeRemainingColumn(), Console(file=terminal(sys.stderr))
     failed = 0
     with progress.Progress("{task.description}", *columns, rest, console=console) as bar:
-        task = bar.add_task(part.name.removesuffix(".part"), total=None)
+        task = bar.add_task(part.path.name.removesuffix(".part"), total=None)
         while True:
-            before = _size(part)
+            before = part.size
             try:
-                if _receive(url, part, max_bytes, lambda **news: bar.update(task, **news)):
+                if _receive(url, part, lambda **news: bar.update(task, **news)):
                     return
                 reason = "the connection ended early"
             except BROKEN as error:
                 reason = _reason(url, error)
-            failed = 1 if _size(part) > before else failed + 1
+            except (ValueError, OverflowError) as error:  # of a redirection or a length
+                raise UserError(f"{url}: an invalid answer: {_short(error)}") from None
+            failed = 1 if part.size >= before + SLOWEST else failed + 1
             if failed >= TRIES:
                 raise UserError(
-                    f"{url}: {reason}; {_size(part)} bytes are kept in {part}, "
+                    f"{url}: {reason}; {part.size} bytes are kept in {part.path}, "
                     "the same command resumes there"
                 )
             time.sleep(PAUSE * 2 ** (failed - 1))
@@ -206,56 +228,78 @@ def _reason(url: str, error: Exception) -> str:
     """Why a connection failed; raises UserError if another try would fail too."""
     if isinstance(error, HTTPError):
         error.close()
-        answer = f"the server says {error.code} {error.reason}"
+        answer = f"the server says {error.code} {_short(error.reason)}"
         if error.code not in TEMPORARY:
             raise UserError(f"{url}: {answer}") from None
         return answer
     reason = getattr(error, "reason", error)
     if isinstance(reason, ssl.SSLCertVerificationError):
         raise UserError(f"{url}: the server's certificate is not valid: {reason}") from None
-    return str(reason) or type(reason).__name__
+    return _short(reason) or type(reason).__name__
 
 
-def _receive(url: str, part: Path, max_bytes: int, update: Callable[..., None]) -> bool:
+def _short(reason: object) -> str:
+    """On one line, and not longer, whatever the server sends."""
+    return " ".join(str(reason).split())[:200]
+
+
+def _receive(url: str, part: _Part, update: Callable[..., None]) -> bool:
     """One connection, appended to `part` -> whether the file is complete by the server's length."""
-    have = _size(part)
+    have = part.size
     try:
         response = _open(url, have)
     except HTTPError as error:
         if error.code != 416:  # the range begins after the file's end
             raise
         error.close()
-        complete = error.headers.get("Content-Range", "") == f"bytes */{have}"
-        if not complete:
-            part.unlink(missing_ok=True)
-        return complete
+        return _is_complete(error, part)
     with response:
-        place = response.headers.get("Content-Range", "")
-        # Otherwise the answer is the file from its beginning.
-        resumed = response.status == 206 and place.startswith(f"bytes {have}-")
-        start = have if resumed else 0
+        start = _start(response, have)
         length = response.headers.get("Content-Length", "")
-        total = start + int(length) if length.isdigit() else None
+        total = start + int(length) if LENGTH.fullmatch(length) else None
+        if total is not None and total > part.max_bytes:
+            raise UserError(f"{url}: larger than the limit of {part.max_bytes} bytes")
         update(completed=start, total=total)
-        with part.open("ab" if start else "wb") as file:
-            while chunk := response.read(CHUNK):
-                file.write(chunk)
-                update(advance=len(chunk))
-                if file.tell() > max_bytes:
-                    raise UserError(f"{url}: larger than the limit of {max_bytes} bytes")
-    return total is None or _size(part) == total
+        if start == 0:
+            part.restart()
+        # read1 returns what is there: read would wait, and a chunk of -1 bytes would have no end.
+        while content := response.read1(CHUNK):
+            response.limits.idle = 0
+            part.append(content, url)
+            update(advance=len(content))
+    return total is None or part.size == total
 
 
-def _open(url: str, start: int) -> http.client.HTTPResponse:
+def _start(response: http.client.HTTPResponse, have: int) -> int:
+    """Where the content that follows begins: at `have` or 0. HTTPException for another place."""
+    if response.status != 206:
+        return 0
+    given = RANGE.fullmatch(place := response.headers.get("Content-Range", ""))
+    if given is None or given[1] is None or int(given[1]) not in (0, have):
+        raise http.client.HTTPException(f"the server sends another part: {_short(place)!r}")
+    return int(given[1])
+
+
+def _is_complete(error: HTTPError, part: _Part) -> bool:
+    """By a server that has nothing after `part`; its content is removed if it is too long."""
+    place = error.headers.get("Content-Range")
+    if place is None:  # the checksum decides
+        return True
+    given = RANGE.fullmatch(place)
+    if given is None or given[2] == "*" or int(given[2]) > part.size:
+        raise http.client.HTTPException(f"the server refuses to resume: {_short(place)!r}")
+    if int(given[2]) == part.size:
+        return True
+    part.restart()
+    return False
+
+
+def _open(url: str, start: int) -> _Response:
     headers = {"User-Agent": "layernorm-asr", "Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
-    handlers: list[urllib.request.BaseHandler] = [_Redirects()]
-    if _is_this_machine(urllib.parse.urlsplit(url).hostname or ""):
+    handlers: list[urllib.request.BaseHandler] = [_Redirects(), _Handler()]
+    if _is_local(url):
         handlers.append(urllib.request.ProxyHandler({}))  # a proxy cannot reach it
     opener = urllib.request.build_opener(*handlers)
     return opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

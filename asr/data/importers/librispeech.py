@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asr.data.corpus import Utterance, link_audio, write_manifest
-from asr.data.importers.download import fetch, unpack
+from asr.data.importers.archive import unpack
+from asr.data.importers.download import fetch
 from asr.errors import UserError
+from asr.io import read_small_file
 from features.audio import audio_seconds
 
 URL = "https://www.openslr.org/resources"
@@ -125,9 +127,9 @@ def transcripts(folder: Path) -> Iterator[tuple[str, Path, str]]:
     for path in folder.glob("*/*/*.trans.txt"):
         chapter = f"{path.parent.parent.name}-{path.parent.name}-"
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (UnicodeDecodeError, OSError) as error:
-            raise UserError(f"{path}: cannot be read: {error}") from None
+            lines = read_small_file(path).splitlines()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
         for number, line in enumerate(lines, start=1):
             name, _, text = line.partition(" ")
             if not name.startswith(chapter) or not text.strip():

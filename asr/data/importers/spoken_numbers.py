@@ -19,7 +19,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,8 +33,8 @@ import torch
 from torchaudio.transforms import Resample
 
 from asr.data.corpus import Utterance, write_manifest
-from asr.errors import UserError
-from asr.io import new_folder, read_small_file
+from asr.errors import UserError, writing
+from asr.io import new_folder, read_json
 
 # From speak_lib.h: espeak_Synth returns at the end; a failure is returned, not exit().
 SYNCHRONOUS, DONT_EXIT = 2, 0x8000
@@ -155,7 +157,7 @@ def prepare(
     if _is_made(folder, stamp):
         return
     _loader()
-    with new_folder(folder) as part:
+    with new_folder(folder) as part, writing(folder):
         _build(part, counts, seed)
         (part / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
         try:
@@ -167,7 +169,7 @@ def prepare(
 
 def _is_made(folder: Path, stamp: dict[str, object]) -> bool:
     try:
-        other = json.loads(read_small_file(folder / STAMP))
+        other = read_json(folder / STAMP)
     except FileNotFoundError:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder}: not empty, and not the spoken numbers") from None
@@ -193,8 +195,11 @@ def _build(folder: Path, counts: dict[str, int], seed: int) -> None:
     # In a container, the cores that this process may use are often fewer than the machine's.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Started anew, not forked: the engine and torch keep threads and locks.
-    with ProcessPoolExecutor(cpus, mp_context=get_context("spawn")) as pool:
-        made = {u.id: u for u in pool.map(_record, jobs, chunksize=len(jobs) // (4 * cpus) + 1)}
+    try:
+        with ProcessPoolExecutor(cpus, mp_context=get_context("spawn")) as pool:
+            made = {u.id: u for u in pool.map(_record, jobs, chunksize=len(jobs) // (4 * cpus) + 1)}
+    except BrokenProcessPool:
+        raise UserError(f"{folder}: a process that synthesises was killed") from None
     for split in counts:
         write_manifest(folder / f"{split}.tsv", [made[script.id] for script in scripts[split]])
     if scripts["test"]:
@@ -281,7 +286,10 @@ def _record(job: tuple[Script, Path]) -> Utterance:
     speech = resample(torch.from_numpy(spoken / np.float32(32768))).numpy()
     samples = add_room(speech, np.random.default_rng(script.seed))
     path = folder / f"{script.id}.flac"
-    soundfile.write(path, samples, SAMPLE_RATE, subtype="PCM_16")
+    content = BytesIO()  # written by Python, whose errors name their cause, as a full disk
+    soundfile.write(content, samples, SAMPLE_RATE, subtype="PCM_16", format="FLAC")
+    with writing(path):
+        path.write_bytes(content.getbuffer())
     return Utterance(script.id, script.voice, path, len(samples) / SAMPLE_RATE, script.text)
 
 

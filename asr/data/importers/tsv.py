@@ -6,6 +6,7 @@ others, which are kept. `audio` is relative to the table.
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ from rich.progress import track
 from asr.data.corpus import audio_field, link_audio
 from asr.data.manifest import (
     COLUMNS,
+    check_names,
     is_outside,
     parse_seconds,
     read_rows,
     seconds_field,
     write_rows,
 )
-from asr.errors import UserError
+from asr.errors import UserError, terminal
 from features import AudioError
 from features.audio import audio_seconds, decoded_seconds
 
@@ -106,6 +108,7 @@ def _fault(row: Mapping[str, str], first: int, line: int, checked: CheckedTable)
     if is_outside(str(checked.audio_path(row)), checked.root):
         return f"audio {row['audio']!r} is outside {checked.root}; --audio names another folder"
     try:
+        check_names(row["id"], row.get("speaker", ""))
         if row.get("seconds"):
             parse_seconds(row["seconds"])
     except ValueError as error:
@@ -129,7 +132,7 @@ def _measure(checked: CheckedTable, headers_only: bool, max_seconds: float | Non
             return f"seconds is {row['seconds']}, but the file has {seconds:.3f}"
         return seconds
 
-    rows, console = checked.rows, Console(stderr=True)
+    rows, console = checked.rows, Console(file=terminal(sys.stderr))
     # Threads, since the decoder releases the interpreter.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         measured, title = pool.map(measure, rows.values()), f"checking {checked.path.name}"

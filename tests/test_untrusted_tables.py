@@ -1,0 +1,296 @@
+"""Tables, texts and their indexes from elsewhere: one line, at once, in bounded memory."""
+
+import gzip
+import json
+import os
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from asr.data import corpus as corpus_module
+from asr.data import manifest, text_corpus
+from asr.data.corpus import Utterance, read_manifest, write_manifest
+from asr.data.manifest import LONGEST, write_rows
+from asr.data.text_corpus import Sentences, read_lines
+from asr.errors import UserError
+
+HEADER = "id\tspeaker\taudio\tseconds\ttext\n"
+SPARSE = 20 << 30  # bytes
+
+
+def refusal(read, path):
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def row(number, **fields):
+    known = {"id": f"u{number}", "speaker": "s", "audio": f"{number}.wav", "seconds": "1.5"}
+    return "\t".join((known | {"text": f"T {number}"} | fields).values()) + "\n"
+
+
+def table(path, *rows):
+    path.write_text(HEADER + "".join(rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("read", [read_manifest, read_lines])
+@pytest.mark.parametrize("suffix", [".tsv", ".txt", ".txt.gz"])
+def test_only_regular_files_are_read(tmp_path, read, suffix):
+    fifo = tmp_path / f"a{suffix}"
+    os.mkfifo(fifo)
+    assert refusal(read, fifo) == f"{fifo}: not a regular file"
+    device = tmp_path / f"b{suffix}"
+    device.symlink_to("/dev/zero")
+    assert refusal(read, device) == f"{device}: not a regular file"
+    assert "Is a directory" in refusal(read, tmp_path)
+
+
+@pytest.mark.parametrize("beginning", ["", HEADER, HEADER + row(1)])
+@pytest.mark.parametrize("read", [read_manifest, read_lines])
+def test_a_table_without_line_breaks_is_refused_soon(tmp_path, read, beginning):
+    path = tmp_path / "a.tsv"
+    path.write_text(beginning)
+    os.truncate(path, SPARSE)
+    tracemalloc.start()
+    message = refusal(read, path)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert f"{path}: the line at byte {len(beginning)} is longer than {LONGEST} bytes" in message
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tsv"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_line_may_have_exactly_the_limit(tmp_path, end):
+    size = LONGEST - len(row(1, text="").rstrip("\n")) - len(end) + 1
+    path = tmp_path / "a.tsv"
+    lines = [HEADER, row(1, text="A" * size), row(2)]
+    path.write_text("".join(lines).replace("\n", end), newline="")
+    assert [len(text) for text in read_manifest(path).texts] == [size, 3]
+    lines[1] = row(1, text="A" * (size + 2))
+    path.write_text("".join(lines).replace("\n", end), newline="")
+    assert "longer than" in refusal(read_manifest, path)
+
+
+def test_a_packed_text_without_line_breaks_is_refused_soon(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(bytes(64 << 20)))
+    tracemalloc.start()
+    assert "a.txt.gz:1: over 1048576 bytes long" in refusal(read_lines, path)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("mark", ["\0", "\x1b", "\x07", "\x7f", "\x9b"])
+@pytest.mark.parametrize("field", ["id", "speaker"])
+@pytest.mark.parametrize("other", ["", "ü"])  # checked in another way than plain ASCII
+def test_control_characters_in_names_are_refused(tmp_path, mark, field, other):
+    path = table(tmp_path / "a.tsv", row(1), row(2, **{field: f"a{other}{mark}b"}), row(3))
+    message = refusal(read_manifest, path)
+    assert message.startswith(f"{path}:3: {field} 'a") and "has a control character" in message
+    assert message.isprintable()
+
+
+def test_control_characters_in_texts_are_data(tmp_path):
+    path = table(tmp_path / "a.tsv", row(1, id="naïve 名", text="A\x1b[2JB"))
+    assert read_manifest(path).texts == ["A\x1b[2JB"]
+
+
+@pytest.mark.parametrize("field", ["a\udcffb", "\ud800"])
+def test_bytes_that_are_not_text_are_not_written(tmp_path, field):
+    with pytest.raises(UserError, match="has a field with bytes or surrogates that are not text"):
+        write_rows(tmp_path / "a.tsv", ("id",), [("fine",), (field,)])
+    with pytest.raises(UserError, match="makes a line longer than"):
+        write_rows(tmp_path / "a.tsv", ("id",), [("a" * LONGEST,)])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def indexed(tmp_path, monkeypatch):
+    """A manifest with an index beside it; -> both paths."""
+    monkeypatch.setattr(corpus_module, "SMALL", 0)
+    monkeypatch.setattr(manifest, "BLOCK", 100)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    path = table(tmp_path / "data" / "a.tsv", *(row(n) for n in range(41)))
+    read_manifest(path)
+    return path, tmp_path / "data" / "a.tsv.index"
+
+
+def parts(index):
+    """The text, ends, seconds and description of an index."""
+    content = index.read_bytes()
+    length = int.from_bytes(content[-16:-8], "little")
+    about = json.loads(content[-16 - length : -16])
+    size = about["bytes"] + -about["bytes"] % 8
+    ends = np.frombuffer(content, np.int64, about["rows"], size).copy()
+    seconds = np.frombuffer(content, np.float32, about["rows"], size + 8 * about["rows"]).copy()
+    return content[:size], ends, seconds, about
+
+
+def assemble(index, text, ends, seconds, about):
+    about = about if isinstance(about, bytes) else json.dumps(about).encode()
+    tail = about + len(about).to_bytes(8, "little") + b"asrindex"
+    index.write_bytes(text + ends.tobytes() + seconds.tobytes() + tail)
+
+
+DESCRIPTIONS = [
+    {"rows": 10**30},
+    {"rows": -1},
+    {"rows": 0},
+    {"rows": 1e400},
+    {"rows": None},
+    {"bytes": 10**18},
+    {"bytes": -8},
+    {"bytes": "x"},
+    {"source": 7},
+    {"source": []},
+]
+
+
+@pytest.mark.parametrize("change", DESCRIPTIONS)
+def test_a_false_description_is_written_again(indexed, change):
+    path, index = indexed
+    *content, about = parts(index)
+    good = index.read_bytes()
+    assemble(index, *content, about | change)
+    assert len(list(read_manifest(path))) == 41
+    assert index.read_bytes() == good
+
+
+@pytest.mark.parametrize(
+    "about", [b"[]", b"3", b"[" * 200_000, b"\xff", b"{" + b" " * 10**6 + b"}"]
+)
+def test_a_description_that_is_none_is_written_again(indexed, about):
+    path, index = indexed
+    good = index.read_bytes()
+    assemble(index, *parts(index)[:3], about)
+    assert len(list(read_manifest(path))) == 41
+    assert index.read_bytes() == good
+
+
+@pytest.mark.parametrize("length", [0, 1, 4097, 2**63, 2**64 - 1])
+def test_a_false_length_of_the_description_is_written_again(indexed, length):
+    path, index = indexed
+    good = index.read_bytes()
+    index.write_bytes(good[:-16] + length.to_bytes(8, "little") + good[-8:])
+    assert len(list(read_manifest(path))) == 41
+    assert index.read_bytes() == good
+
+
+@pytest.mark.parametrize("seconds", [np.nan, -1.0, 0.0])
+def test_impossible_durations_in_an_index_are_written_again(indexed, seconds):
+    path, index = indexed
+    content = parts(index)
+    content[2][17] = seconds
+    assemble(index, *content)
+    assert (read_manifest(path).seconds == 1.5).all()
+
+
+@pytest.mark.parametrize("end", [-1, -(2**63), 2**63 - 1, 10**6, 0])
+def test_a_false_place_in_an_index_is_reported(indexed, end):
+    path, index = indexed
+    content = parts(index)
+    content[1][17] = end
+    assemble(index, *content)
+    corpus = read_manifest(path)
+    assert f"{index}: damaged; remove it" in refusal(lambda number: corpus[number], 17)
+
+
+@pytest.mark.parametrize("kind", ["foreign", "link", "fifo", "folder"])
+def test_an_index_replaces_no_other_file(indexed, tmp_path, kind):
+    path, index = indexed
+    index.unlink()
+    other = tmp_path / "other"
+    other.write_bytes(b"my own" * 999)
+    if kind == "foreign":
+        other.rename(index)
+        other = index
+    elif kind == "link":
+        index.symlink_to(other)
+    else:
+        os.mkfifo(index) if kind == "fifo" else index.mkdir()
+    assert len(list(read_manifest(path))) == 41
+    assert other.read_bytes() == b"my own" * 999 and index.is_symlink() == (kind == "link")
+    assert len(list(tmp_path.glob("cache/layernorm-asr/a-*.index"))) == 1
+
+
+def test_a_relative_cache_folder_is_ignored(indexed, tmp_path, monkeypatch):
+    path, index = indexed
+    index.write_bytes(b"my own")
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache2")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    read_manifest(path)
+    assert not (tmp_path / "cache2").exists()
+    assert len(list(tmp_path.glob("home/.cache/layernorm-asr/a-*.index"))) == 1
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    """A text with an index beside it; -> both paths."""
+    monkeypatch.setattr(text_corpus, "SMALL", 0)
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"LINE {n}\n" for n in range(41)))
+    read_lines(path)
+    return path, tmp_path / "a.txt.lines"
+
+
+@pytest.mark.parametrize("name", ["text", "ends", "source.json"])
+@pytest.mark.parametrize("content", [b"", b"x" * 99, b"[" * 200_000, "fifo", "folder", None])
+def test_a_damaged_index_of_lines_is_written_again(lines, name, content):
+    path, folder = lines
+    good = {p.name: p.read_bytes() for p in folder.iterdir()}
+    (folder / name).unlink()
+    if isinstance(content, bytes):
+        (folder / name).write_bytes(content)
+    elif content:
+        os.mkfifo(folder / name) if content == "fifo" else (folder / name).mkdir()
+    assert read_lines(path)[40] == "LINE 40"
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == good
+
+
+@pytest.mark.parametrize("end", [-1, -(2**63), 2**63 - 1, 10**6, 0])
+def test_a_false_place_in_an_index_of_lines_is_reported(lines, end):
+    path, folder = lines
+    ends = np.fromfile(folder / "ends", np.int64)
+    ends[17] = end
+    ends.tofile(folder / "ends")
+    fault = f"{folder}: damaged; remove it"
+    assert fault in refusal(lambda number: read_lines(path)[number], 17)
+    with pytest.raises(UserError, match="damaged"):
+        text = Sentences([read_lines(path)])
+        [text.line(n) for n in np.flatnonzero(text.lengths >= 0).tolist()]
+
+
+def test_an_index_of_lines_with_other_bytes_is_still_text(lines):
+    path, folder = lines
+    content = (folder / "text").read_bytes()
+    (folder / "text").write_bytes(content.replace(b"LINE 7\n", b"\xff\xfe\xfd\xfc \xed\n"))
+    assert isinstance(read_lines(path)[7], str)
+
+
+@pytest.mark.parametrize("kind", ["foreign", "link", "file"])
+def test_an_index_of_lines_replaces_no_other_folder(lines, tmp_path, kind):
+    path, folder = lines
+    other = folder.rename(tmp_path / "other")
+    (other / "thesis.txt").write_text("mine")
+    if kind == "foreign":
+        other.rename(folder)
+        other = folder
+    elif kind == "link":
+        folder.symlink_to(other)
+    else:
+        folder.write_text("mine")
+    path.write_text("CHANGED\n")
+    assert f"{folder}: in the way of the index of a.txt" in refusal(read_lines, path)
+    assert (other / "thesis.txt").read_text() == "mine" and not list(tmp_path.glob(".*"))
+    assert read_lines(path, tmp_path / "cache")[0] == "CHANGED"
+
+
+def test_a_manifest_of_ours_is_read_again(tmp_path):
+    written = [Utterance("a b", "ü", tmp_path / "a.wav", 1.5, "T")]
+    write_manifest(tmp_path / "a.tsv", written)
+    assert list(read_manifest(tmp_path / "a.tsv")) == written
