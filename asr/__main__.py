@@ -5,19 +5,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from asr.errors import UserError, run_command
+
 CALL = "python -m asr."
 
 
-def main() -> int:
-    """Print the commands; exit code 2 where one is called as an argument."""
+def main() -> None:
+    """Print the commands. UserError where one is called as an argument."""
     lines = dict(commands())
     if len(sys.argv) > 1 and sys.argv[1] not in ("-h", "--help"):
         name = sys.argv[1]
         remedy = f"use {CALL}{name} ..." if name in lines else "python -m asr lists them"
-        print(f"error: {name}: a command is called with a dot; {remedy}", file=sys.stderr)
-        return 2
+        raise UserError(f"{name[:80]!r}: a command is called with a dot; {remedy}")
     print(*lines.values(), "Each has --help.", sep="\n")
-    return 0
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -30,4 +30,4 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -4,16 +4,16 @@ RUN is a run folder or a sweep's folder. Runs are grouped by the differences of 
 than seed and run; the report is OUT/compare.md, compare.html, curves.png and curves.svg.
 """
 
-import argparse
 import math
 from pathlib import Path
 
+from asr.arguments import CommandParser
 from asr.errors import UserError, run_command
 
 
 def main() -> int:
     """Read the runs, compare them, write the report."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m asr.compare", description="Compare runs, or the runs of a sweep."
     )
     add = parser.add_argument
@@ -23,7 +23,7 @@ def main() -> int:
     ignore = "settings that, like the seed, may differ within a group, e.g. train.init"
     add("--ignore", nargs="+", metavar="KEY", default=[], help=ignore)
     add("--curve", default="valid/nll", help="the loss on validation (%(default)s)")
-    args = parser.parse_intermixed_args()
+    args = parser.parse()
     levels = None if args.levels is None else [_level(text) for text in args.levels]
     from asr.analysis.comparison import compare
 

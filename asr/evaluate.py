@@ -4,7 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
+from asr.arguments import CommandParser, natural
 from asr.errors import UserError, run_command
+from asr.io import check_run_folder
 
 
 def main() -> int:
@@ -23,8 +25,10 @@ def main() -> int:
     recipe = load_run_recipe(args.run, args.overrides)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    corpus = splits.load_split(recipe.data, args.split)
     name = evaluation_name(args.split)
+    corpus = splits.load_split(recipe.data, args.split)
+    if args.against:
+        check_run_folder(args.against)
     labels = {column: evaluation.groups_of(corpus, column) for column in args.by}
     other = evaluation.score_of_run(args.against, name, corpus) if args.against else None
     recognizer = Recognizer.load(args.run, args.overrides)
@@ -53,14 +57,14 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m asr.evaluate",
         description="Decode a split with a trained run and score it.",
         epilog="decode.* and data.* keys of the run's recipe can be overridden: decode.beam=8 ...",
     )
     add = parser.add_argument
     add("run", type=Path, help="a run folder")
-    add("overrides", nargs="*", metavar="key.path=value")
+    parser.add_overrides()
     add("--split", required=True, help="train, valid, a name under data.test, or a manifest (.tsv)")
     add("--out", type=Path, help="folder of the result (RUN/evaluate/SPLIT)")
     add("--by", action="append", default=[], metavar="COLUMN", help="error rates of each group")
@@ -69,14 +73,7 @@ def arguments() -> argparse.Namespace:
     )
     add("--pictures", type=natural, default=20, help="worst utterances shown with attention (20)")
     add("--tune", action="store_true", help="search the decode settings, write them into the run")
-    return parser.parse_intermixed_args()
-
-
-def natural(text: str) -> int:
-    """A whole number from 0 up, for argparse."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or above")
-    return int(text)
+    return parser.parse()
 
 
 def check_writable(folder: Path) -> None:

@@ -4,10 +4,10 @@ Every combination of the values is a run, named after the keys with several valu
 brackets, braces or quotes belong to a value: features.speed_perturb=[0.9,1.1],[1.0] has two values.
 
 Every run is a process of its own, `python -m asr.train ... --resume`, in its own folder under
---out, so the same command resumes a sweep that was stopped.
+--out, so the same command resumes a sweep that was stopped. On Linux the processes end with the
+sweep, even if it is killed: a training then saves, as at any SIGTERM.
 """
 
-import argparse
 import math
 import os
 import re
@@ -23,14 +23,25 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from asr.arguments import CommandParser, positive
 from asr.errors import UserError, print_line, run_command
-from asr.io import lock_file
+from asr.io import check_run_folder, lock_file, open_append, try_lock
 
 if TYPE_CHECKING:  # modules that load pydantic or numpy are imported where they are used
     from asr.config.schema import Recipe
 
 LOCK = ".lock"
 PYTHON = (sys.executable, "-m")  # begins every command
+# The process gets SIGTERM when its parent ends (PR_SET_PDEATHSIG), and becomes the command. Not a
+# preexec_fn, which may block where the parent has threads, as torch's.
+_ENDS_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("error: the sweep has ended")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 _LONGEST_NAME = 200  # bytes; file systems allow 255
 _MOST_RUNS = 10_000
 _PATIENCE = 600.0  # seconds in which a stopped run must finish its step and save
@@ -126,8 +137,10 @@ def _names(
 
 def check_split(recipe: "Recipe", split: str) -> None:
     """Raise UserError, before hours of training, if --evaluate cannot use this split."""
+    from asr.analysis.score_files import evaluation_name
     from asr.data import splits
 
+    evaluation_name(split)
     if recipe.task == "speech":
         splits.load_split(recipe.data, split)
     elif not (recipe.task == "images" and split == "test"):
@@ -138,13 +151,16 @@ def check_split(recipe: "Recipe", split: str) -> None:
 
 
 def check_folder(run: SweepRun, folder: Path) -> None:
-    """Raise UserError if the folder holds a run of another recipe.
+    """Raise UserError if the folder holds a run of another recipe, or a link.
 
     decode.* keys outside the grid may differ: asr.evaluate --tune writes them there.
     """
     from asr.analysis.runs import recipe_of, value_text
     from asr.config.loader import flat
 
+    if folder.is_symlink():
+        raise UserError(f"{folder}: a symbolic link; replace it by the folder it points to")
+    check_run_folder(folder)
     if not (folder / "recipe.yaml").exists():
         return
     old, new = (flat(recipe) for recipe in (recipe_of(folder), run.recipe))
@@ -166,6 +182,7 @@ class SweepProcess:
     folder: Path
     split: str | None = None
     process: subprocess.Popen[bytes] | None = None
+    waits: bool = False  # for a process of another sweep
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -181,28 +198,42 @@ class SweepProcess:
         from asr.analysis.score_files import evaluation_name
 
         if finished(self.folder) is None:
-            overrides = [*self.run.overrides, "--run", str(self.folder), "--resume"]
-            return [*PYTHON, "asr.train", str(self.recipe), *overrides]
+            overrides = [*self.run.overrides, "--run", _argument(self.folder), "--resume"]
+            return [*PYTHON, "asr.train", _argument(self.recipe), *overrides]
         if self.split:
             score = self.folder / "evaluate" / evaluation_name(self.split) / "score.json"
             if not score.exists():
-                return [*PYTHON, "asr.evaluate", str(self.folder), "--split", self.split]
+                return [*PYTHON, "asr.evaluate", _argument(self.folder), "--split", self.split]
         return None
 
     def start(self, threads: int) -> bool:
-        """Start the next command; False without one. UserError where the folder is in use."""
+        """Start the next command; False without one.
+
+        Without starting it where the folder is in use: a process of a killed sweep still saves.
+        """
         if (arguments := self.next_command()) is None:
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
+        check_run_folder(self.folder)
         env = {"OMP_NUM_THREADS": str(threads), **os.environ}
         # The process inherits the lock and keeps it, even if this process is killed.
-        busy = "another process is training in its folder"
-        with lock_file(self.folder / LOCK, busy) as lock, self.console.open("ab") as console:
-            console.write(f"$ {' '.join(arguments)}\n".encode())
+        with open_append(self.folder / LOCK) as lock, open_append(self.console) as console:
+            if not try_lock(lock, inherited=True):
+                if not self.waits:
+                    print_line(f"{self.run.name}: waits for the process that works in its folder")
+                self.waits = True
+                return True
+            console.write(f"$ {' '.join(arguments)}\n".encode(errors="backslashreplace"))
             console.flush()
             streams = {"stdin": subprocess.DEVNULL, "stdout": console, "stderr": subprocess.STDOUT}
-            self.process = subprocess.Popen(arguments, env=env, pass_fds=[lock.fileno()], **streams)
+            line = [sys.executable, "-ISc", _ENDS_WITH_PARENT, str(os.getpid()), *arguments]
+            self.process = subprocess.Popen(line, env=env, pass_fds=[lock.fileno()], **streams)
         return True
+
+
+def _argument(path: Path) -> str:
+    """The path as an argument that is no flag."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def sweep(jobs: Sequence[SweepProcess], at_once: int, out: Path) -> int:
@@ -266,8 +297,9 @@ def _continues(job: SweepProcess, threads: int, failed: dict[str, str]) -> bool:
     """Whether the job still runs, perhaps its next command; reports its end."""
     from asr.analysis.runs import finished, last_error
 
-    code = job.process.poll() if job.process else 0
-    if code is None:
+    if job.process is None:
+        return _start(job, threads, failed)
+    if (code := job.process.poll()) is None:
         return True
     seconds, name = time.monotonic() - job.started, job.run.name
     if code and job.next_command():
@@ -295,7 +327,7 @@ def _cores() -> int:
 
 def main() -> int:
     """Check the whole grid, then run what is not done yet. Exit code 1 where a run failed."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m asr.sweep",
         description="Train every combination of the values given.",
         epilog="Commas within brackets belong to the value: features.speed_perturb=[0.9,1.1],[1.0]",
@@ -304,12 +336,10 @@ def main() -> int:
     add("recipe", type=Path, help="a recipe, e.g. recipes/demo.yaml")
     add("grid", nargs="*", metavar="key.path=a,b,c")
     add("--out", type=Path, help="folder of the runs (runs/RUN_sweep)")
-    add("--jobs", default="1", help="runs at a time")
+    add("--jobs", type=positive, default=1, help="runs at a time")
     add("--evaluate", metavar="SPLIT", help="score each run on this split")
     add("--dry-run", action="store_true", help="print the names of the runs and exit")
-    args = parser.parse_intermixed_args()
-    if not args.jobs.isdecimal() or int(args.jobs) < 1:
-        raise UserError(f"--jobs {args.jobs}: must be a whole number from 1 up")
+    args = parser.parse()
     runs = read_grid(args.recipe, args.grid)
     out = args.out or Path("runs") / f"{runs[0].recipe.run}_sweep"
     for run in runs:
@@ -325,7 +355,7 @@ def main() -> int:
     try:
         busy = f"{out}: another sweep is at work in it; wait for its end, or end it"
         with lock_file(out / LOCK, busy):
-            return sweep(jobs, int(args.jobs), out)
+            return sweep(jobs, args.jobs, out)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,14 +1,14 @@
 """Train a recipe: python -m asr.train RECIPE.yaml [key.path=value ...] [--run DIR] [--resume]"""
 
-import argparse
 from pathlib import Path
 
+from asr.arguments import CommandParser
 from asr.errors import EXIT_STOPPED, run_command
 
 
 def main() -> int:
     """Parse the arguments, read the recipe, train."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m asr.train",
         description="Train the model that a recipe describes.",
         epilog="Every key of a recipe can be overridden: train.optimizer.lr=3e-4 seed=2 ... "
@@ -16,13 +16,13 @@ def main() -> int:
         f"{EXIT_STOPPED}; a second one ends the run at once. Exit code 2: one line of error.",
     )
     parser.add_argument("recipe", type=Path, help="a recipe, e.g. recipes/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_overrides()
     parser.add_argument("--run", type=Path, help="run folder (default: runs/ + the recipe's run)")
     parser.add_argument(
         "--resume", action="store_true", help="resume from the last checkpoint, if there is one"
     )
     parser.add_argument("--force", action="store_true", help="resume although the recipe changed")
-    args = parser.parse_intermixed_args()
+    args = parser.parse()
     # Imported here, since torch takes seconds, which --help need not wait.
     from asr.config.loader import read_recipe
     from asr.training.run import train

@@ -5,14 +5,15 @@ torchrun --nproc-per-node N -m asr.transcribe RUN --list FILES.txt --out DIR
 """
 
 import argparse
-import json
-import os
+import errno
 import re
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asr.arguments import CommandParser, check_overrides, positive
 from asr.errors import UserError, run_command
 from asr.io import atomic_write
 
@@ -36,27 +37,40 @@ def main() -> int:
     elif len(files) > 1 and args.format in ("srt", "vtt"):
         raise UserError(f"--format {args.format} makes a file of each recording: add --out FOLDER")
     from asr.inference.recognition import Recognizer
+    from asr.inference.transcript import name_of
 
     recognizer = Recognizer.load(args.run, overrides)
     faults: dict[Path, str] = {}
     for path, transcript in recognizer.transcribe_files(files, faults):
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            target = args.out / f"{path.stem}.{SUFFIXES[args.format]}"
-            atomic_write(target, content(path, transcript, args.format))
-            print(f"{path}: {target}", flush=True)
-        elif args.format == "text":
-            print(f"{path}: {transcript.text}", flush=True)
-        else:
-            print(content(path, transcript, args.format), end="", flush=True)
+        try:
+            report(path, transcript, args.format, args.out)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            faults[path] = f"{name_of(path)}: its name is too long for a file in --out"
     for reason in faults.values():
         print(f"error: {reason}", file=sys.stderr, flush=True)
     return 2 if faults else 0
 
 
+def report(path: Path, transcript: "Transcript", kind: str, out: Path | None) -> None:
+    """Print a transcript, or write it into a folder and print where it is."""
+    from asr.inference.transcript import name_of
+
+    text = content(path, transcript, kind)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        target = out / f"{path.stem}.{SUFFIXES[kind]}"
+        atomic_write(target, text)
+        text = f"{name_of(path)}: {name_of(target)}\n"
+    elif kind == "text":
+        text = f"{name_of(path)}: {text}"
+    print(text, end="", flush=True)
+
+
 def arguments() -> argparse.Namespace:
     """The command line, with files and overrides together in `audio`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m asr.transcribe",
         description="Transcribe audio files with a trained run.",
         epilog="Keys of the run's recipe can be given among the files: decode.beam=8 ... "
@@ -65,8 +79,9 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("run", type=Path, help="a run folder")
     add("audio", nargs="*", help="WAV, FLAC, OGG, Opus or MP3, any rate or length")
-    add("--format", choices=SUFFIXES, default="text", help="json, srt, vtt: times")
-    add("--json", dest="format", action="store_const", const="json")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--format", choices=SUFFIXES, default="text", help="json, srt, vtt: times")
+    one.add_argument("--json", dest="format", action="store_const", const="json")
     add("--out", type=Path, help="folder for a file per recording")
     listed = (
         "a text file that names an audio file a line, or a manifest (.tsv): all transcripts in "
@@ -78,21 +93,23 @@ def arguments() -> argparse.Namespace:
     add("--shard-files", type=positive, default=64, metavar="N", help=together)
     again = "2, 3, ...: try the shards of --list again whose files failed before"
     add("--attempt", type=positive, default=1, metavar="N", help=again)
-    return parser.parse_intermixed_args()
-
-
-def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
+    return parser.parse()
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """Files, each once, and overrides: KEY.PATH=..., unless it is a file's name."""
-    overrides = [text for text in arguments if OVERRIDE.match(text) and not Path(text).exists()]
-    files = [Path(text) for text in dict.fromkeys(arguments) if text not in overrides]
-    return files, overrides
+    overrides = [text for text in arguments if OVERRIDE.match(text) and not is_there(text)]
+    files = dict.fromkeys(Path(text) for text in arguments if text not in overrides)
+    check_overrides(overrides)
+    return list(files), overrides
+
+
+def is_there(name: str) -> bool:
+    """Whether a file has that name; False for a name that no file can have."""
+    try:
+        return Path(name).exists()
+    except OSError:
+        return False
 
 
 def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list[str]) -> int:
@@ -111,15 +128,17 @@ def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list
     from asr.inference import bulk
     from asr.inference.load import load_run_recipe
     from asr.inference.recognition import Recognizer
+    from asr.training.distributed import ranks_of_environment
 
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    ranks = ranks_of_environment()
+    if torch.cuda.is_available() and ranks.count > 1:
+        torch.cuda.set_device(ranks.local % torch.cuda.device_count())
     recipe = load_run_recipe(args.run, overrides)
     listed = bulk.read_list(args.list, recipe.data.allow_outside_audio)
     job = bulk.BulkJob(args.out, listed, args.shard_files, args.format, args.attempt)
     bulk.open_folder(job, bulk.identity(args.run, recipe))
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    return bulk.transcribe_all(job, lambda: Recognizer.load(args.run, overrides), rank, ranks)
+    load = partial(Recognizer.load, args.run, overrides)
+    return bulk.transcribe_all(job, load, ranks.number, ranks.count)
 
 
 def check_names(files: list[Path]) -> None:
@@ -133,14 +152,12 @@ def check_names(files: list[Path]) -> None:
 def content(path: Path, transcript: "Transcript", kind: str) -> str:
     """The transcript's file of that kind."""
     from asr.decoding.subtitles import make_cues, srt, webvtt
-    from asr.inference.transcript import json_row
+    from asr.inference.transcript import ON_ONE_LINE, json_line, json_row
 
     if kind == "json":
-        text = json.dumps(json_row(path, transcript), ensure_ascii=False) + "\n"
-        # A name's bytes that are not text become \udcXX, which JSON reads as Python wrote them.
-        return text.encode(errors="backslashreplace").decode()
+        return json_line(json_row(path, transcript))
     if kind == "text":
-        return f"{transcript.text}\n"
+        return f"{transcript.text.translate(ON_ONE_LINE)}\n"
     return {"srt": srt, "vtt": webvtt}[kind](make_cues(transcript.words))
 
 

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "benchmarks"), str(HERE.parent)]
 
 from forked_commands import Process, fork  # noqa: E402
-from kills import differences, state  # noqa: E402
+from run_state import differences, state  # noqa: E402
 from tiny_speech import make_corpus, make_recipe  # noqa: E402
 
 from asr import errors, train  # noqa: E402
@@ -53,12 +53,18 @@ COMMON = ["train.samples=0", "train.batch_seconds=0.6", "train.save_every=10"]
 Patch = Callable[[int], object]  # of a rank, before it trains
 
 
+def command_line(*more: str) -> list[str]:
+    """The recipe, COMMON and `more`, of each key the last override."""
+    settings = {text.partition("=")[0]: text for text in (*COMMON, *more)}
+    return [str(RECIPE), *settings.values()]
+
+
 def start(count: int, folder: Path, name: str, *more: str, patch: Patch = id) -> list[Process]:
     """`count` ranks of the tiny recipe -> their processes; output in FOLDER/NAME.RANK."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line = [str(RECIPE), *COMMON, *more, "--run", str(folder / name)]
+    line = [*command_line(*more), "--run", str(folder / name)]
 
     def main_of(rank: int) -> Callable[[], int]:
         def main() -> int:
@@ -224,12 +230,11 @@ def ends(folder: Path) -> dict:
 
 def torchrun(folder: Path) -> dict:
     """A killed rank, restarted by torchrun."""
-    common = [str(RECIPE), *COMMON, *EVENTFUL]
     seen: dict = {"straight": straight()}
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     # With a shorter interval, torchrun may end the other rank before that has logged its error.
     line += ["--standalone", "--monitor-interval=1", "--", __file__, "worker"]
-    line += [*common, "--run", str(folder / "again")]
+    line += [*command_line(*EVENTFUL), "--run", str(folder / "again")]
     ended = subprocess.run(line, capture_output=True, text=True)
     seen |= {"code": ended.returncode, "out": ended.stdout, "err": ended.stderr}
     return seen | {"differs": unlike_straight(folder / "again")}

@@ -1,6 +1,7 @@
 """User errors: one clear line, exit code 2, no traceback, and nothing half-written."""
 
 import io
+import os
 import re
 import shutil
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_decoding_out_of_memory_is_reported(tiny, tiny_run, monkeypatch, command
 
     monkeypatch.setattr("asr.recognizer.Recognizer.encode", too_much)
     line = commands.refused(evaluate, tiny_run, "--split", "test")
-    assert line.startswith("out of memory") and "decode.batch_seconds" in line
+    assert "out of memory; lower decode." in line
 
 
 def test_an_error_in_a_file_names_the_file(tiny, run, commands, tmp_path):
@@ -163,6 +164,27 @@ def test_text_with_no_known_characters(tiny, run, tiny_run, commands, manifest):
 def test_utterances_outside_the_limits(tiny, run, commands):
     line = commands.refused(train, tiny, "--run", run, "data.max_seconds=0.05")
     assert "no utterance between data.min_seconds = 0.1 and data.max_seconds = 0.05" in line
+
+
+@pytest.mark.parametrize("name", ["fifo", "loop", "loop/x", "folder", "missing", "/dev/zero"])
+@pytest.mark.parametrize("key", ["data.train", "data.valid", "train.init"])
+def test_a_path_in_a_recipe_that_is_no_such_file(key, name, tiny, run, commands, tmp_path):
+    """It is refused at once, and nothing is written there."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder").mkdir()
+    assert name in commands.refused(train, tiny, "--run", run, f"{key}={tmp_path / name}")
+    assert {path.name for path in tmp_path.iterdir()} == {"fifo", "loop", "folder"}
+    assert not list((tmp_path / "folder").iterdir())
+
+
+@pytest.mark.parametrize("name", ["fifo", "loop", "missing", "/dev/zero"])
+@pytest.mark.parametrize("key", ["data.test.test={}", "decode.lm={}", "decode.ensemble=[{}]"])
+def test_a_path_for_decoding_that_is_no_such_file(key, name, tiny_run, run, commands, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to("loop")
+    more = key.format(tmp_path / name)
+    assert name in commands.refused(evaluate, tiny_run, "--split", "test", "--out", run, more)
 
 
 CONVOLUTION = ["model.listener.pyramid=[]", "model.listener.convolution=4"]
@@ -316,7 +338,8 @@ class TestResumingOverOtherData:
         manifest.write_text(manifest.read_text().replace("cb", "ca"))
         code, out, _ = commands(train, *line, "--force")
         assert code == 0 and "changed since: data.train: the same size, but another" in out
-        code, out, _ = commands(train, *line, "train.steps=4")
+        longer = [word.replace("train.steps=3", "train.steps=4") for word in map(str, line)]
+        code, out, _ = commands(train, *longer)
         assert code == 0 and "changed since" not in out
 
     def test_rewritten_identical_content_is_no_change(self, copied, commands):
@@ -428,7 +451,7 @@ def test_an_unknown_split(split, message, tiny_run, commands):
 def test_evaluating_unreadable_audio(tiny_run, commands, manifest, run):
     path = manifest(rows(3, audio="gone-{}.flac"))
     line = commands.refused(evaluate, tiny_run, "--split", path, "--out", run)
-    assert line == f"{path}: none of its 3 utterances could be read"
+    assert line.startswith(f"{path}: none of its 3 utterances could be read: ")
 
 
 def test_a_wrong_override_of_evaluate(tiny_run, commands):
@@ -464,4 +487,4 @@ def test_help_exits_with_0_and_missing_arguments_with_2(command, commands):
     code, out, _ = commands(command, "--help")
     assert code == 0 and f"python -m {command.__name__}" in out
     code, _, err = commands(command)
-    assert code == 2 and "usage:" in err and "Traceback" not in err
+    assert code == 2 and err.startswith("error: the following arguments are required: ")

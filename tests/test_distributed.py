@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,19 @@ from torch import nn
 
 from asr.data.batching import plan_epoch
 from asr.data.text_corpus import plan_sentences
+from asr.errors import UserError
 from asr.training import distributed
 from asr.training.checkpoint import list_checkpoints
-from asr.training.distributed import add_gradients, add_sums, gather, new_key_prefix, process_group
+from asr.training.distributed import (
+    LAUNCH,
+    add_gradients,
+    add_sums,
+    gather,
+    new_key_prefix,
+    process_group,
+    record_launch,
+    restarted_by_torchrun,
+)
 from asr.training.losses import Sum
 
 SCRIPT = Path(__file__).parent / "rank_trainings.py"
@@ -287,6 +298,74 @@ def test_restarted_ranks_agree_on_a_prefix_in_a_store_of_finished_ones():
             one.result(20) for one in [ranks.submit(new_key_prefix, store, n, 3) for n in range(3)]
         }
     assert len(prefixes) == len(again) == 1 and len(prefixes | again | {"stale"}) == 3
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", "a", "RANK = 'a': must be a number from 0 to 1;"),
+        ("RANK", "", "RANK = '': must be a number from 0 to 1;"),
+        ("RANK", "2", "RANK = '2': must be a number from 0 to 1;"),
+        ("RANK", "9" * 5000, "RANK = '9999"),
+        ("RANK", None, "RANK is not set: must be a number from 0 to 1;"),
+        ("LOCAL_RANK", "x", "LOCAL_RANK = 'x': must be a number from 0 to 1;"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE = '0': must be a number from 1 to"),
+        ("WORLD_SIZE", "\u0662", "WORLD_SIZE = '\u0662': must be"),
+        ("WORLD_SIZE", "999999999", "WORLD_SIZE = '999999999': must be"),
+        ("MASTER_ADDR", None, "MASTER_ADDR is not set: start the processes with torchrun"),
+        ("MASTER_ADDR", "", "MASTER_ADDR is not set"),
+        ("MASTER_PORT", "99999999", "MASTER_PORT = '99999999': must be a number from 1 to 65535;"),
+        ("MASTER_PORT", None, "MASTER_PORT is not set: must be"),
+    ],
+)
+def test_an_environment_that_torchrun_does_not_make(name, value, message, monkeypatch):
+    for variable, text in {**TORCHRUN, name: value}.items():
+        monkeypatch.delenv(variable, raising=False)
+        if text is not None:
+            monkeypatch.setenv(variable, text)
+    with pytest.raises(UserError) as refused, process_group("cpu"):
+        pass
+    assert (
+        str(refused.value).startswith(f"environment: {message}") and len(str(refused.value)) < 200
+    )
+
+
+def test_a_port_in_use_is_reported(monkeypatch):
+    with socket.socket() as busy:
+        busy.bind(("localhost", 0))
+        busy.listen()
+        more = {"RANK": "0", "MASTER_PORT": str(busy.getsockname()[1])}
+        for variable, text in (TORCHRUN | more).items():
+            monkeypatch.setenv(variable, text)
+        with pytest.raises(UserError, match=r"MASTER_PORT = .*: rank 0 cannot connect: "):
+            process_group("cpu").__enter__()
+
+
+@pytest.mark.parametrize("address", ["no.such.host.invalid", "x" * 64 + ".y", "a..b"])
+def test_an_address_that_does_not_exist_is_reported(address, monkeypatch):
+    for variable, text in (TORCHRUN | {"RANK": "0", "MASTER_ADDR": address}).items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(UserError, match=r"MASTER_ADDR = .*: rank 0 cannot connect: "):
+        process_group("cpu").__enter__()
+
+
+def test_a_count_of_restarts_that_is_no_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
+    with pytest.raises(UserError, match="environment: TORCHELASTIC_RESTART_COUNT = 'x': must be"):
+        restarted_by_torchrun(tmp_path)
+
+
+def test_a_launch_file_of_other_content_is_no_restart(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/t/launch/attempt_0/0/error.json")
+    record_launch(tmp_path)
+    assert restarted_by_torchrun(tmp_path)
+    for content in ("5", "null", '{"a": 1}', "[[]]", "[" * 9999, '"/t/launch"'):
+        (tmp_path / LAUNCH).write_text(content)
+        assert not restarted_by_torchrun(tmp_path)
 
 
 class TestAlone:

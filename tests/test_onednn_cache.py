@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from asr.training.oom import CAPACITIES, SHAPES, limit_onednn_cache
+
 GROWN = """
 import os, sys
 from asr.training.oom import limit_onednn_cache
@@ -62,3 +66,17 @@ def test_convolutions_of_seven_hundred_lengths_need_little_memory():
 def test_reference_cycles_are_collected():
     taken, left = ask(RINGS)
     assert taken > 25e6 and left < 0.2 * taken
+
+
+@pytest.mark.parametrize("value", [None, "", "x", "0", "-1", "1e3", "9" * 99])
+def test_a_capacity_that_is_no_number_is_replaced(value, monkeypatch):
+    """oneDNN would crash."""
+    for name in CAPACITIES:
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    limit_onednn_cache()
+    assert [os.environ[name] for name in CAPACITIES] == [str(SHAPES)] * 2
+    monkeypatch.setenv(CAPACITIES[0], "7")
+    limit_onednn_cache()
+    assert os.environ[CAPACITIES[0]] == "7"

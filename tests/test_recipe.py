@@ -1,5 +1,6 @@
 """Recipes: accepted values, refused values, and the one-line errors."""
 
+import os
 import re
 from pathlib import Path
 
@@ -7,7 +8,15 @@ import pytest
 import yaml
 
 from asr import recipe
-from asr.config.loader import RecipeError, as_yaml, flat, leaves, read_recipe, write_recipe
+from asr.config.loader import (
+    RecipeError,
+    as_yaml,
+    flat,
+    leaves,
+    parse_recipe,
+    read_recipe,
+    write_recipe,
+)
 from asr.config.schema import SpeechRecipe
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -179,6 +188,7 @@ def test_a_wrong_key_type_or_range_is_named(read, more, message):
         ("{kind: las, speller: {recurrent_gain: 0}}", "should be greater than 0"),
         ("{kind: las, ctc_weight: 1.5}", "model.ctc_weight = 1.5"),
         ("{kind: los}", "model"),
+        (f"{{kind: [{'x, ' * 9999}]}}", "r.yaml: model = {"),
         ("{listener: {norm: ba}}", "model"),
     ],
 )
@@ -261,8 +271,10 @@ def test_a_wrong_override_is_attributed_to_the_command_line(read, override, mess
 
 def test_keys_nested_without_end_are_refused(read):
     deep = "a: {" * 30 + "b: 1" + "}" * 30
-    assert "nested more than 20 deep" in refusal(read, deep, ".".join("a" * 30) + ".b=2")
-    assert "command line: a is not a recipe key" in refusal(read, PLAIN, ".".join("a" * 99) + "=1")
+    assert "r.yaml:1: not valid YAML: nested more than 20 deep" in refusal(read, deep)
+    for keys in (30, 30_000):
+        override = "data.test." + ".".join("a" * keys) + "=1"
+        assert "command line: data.test.a.a.a" in refusal(read, PLAIN, override)
 
 
 @pytest.mark.parametrize("value", ["true", "yes"])
@@ -282,10 +294,43 @@ def test_a_missing_key_is_reported(read, missing):
     assert f"r.yaml: {missing} is missing" in refusal(read, rest + "\n")
 
 
-@pytest.mark.parametrize("run", ["/etc", "../x", "a/../../b", "''", ".hidden"])
+@pytest.mark.parametrize(
+    "run", ["/etc", "../x", "a/../../b", "''", ".hidden", "-x", "a//b", "a/", "a/./b", "a/-b"]
+)
 def test_run_stays_under_runs(read, run):
     actual = refusal(read, PLAIN.replace("run: x", f"run: {run}"))
     assert "must be a plain folder name" in actual
+
+
+def test_run_is_no_longer_than_file_systems_allow(read):
+    assert read(PLAIN, "run=" + "a/" * 99 + "bb").run.endswith("/bb")
+    for name in ("a" * 201, "\u00e9" * 101, "a/" * 100 + "b"):
+        assert "run = '" in (line := refusal(read, PLAIN, f"run={name}")) and "at most 200" in line
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/x", ".", "..", "''", "-x", ".x", "x" * 201])
+def test_the_name_of_a_test_split_is_plain(read, name):
+    """It becomes the name of a folder."""
+    more = f"data: {{train: a.tsv, test: {{{name}: b.tsv}}}}\n"
+    assert "name" in (line := refusal(read, PLAIN.replace("data: {train: a.tsv}\n", more)))
+    assert "data.test" in line or "a key = " in line
+
+
+PATHS = ("data.train", "data.valid", "data.test.a", "train.init", "decode.lm")
+LM_PATHS = ("data.cache", "text.run")
+
+
+@pytest.mark.parametrize("value", ["''", "a/" + "b" * 256, "\u00e9" * 128])
+def test_a_path_that_no_file_can_have(read, value):
+    keys = [(key, value) for key in PATHS] + [("decode.ensemble", f"[{value}]")]
+    for key, text in keys:
+        assert f"command line: {key}" in refusal(read, PLAIN, f"{key}={text}")
+    lists = [("data.train", f"[{value}]"), ("data.valid", f"[{value}]")]
+    for key, text in [*((key, value) for key in LM_PATHS), *lists]:
+        with pytest.raises(RecipeError, match=f"command line: {key}"):
+            read_recipe(RECIPES / "demo_lm.yaml", [f"{key}={text}"])
+    with pytest.raises(RecipeError, match=r"command line: data\.folder"):
+        read_recipe(RECIPES / "draw.yaml", [f"data.folder={value}"])
 
 
 @pytest.mark.parametrize(
@@ -298,10 +343,20 @@ def test_run_stays_under_runs(read, run):
         ("a: &x {b: 1}\nc: *x\n", "r.yaml:2: not valid YAML: aliases are not allowed"),
         ("run: !!python/object/apply:os.system ['touch owned']\n", "r.yaml:1: not valid YAML"),
         ("run: \x00\n", "not valid YAML"),
-        ("[" * 5000, "not valid YAML"),
-        ("run: " + "1" * 5000, "not valid YAML"),
-        ("1: 2\n", "a recipe is a mapping"),
-        ("# " + "x" * 1_000_001, "larger than 1000000 bytes"),
+        ("run: \x1b\n", "not valid YAML"),
+        ("[" * 5000, "not valid YAML: nested more than 20 deep"),
+        ("- " * 40_000, "not valid YAML: nested more than 20 deep"),
+        ("run: " + "1" * 5000, "longer than 1000 characters"),
+        ("seed: " + "9" * 90, "r.yaml: seed: a number beyond"),
+        ("data: {workers: -0x" + "f" * 90 + "}", "r.yaml: data.workers: a number beyond"),
+        ("seed: 0b_\n", "not valid YAML: invalid literal for int()"),
+        ("1: 2\n", "r.yaml:1: not valid YAML: a key must be text; write it in quotes"),
+        ("train: {clip: 1, on: 2}\n", "a key must be text"),
+        ("data:\n  ? [a]\n  : 1\n  ? [a]\n  : 2\n", "r.yaml:2: not valid YAML: a key must be text"),
+        ("a: 1\n---\nb: 2\n", "another document"),
+        ("%TAG ! tag:x,2002:\n--- !y\na: 1\n", "tags (!) are not allowed"),
+        ("x" * 101 + ": 1", "longer than 100 characters"),
+        ("# " + "x" * 100_001, "larger than 100000 bytes"),
     ],
 )
 def test_an_invalid_recipe_is_refused_and_runs_nothing(read, text, message, tmp_path, monkeypatch):
@@ -310,10 +365,77 @@ def test_an_invalid_recipe_is_refused_and_runs_nothing(read, text, message, tmp_
     assert not (tmp_path / "owned").exists()
 
 
+TAGS = "timestamp zz|bool q|int ''|float x|binary zz|null x|value x|merge x|set {a}|omap [a: 1]|"
+TAGS += "pairs [a: 1]|map {}|seq []|str x|python/name:os.system ''|unknown x"
+
+
+@pytest.mark.parametrize("value", [*(f"!!{tag}" for tag in TAGS.split("|")), "!own x", "! x"])
+@pytest.mark.parametrize("place", ["run: {}", "train: {{clip: {}}}", "{}: 1"])
+def test_tags_are_refused(read, value, place):
+    """PyYAML has errors of many kinds for values that do not fit."""
+    line = refusal(read, place.format(value))
+    assert "r.yaml:1: not valid YAML: tags (!) are not allowed" in line
+    if not place.startswith("{"):
+        assert "command line: the value in " in refusal(read, PLAIN, f"run={value}")
+
+
+@pytest.mark.parametrize(
+    ("escape", "shown"),
+    [("\\0", "x00"), ("\\x1b[2J", "x1b"), ("\\n", "n"), ("\\ud800", "ud800"), ("\\N", "x85")],
+)
+@pytest.mark.parametrize(
+    "place", ["run: {}", "{}: 1", "data: {{test: {{{}: a.tsv}}}}", "decode: {{speeds: [{}]}}"]
+)
+def test_control_characters_and_surrogates_are_refused(read, escape, shown, place):
+    line = refusal(read, place.format(f'"a{escape}b"'))
+    assert line.endswith(f"has the character '\\{shown}'.")
+    override = f'data.test={{a: "{escape}"}}'
+    assert line.rpartition(": ")[2] in refusal(read, PLAIN, override)
+
+
+@pytest.mark.parametrize("escape", ["\\Uffffffff", "\\U00110000", "\\xzz"])
+def test_an_escape_of_no_character_is_refused(read, escape):
+    assert "not valid YAML" in refusal(read, f'run: "{escape}"')
+    assert "is not valid YAML" in refusal(read, PLAIN, f'run="{escape}"')
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1:30", "1:30"),
+        ("1" + ":30" * 20 + ".5", "1" + ":30" * 20 + ".5"),
+        ("=", "="),
+        ("<<", "<<"),
+    ],
+)
+def test_a_value_without_quotes_is_text_unless_it_is_a_number(read, text, value):
+    """YAML 1.1 would read numbers in base 60."""
+    assert read(PLAIN, f"data.train={text}").data.train == Path(value)
+
+
+def test_a_merge_is_a_key_like_others(read):
+    assert "<< is not a recipe key" in refusal(read, PLAIN + "<<: {seed: 2}\n")
+
+
+def test_a_recipe_from_a_checkpoint_is_checked_like_a_file():
+    for text, message in (
+        ("run: !!bool q", "training.pt:1: not valid YAML: tags"),
+        ("#" * 100_001, "training.pt: larger than 100000 bytes"),
+        ('run: "\\0"', "training.pt: run = "),
+    ):
+        with pytest.raises(RecipeError, match=re.escape(message)):
+            parse_recipe(text, "training.pt")
+
+
 def test_bytes_that_are_not_text(tmp_path):
     (tmp_path / "r.yaml").write_bytes(b"run: \xff\xfe\n")
     with pytest.raises(RecipeError, match=r"r\.yaml: not valid YAML"):
         read_recipe(tmp_path / "r.yaml")
+    (tmp_path / "r.yaml").write_text(PLAIN, encoding="utf-16")
+    with pytest.raises(RecipeError, match=r"r\.yaml: not valid YAML"):
+        read_recipe(tmp_path / "r.yaml")
+    (tmp_path / "r.yaml").write_text(PLAIN, encoding="utf-8-sig")
+    assert read_recipe(tmp_path / "r.yaml").run == "x"
 
 
 def test_a_missing_recipe_hints_at_its_neighbour(tmp_path):
@@ -327,16 +449,46 @@ def test_a_missing_recipe_hints_at_its_neighbour(tmp_path):
 
 
 def test_a_missing_or_circular_base(tmp_path, read):
-    assert "base 'b.yaml' does not exist" in refusal(read, "base: b.yaml\n")
-    assert "base must be the name of a recipe file" in refusal(read, "base: 5\n")
+    line = refusal(read, "base: b.yaml\n")
+    assert f"{tmp_path}/b.yaml: there is no such recipe." in line
+    assert line.endswith(f"(a base of {tmp_path}/r.yaml)")
+    for value in ("5", "''", "false", "[]", "b" * 256):
+        assert "must be the name of a recipe file" in refusal(read, f"base: {value}\n")
     (tmp_path / "b.yaml").write_text("base: r.yaml\n")
     assert re.search("remove the loop", refusal(read, "base: b.yaml\n"))
+
+
+def test_a_base_that_is_no_file(tmp_path, read):
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    cases = {
+        "fifo.yaml": "not a regular file",
+        "/dev/zero": "not a regular file",
+        "folder.yaml": "Is a directory",
+        "loop.yaml": "symbolic link",
+        "\u00e9" * 130: "File name too long",
+        "r.yaml/x": "Not a directory",
+    }
+    for base, message in cases.items():
+        assert message in refusal(read, f"base: {base}\n"), base
+    with pytest.raises(RecipeError, match=r"loop\.yaml: cannot be read: "):
+        read_recipe(tmp_path / "loop.yaml")
+
+
+def test_a_long_chain_of_bases(tmp_path, read):
+    for number in range(1000):
+        (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
+    assert "more than 10 recipes are based on one another" in refusal(read, "base: 0.yaml\n")
+    (tmp_path / "8.yaml").write_text(PLAIN)
+    assert read("base: 0.yaml\n").run == "x"
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (["none.yaml"], "error: none.yaml: there is no such recipe."),
+        (["r.yaml", "seed=2", "seed=2"], "error: command line: seed: given twice"),
         (["r.yaml", "seed=x"], "error: command line: seed = 'x': should be a valid integer"),
         ([], "the following arguments are required: recipe"),
     ],

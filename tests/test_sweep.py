@@ -34,7 +34,9 @@ from asr.training.checkpoint import list_checkpoints
         (["seed=1,2", "model.listener.hidden=5,-3"], "(of seed=1 model.listener.hidden=-3)"),
         (["seed=1,2", "--evaluate", "tset"], "--split tset: neither a manifest"),
         (["decode.beam=1,4"], "would train the same model 2 times"),
-        (["seed=1", "--jobs", "0"], "--jobs 0: must be a whole number"),
+        (["seed=1", "--jobs", "0"], "argument --jobs: '0' is not a whole number from 1 up"),
+        (["seed=1", "--jobs", "-0"], "argument --jobs: '-0' is not a whole number from 1 up"),
+        (["seed=1", "--jobs=1", "--jobs=2"], "argument --jobs: given twice"),
         (["seed=" + ",".join(map(str, range(101))), "train.steps="
           + ",".join(map(str, range(1, 101)))], "a grid of 10100 runs"),
     ],
@@ -201,18 +203,18 @@ def sleepers(folder, count, monkeypatch, code="import time; time.sleep(60)"):
     ]
 
 
-def test_a_folder_in_use_is_refused(tmp_path, monkeypatch):
+def test_a_folder_in_use_is_waited_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "_PATIENCE", 0.2)
     first, second = sleepers(tmp_path, 2, monkeypatch)
     second.folder = first.folder
     assert first.start(1)
     try:
-        with pytest.raises(UserError, match="another process is training in its folder"):
-            second.start(1)
+        assert second.start(1) and second.start(1) and second.process is None
+        assert capsys.readouterr().out == "1: waits for the process that works in its folder\n"
     finally:
         sweep.stop([first.process], interrupted=False)
     assert first.process.returncode == -signal.SIGTERM
-    assert second.start(1)  # the lock ended with its process
+    assert second.start(1) and second.process  # the lock ended with its process
     second.process.kill()
     second.process.wait()
 
@@ -233,6 +235,66 @@ while not asked:
 time.sleep(1.0)  # the step that is under way
 sys.exit(3)  # saved
 """
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems lack PR_SET_PDEATHSIG")
+def test_the_trainings_of_a_killed_sweep_save_and_end(tmp_path, monkeypatch):
+    """The next sweep waits for them."""
+    code = LONG_STEP.replace("1.0", "0.3").replace(
+        "sys.exit", 'print("saved", flush=True); sys.exit'
+    )
+    first, second = sleepers(tmp_path, 2, monkeypatch, code)
+    second.folder = first.folder
+    console = first.console  # imports torch before the fork
+    if not (killed := os.fork()):
+        try:
+            first.start(1)
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        wait_for(lambda: console.exists() and "works\n" in console.read_text(), 20)
+    finally:
+        os.kill(killed, signal.SIGKILL)
+        os.waitpid(killed, 0)
+    assert second.start(1) and second.process is None
+    wait_for(lambda: second.start(1) and second.process, 20)
+    second.process.kill()
+    second.process.wait()
+    lines = console.read_text().splitlines()
+    assert lines.index("saved") < max(n for n, line in enumerate(lines) if line.startswith("$ "))
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "console.log", "train.log", "recipe.yaml", "checkpoints"]
+)
+def test_links_in_the_folder_of_a_run_are_refused(name, tiny, commands, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    (tmp_path / "out" / "seed=2").mkdir(parents=True)
+    (tmp_path / "out" / "seed=2" / name).symlink_to(outside)
+    line = commands.refused(sweep, tiny, "seed=1,2", "--out", tmp_path / "out")
+    assert line.startswith(f"{tmp_path}/out/seed=2/{name}: a symbolic link")
+    assert outside.read_text() == "kept" and not (tmp_path / "out" / "seed=1").exists()
+
+
+def test_a_link_in_place_of_a_run_or_of_the_lock_is_refused(tiny, commands, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out" / "seed=2").symlink_to(tmp_path / "elsewhere")
+    line = commands.refused(sweep, tiny, "seed=1,2", "--out", tmp_path / "out")
+    assert line.startswith(f"{tmp_path}/out/seed=2: a symbolic link")
+    (tmp_path / "out" / "seed=2").unlink()
+    (tmp_path / "out" / ".lock").symlink_to(tmp_path / "made")
+    line = commands.refused(sweep, tiny, "seed=1,2", "--out", tmp_path / "out")
+    assert line.startswith(f"{tmp_path}/out/.lock: a symbolic link")
+    assert not (tmp_path / "made").exists() and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_paths_that_begin_with_a_hyphen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = sweep.SweepProcess(Path("-r.yaml"), type("T", (), {"overrides": ()}), Path("-o/run"))
+    assert job.next_command()[3:] == ["./-r.yaml", "--run", "./-o/run", "--resume"]
 
 
 def test_a_training_interrupted_by_ctrl_c_may_end_its_step(tmp_path, monkeypatch):

@@ -116,9 +116,12 @@ def test_an_invalid_setting(setting, message, tiny, commands, tmp_path):
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("none.yaml", r".*own.yaml: base 'none.yaml' does not exist \(looked for .*none.yaml\)\.$"),
-        ("own.yaml", r".*own.yaml: base names a recipe that is based on it: remove"),
-        ("[a.yaml]", r".*own.yaml: base must be the name of a recipe file"),
+        ("none.yaml", r".*none.yaml: there is no such recipe\. .* \(a base of .*own.yaml\)$"),
+        (
+            "own.yaml",
+            r".*own.yaml: more than 10 recipes are based on one another: remove",
+        ),
+        ("[a.yaml]", r".*own.yaml: base = \['a.yaml'\]: must be the name of a recipe file\.$"),
     ],
 )
 def test_an_invalid_base(base, message, commands, tmp_path):

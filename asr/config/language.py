@@ -1,6 +1,5 @@
 """Recipe keys of the task `language`: language models over the tokens of a speech model."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,21 +13,24 @@ from asr.config.schema import (
     NonSpeechRecipe,
     Positive,
     Rate,
+    RecipePath,
     TextConfig,
     TransformerLayersConfig,
 )
 
-Texts = Annotated[tuple[Path, ...], Field(min_length=1)]
+Texts = Annotated[tuple[RecipePath, ...], Field(min_length=1)]
 
 
 class LanguageDataConfig(Config):
     """Section `data:` of a language model: its texts and how they are read."""
 
-    # Built-in corpus. spoken-numbers is made when missing; librispeech-lm by asr.prepare.
+    # Built-in corpus. spoken-numbers is made in data/ when missing; librispeech-lm by asr.prepare.
     corpus: Literal["spoken-numbers", "librispeech-lm"] | None = None
     train: Texts  # .txt or .txt.gz with one sentence a line, or manifests (.tsv)
     valid: Texts  # likewise, of the validation split
-    cache: Path | None = None  # folder for the line indexes of large texts; null: beside each text
+    cache: RecipePath | None = (
+        None  # folder for the line indexes of large texts; null: beside each text
+    )
     max_bytes: Count = 2000  # longest training line, bytes of UTF-8; longer lines are skipped
     batch_bytes: Count = 20_000  # bytes of padded text in one batch
     workers: Annotated[int, Field(ge=0, le=256)] = 1  # loader processes; 0: the training process
@@ -37,7 +39,7 @@ class LanguageDataConfig(Config):
 class LanguageTextConfig(TextConfig):
     """Section `text:` of a language model: the vocabulary of a run, or a new one from the texts."""
 
-    run: Path | None = None  # a speech run's folder; its decode.lm can then name this run
+    run: RecipePath | None = None  # a speech run's folder; its decode.lm can then name this run
 
 
 class LSTMLanguageModelConfig(LSTMConfig):

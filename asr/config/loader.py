@@ -2,12 +2,14 @@
 
 A recipe may name another as its `base:` and then holds only what differs. A model of another `kind`
 replaces the base's model completely, since the keys of one kind mean nothing to the other.
-Only plain YAML is read: no tags, no anchors, no environment variables, no code.
+Only plain YAML is read: no tags, no aliases, no environment variables, no code.
 """
 
 import difflib
 import pkgutil
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from operator import eq
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -26,8 +28,18 @@ RECIPES = {
     "language": "asr.config.language:LanguageRecipe",
     "images": "asr.images.config:ImageRecipe",
 }
-MAX_BYTES = 1_000_000
+COMMAND_LINE = "command line"
+MAX_BYTES = 100_000  # PyYAML needs seconds for them
+MAX_BASES = 10
 MAX_DEPTH = 20
+MAX_NUMBER = 1 << 63
+MAX_TEXT = 1000  # characters of a value
+MAX_KEY = 100  # characters
+MAX_DIGITS = 100
+MAX_MESSAGE = 200  # characters; pydantic's may have the whole value
+INVALID = (yaml.YAMLError, ValueError, OverflowError)  # OverflowError: of "\\Uffffffff"
+SCALARS = ("bool", "float", "int", "null")
+NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters and surrogates
 
 
 class RecipeError(UserError):
@@ -40,13 +52,18 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     Raises RecipeError with one line on any mistake.
     """
     path = Path(path)
-    tree = _with_bases(path, ())
+    tree = _with_bases(path)
     changed = set()
     for override in overrides:
         keys, change = _parse_override(override)
         tree = _merge(tree, change)
         changed.add(keys)
     return validate(tree, str(path), changed)
+
+
+def parse_recipe(text: str, place: str) -> Recipe:
+    """The text of as_yaml -> Recipe. Raises RecipeError, which names `place`."""
+    return validate(_parse(text, place), place)
 
 
 def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = ()) -> Recipe:
@@ -56,7 +73,7 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
     """
     task = tree.get("task", "speech")
     if not isinstance(task, str) or task not in RECIPES:
-        raise RecipeError(f"{place}: task = {task!r}: must be one of {', '.join(RECIPES)}.")
+        raise RecipeError(f"{place}: task = {_shown(task)}: must be one of {', '.join(RECIPES)}.")
     kind = pkgutil.resolve_name(RECIPES[task])
     try:
         return kind.model_validate(tree)
@@ -66,7 +83,7 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
     keys = _recipe_keys(first["loc"], kind)
     # Of the two keys one may be the group of the other: eq stops at the end of the shorter.
     if keys and any(all(map(eq, keys, changed)) for changed in overridden):
-        place = "command line"
+        place = COMMAND_LINE
     more = f" ({len(details) - 1} more like it)" if len(details) > 1 else ""
     raise RecipeError(f"{place}: {_explain(first, keys, kind)}{more}")
 
@@ -99,51 +116,77 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML without aliases (a few bytes could expand to gigabytes), repeated keys and dates."""
+    """YAML without tags, aliases (a few bytes could expand to gigabytes) and repeated keys.
 
-    # No key is a date, but a run may be named after one.
+    A scalar without quotes is a boolean, a number, null or text: no key is a date or a time, but a
+    run may be named after one.
+    """
+
     yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
+        first: [(tag, form) for tag, form in forms if tag.rpartition(":")[2] in SCALARS]
         for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    depth = 0
+
+    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
+        """The tag of a node. 1:30 is text, not 90, the number in base 60 that YAML 1.1 reads."""
+        if kind is yaml.ScalarNode and (":" in value or len(value) > MAX_DIGITS):
+            return self.DEFAULT_SCALAR_TAG
+        return super().resolve(kind, value, implicit)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse an alias in the place of a value."""
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.MarkedYAMLError(None, None, "aliases are not allowed", event.start_mark)
-        return super().compose_node(parent, index)
+        """Refuse an alias, a tag and deep nesting."""
+        event = self.peek_event()
+        fault = f"nested more than {MAX_DEPTH} deep" if self.depth > MAX_DEPTH else None
+        if isinstance(event, yaml.AliasEvent):
+            fault = "aliases are not allowed"
+        elif getattr(event, "tag", None) is not None:
+            fault = "tags (!) are not allowed; write such a text in quotes"
+        if fault:
+            raise yaml.MarkedYAMLError(None, None, fault, event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a repeated key, of which PyYAML would silently keep the last."""
+        """Refuse a key that is no text or is repeated: PyYAML would silently keep the last."""
         seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                problem = f"key {key.value!r} is repeated"
-                raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
+        for key, _ in node.value:
+            fault = None
+            if key.tag != self.DEFAULT_SCALAR_TAG:
+                fault = "a key must be text; write it in quotes"
+            elif key.value in seen:
+                fault = f"key {_shown(key.value)} is repeated"
+            if fault:
+                raise yaml.MarkedYAMLError(None, None, fault, key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-def _with_bases(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    resolved = path.resolve()
-    if resolved in seen:
-        raise RecipeError(f"{path}: base names a recipe that is based on it: remove the loop.")
-    tree = _load(path)
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    if not isinstance(base, str):
-        raise RecipeError(f"{path}: base must be the name of a recipe file, it is {base!r}.")
-    base_path = path.parent / base
-    if not base_path.is_file():
-        raise RecipeError(f"{path}: base {base!r} does not exist (looked for {base_path}).")
-    return _merge(_with_bases(base_path, (*seen, resolved)), tree)
+def _with_bases(path: Path) -> dict[str, Any]:
+    trees = []
+    while len(trees) < MAX_BASES:
+        try:
+            tree = _load(path)
+        except RecipeError as error:
+            of = f" (a base of {trees[-1][0]})" if trees else ""
+            raise RecipeError(f"{error}{of}") from None
+        base = tree.pop("base", None)
+        trees.append((path, tree))
+        if base is None:
+            return reduce(_merge, [tree for _, tree in reversed(trees)])
+        if not (isinstance(base, str) and 0 < len(base) < 256):
+            raise RecipeError(f"{path}: base = {_shown(base)}: must be the name of a recipe file.")
+        path = path.parent / base
+    raise RecipeError(
+        f"{trees[0][0]}: more than {MAX_BASES} recipes are based on one another: remove the loop."
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(read_small_file(path, MAX_BYTES), PlainLoader)
+        text = read_small_file(path, MAX_BYTES)
     except UserError as error:
         raise RecipeError(f"{error}; is this a recipe?") from None
     except FileNotFoundError:
@@ -153,14 +196,28 @@ def _load(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: there is no such recipe.{hint}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}.") from None
+    except ValueError as error:  # not UTF-8
+        raise RecipeError(f"{path}: not valid YAML: {error}.") from None
+    return _parse(text, str(path))
+
+
+def _parse(text: str, place: str) -> dict[str, Any]:
+    """The text of a recipe -> a mapping whose values are plain."""
+    if len(text) > MAX_BYTES:
+        raise RecipeError(f"{place}: larger than {MAX_BYTES} bytes")
+    try:
+        tree = yaml.load(text, PlainLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise RecipeError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RecipeError(f"{path}: not valid YAML: {reason}.") from None
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys to values; see recipes/demo.yaml")
+        raise RecipeError(f"{place}:{line}: not valid YAML: {str(error.problem)[:200]}.") from None
+    except INVALID as error:
+        reason = str(error).splitlines()[0]
+        raise RecipeError(f"{place}: not valid YAML: {reason}.") from None
+    if not isinstance(tree, dict):
+        raise RecipeError(
+            f"{place}: a recipe is a mapping of keys to values; see recipes/demo.yaml"
+        )
+    _check_values(tree, place)
     return tree
 
 
@@ -169,27 +226,53 @@ def _parse_override(text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     name, equals, value = text.partition("=")
     keys = tuple(name.strip().split("."))
     if not equals or not all(keys):
-        raise RecipeError(f"command line: {text!r} is not of the form key.path=value.")
+        raise RecipeError(f"{COMMAND_LINE}: {_shown(text)} is not of the form key.path=value.")
     try:
         change = yaml.load(value, PlainLoader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise RecipeError(f"command line: the value in {text!r} is not valid YAML.") from None
+    except INVALID:
+        raise RecipeError(
+            f"{COMMAND_LINE}: the value in {_shown(text)} is not valid YAML."
+        ) from None
     for key in reversed(keys):
         change = {key: change}
+    _check_values(change, COMMAND_LINE)
     return keys, change
 
 
-def _merge(base: Mapping[str, Any], change: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+def _check_values(value: Any, place: str, keys: tuple[str, ...] = ()) -> None:
+    """Raise RecipeError for values that no key can have, which may be shown in other errors."""
+    name = ".".join(keys)
+    if len(keys) > MAX_DEPTH:
+        raise RecipeError(f"{place}: {name[:60]}...: nested more than {MAX_DEPTH} deep.")
+    if isinstance(value, int) and abs(value) > MAX_NUMBER:
+        raise RecipeError(f"{place}: {name}: a number beyond {MAX_NUMBER}.")
+    if isinstance(value, str):
+        _check_text(value, place, name, MAX_TEXT)
+    elif isinstance(value, list):
+        for part in value:
+            _check_values(part, place, keys)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            _check_text(key, place, "a key", MAX_KEY)
+            _check_values(part, place, (*keys, key))
+
+
+def _check_text(text: str, place: str, name: str, longest: int) -> None:
+    if found := NO_TEXT.search(text):
+        raise RecipeError(f"{place}: {name} = {_shown(text)}: has the character {found[0]!r}.")
+    if len(text) > longest:
+        raise RecipeError(f"{place}: {name} = {_shown(text)}: longer than {longest} characters.")
+
+
+def _merge(base: Mapping[str, Any], change: Mapping[str, Any], top: bool = True) -> dict[str, Any]:
     """`change` merged into `base`, mapping by mapping; a model of another kind replaces the old."""
-    if depth > MAX_DEPTH:
-        raise RecipeError(f"recipe keys are nested more than {MAX_DEPTH} deep.")
     merged = dict(base)
     for key, value in change.items():
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            is_model = depth == 0 and key == "model"
+            is_model = top and key == "model"
             if not (is_model and value.get("kind", old.get("kind")) != old.get("kind")):
-                value = _merge(old, value, depth + 1)
+                value = _merge(old, value, top=False)
         merged[key] = value
     return merged
 
@@ -206,14 +289,19 @@ def _explain(detail: ErrorDetails, keys: tuple[str, ...], recipe: type[Recipe]) 
         return f"{name} is not a recipe key.{f' Did you mean {near[0]!r}?' if near else ''}"
     if detail["type"] == "missing":
         return f"{name} is missing."
-    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")[:MAX_MESSAGE]
     if detail["type"] in ("model_type", "model_attributes_type"):
         inner = _sibling_keys((*detail["loc"], ""), recipe)
         message = f"should hold keys of its own, {{{inner[0]}: VALUE, ...}}"
     if not keys:  # of several groups, which the message names
         return f"{message}."
-    value = repr(detail["input"])
-    return f"{name} = {value if len(value) < 60 else value[:57] + '...'}: {message}."
+    return f"{name} = {_shown(detail['input'])}: {message}."
+
+
+def _shown(value: Any) -> str:
+    """The value as Python writes it, shortened."""
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
 
 
 def _recipe_keys(location: Iterable[Any], recipe: type[Recipe]) -> tuple[str, ...]:

@@ -6,12 +6,15 @@ The tasks `language` and `images` replace data, text and model: asr/config/langu
 asr/images/config.py. The comment on a key, or directly above it, is its entry in docs/recipes.md.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -31,6 +34,32 @@ Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 LayerCount = Annotated[int, Field(ge=1, le=64)]  # of an LSTM
 Depth = Annotated[int, Field(ge=1, le=200)]  # layers of a Transformer
 Kernel = Annotated[int, Field(ge=1, le=255)]
+MAX_NAME = 200  # bytes; file systems allow 255, of which endings take some
+
+
+def _check_path(value: Any) -> Any:
+    """Refuse what is no file's name, and an empty one, which would be the current folder."""
+    text = str(value)
+    if not text:
+        raise ValueError("is empty; write null, or . for the current folder")
+    longest = max(len(os.fsencode(part)) for part in text.split("/"))
+    if "\0" in text or longest > 255 or len(text) > 1000:
+        raise ValueError("no file can have this name: it is too long, or has a NUL")
+    return value
+
+
+def _check_name(name: str) -> str:
+    """A name for a folder that does not lead out of its parent, and is no flag."""
+    if name.startswith((".", "-")) or not name or "/" in name:
+        raise ValueError("must be a plain name: not empty, without /, and no . or - first")
+    if len(name.encode()) > MAX_NAME:
+        raise ValueError(f"a name may have at most {MAX_NAME} bytes")
+    return name
+
+
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$")]
+RecipePath = Annotated[Path, BeforeValidator(_check_path)]
+Name = Annotated[str, AfterValidator(_check_name)]
 
 
 class Config(BaseModel):
@@ -65,11 +94,11 @@ def _plain_types(annotation: Any) -> set[Any]:
 class DataConfig(Config):
     """Section `data:`: the manifests and how they are read."""
 
-    # Built-in corpus. spoken-numbers is made when missing; the others by asr.prepare.
+    # Built-in corpus. spoken-numbers is made in data/ when missing; the others by asr.prepare.
     corpus: Literal["spoken-numbers", "librispeech", "mini-librispeech"] | None = None
-    train: Path | None = None  # manifest of the training split
-    valid: Path | None = None  # manifest of the validation split
-    test: dict[str, Path] = Field(default_factory=dict)  # split name -> manifest
+    train: RecipePath | None = None  # manifest of the training split
+    valid: RecipePath | None = None  # manifest of the validation split
+    test: dict[Name, RecipePath] = Field(default_factory=dict)  # split name -> manifest
     allow_outside_audio: bool = False  # manifests may name audio outside their own folder
     workers: Annotated[int, Field(ge=0, le=256)] = 2  # loader processes; 0: the training process
     min_seconds: NotNegative = 0.1  # shorter training utterances are skipped
@@ -380,9 +409,9 @@ class TrainConfig(Config):
     consistency: ConsistencyConfig | None = None  # null: none
     short_first: bool = True  # the first epoch goes from the shortest utterance to the longest
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"  # auto: GPU if any
+    device: Device = "auto"  # auto: GPU if any; cpu, cuda, cuda:N
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads; null: torch's choice
-    init: Path | None = None  # folder of a run whose weights this one starts from
+    init: RecipePath | None = None  # folder of a run whose weights this one starts from
     validate_every: Count | None = None  # steps; null: once per epoch
     save_every: Count = 500  # steps
     keep: Count = 3  # latest checkpoints kept
@@ -430,8 +459,8 @@ class DecodeConfig(BeamConfig):
     # Validation in training uses 1 alone.
     speeds: Annotated[tuple[Speed, ...], Field(min_length=1, max_length=20)] = (1.0,)
     # Other runs, of the same vocabulary and features, whose log-probabilities join that average.
-    ensemble: Annotated[tuple[Path, ...], Field(max_length=20)] = ()
-    lm: Path | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, kenlm's binary)
+    ensemble: Annotated[tuple[RecipePath, ...], Field(max_length=20)] = ()
+    lm: RecipePath | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, binary)
     lm_weight: NotNegative = 0.3  # factor of the language model's log-probabilities
     # N-grams: score added at the end of each word, or at each token. With a large lm_weight, `word`
     # favours words that never end.
@@ -476,8 +505,10 @@ class Recipe(Config):
     @field_validator("run")
     @classmethod
     def _is_below_runs(cls, name: str) -> str:
-        if not name or name.startswith(("/", ".")) or ".." in name.split("/"):
-            raise ValueError(f"{name!r} must be a plain folder name, it is put under runs/")
+        if len(name.encode()) > MAX_NAME:
+            raise ValueError(f"may have at most {MAX_NAME} bytes")
+        if any(part.startswith((".", "-")) or not part for part in name.split("/")):
+            raise ValueError("must be a plain folder name, it is put under runs/")
         return name
 
 

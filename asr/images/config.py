@@ -1,6 +1,5 @@
 """Recipe keys of the task `images`: small models in which a cell is easy to inspect."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +13,7 @@ from asr.config.schema import (
     LSTMConfig,
     NonSpeechRecipe,
     Rate,
+    RecipePath,
 )
 
 GridSize = Annotated[int, Field(ge=2, le=64)]  # a grid of one point has no distance between points
@@ -23,7 +23,7 @@ class ImageDataConfig(Config):
     """Section `data:` of the task images: the images and how they are read."""
 
     # Folder of IDX files as `asr.prepare mnist` writes them; null: scikit-learn's 8 x 8 digits.
-    folder: Path | None = None
+    folder: RecipePath | None = None
     valid: Annotated[float, Field(gt=0.0, le=0.5)] = 0.1  # the last share of the training images
     pixels: Literal["grey", "binary"] = "grey"  # binary: sampled once, brightness is P(white)
     batch: Count = 128  # images in one batch

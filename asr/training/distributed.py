@@ -12,6 +12,7 @@ in the same order.
 import json
 import os
 import re
+import socket
 import sys
 import time
 import uuid
@@ -19,14 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from asr.errors import EXIT_USER_ERROR, UserError
-from asr.io import read_small_file, write_files
+from asr.io import read_json, write_files
 from asr.training.losses import Sum, add
 
 Value = TypeVar("Value")
@@ -38,11 +39,41 @@ BUCKET = 8 << 20  # numbers that are summed at once: 32 MB of gradients
 POLL = 0.02  # seconds
 REPORT_WAIT = 2.0  # seconds; ranks that fail for one reason fail together
 REPORTED = "reported"  # key in the store: number of ranks that have failed; the first reports
+MAX_RANKS = 100_000
 LAUNCH = ".launch"  # in the run folder: the torchrun processes that started or resumed it last
 
 
 class RankLost(Exception):
     """Another rank was killed, or failed and has reported why."""
+
+
+class Ranks(NamedTuple):
+    """The place of this process among those that torchrun started."""
+
+    number: int  # of this process, from 0
+    count: int  # of processes
+    local: int  # number among the processes of this machine
+
+
+def ranks_of_environment() -> Ranks:
+    """What torchrun has set; one process without it. UserError for what is no such number."""
+    count = _environment_number("WORLD_SIZE", 1, 1, MAX_RANKS)
+    number = _environment_number("RANK", 0 if count == 1 else None, 0, count - 1)
+    return Ranks(number, count, _environment_number("LOCAL_RANK", number, 0, count - 1))
+
+
+def _environment_number(name: str, default: int | None, low: int, high: int) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    is_number = text is not None and re.fullmatch("[0-9]{1,9}", text)
+    if not (is_number and low <= int(text) <= high):
+        shown = "is not set" if text is None else f"= {text[:40]!r}"
+        raise UserError(
+            f"environment: {name} {shown}: must be a number from {low} to {high}; start the "
+            f"processes with torchrun, or unset {name}"
+        )
+    return int(text)
 
 
 def world() -> int:
@@ -72,13 +103,11 @@ def process_group(device: str) -> Iterator[None]:
 
     The first rank that fails reports its error; the others, which fail because of it, do not.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    number, count, local = ranks_of_environment()
+    if count == 1:
         yield
         return
-    backend = _select_gpu(device)
-    store, number, count = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(new_key_prefix(store, number, count), store)
-    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
+    store = _connect(_select_gpu(device, local), number, count)
     try:
         yield
         gather(None)  # torchrun ends all ranks as soon as one ends with an exit code other than 0
@@ -95,11 +124,30 @@ def process_group(device: str) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _select_gpu(device: str) -> str:
+def _connect(backend: str, number: int, count: int) -> dist.Store:
+    """Connect the ranks; -> their store. UserError where the environment does not fit."""
+    if not (address := os.environ.get("MASTER_ADDR")):
+        raise UserError("environment: MASTER_ADDR is not set: start the processes with torchrun")
+    port = _environment_number("MASTER_PORT", None, 1, 65535)
+    try:
+        if number == 0:  # its own address; the others wait until rank 0 has one
+            socket.getaddrinfo(address, port)
+        store = next(dist.rendezvous("env://"))[0]
+        store = dist.PrefixStore(new_key_prefix(store, number, count), store)
+        group = {"store": store, "rank": number, "world_size": count, "timeout": TIMEOUT}
+        dist.init_process_group(backend, **group)
+    except (RuntimeError, OSError, UnicodeError) as error:
+        place = f"MASTER_ADDR = {address[:80]}, MASTER_PORT = {port}"
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"environment: {place}: rank {number} cannot connect: {reason}") from None
+    return store
+
+
+def _select_gpu(device: str, local: int) -> str:
     """Select this rank's own GPU, where GPUs are used; -> the backend that sums on it."""
     if device == "cpu" or not torch.cuda.is_available():
         return "gloo"
-    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     if ":" in device:
         raise UserError(f"train.device = {device} is one GPU for all ranks; take auto or cuda")
     if local >= gpus:
@@ -264,13 +312,15 @@ def restarted_by_torchrun(run: Path) -> bool:
     Such a restart resumes without --resume. A launch that refused to train into the folder of an
     earlier run is not recorded there, and refuses again. To be called before record_launch.
     """
-    counts = gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))  # only of who failed
+    # Only of the ranks that failed.
+    counts = gather(_environment_number("TORCHELASTIC_RESTART_COUNT", 0, 0, 999_999_999))
     agents = gather(_agent())
-    recorded: list[str] = []
-    with suppress(OSError, ValueError):
-        recorded = json.loads(read_small_file(run / LAUNCH))
+    recorded: Any = []
+    with suppress(OSError, ValueError, UserError):
+        recorded = read_json(run / LAUNCH)
     # One agent is enough, for some may have changed since.
-    same_launch = not any(agents) or not set(recorded).isdisjoint(agents)
+    known = recorded if isinstance(recorded, list) else []
+    same_launch = not any(agents) or any(agent in known for agent in agents)
     return any(gather(is_first() and max(counts) > 0 and same_launch))
 
 

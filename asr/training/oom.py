@@ -7,6 +7,7 @@ order of a sum, and what is drawn at random during it, such as dropout.
 import ctypes
 import gc
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -28,10 +29,12 @@ CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 def limit_onednn_cache(rounded: bool = False) -> None:
     """Keep the code of SHAPES (or SHAPES_ROUNDED) shapes, unless the environment sets a number.
 
-    To be called before torch's first convolution, which reads the environment once.
+    oneDNN crashes with a capacity of 0 or text. To be called before torch's first convolution,
+    which reads the environment once.
     """
     for name in CAPACITIES:
-        os.environ.setdefault(name, str(SHAPES_ROUNDED if rounded else SHAPES))
+        if not re.fullmatch("[1-9][0-9]{0,8}", os.environ.get(name, "")):
+            os.environ[name] = str(SHAPES_ROUNDED if rounded else SHAPES)
 
 
 def release_memory() -> None:

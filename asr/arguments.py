@@ -1,0 +1,117 @@
+"""Arguments of commands: every mistake in them is one line of error.
+
+Imports nothing that takes time, so that --help is fast.
+"""
+
+import argparse
+import errno
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from asr.errors import UserError
+
+MAX_PATH = 1000  # bytes; systems allow some more, but hardly a path with their own names in it
+LONGEST = 300  # characters of a message, which may quote an argument of any length
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse's parser, which refuses empty values, values given twice and shortened flags."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+        self.register("type", None, not_empty)
+        self.register("type", Path, _usable_path)
+
+    def add_overrides(self) -> None:
+        """Add `overrides`, the recipe's keys with their values."""
+        self.add_argument("overrides", nargs="*", metavar="key.path=value")
+
+    def parse(self) -> argparse.Namespace:
+        """The command line, whose flags may stand anywhere."""
+        args = self.parse_intermixed_args()
+        check_overrides(getattr(args, "overrides", []))
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError, without the lines of usage."""
+        raise UserError(f"{message[:LONGEST]}; {self.prog} --help lists the arguments")
+
+
+class _StoreOnce(argparse.Action):
+    given = False
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string and self.given:
+            raise argparse.ArgumentError(self, "given twice")
+        self.given = True
+        setattr(namespace, self.dest, values)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise UserError for a key that is given twice."""
+    seen = set()
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if key in seen:
+            raise UserError(f"command line: {key[:LONGEST]}: given twice; remove one of them")
+        seen.add(key)
+
+
+# Types of arguments, for argparse. A number of 5,000 digits is no number: int refuses it, too.
+
+
+def not_empty(text: str) -> str:
+    """Any text but an empty one, which as a path would be the working directory."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def _usable_path(text: str) -> Path:
+    """Whether there is a file or not; UserError for links in a circle and for what is too long."""
+    if len(os.fsencode(not_empty(text))) > MAX_PATH:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r}...: longer than {MAX_PATH} bytes")
+    try:
+        os.stat(text)  # noqa: PTH116 (Path refuses some of these texts with other errors)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error.strerror}") from None
+    return Path(text)
+
+
+def natural(text: str) -> int:
+    """A whole number from 0 up."""
+    return _whole(text, 0)
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    return _whole(text, 1)
+
+
+def _whole(text: str, low: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18 and int(text) >= low):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {low} up")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: must be above 0, and finite")
+    return number
