@@ -21,12 +21,13 @@ from features import AudioError, StatisticsError
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells do
+LONGEST = 2000  # characters of an error: one that quotes a file may be of any length
 
 # torch's message, from its loader or, by a signal, from wherever the trainer is.
 WORKER_EXITED = re.compile(r"DataLoader worker \(pid.*(killed|exited)")
 KILLED = (
-    "a process that reads data was killed, as the system does where memory is short; lower "
-    "data.workers and start again, a training with --resume"
+    "a process that reads data was killed, as the system does where memory is short, or /dev/shm "
+    "is full; lower data.workers and start again, a training with --resume"
 )
 # The messages of CUDA and of the CPU's allocator.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -95,9 +96,10 @@ class _PrintableStream(TextIOWrapper):
         return len(text)
 
 
-def terminal() -> TextIO:
-    """Standard output without escapes, for a progress bar, which moves the cursor."""
-    return getattr(sys.stdout, "unescaped", sys.stdout)
+def terminal(stream: TextIO | None = None) -> TextIO:
+    """The stream (standard output) without escapes, for a progress bar, which moves the cursor."""
+    stream = stream or sys.stdout
+    return getattr(stream, "unescaped", stream)
 
 
 @contextmanager
@@ -119,31 +121,48 @@ def _printable_streams() -> Iterator[None]:
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's main and exit with what it returns, 0 for None."""
-    with _printable_streams():
-        _run_command(main)
-
-
-def _run_command(main: Callable[[], int | None]) -> None:
+    os.environ["MPLBACKEND"] = "agg"  # no command opens a window; another value may not exist
     try:
-        code = main() or 0
+        with _printable_streams():
+            code = _exit_code(main)
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                # Under torchrun: at once, for the connections between ranks may abort at Python's
+                # exit.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+    except KeyboardInterrupt:  # before main or after it
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def _exit_code(main: Callable[[], int | None]) -> int:
+    try:
+        return main() or 0
     except BrokenPipeError:  # `| head` has all it wants
         discard_stdout()
-        code = 0
+        return 0
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     except Exception as error:
-        message = _user_message(error)
-        if message is None:
-            raise
-        with suppress(OSError):  # standard error is closed
-            print(f"error: {' '.join(message.split())}", file=sys.stderr)
-        code = EXIT_USER_ERROR
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Under torchrun: at once, for the connections between ranks may abort at Python's exit.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """Print the error in one line; -> the exit code. Raises it again if it is a bug of ours."""
+    cause: BaseException | None = error
+    while cause := cause and cause.__context__:
+        if isinstance(cause, KeyboardInterrupt):  # clearing up after it failed
+            return EXIT_INTERRUPTED
+    message = _user_message(error)
+    if message is None:
+        raise error
+    line = " ".join(message.split())
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    with suppress(OSError):  # standard error is closed
+        print(f"error: {line}", file=sys.stderr)
+    return EXIT_USER_ERROR
 
 
 def _user_message(error: Exception) -> str | None:

@@ -11,6 +11,7 @@ symbolic link, which could lead out of the folder that the user named.
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -89,11 +90,21 @@ def open_file(path: Path, limit: int | None = None) -> IO[bytes]:
 
     Raises UserError for a FIFO, a device, or a file of more than `limit` bytes.
     """
-    file = open(path, "rb", opener=_open_regular)  # noqa: SIM115 (the caller closes it)
+    file = io.BufferedReader(_Unblocked(path, opener=_open_regular))
     if limit is not None and os.fstat(file.fileno()).st_size > limit:
         file.close()
         raise UserError(f"{path}: larger than {limit} bytes")
     return file
+
+
+class _Unblocked(io.FileIO):
+    """A file that raises OSError in place of waiting, as for the system's /proc/kmsg."""
+
+    def readinto(self, buffer: Any) -> int:
+        """Bytes read into the buffer; 0 at the end."""
+        if (count := super().readinto(buffer)) is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.name))
+        return count
 
 
 def read_small_file(path: Path, limit: int = 16 << 20) -> str:
@@ -169,17 +180,21 @@ def check_run_folder(run: Path) -> None:
     """Raise UserError if a run folder has a member that is neither a file nor a folder.
 
     Through a link, writing into the folder would change what is elsewhere; a FIFO would block. The
-    path of the folder itself may be a link, which its user has made.
+    path of the folder itself may be a link, which its user has made, but must be UTF-8.
     """
+    try:
+        os.fspath(run).encode()
+    except UnicodeEncodeError:  # safetensors and torch cannot open such files
+        raise UserError(f"{run}: its name is not UTF-8; rename it") from None
     waiting = [run] if run.is_dir() else []
     while waiting:
-        with os.scandir(waiting.pop()) as members:
+        # Other processes may rename what they write meanwhile; kinds are read with the names.
+        with suppress(FileNotFoundError), os.scandir(waiting.pop()) as members:
             for member in members:
-                mode = member.stat(follow_symlinks=False).st_mode
-                if stat.S_ISDIR(mode):
+                if member.is_dir(follow_symlinks=False):
                     waiting.append(Path(member.path))
-                elif not stat.S_ISREG(mode):
-                    fault = _LINK if stat.S_ISLNK(mode) else "not a regular file; remove it"
+                elif not member.is_file(follow_symlinks=False):
+                    fault = _LINK if member.is_symlink() else "not a regular file; remove it"
                     raise UserError(f"{member.path}: {fault}")
 
 
@@ -271,10 +286,11 @@ def _training_lock(path: Path) -> Iterator[None]:
                 remedy = "wait for its end, end it, or choose another --run"
                 raise UserError(f"{path.parent}: {holder} is training in it; {remedy}")
             if os.fstat(file.fileno()).st_nlink:  # else its last holder has just removed it
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-                file.flush()
+                holder = f"process {os.getpid()} on {socket.gethostname()}"
                 try:
+                    with writing(path):
+                        file.truncate(0)
+                        os.write(file.fileno(), holder.encode())
                     yield
                 finally:
                     path.unlink(missing_ok=True)

@@ -26,13 +26,14 @@ def example(name, value=1.0):
 
 def test_a_batch_of_unreadable_utterances_is_not_dumped(tmp_path, objective):
     lost = collate([Broken("gone", "no such file")])
-    bad = collate([example("fine"), example("bad", math.nan)])
-    line = dump_bad_batch(tmp_path, [lost, bad], objective)
-    assert line.startswith(f"Saved for inspection: {tmp_path}/report.txt")
-    report = (tmp_path / "report.txt").read_text()
-    assert "features of a batch of 2: not finite: bad\n" in report
-    (kept,) = torch.load(tmp_path / "batch.pt", weights_only=True)
-    assert kept["ids"] == ("fine", "bad")
+    bad = collate([example("fine"), example("bad\x1b", math.nan)])
+    folder = tmp_path / "evidence" / "00000002"
+    line = dump_bad_batch(folder, [lost, bad], objective)
+    assert line.startswith(f"Saved for inspection: {folder}/report.txt")
+    report = (folder / "report.txt").read_text()
+    assert "features of a batch of 2: not finite: bad\\x1b\n" in report
+    (kept,) = torch.load(folder / "batch.pt", weights_only=True)
+    assert kept["ids"] == ("fine", "bad\x1b")
 
 
 @pytest.mark.parametrize("limit", [10, 1000])
@@ -41,10 +42,21 @@ def test_a_failure_to_write_is_one_line(tmp_path, objective, limit):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
-        line = dump_bad_batch(tmp_path / "evidence", [collate([example("a")])], objective)
+        line = dump_bad_batch(tmp_path / "evidence" / "2", [collate([example("a")])], objective)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert line.startswith("The bad batches could not be saved: ") and "\n" not in line
-    assert (tmp_path / "evidence" / "batch.pt").exists() is (
-        limit == 1000
-    )  # where the write failed
+    names = [path.name for path in (tmp_path / "evidence" / "2").iterdir()]
+    assert names == (["model.safetensors"] if limit == 1000 else [])  # no part of a file
+
+
+@pytest.mark.parametrize("link", ["evidence", "evidence/00000002", "evidence/00000002/report.txt"])
+def test_nothing_is_written_through_a_link(link, tmp_path, objective):
+    other, path = tmp_path / "other", tmp_path / "run" / link
+    path.parent.mkdir(parents=True)
+    other.mkdir()
+    path.symlink_to(other)
+    folder = tmp_path / "run" / "evidence" / "00000002"
+    line = dump_bad_batch(folder, [collate([example("a")])], objective)
+    assert line.startswith(f"The bad batches could not be saved: {path}: a symbolic link, ")
+    assert not list(other.iterdir())

@@ -71,3 +71,26 @@ def test_closed_streams_and_bugs_end_a_process_as_python_does(code, closed):
     assert done.returncode == (1 if code == "1 / 0" else 0)
     assert ("ZeroDivisionError" in done.stderr) == (code == "1 / 0" and not closed)
     assert "Exception ignored" not in done.stderr
+
+
+def test_ctrl_c_counts_also_where_clearing_up_after_it_fails(capsys):
+    def main():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError  # as argparse does
+
+    with pytest.raises(SystemExit, match="130"):
+        run_command(main)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_ends_of_a_long_message_are_printed(capsys):
+    def main():
+        raise UserError(f"a.tsv:7: {'a/' * 500_000}: File name too long")
+
+    with pytest.raises(SystemExit, match="2"):
+        run_command(main)
+    line = capsys.readouterr().err
+    assert line.startswith("error: a.tsv:7: a/a/") and line.endswith("a/: File name too long\n")
+    assert len(line) < 2100

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from asr import io as asr_io
 from asr.errors import UserError
 from asr.io import (
     atomic_writer,
@@ -183,3 +184,15 @@ class TestFilesInAFolderOfAnotherUser:
 
     def test_a_folder_that_does_not_exist_holds_nothing(self, run):
         check_run_folder(run / "new")
+
+
+def test_a_file_that_would_wait_is_an_error(tmp_path, monkeypatch):
+    """/proc/kmsg is a regular file, but reading it waits for messages of the kernel."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    monkeypatch.setattr(asr_io, "_open_regular", lambda path, flags: reader)
+    os.write(writer, b"begin")
+    with open_file(tmp_path / "kmsg") as file, pytest.raises(BlockingIOError, match="kmsg"):
+        while file.read(5):
+            pass
+    os.close(writer)

@@ -6,11 +6,13 @@ import math
 import os
 import pty
 import re
+import resource
+import shutil
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny_speech import age
 
-from asr.errors import UserError
+from asr.errors import UserError, run_command
 from asr.training.logging import Log
 from asr.training.losses import Sum
 from asr.training.trainer import Step, TrainState
@@ -142,7 +144,7 @@ def test_epochs_may_be_longer_or_shorter_than_the_first(end, tmp_path, capsys):
 def test_the_log_closes_its_file_when_training_fails(tmp_path):
     with pytest.raises(RuntimeError, match="boom"), Log(tmp_path, 1, 2) as log:
         raise RuntimeError("boom")
-    assert not log.lines.handlers
+    assert log.lines.file.closed
     with Log(tmp_path, 1, 2, step=1) as log:
         log.info("again")
     assert (tmp_path / "train.log").read_text().count("again") == 1
@@ -205,15 +207,103 @@ def test_validation_is_excluded_from_the_throughput(tmp_path):
     assert rate > 60
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_ends_the_run_at_the_next_line(tmp_path, capfd):
-    (tmp_path / "train.log").symlink_to("/dev/full")
-    refused = pytest.raises(UserError, match=r"its log cannot be written \(No space left")
-    with refused as error, Log(tmp_path, 1, 5) as log:
+@contextmanager
+def disk_of(size):
+    """No file can be larger: the system refuses every further byte, as a full disk does."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+FULL = r"its log cannot be written \(File too large\); the last checkpoint is complete: make room"
+
+
+def test_a_full_disk_ends_the_run_and_leaves_no_half_line(tmp_path, capfd):
+    path = tmp_path / "train.log"
+    with pytest.raises(UserError, match=FULL) as error, Log(tmp_path, 1, 5) as log:
         log.info("one line")
+        with disk_of(path.stat().st_size + 40):  # not enough for a line
+            log.info("another line, for which there is no space")
         pytest.fail("no error was raised")
     assert str(error.value).startswith(f"{tmp_path}: ") and "--resume" in str(error.value)
+    first, last = path.read_text().splitlines()
+    assert first.endswith(" one line") and " ended: " in last  # there is space again
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_disk_that_is_full_before_the_first_line(tmp_path, capfd):
+    before = threading.excepthook
+    with disk_of(20), pytest.raises(UserError, match=FULL), Log(tmp_path, 1, 5):
+        pytest.fail("no error was raised")
+    assert capfd.readouterr().err == "" and threading.excepthook is before
+
+
+@pytest.mark.parametrize("write", ["line", "curve"])
+def test_a_run_folder_that_was_removed(write, tmp_path):
+    """TensorBoard opens its file for every write, too."""
+    run = tmp_path / "run"
+    run.mkdir()
+    removed = pytest.raises(UserError, match=f"^{run}: removed while training wrote into it; ")
+    with removed, Log(run, 1, 5) as log:
+        log.info("first")
+        shutil.rmtree(run)
+        if write == "line":
+            log.info("second")
+        log.scalars("train", {"nll": 1.0}, 1)
+        for _ in range(1000):  # its thread may take a moment
+            log.flush()
+            time.sleep(0.001)
+    assert not run.exists()
+
+
+def test_a_removed_file_is_opened_again(tmp_path):
+    with Log(tmp_path, 1, 5) as log:
+        log.info("first")
+        (tmp_path / "train.log").unlink()
+        log.info("second")
+    assert "second" in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_nothing_is_written_through_a_link(when, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.write_text("as it was")
+    path = run / "train.log"
+    if when == "before":
+        path.symlink_to(other)
+    with pytest.raises(UserError, match=f"^{path}: a symbolic link"), Log(run, 1, 5) as log:
+        log.info("first")
+        path.unlink()
+        path.symlink_to(other)
+        log.info("second")
+    assert other.read_text() == "as it was"
+
+
+@pytest.mark.parametrize("console", ["pipe", "terminal"])
+def test_control_characters_are_escaped(console, tmp_path, monkeypatch):
+    """In the file too, which may be shown on a terminal; a name may also be no text at all."""
+    reader, writer = os.pipe() if console == "pipe" else pty.openpty()
+    with os.fdopen(writer, "w", encoding="ascii") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+
+        def main():
+            with Log(tmp_path, every=1, total_steps=2) as log:
+                log.info("skipped a\x1b]0;title\x07b\udc80 \u00e4\tc\nd")
+
+        with pytest.raises(SystemExit) as ended:
+            run_command(main)
+        shown = os.read(reader, 10_000)
+        os.close(reader)
+        monkeypatch.undo()
+    assert ended.value.code == 0
+    written = (tmp_path / "train.log").read_bytes()
+    assert b"skipped a\\x1b]0;title\\x07b\\udc80 \xc3\xa4\tc\nd\n" in written
+    assert b"a\\x1b]0;title\\x07b\\udc80 \\xe4" in shown and b"\x1b]0" not in shown
+    assert (b"\x1b[" in shown) is (console == "terminal")  # the bar moves the cursor
 
 
 def test_a_full_disk_under_tensorboard_is_no_traceback_of_its_thread(tmp_path, capfd, monkeypatch):

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from asr.training.signals import SIGNALS, Stop
+from asr.errors import WorkerKilled
+from asr.training.signals import SIGNALS, Stop, Stopped
 
 SCRIPT = Path(__file__).parent / "signal_trainings.py"
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP")
@@ -65,6 +68,33 @@ def test_after_the_first_signal_the_default_handlers_are_back(name):
         ] * 2
         os.kill(os.getpid(), signal.SIGHUP)  # the terminal's SIGHUP, after the shell's
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+class Signals:
+    """Sends a signal as it is deleted, where Python ignores what a handler raises."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_work_ends_at_its_next_call_of_a_module(recwarn):
+    module = nn.Linear(3, 2)
+    with Stop() as stop, pytest.raises(Stopped), stop.interruptible():
+        module(torch.ones(3))
+        Signals()
+        module(torch.ones(3))
+        pytest.fail("the work continued")
+    assert not recwarn.list  # no handler's exception was lost
+    module(torch.ones(3))  # outside of such work, modules can be called
+
+
+def test_a_loader_s_processes_end_by_the_same_signal():
+    for gone in (WorkerKilled("gone"), RuntimeError("DataLoader worker exited")):
+        with Stop() as stop, pytest.raises(Stopped), stop.interruptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise gone
+        with Stop() as stop, pytest.raises(type(gone)), stop.interruptible():
+            raise gone
 
 
 def test_nohup_ignores_sighup():

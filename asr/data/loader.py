@@ -6,14 +6,18 @@ the number of workers or on where a run was interrupted.
 B utterances, T frames, F features, U tokens.
 """
 
+import ctypes
 import hashlib
+import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
@@ -28,11 +32,20 @@ from features import AudioError
 from features.front_end import FrontEnd
 from features.normalize import MeanVarianceNorm
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1  # of Linux
+
 
 def read_batches(loader: DataLoader) -> Iterator[Any]:
     """The loader's batches; reading begins at once. Raises WorkerKilled if a worker is gone."""
-    batches = iter(loader)
-    return _report_killed(batches) if loader.num_workers else batches
+    if not loader.num_workers:
+        return iter(loader)
+    # A worker gets signals only when it handles them; Ctrl-C would print a traceback before.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        return _report_killed(iter(loader))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _report_killed(batches: Iterator[Any]) -> Iterator[Any]:
@@ -50,9 +63,32 @@ def start_worker(worker: int) -> None:
     Signals to the process group are for the trainer, which still needs a batch to end its step.
     """
     torch.set_num_threads(1)
+    _end_with_parent()
+    sys.excepthook = _excepthook
+    # By default a batch that cannot be passed, as where /dev/shm is full, is awaited for ever.
+    Queue._on_queue_feeder_error = lambda *error: os._exit(1)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process with its parent (in Linux, the thread that started it).
+
+    A worker of torch checks only every few seconds, and never ends if the parent was killed first.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent and os.getppid() != parent.pid:
+        os._exit(0)
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print no traceback of the thread that passes tensors where the trainer is gone."""
+    if not isinstance(error, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
 
 
 @dataclass(eq=False)
@@ -171,7 +207,9 @@ def measure_statistics(
     if front_end.norm.kind == "global":
         corpus, speeds = corpus.sample(MEASURED), (1.0,)
     raw = _RawFeatures(corpus, front_end, speeds)
-    loader = DataLoader(raw, batch_size=16, num_workers=workers, collate_fn=list)
+    loader = DataLoader(
+        raw, batch_size=16, num_workers=workers, collate_fn=list, worker_init_fn=start_worker
+    )
     for examples in read_batches(loader):
         for features, speaker in chain.from_iterable(examples):
             front_end.norm.add(features, speaker)

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from asr.errors import UserError
+from asr.errors import UserError, printable
+from asr.io import atomic_write, atomic_writer, check_run_folder
 from asr.nn.lstm import LayerNormLSTM
 from asr.training.checkpoint import WEIGHTS, named_tensors, why_unwritten
 from asr.training.distributed import is_first, rank
@@ -34,18 +35,23 @@ MAX_IDS = 5  # utterances named in the error; the log names all
 def dump_bad_batch(folder: Path, group: Sequence[TaskBatch], objective: nn.Module) -> str:
     """Write batches, weights and a report on non-finite values into a folder; -> a sentence on it.
 
-    The parameters must still hold the gradients of the step. Each rank writes its own batches,
-    rank 0 the weights.
+    The folder is RUN/evidence/STEP. The parameters must still hold the gradients of the step. Each
+    rank writes its own batches, rank 0 the weights.
     """
     suffix = "" if is_first() else f"-rank{rank()}"
     group = [batch for batch in group if len(batch)]  # the others were unreadable
     try:
+        check_run_folder(folder.parents[1])
         folder.mkdir(parents=True, exist_ok=True)
         if is_first():
-            (folder / WEIGHTS).write_bytes(save(named_tensors(objective.model)))
-        torch.save([_plain(batch) for batch in group], folder / f"batch{suffix}.pt")
-        (folder / f"report{suffix}.txt").write_text("\n".join(_report(group, objective)) + "\n")
-    except (OSError, RuntimeError) as error:  # torch has its own message for a full disk
+            with atomic_writer(folder / WEIGHTS) as file:
+                file.write(save(named_tensors(objective.model)))
+        with atomic_writer(folder / f"batch{suffix}.pt") as file:
+            torch.save([_plain(batch) for batch in group], file)
+        report = printable("\n".join(_report(group, objective)) + "\n")
+        atomic_write(folder / f"report{suffix}.txt", report)
+    # torch has its own message for a full disk
+    except (OSError, RuntimeError, UserError) as error:
         return f"The bad batches could not be saved: {why_unwritten(error, folder)}."
     return (
         f"Saved for inspection: {folder}/report{suffix}.txt names what is not finite; "

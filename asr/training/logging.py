@@ -1,84 +1,111 @@
 """The log of a run: console, train.log and TensorBoard."""
 
 import errno
-import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from asr.errors import UserError, discard_stdout
+from asr.errors import UserError, discard_stdout, printable, terminal
+from asr.io import open_append
 from asr.training.checkpoint import NotSaved
 from asr.training.losses import Sum, add, means
 from asr.training.trainer import Step, TrainState
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Log:
-    """The log of a run, used as a context, which closes its files.
+    """The log of a run, used as a context, which opens and closes its files.
 
     On a terminal it shows a progress bar, elsewhere one line every `every` steps. train.log has all
-    lines; a run continues where its console is gone. Leaving the context raises UserError if a full
-    disk ended the run.
+    lines; a run continues where its console is gone. The context raises UserError if a full disk or
+    the removal of the run folder ended the run.
     """
 
     def __init__(self, run: Path, every: int, total_steps: int, step: int = 0) -> None:
         self.run = run
         self.every = every
-        self.total = total_steps
-        self.lines = _line_logger(run / "train.log")
-        # Hides the points that a killed run wrote after its last checkpoint.
-        self.board = SummaryWriter(str(run), purge_step=step + 1)
+        self.total, self.first = total_steps, step + 1
         self.progress = _progress() if sys.stdout and sys.stdout.isatty() else None
         if self.progress:
             self.task = self.progress.add_task("", total=total_steps, completed=step)
         self._reset()
 
     def __enter__(self) -> "Log":
-        self.thread_hook = threading.excepthook
-        threading.excepthook = self._thread_failed
-        with self._console():
+        with ExitStack() as files:  # closed in reverse order, also where one cannot be opened
+            files.enter_context(self._reported())
+            files.enter_context(self._thread_errors())
+            self.lines = files.enter_context(closing(_Lines(self.run / "train.log")))
+            # Hides the points that a killed run wrote after its last checkpoint.
+            board = SummaryWriter(str(self.run), purge_step=self.first)
+            self.board = files.enter_context(closing(board))
             if self.progress:
-                self.progress.start()
+                with self._console():
+                    self.progress.start()
+                files.callback(self._stop_progress, self.progress)
+            self._files = files.pop_all()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with self._console():
-            if self.progress:
-                self.progress.stop()
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            with suppress(OSError, UserError):
+                self.lines.write(f"ended: {str(error).partition(chr(10))[0]}")
+        self._files.__exit__(kind, error, trace)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Raise UserError for a failed write of the log or of a checkpoint."""
         try:
-            if isinstance(error, Exception):
-                self.lines.info(f"ended: {str(error).partition(chr(10))[0]}")
-            self.board.close()
-            for handler in list(self.lines.handlers):
-                handler.close()
-                self.lines.removeHandler(handler)
-        except OSError as failed:
-            error = error or failed
-        threading.excepthook = self.thread_hook
-        reason = str(error) if isinstance(error, NotSaved) else None
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            reason = f"{self.run}: its log cannot be written ({error.strerror})"
-        if reason:
-            raise UserError(
-                f"{reason}; the last checkpoint is complete: make room, then resume with --resume"
-            ) from None
+            yield
+        except (OSError, NotSaved) as error:
+            if not self.run.is_dir():
+                reason = f"{self.run}: removed while training wrote into it"
+                raise UserError(f"{reason}; train again, into a folder that stays") from None
+            reason = str(error)
+            if isinstance(error, OSError):
+                if error.errno not in DISK_FULL:
+                    raise
+                reason = f"{self.run}: its log cannot be written ({error.strerror})"
+            remedy = "the last checkpoint is complete: make room, then resume with --resume"
+            raise UserError(f"{reason}; {remedy}") from None
+
+    @contextmanager
+    def _thread_errors(self) -> Iterator[None]:
+        """Ignore a failed write of TensorBoard's thread: its next write raises in ours."""
+        before = threading.excepthook
+
+        def failed(thread: threading.ExceptHookArgs) -> None:
+            if not isinstance(thread.exc_value, OSError):
+                before(thread)
+
+        threading.excepthook = failed
+        try:
+            yield
+        finally:
+            threading.excepthook = before
+
+    def _stop_progress(self, progress: Progress) -> None:
+        with self._console():
+            progress.stop()
 
     def info(self, *texts: str) -> None:
         """Lines on the console and in train.log."""
         for text in texts:
-            self.lines.info(text)
+            self.lines.write(text)
             with self._console():
                 if self.progress:
-                    self.progress.console.print(text, markup=False, highlight=False)
+                    shown = _encodable(printable(text), self.progress.console.encoding)
+                    self.progress.console.print(shown, markup=False, highlight=False)
                 else:
                     print(text, flush=True)
 
@@ -125,11 +152,6 @@ class Log:
         final = {name.replace("/", "_final/"): value for name, value in metrics.items()}
         self.board.add_hparams(plain, final, run_name=".", global_step=0)
 
-    def _thread_failed(self, failed: threading.ExceptHookArgs) -> None:
-        """Ignore a failed write of TensorBoard's thread: its next write raises in ours."""
-        if not isinstance(failed.exc_value, OSError):
-            self.thread_hook(failed)
-
     def _report(self, state: TrainState, step: Step) -> None:
         losses = means(self.sums)
         elapsed = max(time.perf_counter() - self.since, 1e-9)
@@ -147,7 +169,7 @@ class Log:
         loss = "  ".join(f"{name} {value:.4f}" for name, value in losses.items()) or "no step used"
         speed = f"{rate:.0f}x real time" if rate else f"{self.steps / elapsed:.1f} steps/s"
         line = f"step {state.step}/{self.total}  epoch {state.epoch}  {loss}  {speed}"
-        self.lines.info(line)
+        self.lines.write(line)
         with self._console():
             if self.progress:
                 shown = {"total": self.total, "description": f"{loss}  {speed}"}
@@ -163,7 +185,7 @@ class Log:
             yield
         except OSError as error:
             discard_stdout()
-            self.lines.info(f"the console is gone ({error.strerror}); the run continues")
+            self.lines.write(f"the console is gone ({error.strerror}); the run continues")
 
     def _reset(self) -> None:
         self.sums: dict[str, Sum] = {}
@@ -186,24 +208,45 @@ class NullLog:
 
 def _progress() -> Progress:
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.description}"), transient=True)
+    return Progress(
+        *columns,
+        TextColumn("{task.description}"),
+        console=Console(file=terminal()),
+        transient=True,
+        # These would print what others print without escapes.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
 
 
-class _Lines(logging.FileHandler):
-    """Raises where a line cannot be written; logging would only print a traceback."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Called in the except clause of a failed write."""
-        error = sys.exc_info()[1]
-        if error:
-            raise error
+def _encodable(text: str, encoding: str) -> str:
+    """The text with escapes for what the encoding lacks."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _line_logger(path: Path) -> logging.Logger:
-    logger = logging.getLogger(f"asr.run.{path.parent.resolve()}")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    handler = _Lines(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger.addHandler(handler)
-    return logger
+class _Lines:
+    """train.log: lines with their time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, open_append(path)
+
+    def write(self, text: str) -> None:
+        """Append a line; where the disk is full, none of it. Opens a new file if it was removed."""
+        if not os.fstat(self.file.fileno()).st_nlink:
+            removed, self.file = self.file, open_append(self.path)
+            removed.close()
+        now = time.time()
+        date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+        line = f"{date},{int(1000 * (now % 1)):03d} {printable(text)}\n"
+        rest, size = line.encode(errors="backslashreplace"), self.file.seek(0, os.SEEK_END)
+        try:
+            while rest:
+                rest = rest[os.write(self.file.fileno(), rest) :]
+        except OSError:
+            with suppress(OSError):
+                self.file.truncate(size)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()

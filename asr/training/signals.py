@@ -11,6 +11,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from asr.errors import WorkerKilled
 from asr.training.distributed import gather
 
 Result = TypeVar("Result")
@@ -18,7 +21,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(Exception):
-    """Raised by a signal within Stop.interruptible."""
+    """Raised within Stop.interruptible after a signal."""
 
 
 class Stop:
@@ -29,7 +32,6 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        self._may_raise = False
         self._handlers: dict[signal.Signals, Any] = {}  # those before
 
     def __enter__(self) -> "Stop":
@@ -45,14 +47,22 @@ class Stop:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """For work that changes nothing and may take minutes: a signal raises Stopped in it."""
+        """For work that changes nothing: after a signal its next call of a module raises Stopped.
+
+        The handler itself raises nothing. It runs between any two lines: in a fork's hooks and in
+        __del__ its exception would be lost, and elsewhere it could leave a queue half changed.
+        """
+        self._check()
+        try:
+            with register_module_forward_pre_hook(self._check):
+                yield
+        except (RuntimeError, WorkerKilled):
+            self._check()  # a signal ends the loader's processes, too
+            raise
+
+    def _check(self, *call: object) -> None:
         if self.signal:
             raise Stopped
-        self._may_raise = True
-        try:
-            yield
-        finally:
-            self._may_raise = False
 
     def interruptible_on_all_ranks(self, work: Callable[[], Result]) -> Result:
         """The result of such work; raises Stopped on all ranks if a signal interrupts it on one.
@@ -77,6 +87,3 @@ class Stop:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         self.signal = signal.Signals(number).name
-        if self._may_raise:
-            self._may_raise = False
-            raise Stopped
