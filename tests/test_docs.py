@@ -18,7 +18,7 @@ from asr.images.config import ImageRecipe
 from asr.sweep import read_grid
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which also names removed files
 GUIDES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "api"))]
@@ -219,7 +219,8 @@ def test_the_reference_reads_comments_bounds_and_defaults():
     fields = SpeechRecipe.model_json_schema()["$defs"]["DataConfig"]["properties"]
     assert fields["workers"]["maximum"] == 256 and fields["workers"]["default"] == 2
     assert "| `data.workers` | integer, 0 to 256 | `2` | " in page
-    assert "| `train.device` | text matching `^(auto\\|cpu\\|cuda(:\\d+)?)$` | `auto` | " in page
+    device = r"text matching `^(auto\|cpu\|cuda(:(0\|[1-9][0-9]?))?)$` | `auto` | "
+    assert f"| `train.device` | {device}" in page
     assert (
         "| `model.residual_scale` | number, above 0; or keys below; or `deepnet` | `1.0` | " in page
     )

@@ -16,7 +16,8 @@ COMMANDS += ("transcribe", "__main__")
 # Lowest first: a package imports those before it, and itself; exceptions are listed below.
 ORDER = ["features", "asr.errors", "asr.io", "asr.config", "asr.kernels", "asr.nn", "asr.data"]
 ORDER += ["asr.models", "asr.decoding", "asr.training", "asr.analysis", "asr.inference"]
-ORDER += ["asr.recognizer", "asr.tasks", "asr.images", *(f"asr.{name}" for name in COMMANDS)]
+ORDER += ["asr.recognizer", "asr.tasks", "asr.images", "asr.arguments"]
+ORDER += [f"asr.{name}" for name in COMMANDS]
 NOT_IMPORTED = {
     "asr.errors": set(ORDER) - {"features"},
     "asr.io": set(ORDER) - {"asr.errors"},
@@ -27,6 +28,7 @@ NOT_IMPORTED = {
     "asr.decoding": {"features", "asr.io", "asr.kernels", "asr.models"},
     "asr.analysis": {"features", "asr.kernels", "asr.nn", "asr.data", "asr.models"},
     "asr.images": {"asr.models", "asr.decoding", "asr.inference", "asr.recognizer", "asr.tasks"},
+    "asr.arguments": set(ORDER) - {"asr.errors"},
     **{f"asr.{name}": {f"asr.{other}" for other in COMMANDS if other != name} for name in COMMANDS},
 }
 NO_BACKEND = {"asr.kernels.dispatch", "asr.kernels.types", "asr.kernels.deferred"}
@@ -151,7 +153,7 @@ def test_training_speech_loads_speech_alone(tiny, tmp_path):
     own = [name for name in modules if name in MODULES]
     lines = sum(len(MODULES[name].read_text().splitlines()) for name in own)
     print(len(own), "files,", lines, "lines")
-    assert len(own) <= 75 and lines <= 12_000
+    assert len(own) <= 75 and lines <= 12_600
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "__main__"])

@@ -1,239 +1,157 @@
-"""Fuzz recipes, manifests and audio files: every command must succeed or print one error line.
+"""Fuzz all commands: whatever they read, they succeed or print one line of error, and harm nothing.
 
-    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/fuzz.py [--recipes 1000] [--files 500]
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/fuzz.py [--cases 5000] [--jobs 2]
+    ... --kind audio --number 17 --keep       repeats one case and prints its output and folder
 
-Every case is a command in its own process (forked_commands.py) that must exit with code 0, or with
-2 and exactly one line `error: ...` on stderr (asr.prepare tsv: one line per faulty row before it).
-Failures are a traceback, any other exit code, more than 10 seconds of CPU or clock time (--clock
-allows more on a busy machine), and half-written output: a run folder without a training step, a
-checkpoint whose checksums differ, a hidden file, a manifest in spite of an error. Prints the number
-of cases and failures.
-
-Half of the recipes are damaged as text, which the parser usually refuses, and half as values of the
-resolved recipe, many of which are odd but legal. The command line limits trainings to one step. The
-address space is limited to 8 GB, so that a recipe that needs more memory is refused.
+Each case is a command on something damaged or hostile: fuzz_cases.py has the kinds of cases, with
+content from fuzz_files.py, fuzz_media.py, fuzz_recipes.py and fuzz_server.py, on the sound data of
+fuzz_world.py; fuzz_judge.py runs the command and lists what counts as a fault. A case is determined
+by (seed, kind, number), so that it can be repeated. Prints every fault, and for each kind how many
+cases ended in success, were refused (exit code 2), were stopped (by a signal) or are wrong, the
+most memory and the longest time of the processor. Exit code 1 after any fault.
 """
 
 import argparse
+import json
+import os
 import random
-import resource
 import shutil
 import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 
-import soundfile
 import torch
-import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from forked_commands import fork
-from tiny_speech import RATE, make_corpus, make_recipe, tones
+import forked_commands  # noqa: F401 (imports what commands import as they run)
+from fuzz_cases import KINDS
+from fuzz_judge import Case, Result, fault_of
+from fuzz_server import serve
+from fuzz_world import World, make_world, new_place
 
-from asr import prepare, train, transcribe
-from asr.training.checkpoint import is_sound, list_checkpoints
-
-SECONDS = 10
-LIMITS = {resource.RLIMIT_CPU: SECONDS, resource.RLIMIT_AS: 8 << 30}
-VALUES = """
--1 0 1 3 17 0.5 1e308 -1e-300 nan .inf -.inf null '' [] {} true yes no ~ 1_000 0x1F 12:30:45 . * &
-99999999999999999999 1000000 2024-01-01 [1,2,3] {a:b} ../x /etc/passwd /dev/zero !x % @ *a &a : #
-!!binary !!python/name:os.system <<: | > - ? " ' { [ las transformer auto cuda
-""".split()  # noqa: SIM905 (readable as one string)
-KEYS = ("kind", "base", "task", "run", "seed", "data", "text", "model", "train", "decode", "<<")
-ODD = ("\x00", "\t", "\ufeff", "é" * 300, "\u2028", "[" * 3000, "\x1b[2J", "1" * 999)
+ENDS = {0: "success", 2: "refused"}
 
 
-def damage_text(text: str, chance: random.Random) -> str:
-    """One to three changes typical of typing errors, bad merges or hostile input."""
-    lines = text.split("\n")
-    for _ in range(chance.randint(1, 3)):
-        at = chance.randrange(len(lines))
-        change = chance.choice((_value, _value, _value, _key, _line, _bytes))
-        lines[at : at + 1] = change(lines[at], lines, chance)
-    if chance.random() < 0.05:
-        lines = lines[: chance.randrange(len(lines))]
-    return "\n".join(lines)
+def one_case(
+    world: World, kind: str, number: int, seed: int
+) -> tuple[str | None, Case, Result, Path]:
+    """Make and run a case -> its fault, if any, the case, what it did, and its folder."""
+    place = new_place(world.folder / "cases" / f"{kind}-{number}", world.runs["las"])
+    make, _ = KINDS[kind]
+    case = make(world, place, random.Random(f"{seed} {kind} {number}"))
+    fault, result = fault_of(case, place, (world.corpus, world.folder / "runs"))
+    return fault, case, result, place
 
 
-def _value(line: str, lines: list[str], chance: random.Random) -> list[str]:
-    for mark in (":", "\t", "-"):
-        if mark in line:
-            parts = line.split(mark)
-            place = chance.randrange(1, len(parts))
-            parts[place] = (" " if mark != "\t" else "") + chance.choice(VALUES)
-            return [mark.join(parts)]
-    return [line + chance.choice(VALUES)]
+def run_cases(world: World, wanted: list[tuple[str, int]], seed: int, keep: bool) -> list:
+    """Run cases, print the faults -> (kind, end, MB, seconds of the processor) of each case."""
+    world.served = Path(tempfile.mkdtemp(dir=world.folder))
+    server, port = serve(world.served)
+    world.address = f"http://127.0.0.1:{port}/{seed}"
+    ends = []
+    try:
+        for kind, number in wanted:
+            fault, case, result, place = one_case(world, kind, number, seed)
+            end = "WRONG" if fault else ENDS.get(result.code, "stopped")
+            ends.append((kind, end, result.memory >> 20, result.cpu))
+            if fault or keep:
+                print(report(kind, number, fault, case, result, place), flush=True)
+            if not keep:
+                shutil.rmtree(place)
+            if len(ends) % 250 == 0:
+                print(f"{len(ends)} of {len(wanted)} cases", flush=True)
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+    return ends
 
 
-def _key(line: str, lines: list[str], chance: random.Random) -> list[str]:
-    space = line[: len(line) - len(line.lstrip())]
-    return [f"{space}{chance.choice(KEYS)}:{line.partition(':')[2]}"]
+def report(
+    kind: str, number: int, fault: str | None, case: Case, result: Result, place: Path
+) -> str:
+    """A case in a few lines."""
+    line = " ".join(repr(argument)[1:-1] for argument in case.arguments)
+    more = f"\n  {case.environment}" if case.environment else ""
+    return (
+        f"{kind} {number}: {fault or 'right'}\n  {case.module.__name__} {line[:1500]}{more}\n"
+        f"  code {result.code}, {result.cpu:.1f} s, {result.memory >> 20} MB, in {place}\n"
+        f"  {printable(result.err)}"
+    )
 
 
-def _line(line: str, lines: list[str], chance: random.Random) -> list[str]:
-    other = chance.choice(lines)
-    return chance.choice(([], [line, line], [line, other], ["  " + line], [line.lstrip()], [other]))
+def printable(text: str) -> str:
+    """The end of a text, with escapes."""
+    return "\n  ".join(repr(line)[1:-1] for line in text[-1500:].splitlines())
 
 
-def _bytes(line: str, lines: list[str], chance: random.Random) -> list[str]:
-    at = chance.randrange(len(line) + 1)
-    odd = chance.choice(ODD)
-    return [line[:at] + odd + line[at:]]
+def in_parallel(world: World, wanted: list, seed: int, keep: bool, jobs: int) -> list:
+    """Run the cases in so many processes -> as run_cases."""
+    pids = {}
+    for job in range(jobs):
+        path = world.folder / f"ends-{job}.json"
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                path.write_text(json.dumps(run_cases(world, wanted[job::jobs], seed, keep)))
+                code = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        pids[pid] = path
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    if any(statuses):
+        raise SystemExit(f"a job failed: {[os.waitstatus_to_exitcode(s) for s in statuses]}")
+    return [tuple(end) for path in pids.values() for end in json.loads(path.read_text())]
 
 
-def damage_tree(tree: dict, chance: random.Random) -> dict:
-    """One to three keys with another value: valid YAML, which the parser accepts."""
-    for _ in range(chance.randint(1, 3)):
-        group, path = tree, []
-        while isinstance(group, dict) and group:
-            path.append((group, chance.choice(list(group))))
-            group = group[path[-1][1]]
-        group, key = path[-1]
-        group[key] = chance.choice((0, 1, 2, 3, 7, 0.5, 1.0, 1e-9, True, None, -1, 300, group[key]))
-    return tree
-
-
-def damage_bytes(content: bytes, chance: random.Random) -> bytes:
-    """Flipped, lost, added and overwritten bytes, half of them in the header."""
-    data = bytearray(content)
-    for _ in range(chance.randint(1, 8)):
-        at = chance.randrange(min(len(data), 64) if chance.random() < 0.5 else len(data))
-        size = chance.choice((1, 1, 2, 4, 100))
-        new = chance.choice((chance.randbytes(size), b"\xff" * size, b"\x00" * size, b""))
-        data[at : at + size] = new
-        if not data:
-            return b""
-    return bytes(data[: chance.randrange(len(data))] if chance.random() < 0.1 else data)
-
-
-class Fuzzer:
-    """Cases and their results."""
-
-    def __init__(self, folder: Path, seed: int, clock: float) -> None:
-        self.folder, self.seed, self.clock = folder, seed, clock
-        self.corpus = folder / "corpus"
-        self.corpus.mkdir()
-        make_corpus(self.corpus)
-        self.recipe = make_recipe(self.corpus)
-        self.trained = folder / "trained"
-        line = ["train.steps=1", "train.samples=0", "--run", str(self.trained)]
-        # Not in this process: torch's threads do not exist in forked processes.
-        assert fork(train, [str(self.recipe), *line], folder / "trained.txt").wait(900.0) == 0
-        self.ends: Counter[str] = Counter()
-        self.wrong: list[str] = []
-
-    def case(self, kind: str, number: int) -> None:
-        """One damaged file, one command, one verdict."""
-        chance = random.Random(f"{self.seed} {kind} {number}")
-        place = self.folder / "case"
-        place.mkdir()
-        made: Callable[[Path, random.Random], tuple] = getattr(self, f"_{kind}")
-        module, arguments = made(place, chance)
-        out, err = place / "stdout", place / "stderr"
-        process = fork(module, arguments, out, err, LIMITS)
-        code = process.wait(self.clock)
-        if code is None:
-            process.kill()
-        fault = self._fault(code, place, kind)
-        self.ends[f"{kind}: {'WRONG' if fault else 'success' if code == 0 else 'refused'}"] += 1
-        if fault:
-            self.wrong.append(f"{kind} {number}: {fault}")
-            print(self.wrong[-1], err.read_text(errors="replace")[-1500:], flush=True)
-        shutil.rmtree(place)
-
-    def _fault(self, code: int | None, place: Path, kind: str) -> str | None:
-        if code is None or code == -signal.SIGXCPU:
-            return "hangs"
-        output = (place / "stdout").read_text(errors="replace")
-        lines = (place / "stderr").read_text(errors="replace").splitlines()
-        if "Traceback" in output or any("Traceback" in line for line in lines):
-            return "traceback"
-        if code not in (0, 2):
-            return f"exit code {code}"
-        if code == 2 and not (lines and lines[-1].startswith("error: ")):
-            return "no error line"
-        if code == 2 and kind != "table" and len(lines) != 1:
-            return f"{len(lines)} lines"
-        return self._half_written(code, place)
-
-    def _half_written(self, code: int, place: Path) -> str | None:
-        run, made = place / "run", place / "made"
-        if code == 2 and run.exists() and not (run / "train.log").exists():
-            return "a run folder that was never trained in"
-        if not all(is_sound(checkpoint) for checkpoint in list_checkpoints(run)):
-            return "a damaged checkpoint"
-        if code == 2 and made.exists() and any(made.iterdir()):
-            return "a manifest in spite of the error"
-        hidden = [path.name for top in (run, made) for path in top.rglob(".*")]
-        return f"left behind: {hidden}" if hidden else None
-
-    def _recipe(self, place: Path, chance: random.Random) -> tuple:
-        path = place / "r.yaml"
-        if chance.random() < 0.5:
-            text = damage_text(self.recipe.read_text(), chance)
-        else:
-            full = yaml.safe_load((self.trained / "recipe.yaml").read_text())
-            text = yaml.safe_dump(damage_tree(full, chance))
-        path.write_text(text, encoding="utf-8", errors="surrogatepass")
-        steps = ["train.steps=1"] if "train" in text else []
-        return train, [str(path), *steps, "--run", str(place / "run")]
-
-    def _manifest(self, place: Path, chance: random.Random) -> tuple:
-        path = self._damaged_table(place, chance)
-        role = chance.choice(("train", "valid"))
-        more = [f"data.{role}={path}", "train.steps=1", "--run", str(place / "run")]
-        return train, [str(self.recipe), *more]
-
-    def _table(self, place: Path, chance: random.Random) -> tuple:
-        path = self._damaged_table(place, chance)
-        return prepare, ["tsv", str(path), "--to", str(place / "made")]
-
-    def _damaged_table(self, place: Path, chance: random.Random) -> Path:
-        for audio in self.corpus.glob("train-*.flac"):
-            (place / audio.name).symlink_to(audio)
-        path, text = place / "own.tsv", (self.corpus / "train.tsv").read_text()
-        if chance.random() < 0.3:
-            path.write_bytes(damage_bytes(text.encode(), chance))
-        else:
-            path.write_text(damage_text(text, chance))
-        return path
-
-    def _audio(self, place: Path, chance: random.Random) -> tuple:
-        kind = chance.choice(("wav", "flac", "ogg", "mp3"))
-        path = place / f"a.{kind}"
-        soundfile.write(path, tones("abc", 1), RATE)
-        path.write_bytes(damage_bytes(path.read_bytes(), chance))
-        return transcribe, [str(self.trained), str(path)]
+def shares(cases: int, kinds: Iterable[str]) -> list[tuple[str, int]]:
+    """So many cases, split over the kinds by their shares and interleaved."""
+    parts = {kind: KINDS[kind][1] for kind in kinds}
+    counts = {kind: round(cases * part / sum(parts.values())) for kind, part in parts.items()}
+    ordered = [(n / counts[kind], kind, n) for kind in counts for n in range(counts[kind])]
+    return [(kind, number) for _, kind, number in sorted(ordered)]
 
 
 def main() -> int:
-    """Print the figures; exit code 1 after any failure."""
+    """Run the cases and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipes", type=int, default=1000)
-    parser.add_argument("--files", type=int, default=500, help="half audio, half manifests")
+    parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--clock", type=float, default=10.0, help="seconds that a case may take")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="only these")
+    parser.add_argument("--number", type=int, help="only the case of this number")
+    parser.add_argument("--first", type=int, default=0, help="skip the numbers below it")
+    parser.add_argument("--keep", action="store_true", help="keep the folders, print all output")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    quarter = args.files // 4
-    wanted = {"recipe": args.recipes, "audio": args.files - 2 * quarter}
-    wanted |= {"manifest": quarter, "table": quarter}
-    with tempfile.TemporaryDirectory() as folder:
-        fuzzer = Fuzzer(Path(folder), args.seed, args.clock)
-        for kind, count in wanted.items():
-            for number in range(count):
-                fuzzer.case(kind, number)
-                if number % 100 == 99:
-                    print(f"{number + 1} x {kind}", flush=True)
-            print(f"{count} x {kind}: {len(fuzzer.wrong)} wrong so far", flush=True)
-    for name, count in sorted(fuzzer.ends.items()):
-        print(f"{name} {count}")
-    print(f"{sum(wanted.values())} cases, {len(fuzzer.wrong)} wrong")
-    return 1 if fuzzer.wrong else 0
+    # Else threads of a new process, when they begin at once, find torch's pool half made.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+    wanted = shares(args.cases, args.kind or KINDS)
+    wanted = [(kind, number + args.first) for kind, number in wanted]
+    if args.number is not None:
+        wanted = [(kind, args.number) for kind in args.kind or KINDS]
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    try:
+        world = make_world(folder)
+        ends = in_parallel(world, wanted, args.seed, args.keep, args.jobs)
+    finally:
+        if not args.keep:
+            shutil.rmtree(folder)
+    for kind in dict.fromkeys(kind for kind, _ in wanted):
+        own = [end for end in ends if end[0] == kind]
+        counts = Counter(end for _, end, _, _ in own)
+        figures = ", ".join(f"{counts[end]} {end}" for end in (*ENDS.values(), "stopped", "WRONG"))
+        most, longest = max(end[2] for end in own), max(end[3] for end in own)
+        print(f"{kind}: {len(own)} cases: {figures}; at most {most} MB, {longest:.1f} s")
+    wrong = sum(end == "WRONG" for _, end, _, _ in ends)
+    print(f"{len(ends)} cases, {wrong} wrong")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -20,17 +20,18 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kills import differences, state
+from run_state import differences, faults, state
 from tiny_speech import make_corpus, make_recipe
 
-LINE = ["train.samples=0", "train.save_every=2", "train.accumulate=1", "train.epochs=60"]
+LINE = ["train.samples=0", "train.save_every=2", "train.accumulate=1"]
 
 
-def torchrun(ranks: int, restarts: int, recipe: Path, run: Path) -> subprocess.Popen[str]:
+def torchrun(ranks: int, restarts: int, epochs: int, run: Path) -> subprocess.Popen[str]:
     """Start the training, with its output in a file beside the run."""
     line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     line += [f"--max-restarts={restarts}", "--standalone", "--monitor-interval=0.05"]
-    line += ["-m", "--", "asr.train", str(recipe), *LINE, "--run", str(run)]
+    line += ["-m", "--", "asr.train", str(run.parent / "tiny.yaml"), *LINE]
+    line += [f"train.epochs={epochs}", "--run", str(run)]
     with run.with_suffix(".txt").open("w") as file:
         return subprocess.Popen(line, stdout=file, stderr=file, text=True)
 
@@ -48,7 +49,7 @@ def starts(run: Path) -> int:
 
 
 def kill_one(training: subprocess.Popen[str], run: Path, before: int, chance: random.Random) -> str:
-    """Wait for the next start, then a random time; -> the killed rank, or None after the end."""
+    """Wait for the next start, then a random time; -> the killed rank, or "" after the end."""
     while starts(run) <= before:
         if training.poll() is not None:
             return ""
@@ -64,6 +65,25 @@ def kill_one(training: subprocess.Popen[str], run: Path, before: int, chance: ra
     return f"worker {number} at step {steps[-1] if steps else 0}"
 
 
+def trial(folder: Path, kills: int, ranks: int, chance: random.Random) -> list[str]:
+    """Print the kills of a training of FOLDER/tiny.yaml; -> what is wrong at its end."""
+    straight, killed, epochs = folder / "straight", folder / "killed", 6 * kills
+    assert torchrun(ranks, 0, epochs, straight).wait() == 0, straight.with_suffix(".txt")
+    training, done = torchrun(ranks, kills, epochs, killed), 0
+    while done < kills and (who := kill_one(training, killed, done, chance)):
+        done += 1
+        print(f"kill {done}: {who}", flush=True)
+    code = training.wait()
+    wrong = [f"exit code {code}"] if code else differences(state(killed), state(straight))
+    wrong += faults(killed.with_suffix(".txt"))
+    if done < kills:
+        wrong.append(f"it ended after {done} kills")
+    if wrong:
+        print(killed.with_suffix(".txt").read_text()[-3000:])
+    print(f"{done} of {kills} kills, {ranks} ranks: {len(wrong)} differences {wrong}")
+    return [f"torchrun: {what}" for what in wrong]
+
+
 def main() -> int:
     """Print the kills and the comparison; exit code 1 if anything differed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -71,23 +91,10 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    chance = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_corpus(folder)
-        recipe = make_recipe(folder)
-        straight, killed = folder / "straight", folder / "killed"
-        assert torchrun(args.ranks, 0, recipe, straight).wait() == 0
-        training, done = torchrun(args.ranks, args.kills, recipe, killed), 0
-        while done < args.kills and (who := kill_one(training, killed, done, chance)):
-            done += 1
-            print(f"kill {done}: {who}", flush=True)
-        code = training.wait()
-        wrong = [f"exit code {code}"] if code else differences(state(killed), state(straight))
-        if wrong:
-            print(killed.with_suffix(".txt").read_text()[-3000:])
-    print(f"{done} of {args.kills} kills, {args.ranks} ranks: {len(wrong)} differences {wrong}")
-    return 1 if wrong or done < args.kills else 0
+        make_corpus(Path(name))
+        make_recipe(Path(name))
+        return bool(trial(Path(name), args.kills, args.ranks, random.Random(args.seed)))
 
 
 if __name__ == "__main__":
