@@ -387,7 +387,8 @@ def _blocks(
         if count > limit:
             raise AudioError(f"{name}: longer than the limit of {max_seconds:g} seconds")
         if read:
-            mono = block[:read].mean(axis=1) if sound.channels > 1 else block[:read, 0].copy()
+            with np.errstate(invalid="ignore", over="ignore"):  # such values are refused next
+                mono = block[:read].mean(axis=1) if sound.channels > 1 else block[:read, 0].copy()
             check_values(torch.from_numpy(mono), name)
             yield mono
     if not count:

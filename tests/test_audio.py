@@ -477,3 +477,12 @@ def test_a_long_file_is_measured_with_the_memory_of_one_block(tmp_path):
     assert most < seconds * rate * 4 / 2  # half of the samples alone
     with pytest.raises(AudioError, match="longer than the limit of 7 seconds"):
         decoded_seconds(tmp_path / "long.flac", 7)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("values", [(np.inf, -np.inf), (np.nan, 1.0), (3e38, 3e38)])
+def test_channels_without_a_finite_mean_are_refused_without_a_warning(tmp_path, values):
+    samples = np.tile(np.array(values, np.float32), (400, 1))
+    soundfile.write(tmp_path / "a.wav", samples, 8000, subtype="FLOAT")
+    with pytest.raises(AudioError, match=r"NaN or infinite|samples reach"):
+        read_audio(tmp_path / "a.wav", 8000)

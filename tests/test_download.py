@@ -476,3 +476,11 @@ def test_a_full_disk_keeps_what_is_there(raw, tmp_path):
     assert f"{tmp_path / 'a.part'}: cannot be written: File too large; the same" in message
     kept = (tmp_path / "a.part").read_bytes()
     assert CONTENT.startswith(kept) and len(kept) >= 1009
+
+
+@pytest.mark.parametrize("name", ["a", "a.part"])
+def test_a_giant_in_its_place_is_refused_unread(tmp_path, name):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match=rf"{name}: (is not the published|larger than the limit)"):
+        download.fetch("http://127.0.0.1:9/a", tmp_path / "a", "0" * 32)

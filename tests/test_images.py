@@ -306,7 +306,7 @@ def test_copying_writes_through_no_link(tmp_path, monkeypatch):
     assert not other.exists()
     (to / name).unlink()
     os.mkfifo(to / name)
-    with pytest.raises(UserError, match="not a regular file"):
+    with pytest.raises(UserError, match="exists already with other content"):
         mnist.copy(source, to)
 
 

@@ -296,7 +296,7 @@ def place_odd(path: Path, victim: Path, chance: random.Random) -> str:
         path.write_bytes(was)
         os.truncate(path, 1 << 40)
     else:
-        contents = {"empty": b"", "closed": was, "big": was + b"\n" * (30 << 20), "file": was[:-1]}
+        contents = {"empty": b"", "closed": was, "big": was + b"\n" * (4 << 20), "file": was[:-1]}
         path.write_bytes(contents[kind])
         path.chmod(0 if kind == "closed" else 0o644)
     return kind

@@ -49,11 +49,13 @@ def fetch(url: str, path: str | Path, md5: str, max_bytes: int = MAX_BYTES) -> N
     check_address(url)
     path = Path(path)
     if path.exists():
-        if md5_of_file(path) != md5:
+        if path.stat().st_size > max_bytes or md5_of_file(path) != md5:
             raise UserError(f"{path}: is not the published file (MD5 {md5}); move it away")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
+    if part.is_file() and part.stat().st_size > max_bytes:
+        raise UserError(f"{part}: larger than the limit of {max_bytes} bytes; remove it")
     with writing(part), open_append(part) as file:  # closing it writes, too
         try:
             _receive_all(url, _Part(part, file, max_bytes))
