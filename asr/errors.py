@@ -77,6 +77,12 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def one_line(message: str) -> str:
+    """The message without line breaks, its middle omitted beyond LONGEST characters."""
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+
+
 class _PrintableStream(TextIOWrapper):
     """Writes to the file of another stream, with control characters as escapes."""
 
@@ -121,8 +127,8 @@ def _printable_streams() -> Iterator[None]:
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's main and exit with what it returns, 0 for None."""
-    os.environ["MPLBACKEND"] = "agg"  # no command opens a window; another value may not exist
     try:
+        os.environ["MPLBACKEND"] = "agg"  # no command opens a window; another value may not exist
         with _printable_streams():
             code = _exit_code(main)
             if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -157,11 +163,8 @@ def _report(error: Exception) -> int:
     message = _user_message(error)
     if message is None:
         raise error
-    line = " ".join(message.split())
-    if len(line) > LONGEST:
-        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
     with suppress(OSError):  # standard error is closed
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {one_line(message)}", file=sys.stderr)
     return EXIT_USER_ERROR
 
 

@@ -201,9 +201,12 @@ def check_run_folder(run: Path) -> None:
 _LINK = "a symbolic link, through which nothing is written; replace it by what it points to"
 
 
-def sha256_of_files(paths: Iterable[Path]) -> str:
-    """The SHA256 of the files' bytes, one file after another: a second for a gigabyte."""
-    return _hash_files(paths, hashlib.sha256())
+def sha256_of_files(paths: Iterable[Path], limit: int | None = None) -> str:
+    """The SHA256 of the files' bytes, one file after another: a second for a gigabyte.
+
+    Raises UserError as open_file does.
+    """
+    return _hash_files(paths, hashlib.sha256(), limit)
 
 
 def md5_of_file(path: Path) -> str:
@@ -211,9 +214,9 @@ def md5_of_file(path: Path) -> str:
     return _hash_files([path], hashlib.md5(usedforsecurity=False))
 
 
-def _hash_files(paths: Iterable[Path], digest: Any) -> str:
+def _hash_files(paths: Iterable[Path], digest: Any, limit: int | None = None) -> str:
     for path in paths:
-        with open_file(path) as file:
+        with open_file(path, limit) as file:
             while block := file.read(CHUNK):
                 digest.update(block)
     return digest.hexdigest()

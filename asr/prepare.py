@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asr.arguments import CommandParser, above_zero, natural
-from asr.errors import UserError, run_command
+from asr.errors import UserError, one_line, run_command
 
 # A function per kind; its docstring is the help of its command line. It imports what it needs
 # itself, since torch takes seconds, for which --help should not wait.
@@ -125,7 +125,8 @@ def _tsv(args: argparse.Namespace) -> None:
 
     checked = tsv.check(args.table, args.audio, args.headers_only, args.max_seconds)
     for message in checked.messages():
-        print(f"skipped: {message}" if args.skip_bad else message, file=sys.stderr)
+        line = one_line(message)
+        print(f"skipped: {line}" if args.skip_bad else line, file=sys.stderr)
     if checked.faults and not args.skip_bad:
         count = len(checked.faults) + len(checked.rows)
         raise UserError(
@@ -159,7 +160,7 @@ def _webdataset(args: argparse.Namespace) -> None:
 
     result = webdataset.write(args.folder, args.to)
     for line in result.skipped:
-        print(f"skipped: {line}", file=sys.stderr)
+        print(f"skipped: {one_line(line)}", file=sys.stderr)
     _report(result.manifest)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asr.arguments import CommandParser, check_overrides, positive
-from asr.errors import UserError, run_command
+from asr.errors import UserError, one_line, run_command
 from asr.io import atomic_write
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def main() -> int:
                 raise
             faults[path] = f"{name_of(path)}: its name is too long for a file in --out"
     for reason in faults.values():
-        print(f"error: {reason}", file=sys.stderr, flush=True)
+        print(f"error: {one_line(reason)}", file=sys.stderr, flush=True)
     return 2 if faults else 0
 
 

@@ -377,6 +377,16 @@ def test_a_huge_member_of_a_tar_is_not_read_whole(tmp_path):
     assert peak_megabytes(packed(tmp_path / "y.tar", "a.wav", wav(size - 44, b"")[:40], size)) < 40
 
 
+@pytest.mark.parametrize("kind", [("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")])
+def test_a_sparse_file_whose_decoder_would_search_it_all_is_refused(kind, tmp_path):
+    path = tmp_path / "a.wav"
+    soundfile.write(path, sines(16_000, 1), 16_000, format=kind[0], subtype=kind[1])
+    os.truncate(path, 1 << 40)
+    for read in (decoded_seconds, audio_seconds):
+        with pytest.raises(AudioError, match=r"a.wav: 1099511627776 bytes, more than 4294967296; "):
+            read(path)
+
+
 def test_a_disk_error_within_a_tar_is_one_line(tmp_path, monkeypatch, capfd):
     """soundfile would print a traceback of its own and take the audio for complete."""
     soundfile.write(tmp_path / "a.wav", sines(16_000, 1, seconds=3), 16_000)

@@ -20,6 +20,7 @@ from asr.analysis.score_files import is_number, read_evaluation
 from asr.analysis.wer import Score
 from asr.config.loader import flat, read_recipe
 from asr.config.schema import DecodeConfig, Recipe
+from asr.data.tokenizer import MAX_MODEL
 from asr.errors import UserError
 from asr.io import check_run_folder, open_file, read_json, sha256_of_files
 from asr.training.checkpoint import choose, list_checkpoints, read_training
@@ -189,7 +190,8 @@ def _data_hash(folder: Path, settings: dict[str, Any]) -> str:
     """A hash of validation data and vocabulary, of their content where that is known."""
     digest = hashlib.sha256(_validation_hash(folder) or _validation_files_hash(settings))
     for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
-        digest.update(sha256_of_files([path]).encode() if path.is_file() else b"none")
+        known = path.is_file()
+        digest.update(sha256_of_files([path], MAX_MODEL).encode() if known else b"none")
     return digest.hexdigest()[:8]
 
 

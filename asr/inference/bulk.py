@@ -25,7 +25,7 @@ from typing import IO, Any
 from asr.config.schema import TRAINING_ONLY_FEATURES, SpeechRecipe
 from asr.data.corpus import read_manifest
 from asr.data.manifest import write_rows
-from asr.errors import UserError
+from asr.errors import UserError, one_line
 from asr.inference.recognition import Recognizer
 from asr.inference.transcript import ON_ONE_LINE, json_line, json_row, name_of
 from asr.io import (
@@ -339,7 +339,7 @@ class Progress:
         }
         write_files(job.out, {SUMMARY: json.dumps(summary, indent=1) + "\n"})
         for name, reason in failures[:PRINTED]:
-            print(f"failed: {name}: {reason}", file=sys.stderr, flush=True)
+            print(one_line(f"failed: {name}: {reason}"), file=sys.stderr, flush=True)
         print(
             f"{job.out}: {len(job.files)} files, {seconds / 3600:.2f} hours of audio, "
             f"{len(failures)} failures; this session {self.seconds / 3600:.2f} hours at "

@@ -43,9 +43,11 @@ CACHES = ("torchinductor_", "layernorm_asr_")
 PATIENCE = 2.0  # seconds in which the processes that a command has started must end
 MOST_OUTPUT = 8 << 20  # bytes
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-WARNING = re.compile(
-    r"^\S+:\d+: \w*Warning: |Exception ignored|terminate called|\[W\d+|libgomp", re.M
-)
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: |Exception ignored|terminate called|\[W\d+", re.M)
+# Of torch, where a recipe asks for more workers than there are processors: a fair remark.
+WORKERS = re.compile(r"^\S+: UserWarning: This DataLoader will create .*\n.*\n", re.M)
+# Of the OpenMP library, as it is loaded with an invalid OMP_NUM_THREADS: before any code of ours.
+OPENMP = re.compile(r"^\n?libgomp: Invalid value for environment variable .*\n", re.M)
 
 
 @dataclass
@@ -223,7 +225,7 @@ def _time_fault(case: Case, result: Result) -> str | None:
 
 
 def _end_fault(case: Case, result: Result) -> str | None:
-    lines = result.err.splitlines()
+    lines = OPENMP.sub("", result.err).splitlines()
     if "Traceback (most recent" in result.out + result.err:
         return "traceback"
     if result.code not in case.codes:
@@ -235,7 +237,7 @@ def _end_fault(case: Case, result: Result) -> str | None:
             return f"{len(lines)} lines of error"
         if max(map(len, lines)) > 4000:
             return "a line of error of more than 4000 characters"
-    return "a warning" if WARNING.search(result.err) else None
+    return "a warning" if WARNING.search(WORKERS.sub("", result.err)) else None
 
 
 def _text_fault(case: Case, result: Result) -> str | None:
@@ -276,7 +278,7 @@ def _contents(
         if stat.S_ISDIR(about.st_mode):
             yield path, (stat.S_IFMT(about.st_mode),)
             waiting += path.iterdir()
-        elif path.suffix != ".index" or "victim" in path.parts:  # beside a manifest, or the cache
+        elif ".index" not in path.name or "victim" in path.parts:  # beside a manifest, or the cache
             yield path, (about.st_mode, about.st_size, about.st_mtime_ns, _digest(path, about))
 
 
