@@ -20,7 +20,6 @@ from asr.analysis.score_files import is_number, read_evaluation
 from asr.analysis.wer import Score
 from asr.config.loader import flat, read_recipe
 from asr.config.schema import DecodeConfig, Recipe
-from asr.data.tokenizer import MAX_MODEL
 from asr.errors import UserError
 from asr.io import check_run_folder, open_file, read_json, sha256_of_files
 from asr.training.checkpoint import choose, list_checkpoints, read_training
@@ -28,7 +27,7 @@ from asr.training.resume import SHA256
 from asr.training.trainer import TrainState
 
 TAIL = 1 << 20  # bytes of a log that are read
-MAX_MANIFEST = 1 << 30  # bytes of a file that is hashed
+MAX_HASHED = 1 << 30  # bytes of a file that is hashed
 CONSOLE = "console.log"  # in a run folder: the console output that asr.sweep keeps
 TRAIN, VALID = "train/nll", "valid/nll"
 HOURS, SECONDS = "run/audio_hours", "run/train_seconds"  # cost of the run so far
@@ -191,7 +190,7 @@ def _data_hash(folder: Path, settings: dict[str, Any]) -> str:
     digest = hashlib.sha256(_validation_hash(folder) or _validation_files_hash(settings))
     for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
         known = path.is_file()
-        digest.update(sha256_of_files([path], MAX_MODEL).encode() if known else b"none")
+        digest.update(sha256_of_files([path], MAX_HASHED).encode() if known else b"none")
     return digest.hexdigest()[:8]
 
 
@@ -213,7 +212,7 @@ def _validation_files_hash(settings: dict[str, Any]) -> bytes:
     named = settings.get("data.valid")
     files = [Path(str(name)) for name in (named if isinstance(named, list) else [named])]
     with suppress(OSError, ValueError):  # ValueError: no file can have the name
-        if all(file.is_file() and file.stat().st_size <= MAX_MANIFEST for file in files):
+        if all(file.is_file() and file.stat().st_size <= MAX_HASHED for file in files):
             return sha256_of_files(files).encode()
     return repr(named).encode()
 
