@@ -61,6 +61,17 @@ def test_a_path_in_an_error_of_the_system_is_text(name, capsys):
     assert capsys.readouterr().err == "error: /runs/a: No space left on device\n"
 
 
+def test_a_loop_of_links_is_one_line(tmp_path, capsys):
+    (tmp_path / "a").symlink_to("a")
+
+    def main():
+        (tmp_path / "a").resolve(strict=True)
+
+    with pytest.raises(SystemExit, match="2"):
+        run_command(main)
+    assert capsys.readouterr().err == f"error: {tmp_path}/a: Too many levels of symbolic links\n"
+
+
 @pytest.mark.parametrize(
     ("code", "closed"), [("1 / 0", ""), ("print('x' * 100000)", "1>&-"), ("1 / 0", "2>&-")]
 )
