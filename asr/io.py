@@ -88,9 +88,13 @@ def sync(path: Path) -> None:
 def open_file(path: Path, limit: int | None = None) -> IO[bytes]:
     """A regular file, open for reading.
 
-    Raises UserError for a FIFO, a device, or a file of more than `limit` bytes.
+    Raises UserError for a FIFO, a device, a name with a null character, or a file of more than
+    `limit` bytes.
     """
-    file = io.BufferedReader(_Unblocked(path, opener=_open_regular))
+    try:
+        file = io.BufferedReader(_Unblocked(path, opener=_open_regular))
+    except ValueError:
+        raise UserError(f"{str(path)!a}: no file can have this name") from None
     if limit is not None and os.fstat(file.fileno()).st_size > limit:
         file.close()
         raise UserError(f"{path}: larger than {limit} bytes")

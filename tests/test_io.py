@@ -49,6 +49,11 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
         read_small_file(tmp_path / "missing")
 
 
+def test_a_name_with_a_null_character_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"a\\x00b': no file can have this name"):
+        open_file(tmp_path / "a\0b")
+
+
 def test_a_sparse_giant_is_not_read_whole(tmp_path):
     with (tmp_path / "giant").open("wb") as file:
         file.truncate(1 << 40)
