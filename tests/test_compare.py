@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
-from asr.analysis import curves
+from asr.analysis import comparison, curves
 from asr.analysis.comparison import group
 from asr.analysis.curves import (
     Curve,
@@ -83,6 +83,18 @@ def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{
 def falling(floor, shift=0.0):
     """1 at step 10, then linear down to `floor` at step 100."""
     return list(np.linspace(1, floor, len(STEPS)) + shift)
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(request, monkeypatch):
+    """Drawing takes a second: without the fixture `drawn` a picture is empty."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(comparison, "draw_curves", lambda panels: (b"", "<svg></svg>"))
+
+
+@pytest.fixture
+def drawn():
+    """For tests of pictures."""
 
 
 @pytest.fixture
@@ -202,7 +214,7 @@ def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
     )
 
 
-def test_a_full_disk_is_reported(two_groups, commands):
+def test_a_full_disk_is_reported(drawn, two_groups, commands):
     """RLIMIT_FSIZE refuses every byte beyond the limit."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
@@ -255,7 +267,7 @@ def test_runs_of_one_name_in_two_sweeps_are_two(tmp_path, commands):
     assert [row[0] for row in rows(text, "Runs that are not counted")] == ["seed=3"]
 
 
-def test_long_setting_names_have_letters_where_two_share_a_row(tmp_path, commands):
+def test_long_setting_names_have_letters_where_two_share_a_row(drawn, tmp_path, commands):
     """The figure, which labels its levels beside the lines, has the full names."""
     for norm in ("none", "ba"):
         for dropout in (0.1, 0.2):
@@ -303,7 +315,7 @@ def test_accuracies_of_images_are_compared_too(tmp_path, commands):
     assert rows(text, "Nll of test")[0][2] == "0.5000"
 
 
-def test_one_run_alone(tmp_path, commands, monkeypatch):
+def test_one_run_alone(drawn, tmp_path, commands, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "only", [], falling(0.1))
     out = report(commands, run)
@@ -311,7 +323,7 @@ def test_one_run_alone(tmp_path, commands, monkeypatch):
     assert (tmp_path / "compare" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_long_names_are_spelled_out_once(tmp_path, commands):
+def test_long_names_are_spelled_out_once(drawn, tmp_path, commands):
     many = ["model.listener.dropout=0.2", "model.speller.dropout=0.3", "train.optimizer.lr=0.01"]
     many += ["features.mel_bins=40", "train.batch_seconds=30", "model.attention_size=96"]
     for name, overrides in (("a", []), ("b", many)):
@@ -692,7 +704,7 @@ def test_a_hostile_run_among_others_is_skipped(tmp_path, commands, damage, words
     assert words in out and "0.1000" in out
 
 
-def test_hostile_names_are_escaped_in_the_report(tmp_path, commands):
+def test_hostile_names_are_escaped_in_the_report(drawn, tmp_path, commands):
     place = tmp_path / "<b>\x1b[2J\n"
     for seed in (1, 2):
         make_run(place / f"a-{seed}", [f"seed={seed}"], falling(0.1), errors=[1, 0])

@@ -97,7 +97,7 @@ def figures(objective, batch):
 def test_each_norm_overfits_eight_utterances_and_is_saved(model, tmp_path):
     objective = objective_of(model, seed=1)
     batch, config = eight_utterances(), TrainConfig(epochs=1)
-    optimizer = torch.optim.Adam(objective.parameters())
+    optimizer = torch.optim.Adam(objective.parameters(), fused=True)
     nats, _ = figures(objective, batch)
     assert nats > 1.5  # guessing costs about ln 13 = 2.6
     for step in range(STEPS):

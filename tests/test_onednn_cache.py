@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from asr.training.oom import CAPACITIES, SHAPES, limit_onednn_cache
+from asr.inference.recognition import Recognizer
+from asr.training.oom import CAPACITIES, SHAPES, SHAPES_DECODING, limit_onednn_cache
 
 GROWN = """
 import os, sys
-from asr.training.oom import limit_onednn_cache
+from asr.training.oom import SHAPES, SHAPES_ROUNDED, limit_onednn_cache
 if sys.argv[1] != "unbound":
-    limit_onednn_cache(rounded=sys.argv[1] == "rounded")
+    limit_onednn_cache(SHAPES_ROUNDED if sys.argv[1] == "rounded" else SHAPES)
 import torch
 from torch import nn
 torch.set_num_threads(1)
@@ -75,8 +76,15 @@ def test_a_capacity_that_is_no_number_is_replaced(value, monkeypatch):
         monkeypatch.setenv(name, value or "")
         if value is None:
             monkeypatch.delenv(name)
-    limit_onednn_cache()
+    limit_onednn_cache(SHAPES)
     assert [os.environ[name] for name in CAPACITIES] == [str(SHAPES)] * 2
     monkeypatch.setenv(CAPACITIES[0], "7")
-    limit_onednn_cache()
+    limit_onednn_cache(SHAPES)
     assert os.environ[CAPACITIES[0]] == "7"
+
+
+def test_loading_a_model_replaces_a_capacity_that_is_no_number(tiny_run, monkeypatch):
+    for name, value in zip(CAPACITIES, ("x", ""), strict=True):
+        monkeypatch.setenv(name, value)
+    Recognizer.load(tiny_run)
+    assert [os.environ[name] for name in CAPACITIES] == [str(SHAPES_DECODING)] * 2

@@ -66,8 +66,9 @@ def test_a_run_folder_contains_its_files(tiny, tiny_run):
     assert not [name for name in names if "part" in name]
 
 
-def test_curves_images_and_texts_are_written(tiny_run):
-    board = events(tiny_run)
+def test_curves_images_and_texts_are_written(tiny, commands, tmp_path):
+    assert commands(train, tiny, "--run", tmp_path, "train.samples=1")[0] == 0
+    board = events(tmp_path)
     scalars = set(board.Tags()["scalars"])
     assert {f"train/{n}" for n in ("objective", "nll", "ctc", "accuracy")} <= scalars
     assert {f"valid/{n}" for n in ("nll", "accuracy", "wer", "ctc_wer", "diagonality")} <= scalars
@@ -76,7 +77,7 @@ def test_curves_images_and_texts_are_written(tiny_run):
     (shown, *_) = board.Tensors("decoded/valid-0/text_summary")
     assert "reference: cb a" in shown.tensor_proto.string_val[0].decode()
     for name in ("train/nll", "valid/nll", "valid/wer"):
-        steps = [step for step, _ in curve(tiny_run, name)]
+        steps = [step for step, _ in curve(tmp_path, name)]
         assert steps == sorted(set(steps)) and steps[0] > 0, f"{name} has a point beside its curve"
 
 
@@ -186,6 +187,7 @@ def test_a_signal_saves_and_the_run_can_be_resumed(
         return call
 
     name = {"step": "take_step", "validation": "validate"}.get(where)
+    more = ["train.samples=1"] if where == "drawing" else []
     with monkeypatch.context() as patch:
         if where == "step":
             patch.setattr(trainer, name, signalled(trainer.take_step))
@@ -193,7 +195,7 @@ def test_a_signal_saves_and_the_run_can_be_resumed(
             patch.setattr(training_run, name, signalled(trainer.validate))
         else:
             patch.setattr(SpeechTask, "_pictures", signalled(SpeechTask._pictures))
-        code, out, _ = commands(train, tiny, "--run", tmp_path)
+        code, out, _ = commands(train, tiny, "--run", tmp_path, *more)
     assert code == EXIT_STOPPED == 3 and f"{number.name}: stopped after step " in out
     assert signal.getsignal(number) not in (None, signal.SIG_IGN)
     step = list_checkpoints(tmp_path)[-1].step

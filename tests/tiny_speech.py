@@ -71,8 +71,8 @@ def make_recipe(folder):
         },
         "model": {
             "kind": "las",
-            "listener": {**listener, "backend": "reference"},
-            "speller": {**speller, "backend": "reference"},
+            "listener": listener,
+            "speller": speller,
             "attention_size": 5,
         },
         "train": {
@@ -82,7 +82,7 @@ def make_recipe(folder):
             "optimizer": {"lr": 0.01},
             "schedule": {"warmup": 2},
             "guided_attention": {"steps": 4},
-            "samples": 1,
+            "samples": 0,
             "log_every": 1,
             "threads": 1,
             "device": "cpu",

@@ -44,6 +44,7 @@ from asr.inference.transcript import (
 from asr.nn.attention import Memory
 from asr.training.checkpoint import NotSaved, save_checkpoint
 from asr.training.distributed import choose_device
+from asr.training.oom import SHAPES_DECODING, limit_onednn_cache
 from features import AudioError, NoSamples
 from features.audio import from_samples
 from features.front_end import FrontEnd
@@ -133,6 +134,7 @@ class Recognizer(SpeechDecoder):
         run, has no checkpoint, or has one of another model or vocabulary.
         """
         run = Path(run)
+        limit_onednn_cache(SHAPES_DECODING)
         recipe = load_run_recipe(run, overrides)
         decode, tokenizer = recipe.decode, load_tokenizer(run)
         front_end = load_run_front_end(run, recipe)

@@ -23,18 +23,19 @@ Result = TypeVar("Result")
 SHAPES = 64
 # With rounded lengths all shapes recur, and compiling one again takes longer than a step.
 SHAPES_ROUNDED = 16384
+SHAPES_DECODING = 1024  # oneDNN's own
 CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-def limit_onednn_cache(rounded: bool = False) -> None:
-    """Keep the code of SHAPES (or SHAPES_ROUNDED) shapes, unless the environment sets a number.
+def limit_onednn_cache(shapes: int) -> None:
+    """Keep the code of so many shapes, unless the environment sets a number.
 
     oneDNN crashes with a capacity of 0 or text. To be called before torch's first convolution,
     which reads the environment once.
     """
     for name in CAPACITIES:
         if not re.fullmatch("[1-9][0-9]{0,8}", os.environ.get(name, "")):
-            os.environ[name] = str(SHAPES_ROUNDED if rounded else SHAPES)
+            os.environ[name] = str(shapes)
 
 
 def release_memory() -> None:

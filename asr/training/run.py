@@ -29,7 +29,7 @@ from asr.training.distributed import add_sums, gather, is_first, rank, world
 from asr.training.inspection import measure
 from asr.training.logging import Log, NullLog
 from asr.training.losses import Objective, Sum, means
-from asr.training.oom import limit_onednn_cache, release_memory
+from asr.training.oom import SHAPES, SHAPES_ROUNDED, limit_onednn_cache, release_memory
 from asr.training.resume import Content, ResumePoint, find_resume_point, fingerprint
 from asr.training.signals import Stop, Stopped
 from asr.training.trainer import BatchStats, Callbacks, Epochs, TaskBatch, TrainState, fit, validate
@@ -306,7 +306,7 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     Raises UserError where the folder already holds a run but `resume` is not set, where that run
     had another recipe or other data, unless `force`, and where another process trains in it.
     """
-    limit_onednn_cache(rounded=recipe.train.round_seconds > 0.0)
+    limit_onednn_cache(SHAPES_ROUNDED if recipe.train.round_seconds > 0.0 else SHAPES)
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
         restarted = distributed.restarted_by_torchrun(run)
