@@ -156,6 +156,7 @@ def test_endless_output_is_found(place, monkeypatch):
 
 def test_memory_is_measured(place, monkeypatch):
     monkeypatch.setattr(fuzz_judge, "MEMORY", 0)
+    monkeypatch.setattr(fuzz_judge, "SPACE", 1 << 40)  # the tests' own process may be large
     before = fuzz_judge.run(Case(SimpleNamespace(main=prints_nothing, __name__="x"), []), place)
     after = fuzz_judge.run(Case(SimpleNamespace(main=takes_memory, __name__="x"), []), place)
     assert after.memory - before.memory > 300 << 20
