@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,9 @@ def test_lengths_choose_utterances_without_reading_them(large, monkeypatch):
     monkeypatch.setattr(index.ManifestRows, "__getitem__", lambda *arguments: pytest.fail("read"))
     kept, note = splits.filter_by_duration(corpus, 0.1, 35.0)
     assert kept is corpus and note is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert splits.filter_by_duration(corpus, 0.1, 1e300) == (kept, note)
     kept, note = splits.filter_by_duration(corpus, 0.3, 1.3)
     assert len(kept) == 9  # both limits included
     assert note.startswith(f"{large}: 32 of 41 utterances (")

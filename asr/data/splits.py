@@ -19,6 +19,7 @@ from asr.errors import UserError
 
 MAX_UNKNOWN = 0.5  # share of a text's letters that the vocabulary may lack
 MAX_SHOWN = 20  # letters in the message
+MAX_DURATION = 1e30  # seconds
 DATA = Path("data")  # in the working directory
 PREPARE = {  # data.corpus -> the command that makes its manifests
     None: "python -m asr.prepare tsv MANIFEST.tsv --to {folder}",
@@ -82,7 +83,9 @@ def _is_below_data(folder: Path) -> bool:
 
 def filter_by_duration(corpus: Corpus, low: float, high: float) -> tuple[Corpus, str | None]:
     """The utterances from `low` to `high` seconds, or UserError; and a line on skipped ones."""
-    kept = (corpus.seconds >= low) & (corpus.seconds <= high)
+    # Durations are float32, in which larger limits are infinite.
+    lowest, highest = (min(limit, MAX_DURATION) for limit in (low, high))
+    kept = (corpus.seconds >= lowest) & (corpus.seconds <= highest)
     if not kept.any():
         limits = f"data.min_seconds = {low:g} and data.max_seconds = {high:g}"
         raise UserError(f"{corpus.path}: no utterance between {limits}")
