@@ -1,10 +1,10 @@
 """The dump of non-finite batches, with unreadable utterances and on a full disk."""
 
 import math
-import resource
 
 import pytest
 import torch
+from full_disk import full_disk
 from torch import nn
 
 from asr.data.batching import Broken, Example, collate
@@ -38,13 +38,8 @@ def test_a_batch_of_unreadable_utterances_is_not_dumped(tmp_path, objective):
 
 @pytest.mark.parametrize("limit", [10, 1000])
 def test_a_failure_to_write_is_one_line(tmp_path, objective, limit):
-    """RLIMIT_FSIZE refuses every byte beyond the limit, as a full disk does."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
-    try:
+    with full_disk(limit):
         line = dump_bad_batch(tmp_path / "evidence" / "2", [collate([example("a")])], objective)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert line.startswith("The bad batches could not be saved: ") and "\n" not in line
     names = [path.name for path in (tmp_path / "evidence" / "2").iterdir()]
     assert names == (["model.safetensors"] if limit == 1000 else [])  # no part of a file

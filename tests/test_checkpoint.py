@@ -3,11 +3,11 @@
 import json
 import math
 import os
-import resource
 import shutil
 
 import pytest
 import torch
+from full_disk import full_disk
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -130,15 +130,10 @@ def test_a_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("limit", [10, 200, 1000])
 def test_a_real_failure_to_write_is_one_line(tmp_path, limit):
-    """RLIMIT_FSIZE refuses every byte beyond the limit, as a full disk does."""
     before = save(tmp_path, 5, 2.0)
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
-    try:
-        with pytest.raises(UserError, match=r"00000006: cannot be saved \(.+\)$") as error:
-            save(tmp_path, 6, 1.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    message = r"00000006: cannot be saved \(.+\)$"
+    with full_disk(limit), pytest.raises(UserError, match=message) as error:
+        save(tmp_path, 6, 1.0)
     assert "\n" not in str(error.value) and is_sound(before)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000005"]
 

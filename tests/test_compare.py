@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from event_files import scalar_event, write_events
+from full_disk import full_disk
 from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
@@ -215,13 +215,8 @@ def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
 
 
 def test_a_full_disk_is_reported(drawn, two_groups, commands):
-    """RLIMIT_FSIZE refuses every byte beyond the limit."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
-    try:
+    with full_disk(1000):
         line = commands.refused(compare, two_groups)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert line == f"{two_groups / 'compare' / 'curves.png'}: File too large"
     assert list((two_groups / "compare").iterdir()) == []
 

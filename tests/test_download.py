@@ -3,8 +3,6 @@
 import contextlib
 import hashlib
 import os
-import resource
-import signal
 import socket
 import threading
 import time
@@ -13,6 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from full_disk import full_disk
 
 from asr.data.importers import download
 from asr.data.importers.download import check_address, fetch
@@ -465,14 +464,8 @@ def test_a_full_disk_keeps_what_is_there(raw, tmp_path):
     (tmp_path / "a.part").write_bytes(CONTENT[:1009])
     length = {"Content_Range": f"bytes 1009-300006/{len(CONTENT)}"}
     server = raw(head("206 Partial Content", **length) + CONTENT[1009:])
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
-    try:
+    with full_disk(100_000):
         message = refusal(server, tmp_path / "a")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, before)
     assert f"{tmp_path / 'a.part'}: cannot be written: File too large; the same" in message
     kept = (tmp_path / "a.part").read_bytes()
     assert CONTENT.startswith(kept) and len(kept) >= 1009

@@ -1,11 +1,11 @@
 """An exported run: the same transcripts from half the bytes, and no local paths."""
 
 import json
-import resource
 import shutil
 
 import pytest
 import torch
+from full_disk import full_disk
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -131,13 +131,8 @@ def test_runs_that_cannot_be_exported(run, commands, tmp_path, spoil, more, word
 
 @pytest.mark.parametrize("limit", [500, 5000])
 def test_a_full_disk_does_not_block_another_try(tiny_run, commands, tmp_path, limit):
-    """RLIMIT_FSIZE refuses every byte beyond the limit: of the recipe, or of the weights."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
-    try:
+    with full_disk(limit):
         code, _, err = commands(export, tiny_run, "--to", tmp_path / "to")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert code == 2 and err.startswith(f"error: --to {tmp_path / 'to'}: cannot be written (")
     assert err.endswith("make room, try again\n") and "--resume" not in err
     assert commands(export, tiny_run, "--to", tmp_path / "to")[0] == 0

@@ -6,17 +6,16 @@ import math
 import os
 import pty
 import re
-import resource
 import shutil
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from full_disk import full_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny_speech import age
@@ -207,17 +206,6 @@ def test_validation_is_excluded_from_the_throughput(tmp_path):
     assert rate > 60
 
 
-@contextmanager
-def disk_of(size):
-    """No file can be larger: the system refuses every further byte, as a full disk does."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
 FULL = r"its log cannot be written \(File too large\); the last checkpoint is complete: make room"
 
 
@@ -225,7 +213,7 @@ def test_a_full_disk_ends_the_run_and_leaves_no_half_line(tmp_path, capfd):
     path = tmp_path / "train.log"
     with pytest.raises(UserError, match=FULL) as error, Log(tmp_path, 1, 5) as log:
         log.info("one line")
-        with disk_of(path.stat().st_size + 40):  # not enough for a line
+        with full_disk(path.stat().st_size + 40):  # not enough for a line
             log.info("another line, for which there is no space")
         pytest.fail("no error was raised")
     assert str(error.value).startswith(f"{tmp_path}: ") and "--resume" in str(error.value)
@@ -236,7 +224,7 @@ def test_a_full_disk_ends_the_run_and_leaves_no_half_line(tmp_path, capfd):
 
 def test_a_disk_that_is_full_before_the_first_line(tmp_path, capfd):
     before = threading.excepthook
-    with disk_of(20), pytest.raises(UserError, match=FULL), Log(tmp_path, 1, 5):
+    with full_disk(20), pytest.raises(UserError, match=FULL), Log(tmp_path, 1, 5):
         pytest.fail("no error was raised")
     assert capfd.readouterr().err == "" and threading.excepthook is before
 

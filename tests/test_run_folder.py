@@ -1,11 +1,10 @@
 """A run folder that training writes into is removed, replaced by a link, or on a full disk."""
 
-import resource
 import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
+from full_disk import full_disk
 from torch import nn
 
 from asr import train
@@ -63,20 +62,13 @@ def test_a_removed_run_folder_is_not_made_again_for_a_checkpoint(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@contextmanager
-def disk_of(size):
-    """No file can be larger: the system refuses every further byte, as a full disk does."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
 def test_a_disk_that_is_full_before_the_training(tmp_path):
     run = tmp_path / "run"
-    with disk_of(0), pytest.raises(OSError, match="File too large") as error, lock_run_folder(run):
+    with (
+        full_disk(0),
+        pytest.raises(OSError, match="File too large") as error,
+        lock_run_folder(run),
+    ):
         pytest.fail("no error was raised")
     assert error.value.filename == str(run / LOCK) and not run.exists()
 
@@ -85,6 +77,6 @@ def test_a_disk_that_is_full_before_the_training(tmp_path):
 def test_a_disk_that_is_full_in_a_checkpoint(size, tmp_path):
     """In the weights, and in the training state."""
     training = {"moments": torch.zeros(100_000)}
-    with disk_of(size), pytest.raises(NotSaved, match="/00000001: cannot be saved "):
+    with full_disk(size), pytest.raises(NotSaved, match="/00000001: cannot be saved "):
         save_checkpoint(tmp_path, nn.Linear(3, 5), training, 1, 1.0, {})
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import resource
-import signal
 import tarfile
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from full_disk import full_disk
 from tiny_speech import make_corpus, make_recipe, spec_augment
 
 from asr import evaluate, prepare, train, transcribe
@@ -217,15 +216,8 @@ def test_a_full_disk_leaves_nothing(loose, tmp_path, limit):
     """No file may become larger than the limit; the tars are of at most 60 kB."""
     to = tmp_path / "packed"
     to.mkdir()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as caught:
-            pack(loose, to, megabytes=0.06)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    with full_disk(limit), pytest.raises(OSError, match="File too large") as caught:
+        pack(loose, to, megabytes=0.06)
     assert str(caught.value.filename).startswith(str(to / "train"))
     assert list(to.iterdir()) == []
 

@@ -6,8 +6,6 @@ import os
 import pickle
 import random
 import re
-import resource
-import signal
 import threading
 from itertools import combinations, islice, product
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from full_disk import full_disk
 
 from asr.data.corpus import read_manifest
 from asr.data.importers import spoken_numbers
@@ -249,14 +248,8 @@ class FullDisk:
         pass
 
     def map(self, function, jobs, chunksize):
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, before[1]))
-        try:
+        with full_disk(self.limit):
             return list(map(function, jobs))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, handler)
 
 
 class Tone:

@@ -436,6 +436,7 @@ def _try_again(case: Case) -> None:
 
 
 def _limit_files(size: int) -> None:
+    sys.dont_write_bytecode = True  # else Python keeps a part of a module in __pycache__
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
