@@ -7,6 +7,27 @@ other settings are described in the docstring of asr/kernels/reference.py.
 import torch
 from torch.nn import functional
 
+NORMS = ["none", "ba", "raw", "thesis", "per_gate", "cell"]
+# Name in the tests -> arguments of LayerNormLSTM: a sample of what the keys can be combined to.
+VARIED = {
+    "joined": {"norm": "joined"},
+    "joined carried": {"norm": "joined", "cell_norm": "carried"},
+    "joined state rms": {"norm": "joined", "cell_norm": "state", "norm_kind": "rms"},
+    "joined hidden rms": {"norm": "joined", "hidden_norm": True, "norm_kind": "rms"},
+    "ba without c": {"norm": "ba", "cell_norm": "none"},
+    "ba state": {"norm": "ba", "cell_norm": "state"},
+    "ba hidden": {"norm": "ba", "hidden_norm": True},
+    "ba rms": {"norm": "ba", "norm_kind": "rms"},
+    "per_gate output rms": {"norm": "per_gate", "cell_norm": "output", "norm_kind": "rms"},
+    "per_gate state hidden": {"norm": "per_gate", "cell_norm": "state", "hidden_norm": True},
+    "cell rms": {"norm": "cell", "norm_kind": "rms"},
+}
+SETTINGS = {norm: {"norm": norm} for norm in NORMS} | VARIED
+
+
+def default_eps(name):
+    return {"none": 0.0, "raw": 1e-3, "thesis": 1e-3}.get(name, 1e-5)
+
 
 def layer_norm(z, eps, guard):
     variance = (z - z.mean()).square().mean()
@@ -15,30 +36,61 @@ def layer_norm(z, eps, guard):
     return (z - z.mean()) / (variance + eps).sqrt()
 
 
-def cell_step(x, h, c, w, norm, eps, guard, mask=None):
+def rms_norm(z, eps, guard):
+    if guard and bool((z == 0).all()):
+        return torch.zeros_like(z)
+    return z / ((z * z).mean() + eps).sqrt()
+
+
+def cell_step(x, h, c, w, name, eps, guard, mask=None):
     """x (I,), h and c (H,) -> the next h and c. w: a dict of parameters by name."""
-    H = len(h)
+    H, keys = len(h), SETTINGS[name]
+    norm = keys["norm"]
+    kind = rms_norm if keys.get("norm_kind") == "rms" else layer_norm
+
+    def normed(z):
+        return kind(z, eps, guard)
+
     if norm == "thesis":
         h, c = c, h
     from_x, from_h = w["weight_ih"] @ x, w["weight_hh"] @ h
     bias = w["bias_ih"] + w["bias_hh"]
     if norm == "ba":
-        from_x = layer_norm(from_x, eps, guard) * w["gain_ih"]
-        from_h = layer_norm(from_h, eps, guard) * w["gain_hh"]
+        from_x, from_h = normed(from_x) * w["gain_ih"], normed(from_h) * w["gain_hh"]
     if norm in ("raw", "thesis"):
-        from_x, from_h = layer_norm(from_x, eps, guard), layer_norm(from_h, eps, guard)
-    gates = [(from_x + from_h)[k * H : (k + 1) * H] for k in range(4)]
+        from_x, from_h = normed(from_x), normed(from_h)
+    total = from_x + from_h
+    if norm == "joined":
+        total = normed(total) * w["gain_gates"]
+    gates = [total[k * H : (k + 1) * H] for k in range(4)]
     if norm == "per_gate":
         gains = [w["gain_gates"][k * H : (k + 1) * H] for k in range(4)]
-        gates = [layer_norm(z, eps, guard) * g for z, g in zip(gates, gains, strict=True)]
+        gates = [normed(z) * g for z, g in zip(gates, gains, strict=True)]
     i, f, g, o = (z + bias[k * H : (k + 1) * H] for k, z in enumerate(gates))
     candidate = torch.tanh(g) if mask is None else torch.tanh(g) * mask
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * candidate
-    shown = c if norm == "none" else layer_norm(c, eps, guard) * w["gain_c"] + w["bias_c"]
-    return torch.sigmoid(o) * torch.tanh(shown), shown if norm == "per_gate" else c
+    fixed = {"none": "none", "joined": "none", "per_gate": "carried"}.get(norm, "output")
+    cell_norm = keys.get("cell_norm", fixed)
+    h, c = output_and_state(o, c, cell_norm, normed, w)
+    if keys.get("hidden_norm"):
+        h = normed(h) * w["gain_hidden"] + w["bias_hidden"]
+    return h, c
 
 
-def run_layer(x, lengths, h0, c0, weights, norm, eps, guard=True, mask=None):
+def output_and_state(o, c, cell_norm, normed, w):
+    """The output gate before its sigmoid and the new cell (H,) -> h and the next cell state."""
+    o = torch.sigmoid(o)
+    if cell_norm == "none":
+        return o * torch.tanh(c), c
+    normed_c = normed(c) * w["gain_c"] + w["bias_c"]
+    if cell_norm == "output":
+        return o * torch.tanh(normed_c), c
+    if cell_norm == "carried":
+        return o * torch.tanh(normed_c), normed_c
+    return o * torch.tanh(c), normed_c
+
+
+def run_layer(x, lengths, h0, c0, weights, name, eps, guard=True, mask=None):
     """x (B, T, I), h0 and c0 (D, B, H), weights: a dict per direction -> output, h, c."""
     B, T, _ = x.shape
     D, _, H = h0.shape
@@ -50,7 +102,7 @@ def run_layer(x, lengths, h0, c0, weights, norm, eps, guard=True, mask=None):
             frames = range(lengths[b]) if d == 0 else reversed(range(lengths[b]))
             for t in frames:
                 drop = None if mask is None else mask[d, b]
-                h, c = cell_step(x[b, t], h, c, weights[d], norm, eps, guard, drop)
+                h, c = cell_step(x[b, t], h, c, weights[d], name, eps, guard, drop)
                 output[b][t][d] = h
             ends[d][b] = h, c
     stacked = torch.stack([torch.stack([torch.cat(f) for f in frames]) for frames in output])

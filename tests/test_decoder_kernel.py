@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from reference_lstm import NORMS, SETTINGS, VARIED
 from torch.autograd import gradcheck
 
 from asr.config.schema import LasConfig, SpellerConfig
@@ -13,7 +14,6 @@ from asr.nn.attention import Memory
 pytestmark = pytest.mark.skipif(
     compiler.obstacle() is not None, reason=f"no kernels: {compiler.obstacle()}"
 )
-NORMS = ("none", "ba", "raw", "thesis", "per_gate", "cell")
 # B, T, U, E, H, embedding, A: primes; less than a vector of each; more rows than a tile of 16; more
 # rows in total than one product of the weight gradients has.
 SIZES = [
@@ -30,9 +30,8 @@ def speller(
 ):
     _, _, _, E, H, D, A = sizes
     torch.manual_seed(1)
-    cells = SpellerConfig(
-        layers=layers, hidden=H, embedding=D, norm=norm, backend=backend, **settings
-    )
+    settings = SETTINGS[norm] | settings  # norm: a name in SETTINGS
+    cells = SpellerConfig(layers=layers, hidden=H, embedding=D, backend=backend, **settings)
     config = LasConfig(kind="las", attention=kind, attention_size=A, speller=cells)
     made = Speller(V, E, config)
     for weight in made.parameters():
@@ -83,7 +82,16 @@ def test_values_and_gradients_are_those_of_single_steps(kind, norm, layers, size
     )
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", VARIED)
+def test_varied_norms_give_the_values_and_gradients_of_single_steps(norm):
+    one, other = (speller(SIZES[0], "location", norm, b, 2) for b in ("cpu", "reference"))
+    actual = all_of(one, Speller.run_sequence, *drawn(SIZES[0]))
+    torch.testing.assert_close(
+        actual, all_of(other, step_by_step, *drawn(SIZES[0])), atol=1e-10, rtol=1e-10
+    )
+
+
+@pytest.mark.parametrize("norm", [*NORMS, "joined hidden rms", "ba state"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_rounding_errors_are_those_of_single_steps(norm, bf16):
     """Relative, summed over all results and gradients; the median of nine draws."""
@@ -113,10 +121,13 @@ def test_bf16_is_applied(monkeypatch):
     assert not any(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["additive", "location"])
-def test_gradcheck_of_every_input(kind):
+@pytest.mark.parametrize(
+    ("kind", "norm"),
+    [("additive", "ba"), ("location", "ba"), ("location", "per_gate state hidden")],
+)
+def test_gradcheck_of_every_input(kind, norm):
     sizes = (2, 5, 3, 2, 3, 2, 5)
-    ours, (states, valid, tokens) = speller(sizes, kind), drawn(sizes)
+    ours, (states, valid, tokens) = speller(sizes, kind, norm), drawn(sizes)
     names = [name for name, _ in ours.named_parameters() if not name.startswith(("merge", "out"))]
 
     class OneCall(torch.nn.Module):

@@ -37,6 +37,7 @@ def test_changing_what_backward_reads_is_an_error():
         ({}, True),
         ({"kind": "dot"}, False),
         ({"norm": "thesis"}, True),
+        ({"norm": "joined hidden rms"}, True),
         ({"zero_variance": "raw", "backend": "auto"}, False),
         ({"backend": "python"}, False),
         ({"precision": "bf16"}, False),

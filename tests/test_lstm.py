@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from reference_lstm import SETTINGS
 from torch import nn
 
 from asr.kernels.dispatch import backends
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
-
-NORMS = ["none", "ba", "raw", "thesis", "per_gate", "cell"]
 
 
 def as_judge(ours, layers, bidirectional):
@@ -58,10 +57,10 @@ def test_cell_without_norm_is_torch_cell():
     torch.testing.assert_close(ours(x), judge(x))
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", SETTINGS)
 def test_cell_repeated_is_the_layer(norm):
     torch.manual_seed(3)
-    layer, cell = LayerNormLSTM(3, 7, norm=norm), LayerNormLSTMCell(3, 7, norm=norm)
+    layer, cell = (kind(3, 7, **SETTINGS[norm]) for kind in (LayerNormLSTM, LayerNormLSTMCell))
     cell.load_state_dict({k.removesuffix("_l0"): v for k, v in layer.state_dict().items()})
     x, state = torch.randn(5, 11, 3), None
     output, (h, c) = layer(x)
@@ -71,9 +70,9 @@ def test_cell_repeated_is_the_layer(norm):
     torch.testing.assert_close(state, (h[0], c[0]), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", SETTINGS)
 def test_start_values(norm):
-    lstm = LayerNormLSTM(5, 7, norm=norm)
+    lstm = LayerNormLSTM(5, 7, **SETTINGS[norm])
     for gate in lstm.weight_hh_l0.chunk(4):
         torch.testing.assert_close(gate @ gate.T, torch.eye(7), atol=1e-5, rtol=0)
     _, forget, _, _ = (lstm.bias_ih_l0 + lstm.bias_hh_l0).chunk(4)
@@ -81,18 +80,21 @@ def test_start_values(norm):
     assert (lstm.bias_ih_l0 + lstm.bias_hh_l0).sum() == 7
     gains = [p for name, p in lstm.named_parameters() if name.startswith("gain")]
     assert all((gain == 1).all() for gain in gains)
-    assert len(gains) == {"none": 0, "ba": 3, "per_gate": 2}.get(norm, 1)
+    counts = {"none": 0, "ba": 3, "per_gate": 2, "joined": 1, "joined hidden rms": 2}
+    counts |= {"ba without c": 2, "per_gate state hidden": 3, "ba hidden": 4, "joined carried": 2}
+    counts |= {"ba state": 3, "ba rms": 3, "joined state rms": 2, "per_gate output rms": 2}
+    assert len(gains) == counts.get(norm, 1)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", SETTINGS)
 def test_recurrent_gain_scales_the_recurrence_of_norm_ba(norm):
     torch.manual_seed(6)
     x, h, c = torch.randn(5, 3), torch.randn(5, 7), torch.randn(5, 7)
-    weak = LayerNormLSTMCell(3, 7, norm=norm, recurrent_gain=0.1)
+    weak = LayerNormLSTMCell(3, 7, recurrent_gain=0.1, **SETTINGS[norm])
     now, without = weak(x, (h, c)), weak(x, (torch.zeros_like(h), c))
-    full = LayerNormLSTMCell(3, 7, norm=norm)
+    full = LayerNormLSTMCell(3, 7, **SETTINGS[norm])
     full.load_state_dict(weak.state_dict())
-    if norm == "ba":
+    if SETTINGS[norm]["norm"] == "ba":
         nn.init.ones_(full.gain_hh)
         far = (full(x, (h, c))[1] - without[1]).abs().mean()
         assert 0 < (now[1] - without[1]).abs().mean() < 0.2 * far
@@ -154,6 +156,43 @@ def test_state_of_the_thesis_is_swapped_on_reading():
     torch.testing.assert_close(thesis(x, (h, c)), raw(x, (c, h)))
 
 
+@pytest.mark.parametrize("norm", ["ba", "per_gate"])
+def test_what_a_norm_fixes_may_be_named(norm):
+    named = {"cell_norm": "output" if norm == "ba" else "carried", "hidden_norm": False}
+    assert LayerNormLSTM(3, 7, norm=norm, **named).setting == LayerNormLSTM(3, 7, norm=norm).setting
+
+
+def test_the_representation_names_what_differs_from_the_norm():
+    assert str(LayerNormLSTMCell(3, 7)).endswith("(3, 7, norm='ba')")
+    other = LayerNormLSTMCell(3, 7, "joined", cell_norm="state", norm_kind="rms", eps=1e-3)
+    assert str(other).endswith("(3, 7, norm='joined', cell_norm='state', norm_kind='rms')")
+
+
+def test_rms_norm_subtracts_no_mean():
+    """A constant added to all 4H products moves the gates of RMSNorm alone."""
+    torch.manual_seed(8)
+    x, state = torch.ones(2, 1), (torch.zeros(2, 7), torch.zeros(2, 7))
+    for kind, moves in (("layer", False), ("rms", True)):
+        cell = LayerNormLSTMCell(1, 7, norm="joined", norm_kind=kind)
+        before = cell(x, state)[0]
+        with torch.no_grad():
+            cell.weight_ih += 0.5
+        assert torch.allclose(before, cell(x, state)[0], atol=1e-5) is not moves
+
+
+def test_the_normed_output_is_the_recurrent_input():
+    torch.manual_seed(9)
+    cell = LayerNormLSTMCell(3, 67, norm="joined", hidden_norm=True)
+    h = cell(torch.randn(2, 3))[0]
+    torch.testing.assert_close(h.mean(1), torch.zeros(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(h.var(1, correction=0), torch.ones(2), atol=1e-2, rtol=0)
+    layer = LayerNormLSTM(3, 67, norm="joined", hidden_norm=True)
+    layer.load_state_dict({f"{k}_l0": v for k, v in cell.state_dict().items()})
+    x = torch.randn(2, 2, 3)
+    second = cell(x[:, 1], cell(x[:, 0]))[0]
+    torch.testing.assert_close(layer(x)[0][:, 1], second, atol=1e-5, rtol=1e-4)
+
+
 def test_backends_lists_what_can_run():
     known = backends()
     assert known["reference"] is None
@@ -167,6 +206,24 @@ def call(**changes):
 
 MISTAKES = {
     "norm 'batch' is not known; choose one of none, ba": lambda: LayerNormLSTM(3, 7, norm="batch"),
+    "cell_norm 'input' is not known; choose one of none, output, carried": lambda: LayerNormLSTM(
+        3, 7, cell_norm="input"
+    ),
+    "norm_kind 'batch' is not known; choose one of layer, rms": lambda: LayerNormLSTM(
+        3, 7, norm_kind="batch"
+    ),
+    "cell_norm = carried does not fit norm = raw, which fixes it; use norm = ba, per_gate or "
+    "joined, or norm = cell for a norm of c alone$": lambda: LayerNormLSTM(
+        3, 7, norm="raw", cell_norm="carried"
+    ),
+    "cell_norm = none does not fit norm = cell, which fixes it; use norm = ba, per_gate or "
+    "joined$": lambda: LayerNormLSTMCell(3, 7, norm="cell", cell_norm="none"),
+    "hidden_norm = true does not fit norm = none; use norm = ba, per_gate or joined": lambda: (
+        LayerNormLSTMCell(3, 7, norm="none", hidden_norm=True)
+    ),
+    "norm_kind = rms does not fit norm = thesis; use norm = ba, per_gate, joined or cell": lambda: (
+        LayerNormLSTM(3, 7, norm="thesis", norm_kind="rms")
+    ),
     "zero_variance 'skip' is not known": lambda: LayerNormLSTM(3, 7, zero_variance="skip"),
     "precision 'fp8' is not known": lambda: LayerNormLSTMCell(3, 7, precision="fp8"),
     "backend 'gpu' is not known; choose one of auto": lambda: LayerNormLSTM(3, 7, backend="gpu"),

@@ -4,14 +4,19 @@ import copy
 
 import pytest
 import torch
-from reference_lstm import naive_layer_norm_loop, run_layer
+from reference_lstm import (
+    NORMS,
+    SETTINGS,
+    VARIED,
+    default_eps,
+    naive_layer_norm_loop,
+    run_layer,
+)
 from torch.autograd import gradcheck
 
 from asr.kernels.dispatch import backends
-from asr.kernels.types import DEFAULT_EPS
 from asr.nn.lstm import LayerNormLSTM
 
-NORMS = ["none", "ba", "raw", "thesis", "per_gate", "cell"]
 LENGTHS = [4, 11, 1, 7, 7]
 # cuda too with TRITON_INTERPRET=1, which is set by hand because it takes minutes.
 HERE = [name for name, reason in backends().items() if reason is None]
@@ -24,9 +29,10 @@ def backend(request, monkeypatch):
 
 
 def make(norm, backend, bidirectional=True, layers=1, gain=0.3, size=(3, 7), **settings):
-    """An LSTM with all weights moved from their initial values."""
+    """An LSTM with all weights moved from their initial values. norm: a name in SETTINGS."""
     torch.manual_seed(1)
-    lstm = LayerNormLSTM(*size, layers, bidirectional, norm=norm, backend=backend, **settings)
+    settings = SETTINGS[norm] | settings
+    lstm = LayerNormLSTM(*size, layers, bidirectional, backend=backend, **settings)
     with torch.no_grad():
         for name, weight in lstm.named_parameters():
             if name.startswith("bias"):
@@ -58,21 +64,23 @@ def start_of(lstm, batch=5, dtype=torch.float64):
     return torch.randn(2, lstm.directions * lstm.num_layers, batch, lstm.hidden_size, dtype=dtype)
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("norm", "bidirectional"),
+    [*((norm, both) for norm in NORMS for both in (False, True)), *((n, True) for n in VARIED)],
+)
 def test_values_and_gradients_are_the_slow_loops(norm, bidirectional, backend):
     lstm = make(norm, backend, bidirectional).double()
     x = torch.randn(5, 11, 3, dtype=torch.float64, requires_grad=True)
     start = start_of(lstm).requires_grad_()
     inputs = (x, start, *lstm.parameters())
     output, state = lstm(x, LENGTHS, tuple(start))
-    judge = run_layer(x, LENGTHS, *start, weights_of(lstm), norm, DEFAULT_EPS[norm])
+    judge = run_layer(x, LENGTHS, *start, weights_of(lstm), norm, default_eps(norm))
     torch.testing.assert_close((output, *state), judge, atol=1e-11, rtol=1e-11)
     ours, expected = gradients((output, *state), inputs), gradients(judge, inputs)
     torch.testing.assert_close(ours, expected, atol=1e-11, rtol=1e-11)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", [*NORMS, "joined state rms", "ba hidden"])
 def test_recurrent_dropout_is_the_slow_loops(norm, backend):
     lstm = make(norm, backend, recurrent_dropout=0.4).double()
     x = torch.randn(5, 11, 3, dtype=torch.float64, requires_grad=True)
@@ -81,14 +89,21 @@ def test_recurrent_dropout_is_the_slow_loops(norm, backend):
     output, state = lstm(x, LENGTHS, tuple(start))
     torch.manual_seed(4)
     mask = lstm._dropout_mask(5)
-    judge = run_layer(x, LENGTHS, *start, weights_of(lstm), norm, DEFAULT_EPS[norm], mask=mask)
+    judge = run_layer(x, LENGTHS, *start, weights_of(lstm), norm, default_eps(norm), mask=mask)
     torch.testing.assert_close((output, *state), judge, atol=1e-11, rtol=1e-11)
     ours, expected = gradients((output, *state), inputs), gradients(judge, inputs)
     torch.testing.assert_close(ours, expected, atol=1e-11, rtol=1e-11)
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("norm", "bidirectional"),
+    [
+        *((norm, both) for norm in NORMS for both in (False, True)),
+        ("joined hidden rms", True),
+        ("ba state", True),
+        ("per_gate output rms", False),
+    ],
+)
 def test_gradcheck(norm, bidirectional, backend):
     lstm = make(norm, backend, bidirectional, layers=2, size=(2, 3)).double()
     x = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
@@ -126,7 +141,7 @@ def test_float32_error_is_at_most_twice_the_naive_loops(gain, backend):
         assert (ours - exact).norm() <= allowed
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", [*NORMS, "joined hidden rms", "ba state"])
 def test_padding_and_batch_mates_change_nothing(norm, backend):
     lstm = make(norm, backend, layers=2, gain=1.0)
     x = torch.randn(5, 11, 3)
@@ -158,8 +173,10 @@ def test_gradients_of_padded_outputs_are_ignored(backend):
     torch.testing.assert_close(clean, poisoned)
 
 
-@pytest.mark.parametrize("frames", [1, 3, 10, 40])
-@pytest.mark.parametrize("norm", NORMS[1:])
+@pytest.mark.parametrize(
+    ("norm", "frames"),
+    [*((n, frames) for n in NORMS[1:] for frames in (1, 3, 10, 40)), *((n, 10) for n in VARIED)],
+)
 def test_silence_leaves_gradients_finite(norm, frames, backend):
     lstm = make(norm, backend, gain=1.0)
     with torch.no_grad():
@@ -175,6 +192,21 @@ def test_silence_leaves_gradients_finite(norm, frames, backend):
         assert gradient.abs().max() < 1e6
 
 
+@pytest.mark.parametrize("norm", VARIED)
+def test_a_row_without_variance_passes_no_gradient(norm, backend):
+    """Zero input, state and biases: of the weights only those of the next frame get gradients."""
+    lstm = make(norm, backend, bidirectional=False).double()
+    with torch.no_grad():
+        for name, weight in lstm.named_parameters():
+            if name.startswith("bias"):
+                weight.zero_()
+    x = torch.zeros(2, 1, 3, dtype=torch.float64, requires_grad=True)
+    output, state = lstm(x)
+    assert (output == 0).all()
+    dx, *_ = gradients((output, *state), (x, *lstm.parameters()))
+    assert (dx == 0).all() == (norm != "cell rms")  # cell has no norm of the gates
+
+
 def test_the_textbook_formula_explodes_in_silence():
     lstm = make("per_gate", "reference", gain=1.0, zero_variance="raw", eps=1e-12)
     with torch.no_grad():
@@ -187,7 +219,7 @@ def test_the_textbook_formula_explodes_in_silence():
     assert any(gradient.isnan().any() for gradient in actual)
 
 
-@pytest.mark.parametrize("norm", ["none", "ba", "thesis"])
+@pytest.mark.parametrize("norm", ["none", "ba", "thesis", "joined carried", "ba hidden"])
 def test_segments_with_carried_state_equal_the_whole_sequence(norm, backend):
     lstm = make(norm, backend, bidirectional=False, layers=2)
     x = torch.randn(5, 11, 3)

@@ -86,9 +86,10 @@ def test_weights_on_another_device_than_the_forced_backend_are_reported():
         lstm.bfloat16()(torch.randn(2, 5, 3).bfloat16())
 
 
+@pytest.mark.parametrize("norm", ["ba", "joined carried", "ba hidden", "per_gate output rms"])
 @pytest.mark.parametrize("backend", [name for name in HERE if name != "reference"])
-def test_bf16_is_close_and_its_gradients_have_the_same_direction(backend):
-    models = [make("ba", backend, size=(13, 37), precision=p) for p in ("fp32", "bf16")]
+def test_bf16_is_close_and_its_gradients_have_the_same_direction(backend, norm):
+    models = [make(norm, backend, size=(13, 37), precision=p) for p in ("fp32", "bf16")]
     x = torch.randn(5, 11, 13, requires_grad=True)
     exact, half = (model(x, LENGTHS)[0] for model in models)
     torch.testing.assert_close(half, exact, atol=1e-2, rtol=0)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_lstm_backends import NORMS, gradients, make, start_of
+from reference_lstm import NORMS
+from test_lstm_backends import gradients, make, start_of
 from test_lstm_choice import CPU
 
 from asr.kernels.cpu import compiler
@@ -17,7 +18,10 @@ pytestmark = CPU
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize(("norm", "threads"), [("ba", 1), *((norm, 5) for norm in NORMS)])
+MANY = [*NORMS, "joined carried", "ba state", "per_gate state hidden"]
+
+
+@pytest.mark.parametrize(("norm", "threads"), [("ba", 1), *((norm, 5) for norm in MANY)])
 def test_many_ragged_utterances_in_several_threads_match_the_reference(norm, threads):
     """More rows than the backward pass processes at once, over more than one worker."""
     B, T = 23, 61

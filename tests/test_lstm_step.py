@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_lstm_backends import HERE, NORMS, gradients
+from reference_lstm import SETTINGS
+from test_lstm_backends import HERE, gradients
 
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
@@ -10,17 +11,18 @@ from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 def pair(norm, backend, **settings):
     """The same random weights in the reference and in a backend."""
     torch.manual_seed(1)
-    judge = LayerNormLSTMCell(5, 11, norm=norm, backend="reference", **settings)
+    settings = SETTINGS[norm] | settings
+    judge = LayerNormLSTMCell(5, 11, backend="reference", **settings)
     with torch.no_grad():
         for weight in judge.parameters():
             weight.normal_()
-    ours = LayerNormLSTMCell(5, 11, norm=norm, backend=backend, **settings)
+    ours = LayerNormLSTMCell(5, 11, backend=backend, **settings)
     ours.load_state_dict(judge.state_dict())
     return judge.double(), ours.double()
 
 
 @pytest.mark.parametrize("backend", HERE)
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", SETTINGS)
 def test_step_is_the_reference_step(norm, backend):
     judge, ours = pair(norm, backend, recurrent_dropout=0.3)
     mask = ours.dropout_mask(3)
@@ -58,7 +60,7 @@ def test_a_mask_may_have_any_strides(layout, backend):
     torch.testing.assert_close(results[1], results[0], atol=1e-11, rtol=1e-11)
 
 
-@pytest.mark.parametrize("norm", ["ba", "none", "per_gate"])
+@pytest.mark.parametrize("norm", ["ba", "none", "per_gate", "joined hidden rms"])
 def test_step_without_gradients_has_the_same_values(norm):
     judge, ours = pair(norm, "auto")
     x = torch.randn(3, 5, dtype=torch.float64)

@@ -13,6 +13,7 @@ import sys
 import torch
 from asr.kernels.cuda import lstm as cuda
 from asr.nn.lstm import LayerNormLSTM, backends
+from reference_lstm import SETTINGS
 from test_lstm_backends import gradients
 
 assert backends()["cuda"] is None
@@ -25,7 +26,8 @@ for norm in sys.argv[1:]:
     found = []
     for name in ("reference", "cuda"):
         torch.manual_seed(1)
-        lstm = LayerNormLSTM(2, 3, 1, True, norm=norm, backend=name, recurrent_dropout=0.3).double()
+        keys = SETTINGS[norm] | {"backend": name, "recurrent_dropout": 0.3}
+        lstm = LayerNormLSTM(2, 3, 1, True, **keys).double()
         for weight in lstm.parameters():
             torch.nn.init.normal_(weight)
         torch.manual_seed(2)
@@ -34,10 +36,11 @@ for norm in sys.argv[1:]:
         found.append([output, *state, *gradients((output, *state), inputs)])
     torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11, msg=lambda m: norm + m)
 
-lstm = LayerNormLSTM(2, 3, norm="ba", backend="cuda").double()  # silence: the guard
-torch.nn.init.zeros_(lstm.bias_ih_l0)
-(lstm(torch.zeros(1, 2, 2, dtype=torch.float64))[0].sum()).backward()
-assert all(weight.grad.isfinite().all() for weight in lstm.parameters())
+for kind in ("layer", "rms"):  # silence: the guard
+    lstm = LayerNormLSTM(2, 3, norm="ba", norm_kind=kind, backend="cuda").double()
+    torch.nn.init.zeros_(lstm.bias_ih_l0)
+    (lstm(torch.zeros(1, 2, 2, dtype=torch.float64))[0].sum()).backward()
+    assert all(weight.grad.isfinite().all() for weight in lstm.parameters())
 """
 
 
@@ -45,6 +48,7 @@ assert all(weight.grad.isfinite().all() for weight in lstm.parameters())
 def test_triton_kernels_are_the_reference():
     here = Path(__file__).parent
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}:{here}"}
-    command = [sys.executable, "-c", SCRIPT, "ba", "per_gate", "cell"]
+    command = [sys.executable, "-c", SCRIPT, "ba", "per_gate", "cell", "joined state rms"]
+    command += ["ba hidden", "per_gate output rms", "joined carried"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

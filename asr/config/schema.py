@@ -144,16 +144,45 @@ class TextConfig(Config):
     size: Annotated[int, Field(ge=8, le=1_000_000)] = 500  # bpe, unigram: subwords
 
 
+VARIABLE_CELLS = ("ba", "per_gate", "joined")  # LSTM norms that cell_norm and hidden_norm vary
+
+
+def check_norms_fit(norm: str, cell_norm: str | None, hidden_norm: bool, norm_kind: str) -> None:
+    """Raise ValueError for a key of an LSTM's norms that does not fit `norm`."""
+    fit = "use norm = ba, per_gate or joined"
+    if norm not in VARIABLE_CELLS and cell_norm is not None:
+        alone = "" if norm == "cell" else ", or norm = cell for a norm of c alone"
+        raise ValueError(
+            f"cell_norm = {cell_norm} does not fit norm = {norm}, which fixes it; {fit}{alone}"
+        )
+    if norm not in VARIABLE_CELLS and hidden_norm:
+        raise ValueError(f"hidden_norm = true does not fit norm = {norm}; {fit}")
+    if norm not in (*VARIABLE_CELLS, "cell") and norm_kind != "layer":
+        fit = "use norm = ba, per_gate, joined or cell"
+        raise ValueError(f"norm_kind = {norm_kind} does not fit norm = {norm}; {fit}")
+
+
 class LSTMConfig(Config):
     """Keys of every LayerNorm-LSTM: where it is normalised, and which backend computes it."""
 
-    # Where layer normalisation is applied: docs/normalization.md.
-    norm: Literal["none", "ba", "raw", "thesis", "per_gate", "cell"] = "ba"
+    # Where the LSTM is normalised: docs/normalization.md.
+    norm: Literal["none", "ba", "raw", "thesis", "per_gate", "cell", "joined"] = "ba"
+    # ba, per_gate, joined: what reads the normed c: nothing; the output; the output and the next
+    # step; the next step alone. null: what `norm` fixes.
+    cell_norm: Literal["none", "output", "carried", "state"] | None = None
+    hidden_norm: bool = False  # ba, per_gate, joined: the output h is normalised
+    # rms: all norms subtract no mean; for ba, per_gate, joined and cell.
+    norm_kind: Literal["layer", "rms"] = "layer"
     recurrent_gain: Positive = 1.0  # ba: initial gain of the norm of W_h h
     eps: Positive | None = None  # of the norms; null: 1e-3 for raw and thesis, else 1e-5
     # A row of zero variance: guard gives 0 with zero gradient, raw the textbook formula.
     zero_variance: Literal["guard", "raw"] = "guard"
     backend: Literal["auto", "reference", "python", "cpu", "cuda"] = "auto"  # implementation
+
+    @model_validator(mode="after")
+    def _norms_fit(self) -> "LSTMConfig":
+        check_norms_fit(self.norm, self.cell_norm, self.hidden_norm, self.norm_kind)
+        return self
 
 
 class ListenerConfig(LSTMConfig):

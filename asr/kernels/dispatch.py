@@ -30,6 +30,7 @@ from asr.kernels.types import (
     State,
     Weights,
     check_shape,
+    make_setting,
 )
 
 LAYERS = {
@@ -40,6 +41,7 @@ LAYERS = {
 }
 NAMES = ("auto", *LAYERS)
 VARIABLE = "LAYERNORM_LSTM_BACKEND"
+PLAIN = make_setting("none", None, "guard", "fp32", None, hidden_norm=False, norm_kind="layer")
 P, R = ParamSpec("P"), TypeVar("R")
 
 
@@ -178,14 +180,14 @@ def choose_backend(name: str, setting: LSTMOptions, like: Tensor) -> str:
         return name
     if not setting.guard:
         return _as_reference("zero_variance 'raw'")
-    if name in ("auto", "cpu") or (name == "cuda" and setting.norm != "thesis"):
+    if name in ("auto", "cpu") or (name == "cuda" and not setting.swap):
         reason = cuda.obstacle(like) if name == "cuda" else _cpu_obstacle(like)
         if reason is None:
             return "cpu" if name == "auto" else name
         if name != "auto":
             raise UserError(f"backend {name!r} of the LSTM cannot run: {reason}")
         _warn_once(f"the LSTM's slower backend 'python' is used: {reason}")
-    return "python" if setting.norm != "thesis" else _as_reference("norm 'thesis'")
+    return _as_reference(f"norm {setting.norm!r}") if setting.swap else "python"
 
 
 def _as_reference(what: str) -> str:
@@ -198,7 +200,7 @@ def _attends_in_cpp(name: str, v: Tensor | None, *others: Tensor) -> bool:
         return False
     if any(t.dtype != v.dtype or t.device != v.device for t in others):
         return False
-    return choose_backend(name, LSTMOptions("none", eps=0.0), v) == "cpu"
+    return choose_backend(name, PLAIN, v) == "cpu"
 
 
 def _cpu_obstacle(like: Tensor) -> str | None:

@@ -6,7 +6,8 @@ y = g (x - mean) r and d = dy g:
 
     dx = r (d - mean(d) - n mean(d n)),  n = (x - mean) r,
 
-where r = 0 in a row without variance, so that it passes no gradient.
+both without the mean of x or d in RMSNorm, and r = 0 in a row without variance, so that it passes
+no gradient.
 """
 
 import functools
@@ -17,10 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from asr.kernels.deferred import product
-from asr.kernels.reference import Packed, run_packed
+from asr.kernels.reference import Packed, norm_rows, run_packed
 from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, State, Weights
-
-SPLIT = ("ba", "raw")
 
 
 class Norm(NamedTuple):
@@ -28,17 +27,22 @@ class Norm(NamedTuple):
     scale: Tensor  # (..., 1)  r above
 
 
-def norm(x: Tensor, eps: float) -> Norm:
-    """Normalises the last dimension; rows of equal elements give 0 and r = 0."""
-    normed, _, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+def norm(x: Tensor, setting: LSTMOptions) -> Norm:
+    """Normalises the last dimension; rows without variance (rms: of zeros) give 0 and r = 0."""
+    if setting.norm_kind == "rms":
+        square = x.square().mean(-1, keepdim=True)
+        scale = (square + setting.eps).rsqrt().masked_fill(square == 0, 0)
+        return Norm(x * scale, scale)
+    normed, _, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, setting.eps)
     flat = (x == x[..., :1]).all(dim=-1, keepdim=True)
     return Norm(normed.masked_fill(flat, 0), scale.masked_fill(flat, 0))
 
 
-def norm_backward(d: Tensor, norm: Norm) -> Tensor:
+def norm_backward(d: Tensor, norm: Norm, setting: LSTMOptions) -> Tensor:
     """d (..., N) -> dx."""
     slope = (d * norm.normed).mean(-1, keepdim=True)
-    return norm.scale * (d - d.mean(-1, keepdim=True) - norm.normed * slope)
+    centred = d if setting.norm_kind == "rms" else d - d.mean(-1, keepdim=True)
+    return norm.scale * (centred - norm.normed * slope)
 
 
 def gate_product(a: Tensor, b: Tensor, setting: LSTMOptions) -> Tensor:
@@ -50,11 +54,26 @@ class _Saved(NamedTuple):
     """For the backward pass: the rows of all steps, concatenated, N in all."""
 
     x: Norm | None  # (N, 4H)
-    h: Norm | None  # (N, 4H), in per_gate (N, 4, H)
+    h: Norm | None  # (N, 4H), for each gate (N, 4, H): W_h h, alone or in a sum
     gates: Tensor  # (N, 4H)  the pre-activations
     c: Norm | None  # (N, H)
-    shown: Tensor  # (N, H)  C of reference.py
+    shown: Tensor  # (N, H)  the argument of the output's tanh
+    hidden: Norm | None  # (N, H)
     before: State  # the state before each step, (N, H) each
+
+
+def _pre_activations(
+    ax: Tensor, recurrent: Tensor, bias: Tensor, w: Weights, setting: LSTMOptions
+) -> tuple[Tensor, Norm | None]:
+    """(N, 4H), and the norm that W_h h enters."""
+    if setting.gates == "none":
+        return ax + recurrent + bias, None
+    if setting.norms_sum:
+        norm_h = norm(norm_rows(ax + recurrent, setting), setting)
+        return norm_h.normed.view_as(ax) * w.gain_gates + bias, norm_h
+    norm_h = norm(recurrent, setting)
+    scaled = norm_h.normed if w.gain_hh is None else norm_h.normed * w.gain_hh
+    return ax + bias + scaled, norm_h
 
 
 def _step(
@@ -66,23 +85,21 @@ def _step(
     w: Weights,
     setting: LSTMOptions,
 ) -> tuple[State, tuple[Any, ...]]:
-    norm_h = norm_c = None
-    if setting.norm in SPLIT:
-        norm_h = norm(recurrent, setting.eps)
-        gates = ax + bias + (norm_h.normed if w.gain_hh is None else norm_h.normed * w.gain_hh)
-    elif setting.norm == "per_gate":
-        norm_h = norm((ax + recurrent).unflatten(-1, (4, -1)), setting.eps)
-        gates = norm_h.normed.flatten(-2) * w.gain_gates + bias
-    else:
-        gates = ax + recurrent + bias
+    gates, norm_h = _pre_activations(ax, recurrent, bias, w, setting)
     i, f, g, o = gates.chunk(4, dim=-1)
     candidate = g.tanh() if mask is None else g.tanh() * mask
-    c = shown = f.sigmoid() * c + i.sigmoid() * candidate
-    if setting.norm != "none":
-        norm_c = norm(c, setting.eps)
-        shown = norm_c.normed * w.gain_c + w.bias_c
+    c = normed = f.sigmoid() * c + i.sigmoid() * candidate
+    norm_c = norm_hidden = None
+    if setting.norms_cell:
+        norm_c = norm(c, setting)
+        normed = norm_c.normed * w.gain_c + w.bias_c
+    shown = normed if setting.shows_norm else c
     h = o.sigmoid() * shown.tanh()
-    return (h, shown if setting.norm == "per_gate" else c), (gates, norm_h, norm_c, shown)
+    if setting.hidden_norm:
+        norm_hidden = norm(h, setting)
+        h = norm_hidden.normed * w.gain_hidden + w.bias_hidden
+    kept = gates, norm_h, norm_c, shown, norm_hidden
+    return (h, normed if setting.carries_norm else c), kept
 
 
 def _run(
@@ -90,8 +107,8 @@ def _run(
 ) -> tuple[Tensor, State, _Saved]:
     bias = w.bias_ih + w.bias_hh
     ax, norm_x = gate_product(x, w.weight_ih.t(), setting), None
-    if setting.norm in SPLIT:
-        norm_x = norm(ax, setting.eps)
+    if setting.gates == "split":
+        norm_x = norm(ax, setting)
         ax = norm_x.normed if w.gain_ih is None else norm_x.normed * w.gain_ih
     across = w.weight_hh.t().contiguous()  # once, not in every step's product
     h, c = state
@@ -106,9 +123,9 @@ def _run(
         start += size
     ended.append((h, c))
     end = tuple(torch.cat(parts[::-1]) for parts in zip(*ended, strict=True))
-    before_h, before_c, rows, gates, norm_h, norm_c, shown = zip(*steps, strict=True)
+    before_h, before_c, rows, gates, norm_h, norm_c, shown, hidden = zip(*steps, strict=True)
     saved = _Saved(norm_x, _join(norm_h), torch.cat(gates), _join(norm_c), torch.cat(shown),
-                   (torch.cat(before_h), torch.cat(before_c)))  # fmt: skip
+                   _join(hidden), (torch.cat(before_h), torch.cat(before_c)))  # fmt: skip
     return torch.cat(rows), end, saved
 
 
@@ -120,6 +137,26 @@ def _join(parts: tuple[Norm | None, ...]) -> Norm | None:
 
 def _at(rows: Norm, now: slice) -> Norm:
     return Norm(rows.normed[now], rows.scale[now])
+
+
+class NormedGradients(NamedTuple):
+    """Gradients of the normed c and h of all steps, None where there is no such norm."""
+
+    c: Tensor | None  # (N, H)
+    hidden: Tensor | None  # (N, H)
+
+    @classmethod
+    def empty(cls, saved: _Saved, like: Tensor) -> "NormedGradients":
+        norms = saved.c, saved.hidden
+        return cls(*(None if norm is None else torch.empty_like(like) for norm in norms))
+
+    def vectors(self, saved: _Saved) -> dict[str, Tensor]:
+        """Gradients of gains and biases."""
+        found = {}
+        for name, own, norm in zip(self._fields, self, (saved.c, saved.hidden), strict=True):
+            if own is not None:
+                found |= {f"gain_{name}": (own * norm.normed).sum(0), f"bias_{name}": own.sum(0)}
+        return found
 
 
 class _Backward:
@@ -139,41 +176,57 @@ class _Backward:
         self.to_gates = torch.stack([to_i, to_f, i * drop * (1 - g.square())], dim=1)
         self.forget = f
 
-    def run(self, drows: Tensor, dh_end: Tensor, dc_end: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of rows and final state -> dgates, dah (N, 4H), dh, dc (B, H), dshown."""
+    def run(
+        self, drows: Tensor, dh_end: Tensor, dc_end: Tensor
+    ) -> tuple[Tensor, Tensor, State, NormedGradients]:
+        """Gradients of rows and final state -> dgates, dah (N, 4H), those of the initial state and
+        of the normed c and h.
+        """
         N, H = drows.shape
-        dgates, dshown_all = drows.new_empty(N, 4, H), drows.new_empty(N, H)
+        dgates = drows.new_empty(N, 4, H)
         dah_all = dgates.flatten(1) if self.saved.h is None else drows.new_empty(N, 4 * H)
+        normed = NormedGradients.empty(self.saved, drows)
         dh, dc = dh_end[:0], dc_end[:0]
         stop = N
         for size in reversed(self.packed.sizes):
             now = slice(stop - size, stop)
             dh = torch.cat([dh, dh_end[len(dh) : size]]) + drows[now]
             dc = torch.cat([dc, dc_end[len(dc) : size]])
-            dshown = dh * self.to_shown[now]
-            dc, dshown_all[now] = self._through_cell(dshown, dc, now)
+            dh = self._through_hidden(dh, now, normed)
+            dc = self._through_cell(dh * self.to_shown[now], dc, now, normed)
             dgates[now, :3] = dc.unsqueeze(1) * self.to_gates[now]
             dgates[now, 3] = dh * self.to_o[now]
             dah_all[now] = dah = self._through_norm(dgates[now], now)
             dh, dc = gate_product(dah, self.w.weight_hh, self.setting), dc * self.forget[now]
             stop -= size
-        return dgates.flatten(1), dah_all, dh, dc, dshown_all
+        return dgates.flatten(1), dah_all, (dh, dc), normed
 
-    def _through_cell(self, dshown: Tensor, dc: Tensor, now: slice) -> tuple[Tensor, Tensor]:
+    def _through_hidden(self, dh: Tensor, now: slice, normed: NormedGradients) -> Tensor:
+        if self.saved.hidden is None:
+            return dh
+        normed.hidden[now] = dh
+        return norm_backward(dh * self.w.gain_hidden, _at(self.saved.hidden, now), self.setting)
+
+    def _through_cell(
+        self, dshown: Tensor, dc: Tensor, now: slice, normed: NormedGradients
+    ) -> Tensor:
+        """Gradients of the argument of tanh and of the next cell state -> that of c'."""
         if self.saved.c is None:
-            return dshown + dc, dshown
-        if self.setting.norm == "per_gate":
-            dshown = dshown + dc
-        dcell = norm_backward(dshown * self.w.gain_c, _at(self.saved.c, now))
-        return (dcell if self.setting.norm == "per_gate" else dcell + dc), dshown
+            return dshown + dc
+        through, around = (dshown, dc) if self.setting.shows_norm else (dc, dshown)
+        if self.setting.cell_norm == "carried":
+            through, around = dshown + dc, None
+        normed.c[now] = through
+        dcell = norm_backward(through * self.w.gain_c, _at(self.saved.c, now), self.setting)
+        return dcell if around is None else dcell + around
 
     def _through_norm(self, dgates: Tensor, now: slice) -> Tensor:
         if self.saved.h is None:
             return dgates.flatten(1)
-        gain = self.w.gain_hh if self.w.gain_gates is None else self.w.gain_gates
+        gain = self.w.gain_recurrent
         d = dgates.flatten(1) if gain is None else dgates.flatten(1) * gain
         norm_h = _at(self.saved.h, now)
-        return norm_backward(d.view_as(norm_h.normed), norm_h).flatten(1)
+        return norm_backward(d.view_as(norm_h.normed), norm_h, self.setting).flatten(1)
 
 
 def _input_gradients(
@@ -182,15 +235,15 @@ def _input_gradients(
     """The gradient before the input's norm, and the gradients of gains and biases."""
     bias = dgates.sum(0)
     grads = {"bias_ih": bias, "bias_hh": bias.clone()}
-    if setting.norm == "per_gate":
-        grads["gain_gates"] = (dgates * saved.h.normed.flatten(-2)).sum(0)
-    if setting.norm not in SPLIT:
+    if setting.norms_sum:
+        grads["gain_gates"] = (dgates * saved.h.normed.view_as(dgates)).sum(0)
+    if setting.gates != "split":
         return dah, grads
     if w.gain_ih is None:
-        return norm_backward(dgates, saved.x), grads
+        return norm_backward(dgates, saved.x, setting), grads
     grads["gain_ih"] = (dgates * saved.x.normed).sum(0)
     grads["gain_hh"] = (dgates * saved.h.normed).sum(0)
-    return norm_backward(dgates * w.gain_ih, saved.x), grads
+    return norm_backward(dgates * w.gain_ih, saved.x, setting), grads
 
 
 class _Direction(torch.autograd.Function):
@@ -216,12 +269,11 @@ class _Direction(torch.autograd.Function):
         x, mask, *flat = ctx.saved_tensors
         weights, saved, setting = Weights(*flat), ctx.saved, ctx.setting
         steps = _Backward(ctx.packed, setting, mask, weights, saved)
-        dgates, dah, dh, dc, dshown = steps.run(drows, dh, dc)
+        dgates, dah, (dh, dc), normed = steps.run(drows, dh, dc)
         dax, grads = _input_gradients(dgates, weights, saved, setting, dah)
         grads["weight_ih"] = gate_product(dax.t(), x, setting)
         grads["weight_hh"] = gate_product(dah.t(), saved.before[0], setting)
-        if saved.c is not None:
-            grads |= {"gain_c": (dshown * saved.c.normed).sum(0), "bias_c": dshown.sum(0)}
+        grads |= normed.vectors(saved)
         dx = gate_product(dax, weights.weight_ih, setting) if ctx.needs_input_grad[2] else None
         return None, None, dx, dh, dc, None, *(grads.get(name) for name in Weights._fields)
 

@@ -1,17 +1,28 @@
 """Backend "reference": the definition of the LayerNorm-LSTM, differentiated by autograd.
 
-With LN(z) = (z - mean z) / sqrt(var z + eps), the variance biased, and b the sum of both biases:
+With b the sum of both biases and N one of
 
-    none      [i f g o] = W_x x + W_h h + b
-    ba        [i f g o] = gx * LN(W_x x) + gh * LN(W_h h) + b          Ba et al. 2016, eq. 20-22
-    raw       [i f g o] = LN(W_x x) + LN(W_h h) + b
-    thesis    raw, reading (h, c) swapped, as the code of that thesis does (docs/normalization.md)
-    per_gate  each gate = g * LN(W_x x + W_h h) + b                    TensorFlow contrib's cell
-    cell      [i f g o] = W_x x + W_h h + b
+    layer     LN(z) = (z - mean z) / sqrt(var z + eps), the variance biased
+    rms       z / sqrt(mean z^2 + eps)
 
-    c' = sigmoid(f) * c + sigmoid(i) * tanh(g) * mask,   h' = sigmoid(o) * tanh(C)
+the pre-activations [i f g o] of all gates are
 
-where C is c' (none) or gc * LN(c') + bc (the others); in per_gate C is also the next cell state.
+    none      W_x x + W_h h + b                            `norm` none, cell
+    split     gx * N(W_x x) + gh * N(W_h h) + b            ba (Ba et al. 2016, eq. 20-22)
+              N(W_x x) + N(W_h h) + b                      raw; thesis, which reads (h, c) swapped
+    joined    g * N(W_x x + W_h h) + b                     joined (Zeineldeen et al. 2020)
+    per_gate  joined, with an N of its own for each gate   per_gate (TensorFlow contrib's cell)
+
+and with C = gc * N(c') + bc the step is
+
+    c' = sigmoid(f) * c + sigmoid(i) * tanh(g) * mask
+
+    none      h' = sigmoid(o) * tanh(c')   the next state is c'    `cell_norm`
+    output    h' = sigmoid(o) * tanh(C)    c'
+    carried   h' = sigmoid(o) * tanh(C)    C
+    state     h' = sigmoid(o) * tanh(c')   C
+
+`hidden_norm` replaces h' by gn * N(h') + bn.
 
 Padding is never read: the valid frames are packed by time step, the longest utterance first.
 """
@@ -28,49 +39,74 @@ from asr.kernels.deferred import deferred_linear
 from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, State, Weights
 
 
-def normalise(x: Tensor, eps: float, guard: bool) -> Tensor:
-    """LN over the last dimension, no gain: x (..., N) -> (..., N)."""
-    normed = functional.layer_norm(x, x.shape[-1:], eps=eps)
-    if not guard:
-        return normed
-    flat = (x == x[..., :1]).all(dim=-1, keepdim=True)
-    return normed.masked_fill(flat, 0.0)
+def normalise(x: Tensor, setting: LSTMOptions) -> Tensor:
+    """N over the last dimension, no gain: x (..., N) -> (..., N)."""
+    if setting.norm_kind == "rms":
+        square = x.square().mean(dim=-1, keepdim=True)
+        normed, flat = x * (square + setting.eps).rsqrt(), square == 0
+    else:
+        normed = functional.layer_norm(x, x.shape[-1:], eps=setting.eps)
+        flat = (x == x[..., :1]).all(dim=-1, keepdim=True)
+    return normed.masked_fill(flat, 0.0) if setting.guard else normed
 
 
 def input_part(product: Tensor, weights: Weights, setting: LSTMOptions) -> Tensor:
     """W_x x (..., 4H) -> the part of the gates that depends on the input only."""
-    if setting.norm == "per_gate":  # its norm and bias follow the sum
+    if setting.norms_sum:  # the norm and the bias follow the sum
         return product
-    if setting.norm in ("ba", "raw", "thesis"):
-        product = normalise(product, setting.eps, setting.guard)
+    if setting.gates == "split":
+        product = normalise(product, setting)
     if weights.gain_ih is not None:
         product = product * weights.gain_ih
     return product + (weights.bias_ih + weights.bias_hh)
 
 
+def norm_rows(total: Tensor, setting: LSTMOptions) -> Tensor:
+    """W_x x + W_h h (..., 4H) -> the rows that the gates' norm takes: itself, or (..., 4, H)."""
+    return total.unflatten(-1, (4, -1)) if setting.gates == "per_gate" else total
+
+
 def add_state(gates: Tensor, h: Tensor, weights: Weights, setting: LSTMOptions) -> Tensor:
     """The result of input_part and h (B, H) as W_h reads it -> all pre-activations (B, 4H)."""
     pre = deferred_linear(h, weights.weight_hh)
-    if setting.norm == "per_gate":
-        pre = (gates + pre).unflatten(-1, (4, -1))
-        normed = normalise(pre, setting.eps, setting.guard).flatten(-2)
+    if setting.norms_sum:
+        total = gates + pre
+        normed = normalise(norm_rows(total, setting), setting).reshape(total.shape)
         return normed * weights.gain_gates + (weights.bias_ih + weights.bias_hh)
-    if setting.norm in ("ba", "raw", "thesis"):
-        pre = normalise(pre, setting.eps, setting.guard)
+    if setting.gates == "split":
+        pre = normalise(pre, setting)
     return gates + (pre if weights.gain_hh is None else pre * weights.gain_hh)
 
 
-def _recur(
+class Recurred(NamedTuple):
+    """The results (B, H) of the gates: c and h before their norms, and the next cell state."""
+
+    c: Tensor
+    h: Tensor
+    state: Tensor
+
+
+def recur(
+    gates: Tensor, c: Tensor, mask: Tensor | None, weights: Weights, setting: LSTMOptions
+) -> Recurred:
+    """All pre-activations (B, 4H) and the cell state (B, H), without the norm of h."""
+    i, f, g, o = gates.chunk(4, dim=-1)  # each (B, H)
+    candidate = g.tanh() if mask is None else g.tanh() * mask
+    c = normed = f.sigmoid() * c + i.sigmoid() * candidate
+    if setting.norms_cell:
+        normed = normalise(c, setting) * weights.gain_c + weights.bias_c
+    h = o.sigmoid() * (normed if setting.shows_norm else c).tanh()
+    return Recurred(c, h, normed if setting.carries_norm else c)
+
+
+def _next_state(
     gates: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
 ) -> State:
-    h, c = reversed(state) if setting.norm == "thesis" else state
-    i, f, g, o = add_state(gates, h, weights, setting).chunk(4, dim=-1)  # each (B, H)
-    candidate = g.tanh() if mask is None else g.tanh() * mask
-    c = f.sigmoid() * c + i.sigmoid() * candidate
-    shown = c
-    if setting.norm != "none":
-        shown = normalise(c, setting.eps, setting.guard) * weights.gain_c + weights.bias_c
-    return o.sigmoid() * shown.tanh(), shown if setting.norm == "per_gate" else c
+    h, c = reversed(state) if setting.swap else state
+    _, h, c = recur(add_state(gates, h, weights, setting), c, mask, weights, setting)
+    if setting.hidden_norm:
+        h = normalise(h, setting) * weights.gain_hidden + weights.bias_hidden
+    return h, c
 
 
 def step(
@@ -78,7 +114,7 @@ def step(
 ) -> State:
     """One time step: x (B, I), state of two (B, H) -> the next state."""
     gates = input_part(deferred_linear(x, weights.weight_ih), weights, setting)
-    return _recur(gates, state, mask, weights, setting)
+    return _next_state(gates, state, mask, weights, setting)
 
 
 class Packed(NamedTuple):
@@ -141,7 +177,7 @@ def _run_direction(
         ended.append((h[size:], c[size:]))
         now = None if mask is None else mask[:size]
         part = gates[start : start + size]
-        h, c = _recur(part, (h[:size], c[:size]), now, weights, setting)
+        h, c = _next_state(part, (h[:size], c[:size]), now, weights, setting)
         outputs.append(h)
         start += size
     ended.append((h, c))

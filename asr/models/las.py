@@ -52,7 +52,7 @@ class Listener(nn.Module):
         for number in range(1, config.layers + 1):
             paired = number in self.pyramid
             normed = {"all": True, "pyramid": paired, "first": number == 1}[config.norm_layers]
-            options = lstm_options(config) | ({} if normed else {"norm": "none"})
+            options = lstm_options(config, normed)
             self.layers.append(
                 LayerNormLSTM(
                     2 * size if paired else size,
@@ -181,7 +181,7 @@ class Speller(nn.Module):
         keep = draw_mask(embedded, (len(self.cells), U, B, own.hidden_size), rate)
         first = initial_attention(memory).weights.squeeze(1)
         constants = DecoderConstants(own.setting, memory.valid, first, masks, keep)
-        cells = [get_weights(cell, own.setting.norm) for cell in self.cells]
+        cells = [get_weights(cell, own.setting) for cell in self.cells]
         output, context, weights = dispatch.run_decoder(given, cells, constants)
         return torch.cat([output, context], dim=-1).transpose(0, 1), weights.transpose(0, 1)
 

@@ -16,11 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asr.config.schema import LSTMConfig
+from asr.config.schema import LSTMConfig, check_norms_fit
 from asr.kernels import dispatch
 from asr.kernels.deferred import DeferredWeight
 from asr.kernels.dispatch import backends
-from asr.kernels.types import LayerInput, State, Weights, check_shape, make_setting, weight_shapes
+from asr.kernels.types import (
+    LayerInput,
+    LSTMOptions,
+    State,
+    Weights,
+    check_shape,
+    make_setting,
+    weight_shapes,
+)
 from asr.nn.dropout import Dropout, check_rate, draw_mask
 
 __all__ = ["LayerNormLSTM", "LayerNormLSTMCell", "backends"]
@@ -28,26 +36,28 @@ __all__ = ["LayerNormLSTM", "LayerNormLSTMCell", "backends"]
 
 def add_weights(
     module: nn.Module,
-    norm: str,
+    setting: LSTMOptions,
     input_size: int,
     hidden_size: int,
     recurrent_gain: float,
     suffix: str = "",
 ) -> None:
     """Registers and initialises one direction's weights, named as in nn.LSTM."""
-    for name, shape in weight_shapes(norm, input_size, hidden_size).items():
+    for name, shape in weight_shapes(setting, input_size, hidden_size).items():
         module.register_parameter(name + suffix, nn.Parameter(torch.empty(shape)))
-    reset_weights(get_weights(module, norm, suffix), recurrent_gain)
+    reset_weights(get_weights(module, setting, suffix), recurrent_gain)
 
 
-def lstm_options(config: LSTMConfig) -> dict[str, Any]:
-    """The arguments of a LayerNormLSTM for norm and backend."""
-    return config.model_dump(include=set(LSTMConfig.model_fields))
+def lstm_options(config: LSTMConfig, normed: bool = True) -> dict[str, Any]:
+    """The arguments of a LayerNormLSTM for norms and backend; without norms unless `normed`."""
+    plain = {"norm": "none", "cell_norm": None, "hidden_norm": False, "norm_kind": "layer"}
+    options = config.model_dump(include=set(LSTMConfig.model_fields))
+    return options if normed else options | plain
 
 
-def get_weights(module: nn.Module, norm: str, suffix: str = "") -> Weights:
+def get_weights(module: nn.Module, setting: LSTMOptions, suffix: str = "") -> Weights:
     """The weights that add_weights registered."""
-    names = weight_shapes(norm, 1, 1)
+    names = weight_shapes(setting, 1, 1)
     return Weights(**{name: getattr(module, name + suffix) for name in names})
 
 
@@ -72,6 +82,14 @@ def reset_weights(weights: Weights, recurrent_gain: float) -> None:
         weights.gain_hh.fill_(recurrent_gain)
 
 
+def describe_norms(setting: LSTMOptions) -> str:
+    """norm='ba', and what differs from what that fixes: cell_norm='state', norm_kind='rms'."""
+    named = make_setting(setting.norm, None, "guard", "fp32", None, False, "layer")
+    keys = ("cell_norm", "hidden_norm", "norm_kind")
+    changed = [key for key in keys if getattr(setting, key) != getattr(named, key)]
+    return ", ".join(f"{key}={getattr(setting, key)!r}" for key in ("norm", *changed))
+
+
 class LayerNormLSTMCell(nn.Module):
     """nn.LSTMCell with layer normalisation, for decoders; options as for LayerNormLSTM."""
 
@@ -87,13 +105,18 @@ class LayerNormLSTMCell(nn.Module):
         recurrent_gain: float = 1.0,
         precision: str = "fp32",
         backend: str = "auto",
+        cell_norm: str | None = None,
+        hidden_norm: bool = False,
+        norm_kind: str = "layer",
     ) -> None:
         super().__init__()
-        self.setting = make_setting(norm, eps, zero_variance, precision)
+        norms = cell_norm, hidden_norm, norm_kind
+        self.setting = make_setting(norm, eps, zero_variance, precision, *norms)
+        check_norms_fit(norm, *norms)
         self.input_size, self.hidden_size = input_size, hidden_size
         self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
         self.backend = dispatch.check_name(backend)
-        add_weights(self, norm, input_size, hidden_size, recurrent_gain)
+        add_weights(self, self.setting, input_size, hidden_size, recurrent_gain)
 
     def forward(
         self,
@@ -112,12 +135,12 @@ class LayerNormLSTMCell(nn.Module):
         if state is None:
             zeros = x.new_zeros(x.shape[0], self.hidden_size, dtype=self.weight_hh.dtype)
             state = zeros, zeros
-        weights = weights or get_weights(self, self.setting.norm)
+        weights = weights or get_weights(self, self.setting)
         return dispatch.run_step(self.backend, x, state, mask, weights, self.setting)
 
     def loop_weights(self) -> Weights:
         """The weights for one sequence of steps, with deferred weight gradients."""
-        w = get_weights(self, self.setting.norm)
+        w = get_weights(self, self.setting)
         weight_ih, weight_hh = DeferredWeight(w.weight_ih), DeferredWeight(w.weight_hh)
         return w._replace(weight_ih=weight_ih, weight_hh=weight_hh)
 
@@ -127,18 +150,19 @@ class LayerNormLSTMCell(nn.Module):
         return draw_mask(self.weight_hh, (batch_size, self.hidden_size), rate)
 
     def extra_repr(self) -> str:
-        return f"{self.input_size}, {self.hidden_size}, norm={self.setting.norm!r}"
+        return f"{self.input_size}, {self.hidden_size}, {describe_norms(self.setting)}"
 
 
 class LayerNormLSTM(nn.Module):
-    """Batch-first nn.LSTM with norm "none", "ba", "raw", "thesis", "per_gate" or "cell".
+    """Batch-first nn.LSTM with norm "none", "ba", "raw", "thesis", "per_gate", "cell" or "joined".
 
+    cell_norm, hidden_norm and norm_kind vary the norms of some of them (docs/normalization.md).
     dropout acts between layers, recurrent_dropout on the candidate g with one mask per sequence
-    (Semeniuta et al. 2016). eps None takes the norm's own (DEFAULT_EPS). zero_variance "guard"
-    normalises a row without variance to zero and passes no gradient there; "raw" keeps the textbook
-    formula. recurrent_gain is the initial gain of W_h h in norm "ba". precision "bf16" computes the
-    matrix products in bf16; under autocast they always are.
-    Raises ValueError for a setting that does not exist.
+    (Semeniuta et al. 2016). eps and cell_norm None are what the norm fixes (CELLS). zero_variance
+    "guard" normalises a row without variance to zero and passes no gradient there; "raw" keeps the
+    textbook formula. recurrent_gain is the initial gain of W_h h in norm "ba". precision "bf16"
+    computes the matrix products in bf16; under autocast they always are.
+    Raises ValueError for a setting that does not exist or does not fit the norm.
     """
 
     def __init__(
@@ -155,9 +179,14 @@ class LayerNormLSTM(nn.Module):
         recurrent_gain: float = 1.0,
         backend: str = "auto",
         precision: str = "fp32",
+        cell_norm: str | None = None,
+        hidden_norm: bool = False,
+        norm_kind: str = "layer",
     ) -> None:
         super().__init__()
-        self.setting = make_setting(norm, eps, zero_variance, precision)
+        norms = cell_norm, hidden_norm, norm_kind
+        self.setting = make_setting(norm, eps, zero_variance, precision, *norms)
+        check_norms_fit(norm, *norms)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.directions = 2 if bidirectional else 1
         self.dropout = Dropout(dropout)
@@ -166,7 +195,7 @@ class LayerNormLSTM(nn.Module):
         for layer in range(num_layers):
             size = input_size if layer == 0 else hidden_size * self.directions
             for suffix in self._suffixes(layer):
-                add_weights(self, norm, size, hidden_size, recurrent_gain, suffix)
+                add_weights(self, self.setting, size, hidden_size, recurrent_gain, suffix)
 
     def forward(
         self, x: Tensor, lengths: Tensor | Sequence[int] | None = None, state: State | None = None
@@ -189,7 +218,7 @@ class LayerNormLSTM(nn.Module):
                 x = self.dropout(x)
             now = slice(layer * self.directions, (layer + 1) * self.directions)
             mask = self._dropout_mask(x.shape[0])
-            weights = [get_weights(self, self.setting.norm, s) for s in self._suffixes(layer)]
+            weights = [get_weights(self, self.setting, s) for s in self._suffixes(layer)]
             batch = LayerInput(x, frames, h[now], c[now], mask)
             x, *end = dispatch.run_layer(self.backend, batch, weights, self.setting)
             ends.append(end)
@@ -205,7 +234,7 @@ class LayerNormLSTM(nn.Module):
         assert self.directions == 1, "the backward direction needs the whole sequence"
         states = []
         for layer, (h, c) in enumerate(zip(*state, strict=True)):
-            weights = get_weights(self, self.setting.norm, f"_l{layer}")
+            weights = get_weights(self, self.setting, f"_l{layer}")
             states.append(dispatch.run_step(self.backend, x, (h, c), None, weights, self.setting))
             x = states[-1][0]
         h, c = (torch.stack(parts) for parts in zip(*states, strict=True))
@@ -214,7 +243,7 @@ class LayerNormLSTM(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}, "
-            f"bidirectional={self.directions == 2}, norm={self.setting.norm!r}"
+            f"bidirectional={self.directions == 2}, {describe_norms(self.setting)}"
         )
 
     def _suffixes(self, layer: int) -> list[str]:

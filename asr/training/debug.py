@@ -216,7 +216,7 @@ def describe_frames(lstm: LayerNormLSTM, inputs: tuple[Any, ...], gradient: Tens
     for number, frame in reversed(list(enumerate(frames))):
         h, c, x = sizes[3 * number : 3 * number + 3]
         flat = ", ".join(
-            f"{name} {100 * float((rows == rows[:, :1]).all(1).float().mean()):.0f} %"
+            f"{name} {100 * flat_share(rows, frame.internals.centred):.0f} %"
             for name, rows in frame.internals.entering.items()
         )
         more = f"; rows without variance: {flat}" if flat else ""
@@ -225,6 +225,12 @@ def describe_frames(lstm: LayerNormLSTM, inputs: tuple[Any, ...], gradient: Tens
         if not all(map(math.isfinite, (h, c, x))):
             break
     return ["the same LSTM's backward pass, step by step:", *lines[-SHOWN_FRAMES:]]
+
+
+def flat_share(rows: Tensor, centred: bool) -> float:
+    """The share of rows (M, size) without variance; of a norm without centring, of zero rows."""
+    level = rows[:, :1] if centred else torch.zeros_like(rows[:, :1])
+    return float((rows == level).all(1).float().mean())
 
 
 def size(tensor: Tensor) -> float:

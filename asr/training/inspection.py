@@ -31,15 +31,16 @@ from asr.kernels import reference
 from asr.kernels.types import LayerInput, LSTMOptions, Weights
 from asr.nn.attention import Memory
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, check_lengths, get_weights
-from asr.nn.norm import RMSNorm, ScaleNorm
+from asr.nn.norm import BatchNorm, BiasNorm, DynamicErf, DynamicTanh, RMSNorm, ScaleNorm
 from asr.training.losses import shift
 
 GATES = ("input", "forget", "candidate", "output")  # in the order of their 4H pre-activations
-FLAT = 1e-6  # variance (RMS and scale norm: mean square) below which a row counts as flat
+FLAT = 1e-6  # variance (without centring: mean square) below which a row counts as flat
 END = 0.05  # of an activation's range
 SIGMOID_END = math.log((1 - END) / END)  # sigmoid(z) is within END of 0 or 1 for |z| above this
 TANH_END = math.atanh(1 - 2 * END)  # the same share of -1 to 1
-NORMS = (nn.LayerNorm, RMSNorm, ScaleNorm)
+ROW_NORMS = (nn.LayerNorm, RMSNorm, ScaleNorm, BiasNorm)  # those with statistics of a row
+NORMS = (*ROW_NORMS, BatchNorm, DynamicTanh, DynamicErf)
 LSTMS = (LayerNormLSTM, LayerNormLSTMCell)
 
 
@@ -48,6 +49,7 @@ class StepInternals(NamedTuple):
 
     gates: Tensor  # (N, 4H)  pre-activations, after norms and biases
     entering: dict[str, Tensor]  # norm -> its input rows (M, size)
+    centred: bool  # the norms subtract the mean
 
 
 class TracedStep(NamedTuple):
@@ -65,19 +67,22 @@ def step_internals(
     x: Tensor, state: State, weights: Weights, setting: LSTMOptions
 ) -> StepInternals:
     """x (N, I), the state before the step -> internals of reference.step."""
-    h, c = reversed(state) if setting.norm == "thesis" else state
+    h, c = reversed(state) if setting.swap else state
     from_x = functional.linear(x, weights.weight_ih)
     from_h = functional.linear(h, weights.weight_hh)
     gates = reference.add_state(reference.input_part(from_x, weights, setting), h, weights, setting)
+    after = reference.recur(gates, c, None, weights, setting)
     entering = {}
-    if setting.norm == "per_gate":
-        entering["gates"] = (from_x + from_h).view(-1, h.shape[-1])
-    elif setting.norm in ("ba", "raw", "thesis"):
+    if setting.norms_sum:
+        rows = reference.norm_rows(from_x + from_h, setting)
+        entering["gates"] = rows.reshape(-1, rows.shape[-1])
+    elif setting.gates == "split":
         entering = {"x": from_x, "h": from_h}
-    if setting.norm != "none":
-        i, f, g, _ = gates.chunk(4, dim=-1)
-        entering["c"] = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return StepInternals(gates, entering)
+    if setting.norms_cell:
+        entering["c"] = after.c
+    if setting.hidden_norm:
+        entering["hidden"] = after.h
+    return StepInternals(gates, entering, centred=setting.norm_kind == "layer")
 
 
 def trace(
@@ -94,7 +99,7 @@ def trace(
     frames: list[TracedStep] = []
     for layer in range(lstm.num_layers):
         now, places = slice(layer * D, (layer + 1) * D), [f"l{layer}", f"l{layer}_reverse"][:D]
-        weights = [get_weights(lstm, lstm.setting.norm, f"_{place}") for place in places]
+        weights = [get_weights(lstm, lstm.setting, f"_{place}") for place in places]
         run = partial(_trace_direction, lstm.setting, frames, iter(places))
         x = reference.run_packed(LayerInput(x, counts, h[now], c[now], None), weights, run).output
     return x, frames
@@ -124,6 +129,11 @@ def _trace_direction(
     return torch.cat(outputs), *start
 
 
+def spread(rows: Tensor, centred: bool) -> Tensor:
+    """rows (..., size) -> their variance, without centring their mean square (...)."""
+    return rows.var(-1, correction=0) if centred else rows.square().mean(-1)
+
+
 class Internals:
     """Statistics of gates and norms, gathered by hooks."""
 
@@ -145,7 +155,7 @@ class Internals:
             end = TANH_END if gate == "candidate" else SIGMOID_END
             self.add(f"saturated/{place}/{gate}", values.abs() > end)
         for norm, rows in step.entering.items():
-            self.add(f"flat/{place}/{norm}", rows.var(-1, correction=0) < FLAT)
+            self.add(f"flat/{place}/{norm}", spread(rows, step.centred) < FLAT)
 
     def figures(self) -> dict[str, float]:
         """Name -> figure, as above."""
@@ -186,7 +196,7 @@ def watch(model: nn.Module) -> Iterator[Internals]:
     hooks = [
         module.register_forward_pre_hook(partial(_observe, internals, name), with_kwargs=True)
         for name, module in model.named_modules()
-        if isinstance(module, LSTMS + NORMS)
+        if isinstance(module, LSTMS + ROW_NORMS)
     ]
     try:
         yield internals
@@ -206,9 +216,8 @@ def _observe(
     elif isinstance(module, LayerNormLSTMCell):
         internals.add_step(name, _cell_internals(module, *args, **named))
     else:
-        rows, centred = args[0], isinstance(module, nn.LayerNorm)
-        spread = rows.var(-1, correction=0) if centred else rows.square().mean(-1)
-        internals.add(f"flat/{name}", spread < FLAT)
+        rows = spread(args[0], isinstance(module, nn.LayerNorm))
+        internals.add(f"flat/{name}", rows < FLAT)
 
 
 def _cell_internals(
@@ -216,7 +225,7 @@ def _cell_internals(
 ) -> StepInternals:
     """From the arguments of the cell; mask and weights, the same values, are not needed."""
     zeros = x.new_zeros(len(x), cell.hidden_size)
-    weights = get_weights(cell, cell.setting.norm)
+    weights = get_weights(cell, cell.setting)
     return step_internals(x, state or (zeros, zeros), weights, cell.setting)
 
 
@@ -227,11 +236,16 @@ def gains(model: nn.Module) -> dict[str, float]:
         if isinstance(module, LSTMS):
             own = {f"{name}.{n}": p for n, p in module.named_parameters() if n.startswith("gain")}
         else:
-            own = {name: module.weight} if isinstance(module, NORMS) else {}
+            own = {name: gain_of(module)} if isinstance(module, NORMS) else {}
         for place, gain in own.items():
             figures[f"gain/{place}"] = float(gain.detach().abs().mean())
             figures[f"gain_max/{place}"] = float(gain.detach().abs().max())
     return figures
+
+
+def gain_of(norm: nn.Module) -> Tensor:
+    """The gain of one of NORMS, of any shape."""
+    return norm.log_scale.exp() if isinstance(norm, BiasNorm) else norm.weight
 
 
 def gradients(model: nn.Module, count: float) -> dict[str, float]:

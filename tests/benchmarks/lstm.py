@@ -7,7 +7,8 @@ every round each contestant runs once, so that other load affects all of them; a
 median over the rounds of the time divided by fp32 nn.LSTM's time in the same round. "bf16" is ours
 with matrix products in bf16; "nn.LSTM bf16" runs under autocast. Peak memory in MiB is the rise
 above a new process' memory before its first forward and backward pass. --backends python reference
-adds slower backends, which are timed in the last rounds only.
+adds slower backends, which are timed in the last rounds only. --cells compares every cell of
+backend cpu with ba instead.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +35,15 @@ CASES = {  # B, T, I, H
     "B32 T100 I512 H512": (32, 100, 512, 512),
 }
 JUDGE = "nn.LSTM"
+CELLS: dict[str, dict[str, Any]] = {
+    "ba": {"norm": "ba"},
+    **{norm: {"norm": norm} for norm in ("none", "cell", "joined", "per_gate", "raw", "thesis")},
+    **{f"{norm} rms": {"norm": norm, "norm_kind": "rms"} for norm in ("ba", "joined", "per_gate")},
+    **{f"ba, c {c}": {"norm": "ba", "cell_norm": c} for c in ("none", "carried", "state")},
+    "joined, c output": {"norm": "joined", "cell_norm": "output"},
+    "joined, hidden": {"norm": "joined", "hidden_norm": True},
+    "ba, hidden": {"norm": "ba", "hidden_norm": True},
+}
 SLOW_ROUNDS = 2
 
 
@@ -42,6 +53,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--backends", nargs="*", choices=("python", "reference"), default=[])
+    parser.add_argument("--cells", action="store_true")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--memory", nargs=2, metavar=("CASE", "NAME"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -52,6 +64,8 @@ def main() -> None:
     if (reason := backends()["cpu"]) is not None:
         sys.exit(f"backend cpu cannot run: {reason}")
     names = [JUDGE, f"{JUDGE} bf16", "ours", "ours bf16", *options.backends]
+    if options.cells:
+        names = list(CELLS)
     rows = [row for case in options.cases for row in measured(case, names, options)]
     table(rows, options.threads)
     if options.json:
@@ -62,6 +76,8 @@ def main() -> None:
 def contestant(name: str, I: int, H: int) -> nn.Module:  # noqa: E741
     if name.startswith(JUDGE):
         return nn.LSTM(I, H, batch_first=True, bidirectional=True)
+    if name in CELLS:
+        return LayerNormLSTM(I, H, bidirectional=True, backend="cpu", **CELLS[name])
     precision = "bf16" if name.endswith("bf16") else "fp32"
     backend = "cpu" if name.startswith("ours") else name
     return LayerNormLSTM(I, H, bidirectional=True, backend=backend, precision=precision)
@@ -93,9 +109,9 @@ def passes(name: str, case: str) -> dict[str, Callable[[], None]]:
 
 
 def measured(case: str, names: list[str], options: argparse.Namespace) -> list[dict]:
-    """A row of figures for every contestant and kind of pass."""
+    """A row of figures for every contestant, relative to the first, and kind of pass."""
     runs = {name: passes(name, case) for name in names}
-    kinds = list(runs[JUDGE])
+    kinds = list(runs[names[0]])
     seconds = {(name, kind): [] for name in names for kind in kinds}
     for each in range(-1, options.rounds):  # the first round is a warm-up
         late = each >= options.rounds - SLOW_ROUNDS
@@ -108,7 +124,7 @@ def measured(case: str, names: list[str], options: argparse.Namespace) -> list[d
     del runs
     peaks = {name: peak_memory(case, name, options.threads) for name in names}
     return [
-        row(case, name, kind, seconds[name, kind], seconds[JUDGE, kind])
+        row(case, name, kind, seconds[name, kind], seconds[names[0], kind])
         | ({"peak_mib": peaks[name]} if kind != "forward" else {})
         for kind in kinds
         for name in names
@@ -164,13 +180,14 @@ def processor() -> str:
 
 
 def table(rows: list[dict], threads: int) -> None:
-    memory = {r["case"]: r["peak_mib"] for r in rows if r["name"] == JUDGE and "peak_mib" in r}
-    print(f"torch {torch.__version__}, {threads} threads, time and memory / nn.LSTM (fp32)")
+    judge = rows[0]["name"]
+    memory = {r["case"]: r["peak_mib"] for r in rows if r["name"] == judge and "peak_mib" in r}
+    print(f"torch {torch.__version__}, {threads} threads, time and memory / {judge} (fp32)")
     for r in rows:
         peak = ""
         if "peak_mib" in r:
             peak = f"  peak {r['peak_mib']:5.0f} MiB {r['peak_mib'] / memory[r['case']]:5.2f}"
-        print(f"{r['case']:20} {r['pass']:17} {r['name']:13} "
+        print(f"{r['case']:20} {r['pass']:17} {r['name']:16} "
               f"{r['ms']:7.1f} ms {r['ratio']:5.2f}{peak}")  # fmt: skip
 
 

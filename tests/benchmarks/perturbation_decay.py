@@ -32,6 +32,13 @@ SETTINGS = {
     "ba": {"norm": "ba"},
     "ba, recurrent_gain 0.3": {"norm": "ba", "recurrent_gain": 0.3},
     "ba, recurrent_gain 0.1": {"norm": "ba", "recurrent_gain": 0.1},
+    "joined": {"norm": "joined"},
+    "ba, rms": {"norm": "ba", "norm_kind": "rms"},
+    "joined, rms": {"norm": "joined", "norm_kind": "rms"},
+    "ba, cell_norm none": {"norm": "ba", "cell_norm": "none"},
+    "ba, cell_norm carried": {"norm": "ba", "cell_norm": "carried"},
+    "ba, cell_norm state": {"norm": "ba", "cell_norm": "state"},
+    "joined, hidden_norm": {"norm": "joined", "hidden_norm": True},
     "raw": {"norm": "raw"},
     "thesis": {"norm": "thesis"},
 }
@@ -44,16 +51,16 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", type=Path, default=[], help="trained LAS runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'':24}" + "".join(f"{later:>10}" for later in LATER) + "  frames later")
+    print(f"{'':28}" + "".join(f"{later:>10}" for later in LATER) + "  frames later")
     curves = {}
     for name, setting in SETTINGS.items():
         actual = torch.stack([fresh(setting, seed) for seed in range(options.seeds)])
         curves[name] = actual.log().mean(0).exp()
-        print(f"{name:24}{shares(curves[name])}", flush=True)
+        print(f"{name:28}{shares(curves[name])}", flush=True)
     for run in options.runs:
         lstm = Recognizer.load(run).model.listener.layers[0]
         gain = f", recurrent gain {lstm.gain_hh_l0.mean():.3f}" if lstm.setting.norm == "ba" else ""
-        print(f"{shares(decay(lstm)):>94}  {run}{gain}", flush=True)
+        print(f"{shares(decay(lstm)):>98}  {run}{gain}", flush=True)
     folder = options.out or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     draw(curves, folder / "echo.png")

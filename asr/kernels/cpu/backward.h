@@ -26,12 +26,12 @@ template <class E> class Backward : Worker<E> {
  public:
   Backward(const Call& call, const Share& share, const BackwardWeights<E>& packed)
       : Base(call, share), weights(packed) {
-    grads = grads_at(out<T>(own.dvectors) + share.block * 14 * H, H);
+    grads = grads_at(out<T>(own.dvectors) + share.block * kVectorRows * H, H);
   }
 
   void run() {
     const int64_t n = share.utterances.size();
-    dh.resize(n * H), dc.resize(n * H), scratch.resize(5 * H), state.resize(H);
+    dh.resize(n * H), dc.resize(n * H), scratch.resize(kScratch * H), state.resize(H);
     for (int64_t j = 0; j < n; j++) {
       std::copy_n(this->state_row(own.dh, j), H, &dh[j * H]);
       std::copy_n(this->state_row(own.dc, j), H, &dc[j * H]);

@@ -9,19 +9,19 @@
 extern "C" {
 struct Direction {
   const void *weight_ih, *weight_hh;                     // (4H, I), (4H, H)
-  const void *bias, *gain_x, *gain_h, *gain_c, *bias_c;  // gains and biases, never null
+  const void *bias, *gain_x, *gain_h, *gain_c, *bias_c, *gain_hidden, *bias_hidden;  // never null
   const void *h0, *c0, *mask;                            // (B, H); mask may be null
   void *h, *c;                                           // (B, H): the final state, or that of each step
-  void *ax, *ah, *raw, *stats;  // saved: (rows, 4H) twice, (rows, H), (rows, 12); or null
+  void *ax, *ah, *raw, *stats;  // saved: (rows, 4H) twice, (rows, H), (rows, 14); or null
   const void *dh, *dc;          // (B, H): gradient of the final state
   void *dh0, *dc0, *dx;         // (B, H) twice; dx (B, T, I) or null
-  void *dweight_ih, *dweight_hh, *dvectors;  // (blocks, 4H, I), (blocks, 4H, H), (blocks, 14H)
+  void *dweight_ih, *dweight_hh, *dvectors;  // (blocks, 4H, I), (blocks, 4H, H), (blocks, 16H)
   void *dax, *dah;              // (B, 4H) twice, of a single step
 };
 
 struct Call {
   int64_t B, T, I, H, D;
-  int64_t mode, norm_c, carry, swap, threads, blocks, forked;
+  int64_t mode, rms, norm_c, show, carry, norm_h, swap, threads, blocks, forked;
   double eps;
   const int64_t* lengths;       // (B,)
   const void* x;                // (B, T, I), the last dimension contiguous

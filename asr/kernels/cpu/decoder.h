@@ -16,7 +16,7 @@ struct DecoderLayer {
 
 struct DecoderCall {
   int64_t B, U, T, E, M, H, A, C, W, L;  // M: embedding size; else as in Python
-  int64_t mode, norm_c, carry, swap, threads, blocks, forked;
+  int64_t mode, rms, norm_c, show, carry, norm_h, swap, threads, blocks, forked;
   double eps;
   const DecoderLayer* layers;                  // layer 0: weight_ih has the context's columns
   const void *embedded;                        // (U, B, M)

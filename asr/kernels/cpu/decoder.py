@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from asr.kernels.cpu import library
-from asr.kernels.cpu.library import PooledBuffers, fields
+from asr.kernels.cpu.library import NORM_FIELDS, STATS, PooledBuffers, fields
 from asr.kernels.cpu.lstm import PER_WORKER, cell_slots, gradients, point_weights
 from asr.kernels.types import (
     AttentionInput,
@@ -120,7 +120,7 @@ class DecoderCall(ctypes.Structure):
     """decoder.h: DecoderCall."""
 
     _fields_ = (
-        *fields(c_int64, "B U T E M H A C W L mode norm_c carry swap threads blocks forked"),
+        *fields(c_int64, f"B U T E M H A C W L {NORM_FIELDS} threads blocks forked"),
         ("eps", c_double),
         ("layers", c_void_p),
         *fields(c_void_p, "embedded weight_embedded weight_query states keys first v place conv"),
@@ -206,7 +206,7 @@ class _Run:
         self.kind = library.kind_of_products(given.states, constants.setting)
         self.call = call = DecoderCall(B=B, U=U, T=T, E=E, M=M, H=H, A=A, C=C, W=W, L=L)
         library.describe_norm(call, constants.setting)
-        self.split = call.mode == 1
+        self.split = constants.setting.gates == "split"
         call.threads, call.blocks = threads, max(1, min(threads, B // PER_WORKER))
         self.layers = (DecoderLayer * L)()
         call.layers = ctypes.addressof(self.layers)
@@ -242,7 +242,7 @@ def _allocate(run: _Run, given: DecoderInput, constants: DecoderConstants) -> De
     """Allocates the results and the memory that the backward pass reads."""
     call, new = run.call, given.states.new_empty
     H, U, B = call.H, call.U, call.B
-    widths = {"ah": 4 * H, "raw": H, "c": H, "stats": 12}
+    widths = {"ah": 4 * H, "raw": H, "c": H, "stats": STATS}
     widths |= {"ax": 4 * H} if run.split else {}
     widths |= {"h": H} if constants.keep is not None else {}
     counts = {name: call.L * U * B * width for name, width in widths.items()}

@@ -75,7 +75,7 @@ template <class E> class DecoderBackward : DecoderWorker<E> {
   void clear() {
     own.dh.assign(call.L * count * H, T(0)), own.dc.assign(call.L * count * H, T(0));
     own.dcontext.assign(count * call.E, T(0)), own.doutput.resize(count * H);
-    own.scratch.resize(5 * H), own.dattention.resize(call.B * call.T);
+    own.scratch.resize(kScratch * H), own.dattention.resize(call.B * call.T);
     own.dpast.assign(call.B * call.T, T(0)), own.dtotal.assign(call.B * call.T, T(0));
   }
 
@@ -113,7 +113,7 @@ template <class E> class DecoderBackward : DecoderWorker<E> {
     const Direction& w = layer.cell;
     const Cell<T> cell = make_cell<T>(call, w);
     T *dh = &own.dh[l * count * H], *dc = &own.dc[l * count * H];
-    const Grads<T> grads = grads_at(out<T>(w.dvectors) + block * 14 * H, H);
+    const Grads<T> grads = grads_at(out<T>(w.dvectors) + block * kVectorRows * H, H);
     const T* keep = layer.keep ? this->at(layer.keep, u, H) : nullptr;
     for (int64_t k = 0; k < count * H; k++) dh[k] += own.doutput[k] * (keep ? keep[k] : T(1));
     for (int64_t j = 0; j < count; j++)

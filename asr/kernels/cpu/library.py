@@ -82,6 +82,7 @@ class PooledBuffers:
 
 KINDS = {torch.float32: 0, torch.float64: 1}  # as in element.h
 BF16_PRODUCTS = 2
+STATS = 14  # values of a row's statistics, as in cell.h
 
 # Was this process forked, so that OpenMP's threads are gone? A fork by anything but multiprocessing
 # before this module was imported stays unnoticed.
@@ -93,13 +94,16 @@ def fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
+NORM_FIELDS = "mode rms norm_c show carry norm_h swap"
+
+
 class Direction(Structure):
     """call.h: Direction."""
 
     _fields_ = fields(
         c_void_p,
-        "weight_ih weight_hh bias gain_x gain_h gain_c bias_c h0 c0 mask h c ax ah raw stats "
-        "dh dc dh0 dc0 dx dweight_ih dweight_hh dvectors dax dah",
+        "weight_ih weight_hh bias gain_x gain_h gain_c bias_c gain_hidden bias_hidden h0 c0 mask "
+        "h c ax ah raw stats dh dc dh0 dc0 dx dweight_ih dweight_hh dvectors dax dah",
     )
 
 
@@ -107,7 +111,7 @@ class Call(Structure):
     """call.h: Call."""
 
     _fields_ = (
-        *fields(c_int64, "B T I H D mode norm_c carry swap threads blocks forked"),
+        *fields(c_int64, f"B T I H D {NORM_FIELDS} threads blocks forked"),
         ("eps", c_double),
         *fields(c_void_p, "lengths x"),
         *fields(c_int64, "x_stride_b x_stride_t"),
@@ -123,10 +127,14 @@ def point(structure: Structure, **tensors: Tensor | None) -> None:
 
 
 def describe_norm(call: Structure, setting: LSTMOptions) -> None:
-    """Sets the fields of the norm, which the calls of layers, steps and decoders share."""
-    norm = setting.norm
-    call.mode, call.eps, call.norm_c = MODES[norm], setting.eps, norm != "none"
-    call.carry, call.swap = norm == "per_gate", norm == "thesis"
+    """Sets the fields of the norms, which the calls of layers, steps and decoders share."""
+    call.mode, call.eps, call.rms = MODES[setting.gates], setting.eps, setting.norm_kind == "rms"
+    call.norm_c, call.show, call.carry = (
+        setting.norms_cell,
+        setting.shows_norm,
+        setting.carries_norm,
+    )
+    call.norm_h, call.swap = setting.hidden_norm, setting.swap
 
 
 def slots(weight: Tensor | None, count: int) -> Tensor | None:

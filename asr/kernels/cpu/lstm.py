@@ -13,11 +13,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from asr.kernels.cpu import library
-from asr.kernels.cpu.library import PooledBuffers
+from asr.kernels.cpu.library import STATS, PooledBuffers
 from asr.kernels.deferred import deferred_linear
-from asr.kernels.types import MODES, LayerInput, LayerOutput, LSTMOptions, State, Weights
+from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, State, Weights
 
 PER_WORKER = 4  # utterances, at least: fewer leave the matrix kernels half empty
+# A cell's vectors in C++, and how many times H each is long.
+VECTORS = {"bias": 4, "gain_x": 4, "gain_h": 4} | dict.fromkeys(
+    ("gain_c", "bias_c", "gain_hidden", "bias_hidden"), 1
+)
 
 
 class _Plan(NamedTuple):
@@ -63,8 +67,8 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         batch = LayerInput(_rows(x), plan.lengths, h.contiguous(), c.contiguous(), mask)
         frames, gates = len(weights) * sum(plan.lengths), 4 * h.shape[-1]
-        counts = {"ah": frames * gates, "raw": frames * h.shape[-1], "stats": frames * 12}
-        if MODES[plan.setting.norm] == 1:
+        counts = {"ah": frames * gates, "raw": frames * h.shape[-1], "stats": frames * STATS}
+        if plan.setting.gates == "split":
             counts["ax"] = frames * gates
         buffers = PooledBuffers(x.dtype, **counts)
         result = _layer_forward(plan, batch, weights, buffers)
@@ -106,19 +110,19 @@ def point_weights(direction: library.Direction, w: Weights, alive: list[Any]) ->
     w = Weights(*(t if t is None else t.detach().contiguous() for t in w))
     ones, bias = torch.ones_like(w.bias_ih), w.bias_ih + w.bias_hh
     alive += [w, ones, bias]
-    gains = {
-        "gain_x": w.gain_ih,
-        "gain_h": w.gain_hh if w.gain_gates is None else w.gain_gates,
-        "gain_c": w.gain_c,
-        "bias_c": w.bias_c,
-    }
-    gains = {name: ones if gain is None else gain for name, gain in gains.items()}
-    library.point(direction, weight_ih=w.weight_ih, weight_hh=w.weight_hh, bias=bias, **gains)
+    vectors = (bias, *_norm_vectors(w))
+    named = zip(VECTORS, (ones if v is None else v for v in vectors), strict=True)
+    library.point(direction, weight_ih=w.weight_ih, weight_hh=w.weight_hh, **dict(named))
+
+
+def _norm_vectors(w: Weights) -> tuple[Tensor | None, ...]:
+    """A cell's vectors in the order of VECTORS, without the bias."""
+    return w.gain_ih, w.gain_recurrent, w.gain_c, w.bias_c, w.gain_hidden, w.bias_hidden
 
 
 def _point_saved(call: library.Call, buffers: PooledBuffers, frames: int, H: int) -> None:
     """Each direction's part of the saved buffers."""
-    widths = {"ax": 4 * H, "ah": 4 * H, "raw": H, "stats": 12}
+    widths = {"ax": 4 * H, "ah": 4 * H, "raw": H, "stats": STATS}
     for d in range(call.D):
         for name, width in widths.items():
             if (buffer := buffers[name]) is not None:
@@ -174,30 +178,28 @@ def cell_slots(w: Weights, blocks: int) -> dict[str, Tensor]:
     return {
         "dweight_ih": library.slots(w.weight_ih, blocks),
         "dweight_hh": library.slots(w.weight_hh, blocks),
-        "dvectors": w.bias_ih.new_zeros(blocks, 14 * w.weight_hh.shape[1]),
+        "dvectors": w.bias_ih.new_zeros(blocks, sum(VECTORS.values()) * w.weight_hh.shape[1]),
     }
 
 
 def gradients(w: Weights, sums: dict[str, Tensor], H: int) -> list[Tensor]:
     """The summed cell_slots -> gradients, in the order of the weights that are not None."""
     weight_ih, weight_hh, vectors = map(library.add_up, sums.values())
-    bias, gain_x, gain_h, gain_c, bias_c = vectors.split([4 * H, 4 * H, 4 * H, H, H])
+    bias, gain_x, gain_h, *of_states = vectors.split([H * size for size in VECTORS.values()])
     bias_again = bias.clone()  # two parameters must not share one gradient
-    every = (weight_ih, weight_hh, bias, bias_again, gain_x, gain_h, gain_h, gain_c, bias_c)
+    every = (weight_ih, weight_hh, bias, bias_again, gain_x, gain_h, gain_h, *of_states)
     return [g for g, own in zip(every, w, strict=True) if own is not None]
 
 
 def step(x: Tensor, state: State, mask: Tensor | None, w: Weights, setting: LSTMOptions) -> State:
     """x (B, I), state of two (B, H) -> the next. Raises compiler.BuildError without the kernels."""
-    h, c = reversed(state) if setting.norm == "thesis" else state
+    h, c = reversed(state) if setting.swap else state
     dtype = setting.product_dtype(x.dtype)
     ax, ah = deferred_linear(x, w.weight_ih, dtype), deferred_linear(h, w.weight_hh, dtype)
-    if MODES[setting.norm] != 1:  # the norm, if any, takes the sum
+    if setting.gates != "split":  # the norm, if any, takes the sum
         ax, ah = None, ax + ah
-    gain_h = w.gain_hh if w.gain_gates is None else w.gain_gates
-    bias = w.bias_ih + w.bias_hh
     mask = None if mask is None else mask.contiguous()
-    tensors = (ax, ah, c.contiguous(), mask, bias, w.gain_ih, gain_h, w.gain_c, w.bias_c)
+    tensors = (ax, ah, c.contiguous(), mask, w.bias_ih + w.bias_hh, *_norm_vectors(w))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _Step.apply(setting, *tensors)
     return _step_forward(setting, *tensors)[:2]
@@ -219,13 +221,14 @@ class _Step(torch.autograd.Function):
         call, _alive = _describe_step(ctx.setting, *tensors)
         dah, dc0 = torch.empty_like(ah), torch.empty_like(c)
         dax = None if ax is None else torch.empty_like(ax)
-        sums, dh, dc = c.new_zeros(14 * H), dh.contiguous(), dc.contiguous()
+        sizes = [H * size for size in VECTORS.values()]
+        sums, dh, dc = c.new_zeros(sum(sizes)), dh.contiguous(), dc.contiguous()
         direction = call.direction[0]
         library.point(direction, raw=ctx.raw, stats=ctx.stats, dh=dh, dc=dc)
         library.point(direction, dax=dax, dah=dah, dc0=dc0, dvectors=sums)
         library.run("lstm_step_backward", call, library.kind_of(c))
-        parts = sums.split([4 * H, 4 * H, 4 * H, H, H])
-        dvectors = [None if v is None else g for v, g in zip(vectors, parts, strict=True)]
+        parts = zip(vectors, sums.split(sizes), strict=True)
+        dvectors = [None if v is None else g for v, g in parts]
         return None, dax, dah, dc0, None, *dvectors
 
 
@@ -234,7 +237,7 @@ def _step_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The next h and c, the cell before its norm, the norms' statistics."""
     call, _alive = _describe_step(setting, ax, ah, c, *others)
-    h, after, raw, stats = *(torch.empty_like(c) for _ in range(3)), c.new_empty(len(c), 12)
+    h, after, raw, stats = *(torch.empty_like(c) for _ in range(3)), c.new_empty(len(c), STATS)
     library.point(call.direction[0], h=h, c=after, raw=raw, stats=stats)
     library.run("lstm_step_forward", call, library.kind_of(c))
     return h, after, raw, stats
@@ -251,10 +254,9 @@ def _describe_step(
     """The part of a call that both passes share, and the tensors that must outlive it."""
     B, H = c.shape
     ones = c.new_ones(4 * H)
-    names = ("bias", "gain_x", "gain_h", "gain_c", "bias_c")
     alive = [ones if v is None else v.detach().contiguous() for v in vectors]
     call = library.Call(B=B, T=1, I=0, H=H, D=1, threads=1)
     library.describe_norm(call, setting)
     library.point(call.direction[0], ax=ax, ah=ah, c0=c, mask=mask)
-    library.point(call.direction[0], **dict(zip(names, alive, strict=True)))
+    library.point(call.direction[0], **dict(zip(VECTORS, alive, strict=True)))
     return call, alive

@@ -20,7 +20,7 @@ template <class T> void step_backward(const Call& call) {
   const Cell<T> cell = make_cell<T>(call, own);
   const int64_t H = call.H, G = 4 * H;
   const Grads<T> grads = grads_at(out<T>(own.dvectors), H);
-  std::vector<T> scratch(5 * H);
+  std::vector<T> scratch(kScratch * H);
   std::copy_n(in<T>(own.dc), call.B * H, out<T>(own.dc0));
   for (int64_t j = 0; j < call.B; j++) {
     const Row<T> row = {own.ax ? in<T>(own.ax) + j * G : nullptr,

@@ -10,11 +10,24 @@
 template <class T> const T* in(const void* p) { return static_cast<const T*>(p); }
 template <class T> T* out(void* p) { return static_cast<T*>(p); }
 
-// `call` holds the norm, which all layers share.
+// `call` holds the norms' options, which all layers share.
 template <class T, class C> Cell<T> make_cell(const C& call, const Direction& w) {
-  return {Mode(call.mode), call.norm_c != 0,  call.carry != 0,  call.swap != 0,
-          call.H,          T(call.eps),
-          in<T>(w.gain_x), in<T>(w.gain_h), in<T>(w.bias), in<T>(w.gain_c), in<T>(w.bias_c)};
+  return {Mode(call.mode),
+          call.rms != 0,
+          call.norm_c != 0,
+          call.show != 0,
+          call.carry != 0,
+          call.norm_h != 0,
+          call.swap != 0,
+          call.H,
+          T(call.eps),
+          in<T>(w.gain_x),
+          in<T>(w.gain_h),
+          in<T>(w.bias),
+          in<T>(w.gain_c),
+          in<T>(w.bias_c),
+          in<T>(w.gain_hidden),
+          in<T>(w.bias_hidden)};
 }
 
 template <class E> class Worker {

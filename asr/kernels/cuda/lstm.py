@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from asr.kernels.deferred import product
 from asr.kernels.python import gate_product, norm
-from asr.kernels.reference import input_part
+from asr.kernels.reference import input_part, norm_rows
 from asr.kernels.types import MODES, LayerInput, LayerOutput, LSTMOptions, Weights
 
 Steps = Callable[..., tuple[Tensor, ...]]
@@ -72,22 +72,27 @@ def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
 class CudaPlan(NamedTuple):
     """The options of a loop, which its graph fixes beside the inputs' shapes."""
 
-    norm: str
-    eps: float
+    setting: LSTMOptions
     dtype: torch.dtype  # of the products
 
     def options(self, H: int, mask: Tensor | None) -> dict[str, Any]:
         """The keyword arguments of both Triton kernels."""
+        own = self.setting
         return {
-            "eps": self.eps, "MODE": MODES[self.norm], "NORM_C": self.norm != "none",
-            "CARRY": self.norm == "per_gate", "DROP": mask is not None,
+            "eps": own.eps, "MODE": MODES[own.gates], "RMS": own.norm_kind == "rms",
+            "NORM_C": own.norms_cell, "SHOW": own.shows_norm, "CARRY": own.carries_norm,
+            "HIDDEN": own.hidden_norm, "DROP": mask is not None,
             "BLOCK": 1 << max(4, (H - 1).bit_length()),
         }  # fmt: skip
+
+    def for_hidden(self, like: Tensor) -> Tensor:
+        """A new tensor for each step's h before its norm; without that norm nothing reads it."""
+        return like.new_empty(like.shape if self.setting.hidden_norm else (len(like), 4))
 
 
 class Recurrence(torch.autograd.Function):
     """gates (S, D, B, 4H), weight (D, 4H, H), h, c (D, B, H), mask (D, B, H) or None, lengths
-    (B,), gain_h, bias (D, 4H), gain_c, bias_c (D, H) -> h of all steps (S, D, B, H), final h, c.
+    (B,), six vectors as in _vectors -> h of all steps (S, D, B, H), final h, c.
     """
 
     @staticmethod
@@ -95,25 +100,25 @@ class Recurrence(torch.autograd.Function):
         ctx: Any, plan: CudaPlan, gates: Tensor, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         key = _key(plan, "forward", gates, *inputs)
-        hs, cs, ah, raw = replay(key, functools.partial(_run_forward, plan), gates, *inputs)
-        ctx.plan, ctx.saved = plan, (cs, ah, raw)
+        loop = functools.partial(_run_forward, plan)
+        hs, cs, *ctx.saved = replay(key, loop, gates, *inputs)
+        ctx.plan, ctx.cells = plan, cs
         ctx.save_for_backward(gates, hs, *inputs)
         return hs[1:], hs[-1].clone(), cs[-1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dhs: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
-        gates, hs, weight, _, _, mask, lengths, gain_h, *rest = ctx.saved_tensors
-        cs, ah, raw = ctx.saved
-        given = (gates, weight, cs, ah, raw, mask, lengths, gain_h, *rest, dhs, dh, dc)
+        gates, hs, weight, _, _, mask, lengths, *vectors = ctx.saved_tensors
+        given = (gates, weight, ctx.cells, *ctx.saved, mask, lengths, *vectors, dhs, dh, dc)
         loop = functools.partial(_run_backward, ctx.plan)
-        dz, dah, dshown, dh, dc = replay(_key(ctx.plan, "backward", *given), loop, *given)
+        dh, dc, dz, dah, *normed = replay(_key(ctx.plan, "backward", *given), loop, *given)
         before = hs[:-1].transpose(0, 1).flatten(1, 2)  # (D, S * B, H)
         rows = dah.transpose(0, 1).flatten(1, 2).transpose(1, 2)  # (D, 4H, S * B)
         dweight = product(rows, before.to(ctx.plan.dtype))
-        vectors = _vector_gradients(ctx.plan, gates, ah, raw, dz, dshown)
-        dgates = dah if MODES[ctx.plan.norm] == 2 else dz
-        return None, dgates, dweight, dh, dc, None, None, *vectors
+        dvectors = _vector_gradients(ctx.plan.setting, gates, *ctx.saved, dz, *normed)
+        dgates = dah if ctx.plan.setting.norms_sum else dz
+        return None, dgates, dweight, dh, dc, None, None, *dvectors
 
 
 def _run_forward(
@@ -133,15 +138,16 @@ def _run_forward(
     hs, cs = gates.new_empty(S + 1, D, B, H), gates.new_empty(S + 1, D, B, H)
     hs[0], cs[0] = h, c
     ah, raw = torch.empty_like(gates), gates.new_empty(S, D, B, H)
+    raw_h = plan.for_hidden(raw)
     across = weight.transpose(1, 2).to(plan.dtype).contiguous()
     options = plan.options(H, mask)
     for s in range(S):
         ah[s] = product(hs[s], across)
         triton_step.forward_step[(D * B,)](
             gates[s], ah[s], hs[s], cs[s], hs if mask is None else mask, lengths, *vectors,
-            hs[s + 1], cs[s + 1], raw[s], s, B, H, **options,
+            hs[s + 1], cs[s + 1], raw[s], raw_h[s], s, B, H, **options,
         )  # fmt: skip
-    return hs, cs, ah, raw
+    return hs, cs, ah, raw, raw_h
 
 
 def _run_backward(
@@ -151,48 +157,55 @@ def _run_backward(
     cs: Tensor,
     ah: Tensor,
     raw: Tensor,
+    raw_h: Tensor,
     mask: Tensor | None,
     lengths: Tensor,
-    gain_h: Tensor,
-    bias: Tensor,
-    gain_c: Tensor,
-    bias_c: Tensor,
-    dhs: Tensor,
-    dh: Tensor,
-    dc: Tensor,
+    *vectors_and_slopes: Tensor,
 ) -> tuple[Tensor, ...]:
+    """-> dh, dc, dz, dah and the gradients of the normed c and h."""
     from asr.kernels.cuda import triton_step
 
+    *vectors, dhs, dh, dc = vectors_and_slopes
     S, D, B, _ = gates.shape
     H = dh.shape[-1]
     dz, dah = torch.empty_like(gates), torch.empty_like(gates)
-    dshown, passing = torch.empty_like(raw), torch.empty_like(dh)
+    dnormed, passing = torch.empty_like(raw), torch.empty_like(dh)
+    dhidden = plan.for_hidden(raw)
     dh, dc, weight = dh.clone(), dc.clone(), weight.to(plan.dtype).contiguous()
     options = plan.options(H, mask)
     for s in reversed(range(S)):
         triton_step.backward_step[(D * B,)](
-            gates[s], ah[s], cs[s], raw[s], cs if mask is None else mask, lengths, gain_h,
-            bias, gain_c, bias_c, dh, dhs[s], dc, dz[s], dah[s], dshown[s], passing,
+            gates[s], ah[s], cs[s], raw[s], raw_h[s], cs if mask is None else mask, lengths,
+            *vectors, dh, dhs[s], dc, dz[s], dah[s], dnormed[s], dhidden[s], passing,
             s, B, H, **options,
         )  # fmt: skip
         dh = product(dah[s], weight).add_(passing)
-    return dz, dah, dshown, dh, dc
+    return dh, dc, dz, dah, dnormed, dhidden
 
 
 def _vector_gradients(
-    plan: CudaPlan, gates: Tensor, ah: Tensor, raw: Tensor, dz: Tensor, dshown: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of gain_h, bias, gain_c and bias_c, None where the norm has none."""
-    mode, gain_h, bias, gain_c, bias_c = MODES[plan.norm], None, None, None, None
-    if mode == 1:
-        gain_h = (dz * norm(ah, plan.eps).normed).sum((0, 2))
-    elif mode == 2:
-        normed = norm((gates + ah).unflatten(-1, (4, -1)), plan.eps).normed.flatten(-2)
+    setting: LSTMOptions,
+    gates: Tensor,
+    ah: Tensor,
+    raw: Tensor,
+    raw_h: Tensor,
+    dz: Tensor,
+    dnormed: Tensor,
+    dhidden: Tensor,
+) -> list[Tensor | None]:
+    """Gradients of the six vectors of _vectors, None where the setting has none."""
+    gain_h = bias = None
+    if setting.gates == "split":
+        gain_h = (dz * norm(ah, setting).normed).sum((0, 2))
+    elif setting.norms_sum:
+        normed = norm(norm_rows(gates + ah, setting), setting).normed.view_as(dz)
         gain_h, bias = (dz * normed).sum((0, 2)), dz.sum((0, 2))
-    if plan.norm != "none":
-        gain_c = (dshown * norm(raw, plan.eps).normed).sum((0, 2))
-        bias_c = dshown.sum((0, 2))
-    return gain_h, bias, gain_c, bias_c
+    found = [gain_h, bias]
+    states = (setting.norms_cell, raw, dnormed), (setting.hidden_norm, raw_h, dhidden)
+    for normed, before, d in states:
+        of_state = [(d * norm(before, setting).normed).sum((0, 2)), d.sum((0, 2))] if normed else []
+        found += of_state or [None, None]
+    return found
 
 
 def _key(plan: CudaPlan, name: str, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -230,11 +243,11 @@ def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> La
     products = (gate_product(rows[:, d], w.weight_ih.t(), setting) for d, w in enumerate(weights))
     parts = [input_part(p, w, setting) for p, w in zip(products, weights, strict=True)]
     gates = torch.stack(parts, 1)  # (S, D, B, 4H)
-    plan = CudaPlan(setting.norm, setting.eps, setting.product_dtype(gates.dtype))
+    plan = CudaPlan(setting, setting.product_dtype(gates.dtype))
     mask = None if batch.mask is None else batch.mask.contiguous()
     state = batch.h.contiguous(), batch.c.contiguous()
     fixed = (torch.stack([w.weight_hh for w in weights]), *state, mask, lengths.to(batch.x.device))
-    hs, h, c = Recurrence.apply(plan, gates.contiguous(), *fixed, *_vectors(weights, setting))
+    hs, h, c = Recurrence.apply(plan, gates.contiguous(), *fixed, *_vectors(weights))
     return LayerOutput(_in_time_order(hs, at, real, T), h, c)
 
 
@@ -259,11 +272,12 @@ def _in_time_order(hs: Tensor, at: Tensor, real: Tensor, T: int) -> Tensor:
     return torch.cat(parts, dim=-1).view(B, T, D * H)
 
 
-def _vectors(weights: list[Weights], setting: LSTMOptions) -> list[Tensor]:
-    """gain_h, bias, gain_c and bias_c of all directions, ones where the norm has none."""
+def _vectors(weights: list[Weights]) -> list[Tensor]:
+    """gain_h, bias (D, 4H), gain_c, bias_c, gain_hidden and bias_hidden (D, H) of all directions;
+    ones where the setting has none.
+    """
     ones = weights[0].bias_ih.new_ones(len(weights), 4 * weights[0].weight_hh.shape[1])
-    gain_h = "gain_gates" if setting.norm == "per_gate" else "gain_hh"
-    gains, *norm_c = ([getattr(w, name) for w in weights] for name in (gain_h, "gain_c", "bias_c"))
-    biases = [w.bias_ih + w.bias_hh for w in weights]
-    columns = (gains, biases, *norm_c)
+    names = ("gain_recurrent", "gain_c", "bias_c", "gain_hidden", "bias_hidden")
+    gains, *of_states = ([getattr(w, name) for w in weights] for name in names)
+    columns = (gains, [w.bias_ih + w.bias_hh for w in weights], *of_states)
     return [ones if own[0] is None else torch.stack(own) for own in columns]

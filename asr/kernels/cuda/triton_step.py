@@ -5,7 +5,9 @@ One program computes one row: one utterance in one direction, its 4H pre-activat
 Formulas: reference.py; backward of a norm: python.py. A row whose utterance has ended copies its
 state and adds no gradient.
 
-MODE 0: z = gates + ah. 1: z = gates + gain LN(ah). 2: z = gain LN(gates + ah) + bias, by gate.
+MODE 0: z = gates + ah. 1: z = gates + gain N(ah). 2: z = gain N(gates + ah) + bias, by gate.
+3: the same over all gates. RMS: no norm subtracts a mean. SHOW, CARRY: the output, the next step
+reads the normed cell. HIDDEN: h is normalised.
 """
 
 import triton
@@ -30,9 +32,9 @@ def sums(a, b, c, d):
 
 
 @triton.jit
-def scale_of(squares, n, low, high, eps):
-    """1 / sqrt(variance + eps); 0 in a row without variance."""
-    return tl.where(low == high, 0.0, 1 / tl.sqrt(squares / n + eps))
+def scale_of(squares, n, flat, eps):
+    """1 / sqrt(variance + eps); 0 in a flat row."""
+    return tl.where(flat, 0.0, 1 / tl.sqrt(squares / n + eps))
 
 
 @triton.jit
@@ -46,32 +48,61 @@ def highest(x, real):
 
 
 @triton.jit
-def norm(x, real, n, eps):
-    """LN of one vector and its scale; lanes beyond n hold zeros before and after."""
-    centred = tl.where(real, x - tl.sum(x, 0) / n, 0.0)
-    squares = tl.sum(centred * centred, 0)
-    scale = scale_of(squares, n, lowest(x, real), highest(x, real), eps)
-    return centred * scale, scale
+def norm(x, real, n, eps, RMS: tl.constexpr):
+    """N of one vector and its scale; lanes beyond n hold zeros before and after."""
+    if RMS:
+        squares = tl.sum(x * x, 0)
+        flat = squares == 0
+    else:
+        flat = lowest(x, real) == highest(x, real)
+        x = tl.where(real, x - tl.sum(x, 0) / n, 0.0)
+        squares = tl.sum(x * x, 0)
+    scale = scale_of(squares, n, flat, eps)
+    return x * scale, scale
 
 
 @triton.jit
-def norm_backward(d, normed, scale, real, n):
+def norm_backward(d, normed, scale, real, n, RMS: tl.constexpr):
     slope = tl.sum(d * normed, 0) / n
-    return tl.where(real, scale * (d - tl.sum(d, 0) / n - normed * slope), 0.0)
+    if not RMS:
+        d = d - tl.sum(d, 0) / n
+    return tl.where(real, scale * (d - normed * slope), 0.0)
 
 
 @triton.jit
-def norm4(a, b, c, d, real, n, eps):
-    """LN over four vectors together."""
-    mean = sums(a, b, c, d) / (4 * n)
+def centre4(a, b, c, d, real, n):
+    """Four vectors minus their common mean; are all their elements equal?"""
     low = tl.minimum(tl.minimum(lowest(a, real), lowest(b, real)),
                      tl.minimum(lowest(c, real), lowest(d, real)))  # fmt: skip
     high = tl.maximum(tl.maximum(highest(a, real), highest(b, real)),
                       tl.maximum(highest(c, real), highest(d, real)))  # fmt: skip
+    mean = sums(a, b, c, d) / (4 * n)
     a, b = tl.where(real, a - mean, 0.0), tl.where(real, b - mean, 0.0)
     c, d = tl.where(real, c - mean, 0.0), tl.where(real, d - mean, 0.0)
-    scale = scale_of(sums(a * a, b * b, c * c, d * d), 4 * n, low, high, eps)
+    return a, b, c, d, low == high
+
+
+@triton.jit
+def norm4(a, b, c, d, real, n, eps, RMS: tl.constexpr):
+    """N over four vectors together."""
+    if RMS:
+        squares = sums(a * a, b * b, c * c, d * d)
+        flat = squares == 0
+    else:
+        a, b, c, d, flat = centre4(a, b, c, d, real, n)
+        squares = sums(a * a, b * b, c * c, d * d)
+    scale = scale_of(squares, 4 * n, flat, eps)
     return a * scale, b * scale, c * scale, d * scale, scale
+
+
+@triton.jit
+def norm4_backward(di, df, dg, do, a, b, c, d, scale, real, n, RMS: tl.constexpr):
+    slope = sums(di * a, df * b, dg * c, do * d) / (4 * n)
+    if not RMS:
+        mean = sums(di, df, dg, do) / (4 * n)
+        di, df, dg, do = di - mean, df - mean, dg - mean, do - mean
+    return (scale * (di - a * slope), scale * (df - b * slope),
+            scale * (dg - c * slope), scale * (do - d * slope))  # fmt: skip
 
 
 @triton.jit
@@ -91,28 +122,32 @@ def store4(base, row, H, j, real, a, b, c, d):
 
 
 @triton.jit
-def normed_gates(gates, ah, row, H, j, real, eps, MODE: tl.constexpr):
-    """The normed pre-activations of MODE 1 or 2 and their scales, which are equal in MODE 1."""
+def normed_gates(gates, ah, row, H, j, real, eps, MODE: tl.constexpr, RMS: tl.constexpr):
+    """The normed pre-activations but in MODE 0, and their scales, which only MODE 2 has four of."""
     a, b, c, d = load4(ah, row, H, j, real)
-    if MODE == 1:
-        a, b, c, d, scale = norm4(a, b, c, d, real, H, eps)
+    if MODE != 1:
+        ga, gb, gc, gd = load4(gates, row, H, j, real)
+        a, b, c, d = a + ga, b + gb, c + gc, d + gd
+    if MODE != 2:
+        a, b, c, d, scale = norm4(a, b, c, d, real, H, eps, RMS)
         return a, b, c, d, scale, scale, scale, scale
-    ga, gb, gc, gd = load4(gates, row, H, j, real)
-    a, sa = norm(a + ga, real, H, eps)
-    b, sb = norm(b + gb, real, H, eps)
-    c, sc = norm(c + gc, real, H, eps)
-    d, sd = norm(d + gd, real, H, eps)
+    a, sa = norm(a, real, H, eps, RMS)
+    b, sb = norm(b, real, H, eps, RMS)
+    c, sc = norm(c, real, H, eps, RMS)
+    d, sd = norm(d, real, H, eps, RMS)
     return a, b, c, d, sa, sb, sc, sd
 
 
 @triton.jit
-def activated(gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE: tl.constexpr):
+def activated(
+    gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE: tl.constexpr, RMS: tl.constexpr
+):  # fmt: skip
     """sigmoid i, sigmoid f, tanh g, sigmoid o. own: the direction, a row of the weights."""
     if MODE == 0:
         a, b, c, d = load4(gates, row, H, j, real)
         e, f, g, h = load4(ah, row, H, j, real)
     else:
-        a, b, c, d, _1, _2, _3, _4 = normed_gates(gates, ah, row, H, j, real, eps, MODE)
+        a, b, c, d, _1, _2, _3, _4 = normed_gates(gates, ah, row, H, j, real, eps, MODE, RMS)
         e, f, g, h = load4(gain_h, own, H, j, real)
         a, b, c, d = a * e, b * f, c * g, d * h
         if MODE == 1:
@@ -123,82 +158,75 @@ def activated(gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE: tl.const
 
 
 @triton.jit
-def show(cell, gain_c, bias_c, own, H, j, real, eps, NORM_C: tl.constexpr):
-    """The argument of the output's tanh; the norm's gain, normed cell and scale."""
-    shown, weight, normed, scale = cell, cell, cell, tl.sum(cell, 0)
-    if NORM_C:
-        normed, scale = norm(cell, real, H, eps)
-        weight = tl.load(gain_c + own * H + j, real, 0.0)
-        shown = normed * weight + tl.load(bias_c + own * H + j, real, 0.0)
-    return shown, weight, normed, scale
-
-
-@triton.jit
-def through_cell(
-    dshown, dc, weight, normed, scale, real, H, NORM_C: tl.constexpr, CARRY: tl.constexpr
+def affine_norm(
+    x, gain, bias, own, H, j, real, eps, NORM: tl.constexpr, RMS: tl.constexpr
 ):  # fmt: skip
-    """Gradient of the cell before its norm."""
-    dcell = dshown
-    if NORM_C:
-        dcell = norm_backward(dshown * weight, normed, scale, real, H)
-    if not CARRY:
-        dcell += dc
-    return dcell
+    """N(x) with gain and bias, or x; the gain, N(x) and its scale."""
+    y, weight, normed, scale = x, x, x, tl.sum(x, 0)
+    if NORM:
+        normed, scale = norm(x, real, H, eps, RMS)
+        weight = tl.load(gain + own * H + j, real, 0.0)
+        y = normed * weight + tl.load(bias + own * H + j, real, 0.0)
+    return y, weight, normed, scale
 
 
 @triton.jit
 def forward_step(
-    gates, ah, h, c, mask, lengths, gain_h, bias, gain_c, bias_c, h_next, c_next, raw,
-    s, B, H, eps, MODE: tl.constexpr, NORM_C: tl.constexpr, CARRY: tl.constexpr,
+    gates, ah, h, c, mask, lengths, gain_h, bias, gain_c, bias_c, gain_hidden, bias_hidden,
+    h_next, c_next, raw, raw_h, s, B, H, eps, MODE: tl.constexpr, RMS: tl.constexpr,
+    NORM_C: tl.constexpr, SHOW: tl.constexpr, CARRY: tl.constexpr, HIDDEN: tl.constexpr,
     DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """gates, ah (D*B, 4H), h, c (D*B, H) -> the next h and c, and c before its norm."""
+    """gates, ah (D*B, 4H), h, c (D*B, H) -> the next h and c, and both before their norms."""
     row = tl.program_id(0)
     own = row // B
     j = tl.arange(0, BLOCK)
     real = j < H
     at = row * H + j
     c_old = tl.load(c + at, real, 0.0)
-    i, f, g, o = activated(gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE)
+    i, f, g, o = activated(gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE, RMS)
     if DROP:
         g = g * tl.load(mask + at, real, 0.0)
     cell = tl.where(real, f * c_old + i * g, 0.0)
-    shown, _1, _2, _3 = show(cell, gain_c, bias_c, own, H, j, real, eps, NORM_C)
-    carried = cell
-    if CARRY:
-        carried = shown
-    runs = s < tl.load(lengths + row % B)
+    normed, _1, _2, _3 = affine_norm(cell, gain_c, bias_c, own, H, j, real, eps, NORM_C, RMS)
+    hidden = tl.where(real, o * tanh(normed if SHOW else cell), 0.0)
     tl.store(raw + at, cell, real)
-    tl.store(c_next + at, tl.where(runs, carried, c_old), real)
-    tl.store(h_next + at, tl.where(runs, o * tanh(shown), tl.load(h + at, real, 0.0)), real)
+    if HIDDEN:
+        tl.store(raw_h + at, hidden, real)
+    hidden, _1, _2, _3 = affine_norm(
+        hidden, gain_hidden, bias_hidden, own, H, j, real, eps, HIDDEN, RMS
+    )
+    runs = s < tl.load(lengths + row % B)
+    tl.store(c_next + at, tl.where(runs, normed if CARRY else cell, c_old), real)
+    tl.store(h_next + at, tl.where(runs, hidden, tl.load(h + at, real, 0.0)), real)
 
 
 @triton.jit
 def through_norm(
-    gates, ah, gain_h, row, own, H, j, real, eps, di, df, dg, do, MODE: tl.constexpr
+    gates, ah, gain_h, row, own, H, j, real, eps, di, df, dg, do,
+    MODE: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the four pre-activations -> gradient before the norm of MODE 1 or 2."""
-    a, b, c, d, sa, sb, sc, sd = normed_gates(gates, ah, row, H, j, real, eps, MODE)
+    """Gradient of the four pre-activations -> gradient before their norm; not in MODE 0."""
+    a, b, c, d, sa, sb, sc, sd = normed_gates(gates, ah, row, H, j, real, eps, MODE, RMS)
     wa, wb, wc, wd = load4(gain_h, own, H, j, real)
     di, df, dg, do = di * wa, df * wb, dg * wc, do * wd
-    if MODE == 1:
-        mean = sums(di, df, dg, do) / (4 * H)
-        slope = sums(di * a, df * b, dg * c, do * d) / (4 * H)
-        di, df = sa * (di - mean - a * slope), sa * (df - mean - b * slope)
-        dg, do = sa * (dg - mean - c * slope), sa * (do - mean - d * slope)
+    if MODE == 2:
+        di, df = norm_backward(di, a, sa, real, H, RMS), norm_backward(df, b, sb, real, H, RMS)
+        dg, do = norm_backward(dg, c, sc, real, H, RMS), norm_backward(do, d, sd, real, H, RMS)
     else:
-        di, df = norm_backward(di, a, sa, real, H), norm_backward(df, b, sb, real, H)
-        dg, do = norm_backward(dg, c, sc, real, H), norm_backward(do, d, sd, real, H)
+        di, df, dg, do = norm4_backward(di, df, dg, do, a, b, c, d, sa, real, H, RMS)
     return di, df, dg, do
 
 
 @triton.jit
 def backward_step(
-    gates, ah, c, raw, mask, lengths, gain_h, bias, gain_c, bias_c, dh, dh_new, dc,
-    dz, dah, dshown_all, passing, s, B, H, eps, MODE: tl.constexpr, NORM_C: tl.constexpr,
-    CARRY: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+    gates, ah, c, raw, raw_h, mask, lengths, gain_h, bias, gain_c, bias_c, gain_hidden,
+    bias_hidden, dh, dh_new, dc, dz, dah, dnormed, dhidden, passing, s, B, H, eps,
+    MODE: tl.constexpr, RMS: tl.constexpr, NORM_C: tl.constexpr, SHOW: tl.constexpr,
+    CARRY: tl.constexpr, HIDDEN: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dh of the next step plus the output's dh_new, dc in place -> dz, dah (D*B, 4H), dshown.
+    """dh of the next step plus the output's dh_new, dc in place -> dz, dah (D*B, 4H), and the
+    gradients of the normed c and h.
 
     `passing` receives the dh of rows that have ended, which bypasses the product with W_h.
     """
@@ -213,23 +241,41 @@ def backward_step(
     d = tl.where(runs, dh_row + tl.load(dh_new + at, real, 0.0), 0.0)
     dc_live = tl.where(runs, dc_row, 0.0)
     c_old, cell = tl.load(c + at, real, 0.0), tl.load(raw + at, real, 0.0)
-    i, f, g, o = activated(gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE)
+    if HIDDEN:
+        tl.store(dhidden + at, d, real)
+        hidden = tl.load(raw_h + at, real, 0.0)
+        _1, weight, normed, scale = affine_norm(
+            hidden, gain_hidden, bias_hidden, own, H, j, real, eps, HIDDEN, RMS
+        )
+        d = norm_backward(d * weight, normed, scale, real, H, RMS)
+    i, f, g, o = activated(gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE, RMS)
     drop = 1.0
     if DROP:
         drop = tl.load(mask + at, real, 0.0)
-    shown, weight, normed, scale = show(cell, gain_c, bias_c, own, H, j, real, eps, NORM_C)
-    bounded = tanh(shown)
+    value, weight, normed, scale = affine_norm(
+        cell, gain_c, bias_c, own, H, j, real, eps, NORM_C, RMS
+    )
+    bounded = tanh(value if SHOW else cell)
     dshown = d * o * (1 - bounded * bounded)
+    through, around = 0.0, 0.0  # the gradients that pass the norm of c and those that do not
+    if SHOW:
+        through += dshown
+    else:
+        around += dshown
     if CARRY:
-        dshown += dc_live
-    tl.store(dshown_all + at, dshown, real)
-    dcell = through_cell(dshown, dc_live, weight, normed, scale, real, H, NORM_C, CARRY)
+        through += dc_live
+    else:
+        around += dc_live
+    dcell = around
+    if NORM_C:
+        tl.store(dnormed + at, through, real)
+        dcell += norm_backward(through * weight, normed, scale, real, H, RMS)
     di, df = dcell * g * drop * i * (1 - i), dcell * c_old * f * (1 - f)
     dg, do = dcell * i * drop * (1 - g * g), d * bounded * o * (1 - o)
     tl.store(dc + at, tl.where(runs, dcell * f, dc_row), real)
     store4(dz, row, H, j, real, di, df, dg, do)
     if MODE != 0:
         di, df, dg, do = through_norm(
-            gates, ah, gain_h, row, own, H, j, real, eps, di, df, dg, do, MODE
+            gates, ah, gain_h, row, own, H, j, real, eps, di, df, dg, do, MODE, RMS
         )
     store4(dah, row, H, j, real, di, df, dg, do)
