@@ -59,8 +59,10 @@ def prune_run(
     from asr.models.build import config_errors
 
     recipe = load_run_recipe(run, overrides)
-    if recipe.model.kind != "transformer":
-        raise UserError(f"{run}: a {recipe.model.kind} model; only a transformer can be pruned")
+    if recipe.model.kind == "las":
+        raise UserError(f"{run}: a las model; only a transformer or conformer can be pruned")
+    if recipe.model.depth_scaled:
+        raise UserError(f"{run}: model.depth_scaled makes its norms depend on the layers before")
     check_new_folder(to)
     recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS])
     model, loss = recognizer.model, math.inf

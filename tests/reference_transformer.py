@@ -29,6 +29,23 @@ def scale_norm(x, g):
     return g * x / torch.sqrt(sum(value**2 for value in x))
 
 
+def bias_norm(x, bias, log_scale):
+    """Yao et al. 2024, equation 4."""
+    power = sum((value - b) ** 2 for value, b in zip(x, bias, strict=True)) / len(x) + EPS
+    return x / torch.sqrt(power) * torch.exp(log_scale)
+
+
+def dyt(x, alpha, gain, bias):
+    """Zhu et al. 2025: no statistics."""
+    rising, falling = torch.exp(alpha * x), torch.exp(-alpha * x)
+    return gain * (rising - falling) / (rising + falling) + bias
+
+
+def derf(x, alpha, shift, gain, bias):
+    """Chen et al. 2025."""
+    return gain * (1 - torch.special.erfc(alpha * x + shift)) + bias
+
+
 def fixnorm(row):
     """Nguyen & Chiang 2018: a word vector of length 1."""
     return row / math.sqrt(sum(float(value) ** 2 for value in row))
@@ -36,7 +53,14 @@ def fixnorm(row):
 
 def norm(kind, parameters, x):
     """x (T, E), each position separately; parameters in the norm's own order."""
-    one = {"layer": layer_norm, "rms": rms_norm, "scale": scale_norm}[kind]
+    one = {
+        "layer": layer_norm,
+        "rms": rms_norm,
+        "scale": scale_norm,
+        "bias": bias_norm,
+        "dyt": dyt,
+        "derf": derf,
+    }[kind]
     return torch.stack([one(place, *parameters) for place in x])
 
 
@@ -76,11 +100,39 @@ def sinusoid(place, size):
     return torch.tensor(row, dtype=torch.float64)
 
 
-def residual(x, parameters, kind, position, alpha, sublayer):
-    """alpha x + sublayer(x), normalised before the sublayer or after the sum."""
-    if position == "pre":
-        return alpha * x + sublayer(norm(kind, parameters, x))
-    return norm(kind, parameters, alpha * x + sublayer(x))
+def rotated(x, heads):
+    """x (T, E): each head's elements i and i + D/2 as a complex number, turned at every position.
+
+    Su et al. 2021, equation 34.
+    """
+    size = x.size(1) // heads
+    out = x.clone()
+    for place in range(len(x)):
+        for h in range(heads):
+            for i in range(size // 2):
+                a, b = h * size + i, h * size + i + size // 2
+                angle = place / 10000 ** (2 * i / size)
+                turned = complex(x[place, a], x[place, b]) * complex(
+                    math.cos(angle), math.sin(angle)
+                )
+                out[place, a], out[place, b] = turned.real, turned.imag
+    return out
+
+
+def residual(x, norms, position, alpha, sublayer, is_attention):
+    """The new stream; norms: functions of (T, E), the second for `peri` alone."""
+    first, *second = norms
+    if position in ("pre", "sub"):
+        return alpha * x + sublayer(first(x))
+    if position == "post":
+        return first(alpha * x + sublayer(x))
+    if position == "peri":
+        return alpha * x + second[0](sublayer(first(x)))
+    if position == "reordered":
+        return alpha * x + first(sublayer(x))
+    if is_attention:
+        return alpha * x + sublayer(x)
+    return alpha * first(x) + sublayer(first(x))
 
 
 def linear(x, weight, bias):

@@ -1,9 +1,9 @@
-"""A small Transformer and a batch for it; every size is a different prime where possible."""
+"""A small Transformer or Conformer, and a batch; every size a different prime where possible."""
 
 import torch
 
-from asr.config.schema import TransformerConfig
-from asr.models.transformer import Transformer
+from asr.config.schema import ConformerConfig, TransformerConfig
+from asr.models.build import build_speech_model
 
 F, V, E = 13, 17, 10
 SETTINGS = (
@@ -12,19 +12,28 @@ SETTINGS = (
     {"norm": "scale", "fixnorm": True, "tied": True, "residual_scale": 1.3},
     {"norm_position": "post", "residual_scale": "deepnet", "reduction": 6, "activation": "swish"},
     {"encoder_windows": {"offsets": [-1.5, 2], "width": 0.7}, "encoder_convolution": 5},
+    {"norm_position": "peri", "norm": "bias", "positions": "rope", "heads": 1, "qk_norm": True},
+    {"norm_position": "reordered", "encoder_convolution": 3, "convolution_norm": "batch"},
+    {"norm_position": "hybrid", "norm": "derf"},
+    {"norm_position": "sub", "norm": "dyt"},
+    {"depth_scaled": True, "fixnorm": True},
+    {"kind": "conformer", "heads": 1, "kernel": 5, "convolution_norm": "batch"},
+    {"kind": "conformer", "norm_position": "post", "positions": "learned", "kernel": 3},
+    {"kind": "conformer", "norm_position": "peri", "norm": "rms", "heads": 1, "qk_norm": True},
 )
+CONFIGS = {"transformer": TransformerConfig, "conformer": ConformerConfig}
 
 
-def config(**settings):
+def config(kind="transformer", **settings):
     sizes = {"d_model": E, "heads": 2, "feed_forward": 19, "subsampling_channels": 3}
     sizes |= {"encoder_layers": 3, "decoder_layers": 2, "max_positions": 97}
-    return TransformerConfig(kind="transformer", **(sizes | settings))
+    return CONFIGS[kind](kind=kind, **(sizes | settings))
 
 
 def model(**settings):
     """In evaluation mode, with biases and norms moved from their initial values."""
     torch.manual_seed(0)
-    made = Transformer(F, V, config(**settings)).eval()
+    made = build_speech_model(config(**settings), F, V).eval()
     for parameter in made.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return made

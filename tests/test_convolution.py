@@ -6,12 +6,13 @@ from reference_transformer import linear, norm
 from torch import nn
 
 from asr.config.schema import TransformerConfig
-from asr.nn.conformer import ConvolutionModule
-from asr.nn.transformer import EncoderLayer, Residual, ResidualScales
+from asr.nn.convolution import ConvolutionModule
+from asr.nn.norm import BatchNorm
+from asr.nn.transformer import EncoderLayer, LayerScales, Residual
 
 E, KERNEL, T, B = 7, 5, 13, 3
 LENGTHS = [T, 11, 2]
-NORMS = ("layer", "rms", "scale")
+NORMS = ("layer", "rms", "scale", "bias", "dyt", "derf")
 
 
 def module(kind="layer", kernel=KERNEL):
@@ -60,9 +61,49 @@ def test_equals_a_slow_loop_with_gradients(kind):
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.square().sum(), parameters))
 
 
+class TestBatchNorm:
+    @pytest.mark.parametrize("training", [True, False])
+    def test_equals_torch_over_the_valid_frames(self, training):
+        ours, judge = BatchNorm(E, 1e-6).double(), nn.BatchNorm1d(E, 1e-6).double()
+        for parameter, other in zip(ours.parameters(), judge.parameters(), strict=True):
+            nn.init.normal_(parameter)
+            other.data.copy_(parameter)
+        for norm_ in (ours, judge):
+            norm_.train(training)
+        x = torch.randn(4, B, T, E, dtype=torch.float64, requires_grad=True)
+        for batch in x:
+            out, expected = ours(batch, valid())[valid()], judge(batch[valid()])
+            torch.testing.assert_close(out, expected)
+        gradients = [torch.autograd.grad(o.square().sum(), x)[0] for o in (out, expected)]
+        torch.testing.assert_close(*gradients)
+        torch.testing.assert_close(ours.running_mean, judge.running_mean)
+        torch.testing.assert_close(ours.running_var, judge.running_var)
+
+    def test_a_batch_without_a_valid_frame_changes_no_statistics(self):
+        ours = BatchNorm(E, 1e-6)
+        before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+        assert ours(torch.randn(B, T, E), torch.zeros(B, T, dtype=torch.bool)).isfinite().all()
+        assert all(torch.equal(before[name], ours.state_dict()[name]) for name in before)
+
+    def test_one_frame_has_no_variance_and_finite_statistics(self):
+        ours = BatchNorm(E, 1e-6)
+        ours(torch.randn(1, 1, E), torch.ones(1, 1, dtype=torch.bool))
+        assert ours.running_var.isfinite().all()
+
+    @torch.no_grad()
+    def test_in_evaluation_padding_and_batch_mates_change_nothing(self):
+        made = module("batch")
+        made.train()(torch.randn(B, T, E, dtype=torch.float64), valid())
+        check_padding(made.eval())
+
+
 @torch.no_grad()
 def test_padding_and_batch_mates_change_nothing():
-    made, x = module(), torch.randn(B, T, E, dtype=torch.float64)
+    check_padding(module())
+
+
+def check_padding(made):
+    x = torch.randn(B, T, E, dtype=torch.float64)
     batched = made(x.masked_fill(~valid()[..., None], float("nan")), valid())
     for row, length in enumerate(LENGTHS):
         alone = made(x[row : row + 1, :length], torch.ones(1, length, dtype=torch.bool))
@@ -97,7 +138,7 @@ def test_half_precision_is_finite():
 def test_an_encoder_layer_has_it_between_attention_and_feed_forward(position):
     torch.manual_seed(1)
     config = layers_config(feed_forward=11, norm="rms", norm_position=position)
-    layer = EncoderLayer(config, ResidualScales(1.5, 0.3), None, KERNEL).double().eval()
+    layer = EncoderLayer(config, LayerScales(1.5, 0.3), None, KERNEL, "rms").double().eval()
     x, seen = torch.randn(B, T, E, dtype=torch.float64), valid()[:, None, None]
     parts = [
         (layer.around_self_attention, lambda y: layer.self_attention(y, seen)),
@@ -107,13 +148,14 @@ def test_an_encoder_layer_has_it_between_attention_and_feed_forward(position):
     expected = x
     for around, sublayer in parts:
         assert isinstance(around, Residual) and around.alpha == 1.5
-        expected = around.leave(expected, sublayer(around.enter(expected)))
+        stream, entering = around.enter(expected)
+        expected = around.leave(stream, sublayer(entering))
     torch.testing.assert_close(layer(x, seen), expected)
     assert sum(type(m).__name__ == "RMSNorm" for m in layer.modules()) == 4  # one within
 
 
 def test_without_it_a_layer_has_no_weights_of_it():
-    plain = EncoderLayer(layers_config(), ResidualScales(1.0), None, None)
+    plain = EncoderLayer(layers_config(), LayerScales(1.0), None, None, "layer")
     assert not [name for name in plain.state_dict() if "convolution" in name]
     assert not any(isinstance(m, nn.Conv2d) for m in plain.modules())
 

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("asr", "features") for path in (ROOT / folder).rglob("*.py"))
 SCHEMA = {"asr/config/schema.py", "asr/config/language.py", "asr/images/config.py"}
 
-LSTM_KEYS = {key: key for key in ("norm", "eps", "zero_variance", "recurrent_gain", "backend")}
+LSTM_KEYS = ("norm", "cell_norm", "hidden_norm", "norm_kind", "eps", "zero_variance")
+LSTM_KEYS = {key: key for key in (*LSTM_KEYS, "recurrent_gain", "backend")}
 FBANK_KEYS = {"sample_rate": "sample_rate", "num_mel_bins": "mel_bins", "dither": "dither"}
 # Classes usable without a recipe keep defaults in their signature: parameter -> key.
 LIBRARY = [
@@ -56,6 +57,7 @@ SAME_MODULE_NAME = {
     "language": "config/ has a task's recipe keys, tasks/ the task",
     "loader": "of recipes in config/, of utterances in data/",
     "lstm": "nn/ has the layer, kernels/cpu/ and kernels/cuda/ its backends",
+    "conformer": "nn/ has the layer, models/ the model",
     "transformer": "nn/ has the layers, models/ the model",
 }
 

@@ -63,7 +63,7 @@ def test_same_seed_same_dropout():
 def test_layer_drop_keeps_each_layer_at_its_rate_in_order():
     torch.manual_seed(3)
     layers = [nn.Identity() for _ in range(7)]
-    stack = Stack(layers, None, 0.2)
+    stack = Stack(layers, None, None, 0.2)
     counts, draws = [0] * 7, 4000
     for _ in range(draws):
         kept = [layers.index(layer) for layer in stack.passing()]
@@ -77,8 +77,8 @@ def test_layer_drop_keeps_each_layer_at_its_rate_in_order():
 def test_layer_drop_at_zero_keeps_all_and_draws_nothing():
     layers = [nn.Identity() for _ in range(5)]
     before = torch.get_rng_state()
-    assert list(Stack(layers, None, 0.0).passing()) == layers
-    assert list(Stack(layers, None, 0.5).eval().passing()) == layers
+    assert list(Stack(layers, None, None, 0.0).passing()) == layers
+    assert list(Stack(layers, None, None, 0.5).eval().passing()) == layers
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -159,7 +159,9 @@ def test_layer_drop_by_seed_and_step_whatever_else_is_drawn():
                 choices.append([list(stack.layers).index(layer) for layer in stack.passing()])
         return choices
 
-    one, other, third = (Stack([nn.Identity() for _ in range(11)], None, 0.5) for _ in range(3))
+    one, other, third = (
+        Stack([nn.Identity() for _ in range(11)], None, None, 0.5) for _ in range(3)
+    )
     one.choose_by(5, 0), other.choose_by(5, 0), third.choose_by(5, 1)
     first = choices(one, 3)
     assert first == choices(other, 7) != choices(third, 3)

@@ -1,4 +1,4 @@
-"""Every norm of both families: built from a recipe, it overfits eight utterances and is saved."""
+"""Every norm setting, built from a recipe: it overfits eight utterances and is saved."""
 
 import pytest
 import torch
@@ -21,42 +21,56 @@ LAS = [
         "ctc_weight": 0.2,
     }
     for norm, more in [
-        ("none", {}),
-        ("ba", {}),
-        ("raw", {}),
-        ("thesis", {}),
-        ("per_gate", {}),
-        ("cell", {}),
+        *((norm, {}) for norm in ("none", "ba", "raw", "thesis", "per_gate", "cell", "joined")),
+        *((norm, {"norm_kind": "rms"}) for norm in ("ba", "per_gate", "joined", "cell")),
+        *(("ba", {"cell_norm": cell_norm}) for cell_norm in ("none", "carried", "state")),
+        ("joined", {"cell_norm": "output"}),
+        ("joined", {"hidden_norm": True}),
+        ("per_gate", {"cell_norm": "state", "hidden_norm": True, "norm_kind": "rms"}),
     ]
 ]
+POSITIONS = ("post", "peri", "reordered", "hybrid", "sub")
 CHOICES = [
-    {"norm": norm, "norm_position": position, **more}
-    for norm in ("layer", "rms", "scale")
-    for position, others in (
-        ("pre", [{}, {"residual_scale": 1.1}]),
-        ("post", [{}, {"residual_scale": {"encoder": 1.1, "decoder": 1.4}}, "deepnet"]),
-    )
-    for more in [
-        *({"residual_scale": o} if o == "deepnet" else o for o in others),
-        {"fixnorm": True, "tied": True},
-    ]
+    *({"norm": norm} for norm in ("layer", "rms", "scale", "bias", "dyt", "derf")),
+    *({"norm_position": position} for position in POSITIONS),
+    *({"norm": "rms", "norm_position": position} for position in POSITIONS),
+    *({"norm": norm, "norm_position": "post"} for norm in ("scale", "bias")),
+    {"norm": "dyt", "norm_position": "sub"},
+    {"norm": "scale", "fixnorm": True, "tied": True},
+    {"norm_position": "post", "fixnorm": True, "tied": True},
+    {"residual_scale": 1.1},
+    {"norm_position": "post", "residual_scale": {"encoder": 1.1, "decoder": 1.4}},
+    {"norm_position": "post", "residual_scale": "deepnet"},
+    {"depth_scaled": True},
+    {"qk_norm": True},
+    {"positions": "rope"},
+    {"encoder_convolution": 3, "convolution_norm": "batch"},
 ]
 SIZES = {"d_model": 20, "heads": 2, "feed_forward": 41, "subsampling_channels": 3}
 SIZES |= {"encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0, "ctc_weight": 0.2}
-TRANSFORMERS = [{"kind": "transformer", **SIZES, "reduction": 2, **c} for c in CHOICES]
+SIZES |= {"reduction": 2}
+CONFORMERS = [
+    {},
+    {"convolution_norm": "batch"},
+    {"norm": "rms", "convolution_norm": "layer", "qk_norm": True},
+    {"norm_position": "post"},
+    {"norm_position": "peri"},
+    {"norm": "dyt"},
+]
+MODELS = [
+    *LAS,
+    *({"kind": "transformer", **SIZES, **choice} for choice in CHOICES),
+    *({"kind": "conformer", **SIZES, "kernel": 3, **choice} for choice in CONFORMERS),
+]
 
 
 def name(model):
-    """las-ba, transformer-rms-post-deepnet-fixnorm, ..."""
+    """las-ba, transformer-norm_position=post-fixnorm=True, ..."""
     if model["kind"] == "las":
-        return f"las-{model['listener']['norm']}"
-    scale = model.get("residual_scale", 1.0)
-    parts = [
-        model["norm"],
-        model["norm_position"],
-        str(tuple(scale.values()) if isinstance(scale, dict) else scale),
-    ]
-    return "-".join(["transformer", *parts, *(["fixnorm"] if model.get("fixnorm") else [])])
+        keys = ("norm", "cell_norm", "hidden_norm", "norm_kind")
+        return "-".join(["las", *(str(v) for k, v in model["listener"].items() if k in keys)])
+    more = {key: value for key, value in model.items() if key not in (*SIZES, "kind", "kernel")}
+    return "-".join([model["kind"], *(f"{key}={value}" for key, value in more.items())])
 
 
 def objective_of(model, seed):
@@ -93,7 +107,7 @@ def figures(objective, batch):
     return [float(sums[name].total / sums[name].count) for name in ("nll", "accuracy")]
 
 
-@pytest.mark.parametrize("model", LAS + TRANSFORMERS, ids=name)
+@pytest.mark.parametrize("model", MODELS, ids=name)
 def test_each_norm_overfits_eight_utterances_and_is_saved(model, tmp_path):
     objective = objective_of(model, seed=1)
     batch, config = eight_utterances(), TrainConfig(epochs=1)

@@ -182,7 +182,7 @@ def test_missing_and_existing_folders(run, tiny_run, commands, tmp_path):
     line = commands.refused(prune, run, "--to", run, "--encoder", 3)
     assert line == f"--to {run}: is there already; name a new folder"
     line = commands.refused(prune, tiny_run, "--to", tmp_path / "new", "--encoder", 3)
-    assert line == f"{tiny_run}: a las model; only a transformer can be pruned"
+    assert line == f"{tiny_run}: a las model; only a transformer or conformer can be pruned"
     line = commands.refused(prune, run, "--to", tmp_path / ".hidden", "--encoder", 3)
     assert line.startswith(f"--to {tmp_path / '.hidden'}: run = '.hidden'")
     assert not list(tmp_path.iterdir())

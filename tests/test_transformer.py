@@ -180,10 +180,11 @@ def test_ctc_gives_log_probabilities():
         ({"residual_scale": "wide"}, "should be a number above 0, .* or deepnet"),
         ({"residual_scale": {"encoder": -1}}, "should be a number above 0, .* or deepnet"),
         ({"residual_scale": float("nan")}, "should be a number above 0, .* or deepnet"),
-        ({"norm": "batch"}, "should be 'layer', 'rms' or 'scale'"),
-        ({"norm_position": "both"}, "should be 'pre' or 'post'"),
+        ({"norm": "group"}, "should be 'layer', 'rms', 'scale', 'bias', 'dyt' or 'derf'"),
+        ({"norm": "batch"}, "normalises over a whole batch, which only a convolution module"),
+        ({"norm_position": "both"}, "should be 'pre', 'post', 'peri', 'reordered', 'hybrid' or"),
         ({"activation": "tanh"}, "should be 'relu', 'gelu' or 'swish'"),
-        ({"positions": "none"}, "should be 'sinusoidal' or 'learned'"),
+        ({"positions": "none"}, "should be 'sinusoidal', 'learned' or 'rope'"),
         ({"reduction": 3}, "should be 2, 4, 6 or 8"),
         ({"dropout": 1.0}, "should be less than 1"),
         ({"attention_dropout": -0.1}, "should be greater than or equal to 0"),
@@ -200,3 +201,50 @@ def test_bad_settings_give_one_clear_line(settings, message):
     assert error["loc"] == tuple(settings)
     assert re.match(f"(Value error, |Input )?{message}", error["msg"])
     assert "\n" not in error["msg"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "fits"),
+    [
+        (
+            {"residual_scale": "deepnet"},
+            ("residual_scale = deepnet", "norm_position = post, not pre"),
+            "model.residual_scale=1",
+        ),
+        (
+            {"residual_scale": 1.3, "norm_position": "sub"},
+            ("norm_position = sub", "residual_scale=1"),
+            "model.norm_position=pre",
+        ),
+        (
+            {"depth_scaled": True, "norm_position": "peri"},
+            ("depth_scaled = true", "norm_position = pre, not peri"),
+            "model.depth_scaled=false",
+        ),
+        (
+            {"qk_norm": True, "norm_position": "hybrid"},
+            ("qk_norm = true", "norm_position = hybrid"),
+            "model.qk_norm=false",
+        ),
+        (
+            {"positions": "rope"},
+            ("positions = rope", "d_model / heads, which is 10 / 2 = 5"),
+            "model.positions=sinusoidal",
+        ),
+        (
+            {"convolution_norm": "batch"},
+            ("convolution_norm = batch", "encoder_convolution=15"),
+            "model.convolution_norm=null",
+        ),
+        (
+            {"kind": "conformer", "heads": 1, "residual_scale": "deepnet", "norm_position": "post"},
+            ("residual_scale = deepnet", "kind = conformer"),
+            "model.kind=transformer",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_together_name_both_keys_and_a_remedy(settings, keys, fits):
+    with pytest.raises(ValidationError) as caught:
+        config(**settings)
+    (error,) = caught.value.errors()
+    assert all(part in error["msg"] for part in (*keys, fits)) and "\n" not in error["msg"]

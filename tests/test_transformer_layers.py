@@ -5,28 +5,37 @@ from functools import partial
 
 import pytest
 import torch
-from reference_transformer import feed_forward, multi_head, residual, sinusoid
+from reference_transformer import (
+    feed_forward,
+    linear,
+    multi_head,
+    norm,
+    residual,
+    rotated,
+    sinusoid,
+)
 from torch import nn
 
 from asr.config.schema import DropPerStack, PerStack, TransformerConfig
 from asr.errors import UserError
-from asr.nn.positions import make_positions
+from asr.nn.positions import RotaryPositions, make_positions
 from asr.nn.transformer import (
     ACTIVATIONS,
     DecoderLayer,
     EncoderLayer,
+    LayerScales,
     Residual,
-    ResidualScales,
     Stack,
     decoder_stack,
     encoder_stack,
+    layer_scales,
     per_stack,
-    residual_scales,
 )
 
 E, H, F, T, U, B = 14, 2, 23, 11, 7, 3
-POSITIONS = ("pre", "post")
-NORMS = ("layer", "rms", "scale")
+POSITIONS = ("pre", "post")  # torch's layers have no others
+ALL_POSITIONS = (*POSITIONS, "peri", "reordered", "hybrid", "sub")
+NORMS = ("layer", "rms", "scale", "bias", "dyt", "derf")
 
 
 def places(lengths, size=T):
@@ -38,11 +47,11 @@ def config(**settings):
     return TransformerConfig(kind="transformer", **(sizes | settings))
 
 
-def layer(kind, norm="layer", position="pre", alpha=1.0, activation="relu"):
+def layer(kind, norm="layer", position="pre", alpha=1.0, scale=1.0, **more):
     """A layer in evaluation mode with norms and biases moved from their initial values."""
-    settings = config(norm=norm, norm_position=position, activation=activation)
-    extras = (None, None) if kind is EncoderLayer else ()
-    made = kind(settings, ResidualScales(alpha), *extras)
+    settings = config(norm=norm, norm_position=position, **more)
+    extras = (None, None, norm) if kind is EncoderLayer else ()
+    made = kind(settings, LayerScales(alpha, norm_output=scale), *extras)
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return made.eval()
@@ -116,47 +125,87 @@ def test_decoder_layer_equals_torch(position):
     gradients_agree(ours, judge, [(x, y), (memory, other)])
 
 
-def slow_self_attention(module, causal, x):
-    contexts, _ = multi_head(*module.query_key_value(x).chunk(3, -1), H, causal)
-    return module.out(contexts)
+def slow_norm(kind, module):
+    """The norm of each position by itself; the identity where the layer has none."""
+    parameters = list(module.parameters())
+    return lambda x: norm(kind, parameters, x) if parameters else x
 
 
-def slow_cross_attention(module, memory, x):
-    contexts, _ = multi_head(module.query(x), *module.key_value(memory).chunk(2, -1), H)
-    return module.out(contexts)
+def slow_attention(kind, module, query, keys, values, causal=False):
+    """Projections (Q, E), (T, E), (T, E) -> the output of attention (Q, E)."""
+    norms = module.query_norm, module.key_norm, module.value_norm
+    parts = [slow_norm(kind, own)(x) for own, x in zip(norms, (query, keys, values), strict=True)]
+    if getattr(module, "rotary", None) is not None:
+        parts[:2] = [rotated(part, H) for part in parts[:2]]
+    contexts, _ = multi_head(*parts, H, causal)
+    return linear(slow_norm(kind, module.inner_norm)(contexts), module.out.weight, module.out.bias)
 
 
-def slow_layer(ours, norm, position, alpha, x, memory=None):
+def slow_self_attention(kind, module, causal, x):
+    return slow_attention(kind, module, *module.query_key_value(x).chunk(3, -1), causal)
+
+
+def slow_cross_attention(kind, module, memory, x):
+    return slow_attention(kind, module, module.query(x), *module.key_value(memory).chunk(2, -1))
+
+
+def slow_feed_forward(kind, module, x):
+    first, last = module[0], module[-1]
+    if len(module) == 4:
+        return feed_forward(x, first.weight, first.bias, last.weight, last.bias)
+    hidden = linear(x, first.weight, first.bias).relu()
+    return linear(slow_norm(kind, module[3])(hidden), last.weight, last.bias)
+
+
+def slow_layer(ours, kind, position, alpha, x, memory=None, scale=1.0):
     """One utterance x (T, E) through the papers' equations with our weights."""
-    feed = [p for i in (0, 3) for p in ours.feed_forward[i].parameters()]
-    sublayers = [partial(slow_self_attention, ours.self_attention, memory is not None)]
+    sublayers = [partial(slow_self_attention, kind, ours.self_attention, memory is not None)]
     if memory is not None:
-        sublayers.append(partial(slow_cross_attention, ours.cross_attention, memory))
-    sublayers.append(lambda y: feed_forward(y, *feed))
+        sublayers.append(partial(slow_cross_attention, kind, ours.cross_attention, memory))
+    sublayers.append(partial(slow_feed_forward, kind, ours.feed_forward))
     around = [part for part in ours.children() if isinstance(part, Residual)]
     for part, sublayer in zip(around, sublayers, strict=True):
-        parameters = list(part.norm.parameters())
-        x = residual(x, parameters, norm, position, alpha, sublayer)
+        scaled = slow_norm(kind, part.norm)
+        norms = [lambda y, n=scaled: scale * n(y), slow_norm(kind, part.out_norm)]
+        x = residual(x, norms, position, alpha, sublayer, sublayer.func is not slow_feed_forward)
     return x
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("alpha", [1.0, 1.7])
+@pytest.mark.parametrize(
+    ("kind", "position", "alpha", "more"),
+    [
+        *((kind, "pre", 1.7, {}) for kind in NORMS),
+        *(("layer", position, 1.7, {}) for position in ALL_POSITIONS),
+        *(("rms", position, 1.0, {}) for position in ALL_POSITIONS),
+        ("dyt", "hybrid", 1.0, {}),
+        ("layer", "pre", 1.0, {"qk_norm": True}),
+        ("scale", "post", 1.0, {"qk_norm": True}),
+        ("layer", "pre", 1.0, {"positions": "rope", "heads": 1}),
+        ("rms", "sub", 1.0, {"positions": "rope", "heads": 1, "qk_norm": True}),
+        ("layer", "pre", 1.0, {"depth_scaled": True, "scale": 5**-0.5}),
+    ],
+)
 @torch.no_grad()
-def test_layers_equal_slow_loops(norm, position, alpha):
+def test_layers_equal_slow_loops(kind, position, alpha, more, monkeypatch):
     torch.manual_seed(2)
-    encoder = layer(EncoderLayer, norm, position, alpha).double()
-    decoder = layer(DecoderLayer, norm, position, alpha).double()
+    monkeypatch.setitem(globals(), "H", more.get("heads", H))
+    encoder = layer(EncoderLayer, kind, position, alpha, **more).double()
+    decoder = layer(DecoderLayer, kind, position, alpha, **more).double()
     x = torch.randn(2, T, E, dtype=torch.float64)
     tokens = torch.randn(2, U, E, dtype=torch.float64)
-    valid = places([T, 5])
+    valid, scale = places([T, 5]), more.get("scale", 1.0)
     states = encoder(x, valid)
-    out, _ = decoder(tokens, decoder.cross_attention.project(states), valid)
+    memory = decoder.cross_attention.project(states)
+    out, _ = decoder(tokens, memory, valid)
+    past, steps = torch.empty(0, 2, 2, E, dtype=torch.float64), []
+    for u in range(U):
+        past = torch.cat((past, torch.full_like(states[:1, :2, None].expand(-1, -1, 2, -1), 9.0)))
+        steps.append(decoder.step(tokens[:, u : u + 1], past, memory, valid)[0])
+    torch.testing.assert_close(torch.cat(steps, 1), out)
     for b, length in enumerate((T, 5)):
-        slow = slow_layer(encoder, norm, position, alpha, x[b, :length])
+        slow = slow_layer(encoder, kind, position, alpha, x[b, :length], scale=scale)
         torch.testing.assert_close(states[b, :length], slow)
-        slow = slow_layer(decoder, norm, position, alpha, tokens[b], slow)
+        slow = slow_layer(decoder, kind, position, alpha, tokens[b], slow, scale)
         torch.testing.assert_close(out[b], slow)
 
 
@@ -175,49 +224,85 @@ def test_the_future_changes_nothing():
 
 def test_dropout_is_on_the_sublayer_output_only():
     torch.manual_seed(4)
-    around = Residual(config(norm_position="pre", dropout=0.5), alpha=2.0)
+    around = Residual(config(norm_position="pre", dropout=0.5), LayerScales(2.0))
     x, output = torch.randn(101, E), torch.ones(101, E)
     added = around.leave(x, output) - 2 * x
     assert {round(v, 4) for v in added.flatten().tolist()} == {0.0, 2.0}
     torch.testing.assert_close(around.eval().leave(x, output), output + 2 * x)
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-def test_each_sublayer_has_one_norm_and_pre_adds_one_to_the_stack(position):
-    settings = (config(norm_position=position), 5, ResidualScales(1.0), 0.0)
-    stacks = ((encoder_stack(*settings, None, None), 2), (decoder_stack(*settings), 3))
-    for stack, sublayers in stacks:
+@pytest.mark.parametrize(
+    ("position", "in_encoder", "in_decoder", "around"),
+    [
+        ("pre", 2, 3, 1),
+        ("post", 2, 3, 0),
+        ("peri", 4, 6, 2),
+        ("reordered", 2, 3, 1),
+        ("hybrid", 3 + 1, 2 * 3 + 1, 1),
+        ("sub", 2 * 2, 2 * 3, 1),
+    ],
+)
+def test_number_of_norms(position, in_encoder, in_decoder, around):
+    settings = (config(norm_position=position), 5, LayerScales(1.0), 0.0)
+    stacks = encoder_stack(*settings, None, None, "layer"), decoder_stack(*settings)
+    for stack, in_layer in zip(stacks, (in_encoder, in_decoder), strict=True):
         norms = sum(isinstance(module, nn.LayerNorm) for module in stack.modules())
-        assert norms == 5 * sublayers + (position == "pre")
-        assert isinstance(stack.last_norm, nn.LayerNorm) == (position == "pre")
+        assert norms == 5 * in_layer + around
+        ends = stack.first_norm, stack.last_norm
+        assert sum(isinstance(norm, nn.LayerNorm) for norm in ends) == around
+
+
+def test_depth_scaled_norms_are_divided_by_the_root_of_the_layer():
+    settings = config(depth_scaled=True), 5, LayerScales(1.0), 0.0
+    x = torch.randn(3, E)
+    for stack in (encoder_stack(*settings, None, None, "layer"), decoder_stack(*settings)):
+        for number, layer in enumerate(stack.layers, start=1):
+            around = [part for part in layer.children() if isinstance(part, Residual)]
+            for part in around:
+                torch.testing.assert_close(part.enter(x)[1], part.norm(x) / math.sqrt(number))
+
+
+def test_rotary_positions_make_scores_depend_on_distance_alone():
+    rotary = RotaryPositions(6)
+    query, key = torch.randn(1, 1, 1, 6), torch.randn(1, 1, 1, 6)
+    scores = [(rotary(query, start + 7) * rotary(key, start)).sum() for start in (0, 3, 511, 2000)]
+    for score in scores[1:]:
+        torch.testing.assert_close(score, scores[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rotary(query, 0), query)
+    assert not rotary.state_dict()
 
 
 def test_layer_drop_skips_layers_in_training_only():
     torch.manual_seed(5)
-    stack = Stack([nn.Identity() for _ in range(11)], None, layer_drop=0.5)
+    stack = Stack([nn.Identity()] * 11, nn.Identity(), nn.Identity(), layer_drop=0.5)
     depths = {len(list(stack.passing())) for _ in range(97)}
     assert len(depths) > 3 and max(depths) < 11
     assert len(list(stack.eval().passing())) == 11
 
 
 def test_deepnet_scales_from_the_paper():
-    encoder, decoder = residual_scales("deepnet", 18, 6)
+    encoder, decoder = layer_scales("deepnet", "post", 18, 6)
     assert encoder.alpha == pytest.approx(0.81 * (18**4 * 6) ** 0.0625)
     assert encoder.gain == pytest.approx(0.87 * (18**4 * 6) ** -0.0625)
     assert decoder.alpha == pytest.approx(18**0.25)
     assert decoder.gain == pytest.approx(72**-0.25)
-    assert residual_scales(1.5, 3, 2) == (ResidualScales(1.5), ResidualScales(1.5))
-    assert residual_scales(PerStack(encoder=2, decoder=3.0), 3, 2) == (
-        ResidualScales(2),
-        ResidualScales(3.0),
-    )
+    assert layer_scales(1.5, "pre", 3, 2) == (LayerScales(1.5), LayerScales(1.5))
+    both = layer_scales(PerStack(encoder=2, decoder=3.0), "post", 3, 2)
+    assert both == (LayerScales(2), LayerScales(3.0))
+
+
+def test_the_gains_of_sub_from_the_paper():
+    encoder, decoder = layer_scales(1.0, "sub", 18, 6)
+    assert (encoder.alpha, decoder.alpha) == (1.0, 1.0)
+    assert encoder.gain == pytest.approx((math.log(18) * math.log(36) / 3) ** 0.5)
+    assert decoder.gain == pytest.approx(math.log(18) ** 0.5)
 
 
 def test_deepnet_scales_values_outputs_and_feed_forward_only():
     torch.manual_seed(6)
     size, gain = 199, 0.3
     settings = config(d_model=size, heads=1, feed_forward=size)
-    made = DecoderLayer(settings, ResidualScales(1.0, gain))
+    made = DecoderLayer(settings, LayerScales(1.0, gain))
     xavier = math.sqrt(1 / size)  # sqrt(2 / (inputs + outputs))
     query, key, value = made.self_attention.query_key_value.weight.chunk(3)
     cross_key, cross_value = made.cross_attention.key_value.weight.chunk(2)
@@ -266,4 +351,4 @@ def test_a_number_for_both_stacks_or_for_each():
 
 def test_an_unknown_norm_has_one_clear_line():
     with pytest.raises(ValueError, match=r"^norm 'batch' is not known"):
-        Residual(config().model_copy(update={"norm": "batch"}), 1.0)
+        Residual(config().model_copy(update={"norm": "batch"}), LayerScales(1.0))

@@ -71,8 +71,9 @@ def test_vaswani_s_settings(size, width, heads, hidden, dropout, average):
     ("setting", "message"),
     [
         ("heads: 3", r"model.heads = 3: must divide d_model = 10: choose 1, 2, 5, 10\.$"),
-        ("norm: batch", r"model.norm = 'batch': should be 'layer', 'rms' or 'scale'\.$"),
-        ("norm_position: mid", r"model.norm_position = 'mid': should be 'pre' or 'post'\.$"),
+        ("norm: batch", r"model.norm = 'batch': .*model.convolution_norm"),
+        ("norm: none", r"model.norm = 'none': should be 'layer', 'rms', 'scale', 'bias', 'dyt' "),
+        ("norm_position: mid", r"model.norm_position = 'mid': should be 'pre', 'post', 'peri', "),
         ("residual_scale: 0", r"model.residual_scale = 0: should be a number above 0, {"),
         ("residual_scale: -1.5", r"model.residual_scale = -1.5: should be a number above 0, {"),
         ("residual_scale: deep", r"model.residual_scale = 'deep': .* or deepnet\.$"),

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asr.config.schema import (
     Config,
@@ -57,9 +57,15 @@ class LSTMLanguageModelConfig(LSTMConfig):
 class TransformerLanguageModelConfig(TransformerLayersConfig):
     """Section `model:` of a language model with `kind: transformer`: a decoder alone."""
 
+    kind: Literal["transformer"]  # selects the model
     layers: Depth = 6  # decoder layers
     residual_scale: Positive | Literal["deepnet"] = 1.0  # alpha in sublayer(x) + alpha * x
     layer_drop: Rate = 0.0  # rate of LayerDrop
+
+    @model_validator(mode="after")
+    def _residual_scale_fits(self) -> "TransformerLanguageModelConfig":
+        self.check_residual_scale(self.residual_scale)
+        return self
 
 
 LanguageModelConfig = Annotated[

@@ -313,19 +313,35 @@ DropHeadRate = Annotated[
 ]
 
 
-class TransformerLayersConfig(Config):
-    """Keys of every Transformer, the speech model and the language model."""
+def _batch_is_for_convolutions(norm: Any) -> Any:
+    if norm == "batch":
+        raise ValueError(
+            "normalises over a whole batch and is for convolution modules alone: choose layer, "
+            "rms, scale, bias, dyt or derf, and set model.convolution_norm = batch"
+        )
+    return norm
 
-    kind: Literal["transformer"]  # selects the model
+
+NormKind = Literal["layer", "rms", "scale", "bias", "dyt", "derf"]
+
+
+class TransformerLayersConfig(Config):
+    """Keys of every Transformer: the speech models and the language model."""
+
     d_model: Count = 256  # size of the residual stream
     heads: Annotated[int, Field(ge=1, le=256)] = 4  # attention heads; must divide d_model
     feed_forward: Count = 1024  # hidden units of the feed-forward sublayers
-    norm: Literal["layer", "rms", "scale"] = "layer"  # LayerNorm, RMSNorm or ScaleNorm
-    norm_position: Literal["pre", "post"] = "pre"  # before sublayers, or after each addition
+    # The norm of every sublayer, or what replaces it (dyt, derf): docs/normalization.md.
+    norm: Annotated[NormKind, BeforeValidator(_batch_is_for_convolutions)] = "layer"
+    # Where it is: before or after each sublayer, or as docs/normalization.md describes.
+    norm_position: Literal["pre", "post", "peri", "reordered", "hybrid", "sub"] = "pre"
+    depth_scaled: bool = False  # pre: the norm's output in layer l is divided by sqrt(l)
+    qk_norm: bool = False  # attention normalises its queries and keys
     fixnorm: bool = False  # embedding vectors have length 1
     tied: bool = False  # the output layer shares the embedding's weights
     activation: Literal["relu", "gelu", "swish"] = "relu"  # of the feed-forward sublayers
-    positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # position encodings
+    # Position encodings, added to the input; rope: rotary, within self-attention.
+    positions: Literal["sinusoidal", "learned", "rope"] = "sinusoidal"
     max_positions: Count = 5000  # learned: longest sequence, frames or tokens
     dropout: Rate = 0.1  # on embedding + position and on every sublayer output
     attention_dropout: Rate = 0.0  # on attention weights
@@ -341,9 +357,43 @@ class TransformerLayersConfig(Config):
             raise ValueError(f"must divide d_model = {size}: choose {divisors}")
         return heads
 
+    @model_validator(mode="after")
+    def _norms_fit(self) -> "TransformerLayersConfig":
+        if self.depth_scaled and self.norm_position != "pre":
+            raise ValueError(
+                f"model.depth_scaled = true is for norm_position = pre, not {self.norm_position}: "
+                "set model.norm_position=pre or model.depth_scaled=false"
+            )
+        if self.qk_norm and self.norm_position == "hybrid":
+            raise ValueError(
+                "model.qk_norm = true changes nothing with norm_position = hybrid, which has norms "
+                "of queries and keys: set model.qk_norm=false or another norm_position"
+            )
+        size = self.d_model // self.heads
+        if self.positions == "rope" and size % 2:
+            raise ValueError(
+                f"model.positions = rope needs an even d_model / heads, which is {self.d_model} / "
+                f"{self.heads} = {size}: change model.heads, or set model.positions=sinusoidal"
+            )
+        return self
 
-class TransformerConfig(TransformerLayersConfig):
-    """Section `model:` with `kind: transformer`: the speech encoder-decoder."""
+    def check_residual_scale(self, scale: object) -> None:
+        """Raise ValueError for a residual_scale that does not fit norm_position."""
+        position = self.norm_position
+        if scale == "deepnet" and position != "post":
+            raise ValueError(
+                f"model.residual_scale = deepnet is for norm_position = post, not {position}: "
+                "set model.norm_position=post or model.residual_scale=1"
+            )
+        if position == "sub" and scale != 1.0:
+            raise ValueError(
+                "model.norm_position = sub has scales of its own: set model.residual_scale=1, or "
+                "model.norm_position=pre"
+            )
+
+
+class EncoderDecoderConfig(TransformerLayersConfig):
+    """Keys of both speech models with a Transformer's decoder."""
 
     encoder_layers: Depth = 12  # encoder layers
     decoder_layers: Depth = 6  # decoder layers
@@ -351,11 +401,33 @@ class TransformerConfig(TransformerLayersConfig):
     subsampling_channels: Count = 32  # of the convolutions before the encoder
     residual_scale: ResidualScale = 1.0  # alpha in sublayer(x) + alpha * x
     layer_drop: LayerDropRate = 0.0  # rate of LayerDrop
+    # Norm within convolution modules; null: that of `norm`.
+    convolution_norm: NormKind | Literal["batch"] | None = None
+    ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
+
+    @model_validator(mode="after")
+    def _residual_scale_fits(self) -> "EncoderDecoderConfig":
+        self.check_residual_scale(self.residual_scale)
+        return self
+
+
+def _check_odd(kernel: int | None) -> int | None:
+    if kernel is not None and kernel % 2 == 0:
+        raise ValueError(f"must be odd: choose {kernel - 1} or {kernel + 1}")
+    return kernel
+
+
+OddKernel = Annotated[Kernel, AfterValidator(_check_odd)]
+
+
+class TransformerConfig(EncoderDecoderConfig):
+    """Section `model:` with `kind: transformer`: the speech encoder-decoder."""
+
+    kind: Literal["transformer"]  # selects the model
     # Gaussian windows, learned, on the encoder's self-attention; null: none.
     encoder_windows: WindowsConfig | None = None
     # Kernel of a convolution module in each encoder layer, frames, odd; null: no such module.
-    encoder_convolution: Kernel | None = None
-    ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
+    encoder_convolution: OddKernel | None = None
 
     @field_validator("encoder_windows")
     @classmethod
@@ -367,12 +439,32 @@ class TransformerConfig(TransformerLayersConfig):
             raise ValueError(f"has {len(windows.offsets)} offsets for {heads} heads: give one each")
         return windows
 
-    @field_validator("encoder_convolution")
-    @classmethod
-    def _is_odd(cls, kernel: int | None) -> int | None:
-        if kernel is not None and kernel % 2 == 0:
-            raise ValueError(f"must be odd: choose {kernel - 1} or {kernel + 1}")
-        return kernel
+    @model_validator(mode="after")
+    def _norm_has_its_module(self) -> "TransformerConfig":
+        if self.convolution_norm is not None and self.encoder_convolution is None:
+            raise ValueError(
+                f"model.convolution_norm = {self.convolution_norm} needs a convolution module: set "
+                "model.encoder_convolution=15, or model.convolution_norm=null"
+            )
+        return self
+
+
+class ConformerConfig(EncoderDecoderConfig):
+    """Section `model:` with `kind: conformer`: a Conformer encoder, a Transformer decoder."""
+
+    kind: Literal["conformer"]  # selects the model
+    kernel: OddKernel = 15  # of the convolution modules, frames, odd
+    activation: Literal["relu", "gelu", "swish"] = "swish"  # of the feed-forward sublayers
+    positions: Literal["sinusoidal", "learned", "rope"] = "rope"  # position encodings
+
+    @model_validator(mode="after")
+    def _is_not_deepnet(self) -> "ConformerConfig":
+        if self.residual_scale == "deepnet":
+            raise ValueError(
+                "model.residual_scale = deepnet is for layers of two sublayers, which kind = "
+                "conformer has not: set model.residual_scale=1 or model.kind=transformer"
+            )
+        return self
 
 
 class OptimizerConfig(Config):
@@ -520,7 +612,9 @@ class DecodeConfig(BeamConfig):
         return runs
 
 
-SpeechModelConfig = Annotated[LasConfig | TransformerConfig, Field(discriminator="kind")]
+SpeechModelConfig = Annotated[
+    LasConfig | TransformerConfig | ConformerConfig, Field(discriminator="kind")
+]
 
 
 class Recipe(Config):

@@ -15,7 +15,11 @@ from features.front_end import FrontEnd
 from features.normalize import MeanVarianceNorm
 
 # model.kind -> its class, imported when a recipe names it, so that commands load no other model.
-SPEECH_MODELS = {"las": "asr.models.las:LAS", "transformer": "asr.models.transformer:Transformer"}
+SPEECH_MODELS = {
+    "las": "asr.models.las:LAS",
+    "transformer": "asr.models.transformer:Transformer",
+    "conformer": "asr.models.conformer:Conformer",
+}
 LANGUAGE_MODELS = {
     "lstm": "asr.models.language_model:LSTMLanguageModel",
     "transformer": "asr.models.language_model:TransformerLanguageModel",
@@ -51,7 +55,7 @@ def build_extractor(features: FeaturesConfig) -> Frames:
 
 
 def build_speech_model(model: SpeechModelConfig, features: int, vocabulary: int) -> nn.Module:
-    """LAS or Transformer, for `features` values per frame."""
+    """LAS, Transformer or Conformer, for `features` values per frame."""
     make = pkgutil.resolve_name(SPEECH_MODELS[model.kind])
     with config_errors("model"):
         return make(features, vocabulary, model)

@@ -12,6 +12,7 @@ their scores to a speech model's. Padding follows a sentence and changes nothing
 Shapes: B utterances, K hypotheses of each, U tokens, V vocabulary, E embedding, H hidden, L layers.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from asr.nn.dropout import Dropout
 from asr.nn.lstm import LayerNormLSTM, lstm_options
 from asr.nn.norm import WordEmbedding
 from asr.nn.positions import make_positions
-from asr.nn.transformer import ResidualScales, encoder_stack, extend_past
+from asr.nn.transformer import LayerScales, encoder_stack, extend_past
 
 
 class LSTMState(NamedTuple):
@@ -98,24 +99,31 @@ class CausalState(NamedTuple):
 
 
 class TransformerLanguageModel(nn.Module):
-    """A decoder alone. residual_scale `deepnet`: Wang et al. 2022, arXiv:2203.00555, figure 2."""
+    """A decoder alone.
+
+    residual_scale `deepnet`: Wang et al. 2022, arXiv:2203.00555, figure 2. The gains of
+    norm_position `sub`: Wang et al. 2022, arXiv:2210.06423, figure 2.
+    """
 
     def __init__(self, vocabulary: int, config: TransformerLanguageModelConfig) -> None:
         super().__init__()
         size, layers = config.d_model, config.layers
         if config.residual_scale == "deepnet":
-            scale = ResidualScales((2 * layers) ** 0.25, (8 * layers) ** -0.25)
+            scales = LayerScales((2 * layers) ** 0.25, (8 * layers) ** -0.25)
         else:
-            scale = ResidualScales(config.residual_scale)
+            gain = math.sqrt(math.log(2 * layers)) if config.norm_position == "sub" else 1.0
+            scales = LayerScales(config.residual_scale, gain)
         self.words = WordEmbedding(vocabulary, size, config.fixnorm)
         self.positions = make_positions(config.positions, size, config.max_positions)
-        self.stack = encoder_stack(config, layers, scale, config.layer_drop, None, None)
+        extras = (None, None, config.norm)
+        self.stack = encoder_stack(config, layers, scales, config.layer_drop, *extras)
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, U) from <sos> on -> logits (B, U, V) of the token after each."""
         x = self.dropout(self.words(tokens) + self.positions(0, tokens.size(1)))
+        x = self.stack.first_norm(x)
         for layer in self.stack.passing():
             x = layer(x, valid=None, causal=True)
         return self._logits(x)
@@ -132,6 +140,7 @@ class TransformerLanguageModel(nn.Module):
         """tokens (B, K) -> log-probabilities (B, K, V) of the next ones, next state; no dropout."""
         past = extend_past(state.past, state.rows)
         x = self.words(tokens.flatten()) + self.positions(len(past) - 1, 1)  # (B * K, E)
+        x = self.stack.first_norm(x)
         for i, layer in enumerate(self.stack.layers):
             x = layer.step(x, past[:, :, i])
         rows = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)

@@ -18,13 +18,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asr.config.schema import TransformerConfig
+from asr.config.schema import EncoderDecoderConfig, TransformerConfig
 from asr.nn.attention import Memory, valid_places
 from asr.nn.dropout import Dropout
 from asr.nn.norm import WordEmbedding
 from asr.nn.positions import make_positions
 from asr.nn.subsampling import ConvSubsampling
-from asr.nn.transformer import decoder_stack, encoder_stack, extend_past, per_stack, residual_scales
+from asr.nn.transformer import (
+    LayerScales,
+    Stack,
+    decoder_stack,
+    encoder_stack,
+    extend_past,
+    layer_scales,
+    per_stack,
+)
 
 
 class TransformerState(NamedTuple):
@@ -47,21 +55,27 @@ class TransformerState(NamedTuple):
 class Transformer(nn.Module):
     """`features` F per frame, `vocabulary` V; one frame of memory for `reduction` input frames."""
 
-    def __init__(self, features: int, vocabulary: int, config: TransformerConfig) -> None:
+    def __init__(self, features: int, vocabulary: int, config: EncoderDecoderConfig) -> None:
         super().__init__()
         size, counts = config.d_model, (config.encoder_layers, config.decoder_layers)
-        scales = residual_scales(config.residual_scale, *counts)
+        scales = layer_scales(config.residual_scale, config.norm_position, *counts)
         drops = per_stack(config.layer_drop)
-        extras = (config.encoder_windows, config.encoder_convolution)
         self.front = ConvSubsampling(features, size, config.reduction, config.subsampling_channels)
         self.frame_positions = make_positions(config.positions, size, config.max_positions)
-        self.encoder = encoder_stack(config, counts[0], scales[0], drops[0], *extras)
+        self.encoder = self.make_encoder(config, scales[0], drops[0])
         self.words = WordEmbedding(vocabulary, size, config.fixnorm)
         self.token_positions = make_positions(config.positions, size, config.max_positions)
         self.decoder = decoder_stack(config, counts[1], scales[1], drops[1])
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.ctc_head = nn.Linear(size, vocabulary) if config.ctc_weight else None
         self.dropout = Dropout(config.dropout)
+
+    @staticmethod
+    def make_encoder(config: TransformerConfig, scales: LayerScales, layer_drop: float) -> Stack:
+        """The encoder's layers."""
+        norm = config.convolution_norm or config.norm
+        extras = (config.encoder_windows, config.encoder_convolution, norm)
+        return encoder_stack(config, config.encoder_layers, scales, layer_drop, *extras)
 
     def memory_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory (B,) for that many frames of features (B,)."""
@@ -72,6 +86,7 @@ class Transformer(nn.Module):
         x, lengths = self.front(features, lengths)
         valid = valid_places(lengths, x.size(1))
         x = self.dropout(x * math.sqrt(x.size(-1)) + self.frame_positions(0, x.size(1)))
+        x = self.encoder.first_norm(x)
         for layer in self.encoder.passing():
             x = layer(x, valid[:, None, None])
         return Memory(self.encoder.last_norm(x), valid)
@@ -133,7 +148,8 @@ class Transformer(nn.Module):
     def _embed(self, tokens: Tensor, start: int | None = None) -> Tensor:
         """tokens (B, U) at the positions 0 .. U - 1, or all at the position `start`."""
         length = tokens.size(1) if start is None else 1
-        return self.dropout(self.words(tokens) + self.token_positions(start or 0, length))
+        x = self.dropout(self.words(tokens) + self.token_positions(start or 0, length))
+        return self.decoder.first_norm(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.decoder.last_norm(x)

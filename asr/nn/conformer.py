@@ -1,44 +1,60 @@
-"""The Conformer's convolution module (Gulati et al. 2020, section 2.2).
+"""The Conformer's encoder layer (Gulati et al. 2020, arXiv:2005.08100, section 2.4).
 
-Self-attention weighs all frames alike until it is trained; a depthwise convolution sees the
-neighbouring frames from the start:
+    x <- x + F_1(x) / 2          feed-forward
+    x <- x + attention(x)
+    x <- x + convolution(x)
+    x <- N(x + F_2(x) / 2)       feed-forward
 
-    y = W_2 swish(norm(depthwise(GLU(W_1 x))))
-
-The paper's norm is BatchNorm. Here it is the model's own, over the channels of one frame, so that
-neither padding nor other utterances of the batch change the result.
+Each sublayer is normalised as `model.norm_position` says (asr/nn/transformer.py); the paper's is
+`pre`. The last norm is missing with `post`, where the second feed-forward has one. Positions enter
+attention alone, as rotary encodings by default; the paper's are relative ones with learned weights.
 
 Shapes: B utterances, T frames, E size.
 """
 
 from torch import Tensor, nn
 
-from asr.nn.norm import make_norm
+from asr.config.schema import ConformerConfig
+from asr.nn.convolution import ConvolutionModule
+from asr.nn.transformer import (
+    FeedForward,
+    LayerScales,
+    Residual,
+    SelfAttention,
+    Stack,
+    norms_around,
+    scales_by_layer,
+)
 
 
-class ConvolutionModule(nn.Module):
-    """x (B, T, E) -> (B, T, E); each frame sees kernel // 2 frames to either side.
+class ConformerLayer(nn.Module):
+    """Self-attention and convolution between two feed-forward sublayers of half weight."""
 
-    kernel: odd; norm: layer | rms | scale; gain: of the initial weights of the linear layers.
-    """
-
-    def __init__(self, size: int, kernel: int, norm: str, gain: float) -> None:
+    def __init__(self, config: ConformerConfig, scales: LayerScales) -> None:
         super().__init__()
-        self.gated = nn.Sequential(nn.Linear(size, 2 * size), nn.GLU(dim=-1))
-        # Two-dimensional over (T, 1): that keeps the channels last in memory, which takes a fifth
-        # of Conv1d's time on a CPU.
-        self.depthwise = nn.Conv2d(size, size, (kernel, 1), padding=(kernel // 2, 0), groups=size)
-        self.norm = make_norm(norm, size)
-        self.activation = nn.SiLU()
-        self.out = nn.Linear(size, size)
-        for linear in (self.gated[0], self.out):
-            nn.init.xavier_normal_(linear.weight, gain)
-            nn.init.zeros_(linear.bias)
+        size, kernel, norm = config.d_model, config.kernel, config.convolution_norm or config.norm
+        self.first_feed_forward = FeedForward(config, scales.gain)
+        self.around_first_feed_forward = Residual(config, scales)
+        self.self_attention = SelfAttention(config, scales.gain, windows=None)
+        self.around_self_attention = Residual(config, scales, is_attention=True)
+        self.convolution = ConvolutionModule(size, kernel, norm, scales.gain)
+        self.around_convolution = Residual(config, scales)
+        self.feed_forward = FeedForward(config, scales.gain)
+        self.around_feed_forward = Residual(config, scales)
+        _, self.norm = norms_around(config)
 
     def forward(self, x: Tensor, valid: Tensor) -> Tensor:
-        """x (B, T, E), valid (B, T) bool -> (B, T, E); padding is zero to its neighbours."""
-        if x.size(1) == 0:  # a convolution refuses an empty time axis
-            return x
-        x = self.gated(x).masked_fill(~valid.unsqueeze(-1), 0.0)
-        x = self.depthwise(x.transpose(1, 2).unsqueeze(3)).squeeze(3).transpose(1, 2)
-        return self.out(self.activation(self.norm(x)))
+        """x (B, T, E), valid (B, 1, 1, T) bool -> (B, T, E)."""
+        x = self.around_first_feed_forward.wrap(x, self.first_feed_forward, share=0.5)
+        x = self.around_self_attention.wrap(x, lambda y: self.self_attention(y, valid))
+        x = self.around_convolution.wrap(x, lambda y: self.convolution(y, valid[:, 0, 0]))
+        return self.norm(self.around_feed_forward.wrap(x, self.feed_forward, share=0.5))
+
+
+def conformer_stack(
+    config: ConformerConfig, count: int, scales: LayerScales, layer_drop: float
+) -> Stack:
+    """`count` Conformer layers, the last of which ends with the norm of the stack."""
+    layers = [ConformerLayer(config, own) for own in scales_by_layer(config, scales, count)]
+    first, _ = norms_around(config)
+    return Stack(layers, first, nn.Identity(), layer_drop)

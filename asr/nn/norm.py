@@ -1,11 +1,18 @@
-"""The Transformer's norms (layer, rms, scale) and its word embedding.
+"""The norms of Transformer and Conformer, and the word embedding.
 
     layer   (x - mean(x)) / sqrt(var(x) + eps) * g + b    Ba, Kiros & Hinton 2016
     rms     x / sqrt(mean(x^2) + eps) * g                 Zhang & Sennrich 2019, eq. 4
-    scale   g * x / |x|, one g for the whole vector       Nguyen & Salazar 2019, eq. 5
+    scale   s * x / |x|                                   Nguyen & Salazar 2019, eq. 5
+    bias    s * x / sqrt(mean((x - b)^2) + eps)           Yao et al. 2024 (arXiv:2310.11230), eq. 4
+    dyt     tanh(a x) * g + b                             Zhu et al. 2025 (arXiv:2503.10622)
+    derf    erf(a x + c) * g + b                          Chen et al. 2025 (arXiv:2512.10938)
+    batch   (x - m) / sqrt(v + eps) * g + b               Ioffe & Szegedy 2015
 
-All normalise the last dimension, of `size`. Statistics are computed in float32 or better, so that
-bf16 activations lose no precision there.
+g and b have a value per element, a, c and s one for all. All but `batch` treat every vector of
+`size` elements, the last dimension, by itself; dyt and derf compute no statistics at all. m and v
+are the mean and variance of an element over the valid frames of a batch, so `batch` is for the
+Conformer's convolution alone. Statistics are computed in float32 or better, so that bf16
+activations lose no precision there.
 
 FixNorm (Nguyen & Chiang 2018; Nguyen & Salazar 2019) uses every embedding row w as w / |w|. Tied to
 the output and after a ScaleNorm of gain g, the logits become g cos(h, w).
@@ -51,11 +58,97 @@ class ScaleNorm(nn.Module):
         return (wide * (self.weight / length)).to(x.dtype)
 
 
+class BiasNorm(nn.Module):
+    """x (..., size) -> (..., size): RMSNorm of x - b as scale of x, which keeps the length of x.
+
+    The Zipformer's norm; the learned scale is exp(log_scale). Its authors add no eps.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = _at_least_float32(x)
+        power = (wide - self.bias).square().mean(-1, keepdim=True) + self.eps
+        return (wide * (power.rsqrt() * self.log_scale.exp())).to(x.dtype)
+
+
+class DynamicTanh(nn.Module):
+    """x (..., size) -> (..., size): DyT, a learned squashing instead of a norm; a starts at 0.5."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(0.5))
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        squashed = (self.alpha * _at_least_float32(x)).tanh()
+        return torch.addcmul(self.bias, squashed, self.weight).to(x.dtype)
+
+
+class DynamicErf(nn.Module):
+    """x (..., size) -> (..., size): Derf, DyT with erf and a learned shift, which starts at 0."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.zeros(()))
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        squashed = (self.alpha * _at_least_float32(x) + self.shift).erf()
+        return torch.addcmul(self.bias, squashed, self.weight).to(x.dtype)
+
+
+class BatchNorm(nn.Module):
+    """x (B, T, size) -> (B, T, size): statistics over the valid frames of the batch.
+
+    In evaluation those of training, an exponential mean over its batches as in nn.BatchNorm1d, so
+    that there no utterance changes another.
+    """
+
+    MOMENTUM = 0.1
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.register_buffer("running_mean", torch.zeros(size))
+        self.register_buffer("running_var", torch.ones(size))
+
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        """valid (B, T) bool: the frames that count."""
+        wide = _at_least_float32(x)
+        mean, variance = self.running_mean, self.running_var
+        if self.training and bool(valid.any()):
+            frames = wide[valid]  # (N, size)
+            variance, mean = torch.var_mean(frames, 0, correction=0)
+            self._track(mean.detach(), variance.detach(), len(frames))
+        scale = (variance + self.eps).rsqrt() * self.weight
+        return ((wide - mean) * scale + self.bias).to(x.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        unbiased = variance * (count / max(count - 1, 1))
+        self.running_mean.lerp_(mean.to(self.running_mean), self.MOMENTUM)
+        self.running_var.lerp_(unbiased.to(self.running_var), self.MOMENTUM)
+
+
 def make_norm(kind: str, size: int, eps: float = EPS) -> nn.Module:
-    """The norm called `kind`: layer, rms or scale. Raises ValueError for any other."""
-    kinds = {"layer": nn.LayerNorm, "rms": RMSNorm, "scale": ScaleNorm}
+    """The norm called `kind`, of vectors by themselves. Raises ValueError for any other."""
+    kinds = {"layer": nn.LayerNorm, "rms": RMSNorm, "scale": ScaleNorm, "bias": BiasNorm}
+    squashing = {"dyt": DynamicTanh, "derf": DynamicErf}
+    if kind in squashing:
+        return squashing[kind](size)
     if kind not in kinds:
-        raise ValueError(f"norm {kind!r} is not known; choose one of {', '.join(kinds)}")
+        known = ", ".join([*kinds, *squashing])
+        raise ValueError(f"norm {kind!r} is not known; choose one of {known}")
     return kinds[kind](size, eps=eps)
 
 

@@ -1,4 +1,9 @@
-"""Position encodings: sinusoidal (Vaswani et al. 2017, section 3.5) or learned."""
+"""Position encodings: sinusoidal (Vaswani et al. 2017, section 3.5), learned, or rotary.
+
+Rotary encodings (RoPE, Su et al. 2021, arXiv:2104.09864, eq. 34; for speech: Zhang et al. 2025,
+arXiv:2501.06051) add nothing to the input. They turn each pair of elements of queries and keys by
+an angle proportional to the position, so that their products depend on distances alone.
+"""
 
 import math
 
@@ -9,8 +14,18 @@ from asr.errors import UserError
 
 
 def make_positions(kind: str, size: int, max_length: int) -> nn.Module:
-    """`sinusoidal`, of any length, or `learned`, up to max_length positions."""
+    """What is added to the input: `sinusoidal`, `learned` up to max_length, nothing for `rope`."""
+    if kind == "rope":
+        return NoPositions()
     return SinusoidalPositions(size) if kind == "sinusoidal" else LearnedPositions(size, max_length)
+
+
+class NoPositions(nn.Module):
+    """Adds nothing to the input."""
+
+    def forward(self, start: int, length: int) -> float:
+        """0 for any positions."""
+        return 0.0
 
 
 class SinusoidalPositions(nn.Module):
@@ -48,9 +63,40 @@ class LearnedPositions(nn.Module):
         return self.table[start:stop]
 
 
-def _sinusoids(length: int, size: int) -> Tensor:
-    """(length, size), computed in float64: float32 angles would be off by 1e-4 at 1,000 frames."""
+class RotaryPositions(nn.Module):
+    """Turns queries or keys (B, H, T, D), D even: the elements i and i + D/2 are a pair.
+
+    The angle of pair i at position t is t / 10000^(2i/D).
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("table", _rotations(512, size), persistent=False)
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        """x (B, H, T, D) at the positions start .. start + T - 1 -> the same shape."""
+        stop = start + x.size(2)
+        if stop > self.table.size(1):
+            self.table = _rotations(2 * stop, x.size(3)).to(self.table)
+        cos, sin = self.table[:, start:stop].to(x.dtype)  # (T, D/2) each
+        left, right = x.chunk(2, -1)
+        return torch.cat((left * cos - right * sin, left * sin + right * cos), -1)
+
+
+def _angles(length: int, size: int) -> Tensor:
+    """(length, ceil(size/2)) in float64: float32 angles would be off by 1e-4 at 1,000 frames."""
     exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
     rates = torch.exp(-math.log(10000.0) * exponent)
-    angles = torch.arange(length, dtype=torch.float64).unsqueeze(1) * rates  # (length, ceil(E/2))
+    return torch.arange(length, dtype=torch.float64).unsqueeze(1) * rates
+
+
+def _sinusoids(length: int, size: int) -> Tensor:
+    """(length, size): sine and cosine of each angle in turn."""
+    angles = _angles(length, size)
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :size].float()
+
+
+def _rotations(length: int, size: int) -> Tensor:
+    """(2, length, size/2): cosine and sine of each angle."""
+    angles = _angles(length, size)
+    return torch.stack((angles.cos(), angles.sin())).float()

@@ -10,19 +10,30 @@ A query that may attend to nothing (a mask row without True) gets zeros, never N
     decoder self-attention    to the token itself and those before it, so never to right padding
     cross-attention           to the valid frames of the memory
 
-Every sublayer has exactly one norm, in its Residual:
+The connection around a sublayer F, with the norm N (`model.norm_position`):
 
-    pre    x <- alpha x + dropout(sublayer(norm(x)))      Nguyen & Salazar 2019; Xiong et al. 2020
-    post   x <- norm(alpha x + dropout(sublayer(x)))      Vaswani et al. 2017
+    pre         x <- alpha x + F(N(x))           Nguyen & Salazar 2019; Xiong et al. 2020
+    post        x <- N(alpha x + F(x))           Vaswani et al. 2017
+    peri        x <- alpha x + N'(F(N(x)))       Kim et al. 2025, arXiv:2502.02732
+    reordered   x <- alpha x + N(F(x))           OLMo 2 (2025), arXiv:2501.00656
+    hybrid      x <- alpha x + F(x)              attention, with norms of queries, keys and values
+                x <- alpha N(x) + F(N(x))        others; Zhuo et al. 2025, arXiv:2503.04598
+    sub         as pre, with one more norm before the output projection of attention and
+                feed-forward; Wang et al. 2022, arXiv:2210.06423 (Magneto)
 
-With `pre` nothing normalises the stream itself, so each stack ends with one more norm. alpha is 1
-in these papers; DeepNet (Wang et al. 2022) raises it.
+Dropout acts on the output of F, before any norm of it. Except with `post`, nothing normalises the
+stream after the last addition, so each stack ends with one more norm; `peri` also normalises the
+input of the stack. alpha is 1 in these papers; DeepNet (Wang et al. 2022) raises it for `post`.
+`depth_scaled` multiplies the norm's output in layer l = 1, 2, .. by 1/sqrt(l) (Sun et al. 2025,
+arXiv:2502.05795). `qk_norm` normalises queries and keys, all heads together as in OLMo 2 (Henry et
+al. 2020; Dehghani et al. 2023), so that attention scores stay bounded.
 
 Shapes: B utterances, Q queries, T keys or frames, U tokens, K hypotheses, L layers, H heads,
 E size, D = E/H.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -32,9 +43,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asr.config.schema import DropPerStack, PerStack, TransformerLayersConfig, WindowsConfig
-from asr.nn.conformer import ConvolutionModule
+from asr.nn.convolution import ConvolutionModule
 from asr.nn.dropout import DropHead, Dropout
 from asr.nn.norm import make_norm
+from asr.nn.positions import RotaryPositions
 
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "swish": nn.SiLU}
 
@@ -77,7 +89,7 @@ class GaussianWindows(nn.Module):
 
 
 class _MultiHead(nn.Module):
-    """The common part of both kinds of attention: heads, dropouts, output projection.
+    """The common part of both kinds of attention: heads, norms, dropouts, output projection.
 
     Weights start Xavier-normal, with `gain` (DeepNet's beta) on values and output; biases at 0.
     """
@@ -88,6 +100,11 @@ class _MultiHead(nn.Module):
         self.dropout = Dropout(config.attention_dropout)  # of attention weights
         self.drop_head = DropHead(config.drop_head)
         self.out = _projections(config.d_model, gain)
+        hybrid = config.norm_position == "hybrid"
+        self.query_norm = optional_norm(config, config.qk_norm or hybrid)
+        self.key_norm = optional_norm(config, config.qk_norm or hybrid)
+        self.value_norm = optional_norm(config, hybrid)
+        self.inner_norm = optional_norm(config, config.norm_position == "sub")
 
     def _split(self, x: Tensor) -> Tensor:
         """(B, T, E) -> (B, H, T, D)."""
@@ -95,7 +112,7 @@ class _MultiHead(nn.Module):
 
     def _merge(self, x: Tensor) -> Tensor:
         """(B, H, Q, D) -> (B, Q, E)."""
-        return self.out(self.drop_head(x).transpose(1, 2).flatten(2))
+        return self.out(self.inner_norm(self.drop_head(x).transpose(1, 2).flatten(2)))
 
     def _attend(
         self,
@@ -134,6 +151,8 @@ class SelfAttention(_MultiHead):
     ) -> None:
         super().__init__(config, gain)
         self.windows = None if windows is None else GaussianWindows(windows.offsets, windows.width)
+        size = config.d_model // config.heads
+        self.rotary = RotaryPositions(size) if config.positions == "rope" else None
         self.query_key_value = _projections(config.d_model, 1.0, 1.0, gain)
 
     def forward(self, x: Tensor, valid: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -141,20 +160,27 @@ class SelfAttention(_MultiHead):
 
         With `causal` (and no `valid`) position t attends to 0 .. t.
         """
-        query, keys, values = map(self._split, self.query_key_value(x).chunk(3, -1))
+        query, *memory = self._project(x, 0)
         bias = None if self.windows is None else self.windows(x.size(1))
-        return self._merge(self._attend(query, (keys, values), valid, causal, bias))
+        return self._merge(self._attend(query, tuple(memory), valid, causal, bias))
 
     def step(self, x: Tensor, past: Tensor) -> Tensor:
         """One more position of N sequences, in evaluation: x (N, E) -> (N, E).
 
         past (T, N, 2, E): all keys and values so far, the last of which this call computes from x.
         """
-        query, key_value = self.query_key_value(x).tensor_split((x.size(-1),), -1)
-        past[-1] = key_value.unflatten(-1, (2, -1))
+        query, keys, values = self._project(x.unsqueeze(1), len(past) - 1)
+        past[-1] = torch.stack([part.transpose(1, 2).flatten(1) for part in (keys, values)], 1)
         keys, values = (self._split(past[:, :, i].transpose(0, 1)) for i in range(2))
-        heads = self._attend(self._split(query.unsqueeze(1)), (keys, values), None)
-        return self._merge(heads)[:, 0]
+        return self._merge(self._attend(query, (keys, values), None))[:, 0]
+
+    def _project(self, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, E), from position `start` on -> query, keys and values, each (B, H, T, D)."""
+        query, keys, values = self.query_key_value(x).chunk(3, -1)
+        query, keys = self._split(self.query_norm(query)), self._split(self.key_norm(keys))
+        if self.rotary is not None:
+            query, keys = self.rotary(query, start), self.rotary(keys, start)
+        return query, keys, self._split(self.value_norm(values))
 
 
 class CrossAttention(_MultiHead):
@@ -167,7 +193,8 @@ class CrossAttention(_MultiHead):
 
     def project(self, memory: Tensor) -> KeyValue:
         """memory (B, T, E) -> its keys and values, each (B, H, T, D)."""
-        return tuple(map(self._split, self.key_value(memory).chunk(2, -1)))
+        keys, values = self.key_value(memory).chunk(2, -1)
+        return self._split(self.key_norm(keys)), self._split(self.value_norm(values))
 
     def forward(
         self, x: Tensor, memory: KeyValue, valid: Tensor, need_weights: bool = False
@@ -176,7 +203,7 @@ class CrossAttention(_MultiHead):
 
         The weights (B, Q, T), mean over the heads before any dropout, are None unless needed.
         """
-        query = self._split(self.query(x))
+        query = self._split(self.query_norm(self.query(x)))
         if not need_weights:
             return self._merge(self._attend(query, memory, valid)), None
         weights = attention_weights(query, memory[0], valid)
@@ -192,6 +219,13 @@ def _projections(size: int, *gains: float) -> nn.Linear:
     return linear
 
 
+def optional_norm(
+    config: TransformerLayersConfig, wanted: bool, size: int | None = None
+) -> nn.Module:
+    """The model's norm, of d_model or `size` elements, or the identity."""
+    return make_norm(config.norm, size or config.d_model) if wanted else nn.Identity()
+
+
 def extend_past(past: Tensor, rows: Tensor) -> Tensor:
     """The past (U, N, ...) of the hypotheses `rows` (B, K) of N, with room for one more token."""
     extended = past.new_empty(len(past) + 1, rows.numel(), *past.shape[2:])
@@ -199,57 +233,87 @@ def extend_past(past: Tensor, rows: Tensor) -> Tensor:
     return extended
 
 
-class Residual(nn.Module):
-    """The connection around a sublayer."""
-
-    def __init__(self, config: TransformerLayersConfig, alpha: float) -> None:
-        super().__init__()
-        self.norm = make_norm(config.norm, config.d_model)
-        self.pre = config.norm_position == "pre"
-        self.alpha = alpha
-        self.dropout = Dropout(config.dropout)
-
-    def wrap(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """The new stream from the old one, both (..., E)."""
-        return self.leave(x, sublayer(self.enter(x)))
-
-    def enter(self, x: Tensor) -> Tensor:
-        """The sublayer's input, (..., E)."""
-        return self.norm(x) if self.pre else x
-
-    def leave(self, x: Tensor, output: Tensor) -> Tensor:
-        """The new stream from the old one and the sublayer's output, both (..., E)."""
-        stream = self.dropout(output).add(x, alpha=self.alpha)
-        return stream if self.pre else self.norm(stream)
-
-    def extra_repr(self) -> str:
-        return f"norm_position={'pre' if self.pre else 'post'}, alpha={self.alpha}"
-
-
-class ResidualScales(NamedTuple):
-    """alpha on the residual stream; gain of the initial feed-forward, value and output weights."""
+class LayerScales(NamedTuple):
+    """The factors of a layer: alpha on the residual stream, gain of the initial feed-forward, value
+    and output weights, and that of the norms' outputs (depth_scaled).
+    """
 
     alpha: float
     gain: float = 1.0
+    norm_output: float = 1.0
 
 
-def residual_scales(
-    setting: float | PerStack | Literal["deepnet"], encoder_layers: int, decoder_layers: int
-) -> tuple[ResidualScales, ResidualScales]:
+class Residual(nn.Module):
+    """The connection around a sublayer, as above; attention has another one with `hybrid`."""
+
+    def __init__(
+        self, config: TransformerLayersConfig, scales: LayerScales, is_attention: bool = False
+    ) -> None:
+        super().__init__()
+        position = config.norm_position
+        self.norm = optional_norm(config, not (is_attention and position == "hybrid"))
+        self.out_norm = optional_norm(config, position == "peri")
+        self.position = position
+        self.alpha, self.norm_scale = scales.alpha, scales.norm_output
+        self.dropout = Dropout(config.dropout)
+
+    def wrap(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], share: float = 1.0) -> Tensor:
+        """The new stream from the old one, both (..., E). share: factor of the sublayer's output"""
+        x, entering = self.enter(x)
+        return self.leave(x, sublayer(entering), share)
+
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream that is added to, and the sublayer's input, both (..., E)."""
+        if self.position in ("post", "reordered"):
+            return x, x
+        normed = self.norm(x)
+        if self.position == "hybrid":
+            return normed, normed
+        return x, normed if self.norm_scale == 1.0 else normed * self.norm_scale
+
+    def leave(self, x: Tensor, output: Tensor, share: float = 1.0) -> Tensor:
+        """The new stream from the old one and the sublayer's output, both (..., E)."""
+        output = self.out_norm(self.dropout(output))
+        if self.position == "reordered":
+            output = self.norm(output)
+        if share != 1.0:
+            output = output * share
+        stream = output.add(x, alpha=self.alpha)
+        return self.norm(stream) if self.position == "post" else stream
+
+    def extra_repr(self) -> str:
+        return f"norm_position={self.position}, alpha={self.alpha}"
+
+
+def layer_scales(
+    setting: float | PerStack | Literal["deepnet"],
+    position: str,
+    encoder_layers: int,
+    decoder_layers: int,
+) -> tuple[LayerScales, LayerScales]:
     """The scales of the encoder and of the decoder.
 
-    `setting` is one alpha, one for each stack, or `deepnet`, meant for `post`: with N encoder and
+    `setting` is one alpha, one for each stack, or `deepnet`, for `post`: with N encoder and
     M decoder layers (Wang et al. 2022, arXiv:2203.00555, figure 2, beta is our gain)
 
         encoder   alpha = 0.81 (N^4 M)^(1/16)   beta = 0.87 (N^4 M)^(-1/16)
         decoder   alpha = (3 M)^(1/4)           beta = (12 M)^(-1/4)
+
+    The norm position `sub` has its own gains (Wang et al. 2022, arXiv:2210.06423, figure 2):
+
+        encoder   sqrt(log(3 M) log(2 N) / 3)
+        decoder   sqrt(log(3 M))
     """
     if setting == "deepnet":
         depth = (encoder_layers**4 * decoder_layers) ** (1 / 16)
-        decoder = ResidualScales((3 * decoder_layers) ** 0.25, (12 * decoder_layers) ** -0.25)
-        return ResidualScales(0.81 * depth, 0.87 / depth), decoder
+        decoder = LayerScales((3 * decoder_layers) ** 0.25, (12 * decoder_layers) ** -0.25)
+        return LayerScales(0.81 * depth, 0.87 / depth), decoder
     encoder_alpha, decoder_alpha = per_stack(setting)
-    return ResidualScales(encoder_alpha), ResidualScales(decoder_alpha)
+    gains = 1.0, 1.0
+    if position == "sub":
+        outer = math.log(3 * decoder_layers)
+        gains = math.sqrt(outer * math.log(2 * encoder_layers) / 3), math.sqrt(outer)
+    return LayerScales(encoder_alpha, gains[0]), LayerScales(decoder_alpha, gains[1])
 
 
 def per_stack(setting: float | PerStack | DropPerStack) -> tuple[float, float]:
@@ -265,7 +329,8 @@ class FeedForward(nn.Sequential):
         size, hidden = config.d_model, config.feed_forward
         wide, narrow = nn.Linear(size, hidden), nn.Linear(hidden, size)
         dropout = Dropout(config.feed_forward_dropout)
-        super().__init__(wide, ACTIVATIONS[config.activation](), dropout, narrow)
+        inner = [make_norm(config.norm, hidden)] if config.norm_position == "sub" else []
+        super().__init__(wide, ACTIVATIONS[config.activation](), dropout, *inner, narrow)
         for linear in (wide, narrow):
             nn.init.xavier_normal_(linear.weight, gain)
             nn.init.zeros_(linear.bias)
@@ -280,21 +345,23 @@ class EncoderLayer(nn.Module):
     def __init__(
         self,
         config: TransformerLayersConfig,
-        scale: ResidualScales,
+        scales: LayerScales,
         windows: WindowsConfig | None,
         kernel: int | None,
+        convolution_norm: str,
     ) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(config, scale.gain, windows)
-        self.around_self_attention = Residual(config, scale.alpha)
+        self.self_attention = SelfAttention(config, scales.gain, windows)
+        self.around_self_attention = Residual(config, scales, is_attention=True)
         # Made before the convolution, so that the same seed gives the same weights as ever.
-        feed_forward = FeedForward(config, scale.gain)
+        feed_forward = FeedForward(config, scales.gain)
         self.convolution = self.around_convolution = None
         if kernel is not None:
-            self.convolution = ConvolutionModule(config.d_model, kernel, config.norm, scale.gain)
-            self.around_convolution = Residual(config, scale.alpha)
+            size = config.d_model
+            self.convolution = ConvolutionModule(size, kernel, convolution_norm, scales.gain)
+            self.around_convolution = Residual(config, scales)
         self.feed_forward = feed_forward
-        self.around_feed_forward = Residual(config, scale.alpha)
+        self.around_feed_forward = Residual(config, scales)
 
     def forward(self, x: Tensor, valid: Tensor | None, causal: bool = False) -> Tensor:
         """x (B, T, E), valid (B, 1, 1, T) bool, or None if causal -> (B, T, E)."""
@@ -312,14 +379,14 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Causal self-attention, attention to the memory, feed-forward."""
 
-    def __init__(self, config: TransformerLayersConfig, scale: ResidualScales) -> None:
+    def __init__(self, config: TransformerLayersConfig, scales: LayerScales) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(config, scale.gain, windows=None)
-        self.around_self_attention = Residual(config, scale.alpha)
-        self.cross_attention = CrossAttention(config, scale.gain)
-        self.around_cross_attention = Residual(config, scale.alpha)
-        self.feed_forward = FeedForward(config, scale.gain)
-        self.around_feed_forward = Residual(config, scale.alpha)
+        self.self_attention = SelfAttention(config, scales.gain, windows=None)
+        self.around_self_attention = Residual(config, scales, is_attention=True)
+        self.cross_attention = CrossAttention(config, scales.gain)
+        self.around_cross_attention = Residual(config, scales, is_attention=True)
+        self.feed_forward = FeedForward(config, scales.gain)
+        self.around_feed_forward = Residual(config, scales)
 
     def forward(
         self, x: Tensor, memory: KeyValue, valid: Tensor, need_weights: bool = False
@@ -353,25 +420,30 @@ class DecoderLayer(nn.Module):
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
         x = self.around_self_attention.wrap(x, attend)
-        around = self.around_cross_attention
-        context, weights = self.cross_attention(around.enter(x), memory, valid, need_weights)
-        x = around.leave(x, context)
+        x, query = self.around_cross_attention.enter(x)
+        context, weights = self.cross_attention(query, memory, valid, need_weights)
+        x = self.around_cross_attention.leave(x, context)
         return self.around_feed_forward.wrap(x, self.feed_forward), weights
 
 
 class Stack(nn.Module):
-    """Layers, with LayerDrop (Fan, Grave & Joulin 2019, arXiv:1909.11556), and the last norm.
+    """Layers, with LayerDrop (Fan, Grave & Joulin 2019, arXiv:1909.11556), and norms around them.
 
-    last_norm: for `pre`; None for `post`. layer_drop: the probability with which a pass in training
-    skips a layer, for the whole batch; nothing is rescaled.
+    layer_drop: the probability with which a pass in training skips a layer, for the whole batch;
+    nothing is rescaled.
     """
 
     def __init__(
-        self, layers: Iterable[nn.Module], last_norm: nn.Module | None, layer_drop: float
+        self,
+        layers: Iterable[nn.Module],
+        first_norm: nn.Module,
+        last_norm: nn.Module,
+        layer_drop: float,
     ) -> None:
         super().__init__()
+        self.first_norm = first_norm
         self.layers = nn.ModuleList(layers)
-        self.last_norm = nn.Identity() if last_norm is None else last_norm
+        self.last_norm = last_norm
         self.layer_drop = layer_drop
         self.choice_seed: tuple[int, ...] | None = None
         self.draw: Callable[[], float] | None = None  # uniform in [0, 1); None: torch's generator
@@ -399,23 +471,36 @@ class Stack(nn.Module):
 def encoder_stack(
     config: TransformerLayersConfig,
     count: int,
-    scale: ResidualScales,
+    scales: LayerScales,
     layer_drop: float,
     windows: WindowsConfig | None,
     kernel: int | None,
+    convolution_norm: str,
 ) -> Stack:
-    """`count` encoder layers and their last norm."""
-    layers = [EncoderLayer(config, scale, windows, kernel) for _ in range(count)]
-    return Stack(layers, _last_norm(config), layer_drop)
+    """`count` encoder layers and the norms around them."""
+    extras = (windows, kernel, convolution_norm)
+    layers = [EncoderLayer(config, own, *extras) for own in scales_by_layer(config, scales, count)]
+    return Stack(layers, *norms_around(config), layer_drop)
 
 
 def decoder_stack(
-    config: TransformerLayersConfig, count: int, scale: ResidualScales, layer_drop: float
+    config: TransformerLayersConfig, count: int, scales: LayerScales, layer_drop: float
 ) -> Stack:
-    """`count` decoder layers and their last norm."""
-    layers = [DecoderLayer(config, scale) for _ in range(count)]
-    return Stack(layers, _last_norm(config), layer_drop)
+    """`count` decoder layers and the norms around them."""
+    layers = [DecoderLayer(config, own) for own in scales_by_layer(config, scales, count)]
+    return Stack(layers, *norms_around(config), layer_drop)
 
 
-def _last_norm(config: TransformerLayersConfig) -> nn.Module | None:
-    return make_norm(config.norm, config.d_model) if config.norm_position == "pre" else None
+def scales_by_layer(
+    config: TransformerLayersConfig, scales: LayerScales, count: int
+) -> list[LayerScales]:
+    """The scales of each layer: with depth_scaled a factor of 1/sqrt(l) on its norms' outputs."""
+    if not config.depth_scaled:
+        return [scales] * count
+    return [scales._replace(norm_output=(number + 1) ** -0.5) for number in range(count)]
+
+
+def norms_around(config: TransformerLayersConfig) -> tuple[nn.Module, nn.Module]:
+    """The norms of a stack's input and output; identities where it has none."""
+    first = optional_norm(config, config.norm_position == "peri")
+    return first, optional_norm(config, config.norm_position != "post")

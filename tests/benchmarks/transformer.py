@@ -1,18 +1,22 @@
-"""Training speed and peak memory of a small Transformer, interleaved with SpeechBrain's.
+"""Training speed and peak memory of a small Transformer or Conformer, and of SpeechBrain's.
 
     uv venv /tmp/peers
     uv pip install --python /tmp/peers/bin/python \
         torch==2.11.0 torchaudio==2.11.0 speechbrain==1.1.2
-    .venv/bin/python tests/benchmarks/transformer.py --peer /tmp/peers/bin/python
+    .venv/bin/python tests/benchmarks/transformer.py --peer /tmp/peers/bin/python [--conformer]
+    .venv/bin/python tests/benchmarks/transformer.py --settings norm=layer norm=dyt [--conformer]
 
 Both train the same shape on one thread: two stride-2 convolutions of 32 channels, 4 encoder and 2
 decoder layers, d = 144, 4 heads, feed-forward 576, pre-norm, GELU, dropout 0.1 on sublayer outputs,
 attention weights and hidden feed-forward units; batches of 8 utterances of 6 s (600 frames of 80),
-30 of 500 tokens; cross-entropy and Adam. Two processes alternate, a few steps each, so that other
-load affects both. Prints seconds of audio per CPU-second, and the rise of peak memory above the
-memory after the imports, in MiB.
+30 of 500 tokens; cross-entropy and Adam. With --conformer the encoder is a Conformer with
+convolutions of 15 frames: SpeechBrain's has relative positions, ours rotary ones. Two processes
+alternate, a few steps each, so that other load affects both. Prints seconds of audio per
+CPU-second, and the rise of peak memory above the memory after the imports, in MiB.
 
 `--ours PYTHON` runs ours with another interpreter, e.g. the peer's own, which has the same torch.
+`--settings` compares our own models, each with one key of the model section changed; time is given
+as a ratio to the first.
 """
 
 import argparse
@@ -33,20 +37,26 @@ def main() -> None:
     parser.add_argument("--ours", default=sys.executable, help="python that runs ours")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="of each in every round")
-    parser.add_argument("--worker", choices=("ours", "speechbrain"), help=argparse.SUPPRESS)
+    parser.add_argument("--conformer", action="store_true", help="a Conformer encoder")
+    parser.add_argument("--settings", nargs="+", metavar="KEY=VALUE", help="compare ours")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.steps)
+        work(options.worker, options.conformer, options.steps)
         return
     pythons = {"ours": options.ours} | ({"speechbrain": options.peer} if options.peer else {})
-    worker = [__file__, "--steps", str(options.steps), "--worker"]
+    if options.settings:
+        pythons = dict.fromkeys(options.settings, options.ours)
+    worker = [__file__, "--steps", str(options.steps)]
+    worker += [*(["--conformer"] if options.conformer else []), "--worker"]
     commands = {name: [python, *worker, name] for name, python in pythons.items()}
     rounds = take_turns(commands, options.rounds)
     for name, measured in rounds.items():
         report(name, measured)
-    if options.peer:
-        ratio = median_speed(rounds["ours"]) / median_speed(rounds["speechbrain"])
-        print(f"ours is {ratio:.2f} times as fast")
+    first, *others = rounds
+    for name in others:
+        ratio = median_speed(rounds[first]) / median_speed(rounds[name])
+        print(f"{first} is {ratio:.3f} times as fast as {name}")
 
 
 def median_speed(rounds: list[dict]) -> float:
@@ -64,26 +74,33 @@ def report(name: str, rounds: list[dict]) -> None:
     )
 
 
-def work(name: str, steps: int) -> None:
+def work(name: str, conformer: bool, steps: int) -> None:
     import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    parameters, forward = {"ours": ours, "speechbrain": speechbrain}[name]()
+    if name == "speechbrain":
+        parameters, forward = speechbrain(conformer)
+    else:
+        parameters, forward = ours(conformer, name)
     held = resident()
     optimizer = torch.optim.Adam(parameters, 1e-4)
     shape = (BATCH, FRAMES, MELS)
     train_on_request(optimizer, forward, shape, VOCABULARY, TOKENS, steps, held)
 
 
-def ours() -> tuple[list, Callable]:
+def ours(conformer: bool, setting: str) -> tuple[list, Callable]:
     import torch
+    import yaml
 
-    from asr.config.schema import TransformerConfig
-    from asr.models.transformer import Transformer
+    from asr.config.schema import ConformerConfig, TransformerConfig
+    from asr.models.build import build_speech_model
 
-    config = TransformerConfig(
-        kind="transformer",
+    key, _, value = setting.partition("=")
+    more = {key: yaml.safe_load(value)} if value else {}
+    kind = "conformer" if conformer else "transformer"
+    config = (ConformerConfig if conformer else TransformerConfig)(
+        kind=kind,
         d_model=SIZE,
         heads=HEADS,
         feed_forward=FEED_FORWARD,
@@ -93,19 +110,21 @@ def ours() -> tuple[list, Callable]:
         dropout=0.1,
         attention_dropout=0.1,
         feed_forward_dropout=0.1,
-        activation="gelu",
+        activation="swish" if conformer else "gelu",
         ctc_weight=0,
+        **more,
     )
-    model = Transformer(MELS, VOCABULARY, config)
+    model = build_speech_model(config, MELS, VOCABULARY)
     lengths = torch.full((BATCH,), FRAMES)
     return list(model.parameters()), lambda features, tokens: model.decode(
         model.encode(features, lengths), tokens
     )
 
 
-def speechbrain() -> tuple[list, Callable]:
+def speechbrain(conformer: bool) -> tuple[list, Callable]:
     import torch
     from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+    from speechbrain.nnet.activations import Swish
 
     front = speechbrain_front((BATCH, FRAMES, MELS), CHANNELS)
     model = TransformerASR(
@@ -117,9 +136,10 @@ def speechbrain() -> tuple[list, Callable]:
         num_decoder_layers=DECODER,
         d_ffn=FEED_FORWARD,
         dropout=0.1,
-        activation=torch.nn.GELU,
-        encoder_module="transformer",
-        attention_type="regularMHA",
+        activation=Swish if conformer else torch.nn.GELU,
+        encoder_module="conformer" if conformer else "transformer",
+        attention_type="RelPosMHAXL" if conformer else "regularMHA",
+        kernel_size=15,
         normalize_before=True,
         causal=False,
     )
