@@ -30,6 +30,7 @@ from tiny_speech import make_corpus, make_recipe  # noqa: E402
 from asr import errors, train  # noqa: E402
 from asr.training import run as training_run  # noqa: E402
 from asr.training import trainer  # noqa: E402
+from asr.training.checkpoint import list_checkpoints, read_training  # noqa: E402
 from asr.training.losses import SpeechObjective  # noqa: E402
 
 PLACE = Path(sys.argv[1])
@@ -228,6 +229,25 @@ def ends(folder: Path) -> dict:
     return seen
 
 
+def averages(folder: Path) -> dict:
+    """Batch statistics, which differ between ranks, and averaged weights; stopped and resumed."""
+    model = f"model={{{SMALL.replace('transformer', 'conformer')}, encoder_layers: 1, kernel: 3, "
+    common = [f"{model}convolution_norm: batch}}", "train.ema=0.7", *EVENTFUL]
+    seen: dict = {"straight": run(2, folder, "straight", *common)}
+    seen["stopped"] = run(2, folder, "stopped", *common, patch=at(5, end(signal.SIGTERM)))
+    seen["resumed"] = run(2, folder, "stopped", *common, "--resume")
+    ends = [list_checkpoints(folder / name)[-1] for name in ("stopped", "straight")]
+    trained = [read_training(end)["trained"] for end in ends]
+    means = [name for name in trained[0][0] if name.endswith("running_mean")]
+    return seen | {
+        "losses": [end.loss for end in ends],
+        "differs": differences(state(folder / "stopped"), state(folder / "straight")),
+        "differs between ranks": differences(*trained[0]),
+        "statistics": means,
+        "trained differs": [differences(*pair) for pair in zip(*trained, strict=True)],
+    }
+
+
 def torchrun(folder: Path) -> dict:
     """A killed rank, restarted by torchrun."""
     seen: dict = {"straight": straight()}
@@ -297,6 +317,7 @@ SCENARIOS = {
     "drops": drops,
     "half": half,
     "torchrun": torchrun,
+    "averages": averages,
 }
 
 

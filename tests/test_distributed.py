@@ -251,6 +251,15 @@ def test_torchrun_restarts_a_killed_rank(results_of):
     assert seen["out"].count("\nresuming tiny: ") == 1 and seen["differs"] == []
 
 
+def test_ranks_resume_with_their_own_statistics_and_the_same_averages(results_of):
+    seen, _ = results_of("averages")
+    assert (seen["straight"], seen["stopped"], seen["resumed"]) == ([0, 0], [3, 3], [0, 0])
+    assert seen["differs"] == [] and seen["trained differs"] == [[], []]
+    assert seen["losses"][0] == seen["losses"][1]
+    assert set(seen["statistics"]) < set(seen["differs between ranks"])
+    assert all("running_" in name for name in seen["differs between ranks"])
+
+
 def test_ranks_drop_the_same_layers_but_different_units(results_of):
     seen, _ = results_of("drops")
     first, second = seen["seen"]

@@ -1,10 +1,15 @@
 """Schedules against the papers' formulae and torch's schedulers; the choice of decayed weights."""
 
+import copy
+
 import pytest
 import torch
+import yaml
 from torch import nn, optim
 
+from asr.config.loader import validate
 from asr.config.schema import OptimizerConfig
+from asr.tasks.speech import build_speech_objective
 from asr.training.optim import constant, load_moments, make_optimizer, noam, tri_stage
 
 
@@ -79,6 +84,88 @@ def test_optimizer_matches_torch_and_does_not_decay_gains_and_biases(kind, judge
         for each in second:
             each.step()
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+def trained(make, module, steps=5, seed=3):
+    """The module after some steps on random input, and its optimizer."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = make(module)
+    for _ in range(steps):
+        module.zero_grad()
+        module(torch.randn(3, 5, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return module, optimizer
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.hidden, self.gain = nn.Linear(5, 7), nn.Parameter(torch.ones(7))
+        self.output = nn.Linear(7, 11)
+
+    def forward(self, x):
+        return self.output(self.hidden(x) * self.gain)
+
+
+class TestMuon:
+    CONFIG = OptimizerConfig(kind="muon", lr=0.03, betas=(0.8, 0.9), weight_decay=0.2)
+
+    def test_hidden_matrices_take_orthogonal_steps_and_the_rest_those_of_adamw(self):
+        ours, _ = trained(lambda m: make_optimizer(self.CONFIG, m), TwoLayers())
+        settings = {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.0}
+
+        class Both:
+            def __init__(self, m):
+                vectors = [m.hidden.bias, m.gain, m.output.bias]
+                self.parts = [
+                    optim.Muon([m.hidden.weight], 0.03, 0.2, adjust_lr_fn="match_rms_adamw"),
+                    optim.AdamW([m.output.weight], **{**settings, "weight_decay": 0.2}),
+                    optim.AdamW(vectors, **settings),
+                ]
+
+            def step(self):
+                for part in self.parts:
+                    part.step()
+
+        theirs, _ = trained(Both, TwoLayers())
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+    @pytest.mark.parametrize(
+        "model",
+        [
+            "{kind: las}",
+            "{kind: las, speller: {tied: true}}",
+            "{kind: transformer, tied: true}",
+            "{kind: transformer}",
+            "{kind: conformer}",
+        ],
+    )
+    def test_of_each_model_exactly_the_matrices_without_tokens(self, model):
+        tree = {"run": "x", "data": {}, "model": yaml.safe_load(model)}
+        recipe, vocabulary = validate(tree, "recipe"), 997
+        objective = build_speech_objective(recipe, 83, vocabulary)
+        made = make_optimizer(self.CONFIG, objective)
+        orthogonal = {id(p) for group in made.parts[1].param_groups for p in group["params"]}
+        others = [p for group in made.parts[0].param_groups for p in group["params"]]
+        assert len(orthogonal) + len(others) == len(list(objective.parameters()))
+        for name, parameter in objective.named_parameters():
+            hidden = parameter.dim() == 2 and vocabulary not in parameter.shape
+            assert (id(parameter) in orthogonal) == hidden, name
+
+    def test_its_state_resumes_it(self):
+        straight, _ = trained(lambda m: make_optimizer(self.CONFIG, m), TwoLayers(), steps=9)
+        module, optimizer = trained(lambda m: make_optimizer(self.CONFIG, m), TwoLayers(), steps=4)
+        resumed = make_optimizer(self.CONFIG, module)
+        load_moments(resumed, copy.deepcopy(optimizer.state_dict()))
+        generator = torch.Generator().manual_seed(3)
+        for step in range(9):
+            x = torch.randn(3, 5, generator=generator)
+            if step >= 4:
+                module.zero_grad()
+                module(x).square().sum().backward()
+                resumed.step()
+        assert all(map(torch.equal, straight.parameters(), module.parameters()))
 
 
 def test_frozen_weights_are_not_optimised():

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from asr import train
 from asr.config.loader import read_recipe
+from asr.config.schema import OptimizerConfig
 from asr.errors import UserError
 from asr.io import sha256_of_files
 from asr.training.checkpoint import TRAINING, WEIGHTS, list_checkpoints, read_training
+from asr.training.optim import load_moments, make_optimizer
 from asr.training.resume import find_resume_point
 from asr.training.state import check_training
 
@@ -87,6 +90,11 @@ CHANGES = {
         change("random", "numpy", 2, to=10**9),  # numpy would read beyond its words
     ],
     "ranks": [change("ranks", to={}), change("ranks", to=[{}]), change("ranks", to=[1])],
+    "trained": [
+        change("trained", to={}),
+        change("trained", to=[1]),
+        change("trained", to=[{1: 2}]),
+    ],
     "recipe": [
         change("recipe", to=3),
         change("recipe", to="a" * 2_000_000),
@@ -162,6 +170,50 @@ def test_moments_of_other_parameters_are_one_line(tiny, state, run, commands, nu
     line = commands.refused(train, tiny, "--run", run, "--resume")
     assert line.startswith(f"{folder / TRAINING}: cannot be read as a training state (optimizer: ")
     assert sorted(path.name for path in run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"a": torch.zeros(1)},
+        {"model.speller.out.bias": torch.zeros(1)},
+        {"model.speller.out.bias": torch.zeros(1).expand(10**12)},
+        {"model.speller.out.bias": torch.zeros(1).to_sparse()},
+        {3: torch.zeros(1)},
+    ],
+)
+def test_weights_of_another_model_are_one_line(tiny, state, run, commands, weights):
+    folder = list_checkpoints(run)[-1].folder
+    write(folder, state | {"trained": [weights]})
+    line = commands.refused(train, tiny, "--run", run, "--resume")
+    assert line.startswith(f"{folder / TRAINING}: cannot be read as a training state (trained: ")
+
+
+@pytest.mark.parametrize(
+    "to", [{"k": -1}, {"k": 1.0}, {"weight_sum": "x"}, {"lr_max": math.nan}, {"weight_sum": None}]
+)
+def test_progress_that_no_optimizer_has_is_refused(to):
+    config = OptimizerConfig(kind="schedule_free")
+    state = make_optimizer(config, nn.Linear(2, 3)).state_dict()
+    load_moments(make_optimizer(config, nn.Linear(2, 3)), state)
+    state["param_groups"][1] |= to
+    with pytest.raises(ValueError, match=f"optimizer: {next(iter(to))} must be a number"):
+        load_moments(make_optimizer(config, nn.Linear(2, 3)), state)
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "schedule_free"])
+def test_moments_of_another_optimizer_are_refused(kind):
+    def make(kind):
+        module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5))
+        optimizer = make_optimizer(OptimizerConfig(kind=kind), module)
+        module(torch.ones(7, 2)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    load_moments(make(kind), make(kind).state_dict())
+    for other in {"adam", "muon", "schedule_free"} - {kind}:
+        with pytest.raises(ValueError, match="optimizer: "):
+            load_moments(make(kind), make(other).state_dict())
 
 
 @pytest.mark.parametrize("text", ["run: [", "- 1", "run: &a x", "a: !!bool x", "[" * 500, "x"])

@@ -468,9 +468,11 @@ class ConformerConfig(EncoderDecoderConfig):
 
 
 class OptimizerConfig(Config):
-    """Section `train.optimizer:`: Adam or AdamW."""
+    """Section `train.optimizer:`: how the gradient changes the weights (asr/training/optim.py)."""
 
-    kind: Literal["adam", "adamw"] = "adam"  # adamw: decoupled weight decay
+    # adamw: decoupled weight decay; muon: orthogonal steps of matrices; schedule_free: AdamW with
+    # averaged weights, for train.schedule.kind = constant.
+    kind: Literal["adam", "adamw", "muon", "schedule_free"] = "adam"
     lr: Positive = 1e-3  # peak learning rate; for `noam` the factor of the formula
     betas: tuple[Rate, Rate] = (0.9, 0.999)  # decay of the first and second moments
     eps: Positive = 1e-8  # added to the root of the second moment
@@ -524,6 +526,9 @@ class TrainConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     clip: Positive = 5.0  # largest gradient norm
+    # Decay a step of an exponential mean of the weights, which is validated, saved and decoded
+    # instead of the weights themselves; null: none.
+    ema: Rate | None = None
     bad_steps: Count = 10  # consecutive steps without a finite gradient that stop the run
     label_smoothing: Rate = 0.1  # probability spread over all tokens
     guided_attention: GuidedAttentionConfig | None = None  # null: none
@@ -543,6 +548,26 @@ class TrainConfig(Config):
     alarm: AlarmConfig = AlarmConfig()
     health: Natural = 0  # validations between measurements of gates, norms and attention; 0: never
     debug: Literal["nan"] | None = None  # nan: stop at the first value that is not finite; slow
+
+    @model_validator(mode="after")
+    def _averages_fit(self) -> "TrainConfig":
+        if self.optimizer.kind != "schedule_free":
+            return self
+        if self.schedule.kind != "constant":
+            raise ValueError(
+                "train.optimizer.kind = schedule_free needs a rate that does not fall, not "
+                f"train.schedule.kind = {self.schedule.kind}: set train.schedule.kind=constant"
+            )
+        if self.ema is not None:
+            raise ValueError(
+                "train.ema is an average of the weights, and train.optimizer.kind = schedule_free "
+                "has one of its own: set train.ema=null or train.optimizer.kind=adamw"
+            )
+        if not self.optimizer.betas[0]:
+            raise ValueError(
+                "train.optimizer.kind = schedule_free needs train.optimizer.betas[0] above 0"
+            )
+        return self
 
 
 class BeamConfig(Config):

@@ -1,9 +1,18 @@
 """The optimizer, and learning rates as functions of the step, which have no state to resume.
 
+    adam, adamw      Kingma & Ba 2015; decoupled weight decay: Loshchilov & Hutter 2019
+    muon             Jordan et al. 2024: the momentum of every matrix is made orthogonal; with the
+                     step size of Liu et al. 2025 (arXiv:2502.16982), that of AdamW. Embeddings,
+                     output layers and all that is no matrix are left to AdamW. The four gates of
+                     an LSTM, or the queries, keys and values of attention, are one matrix.
+    schedule_free    AdamW with an average of the weights instead of a falling rate: Defazio et al.
+                     2024 (arXiv:2405.15682); averaging.py has the weights to validate and save
+
 Every schedule warms up linearly over `warmup` steps. Steps are counted from 1.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,45 +60,151 @@ def make_schedule(config: ScheduleConfig, lr: float) -> Schedule:
     return tri_stage(lr, config.warmup, config.hold, config.floor)
 
 
-def make_optimizer(config: OptimizerConfig, module: nn.Module) -> optim.Optimizer:
-    """Adam or AdamW over all trainable parameters; gains and biases are not decayed."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+# Matrices with a row per token or class, at the ends of a network; Muon is for those between.
+ENDS = re.compile(r"((.+\.)?(embedding|words|output|ctc_head)|(model\.)?(speller\.)?out)\.weight")
+
+
+def make_optimizer(config: OptimizerConfig, module: nn.Module) -> "optim.Optimizer | Muon":
+    """The optimizer of all trainable parameters; gains and biases are not decayed."""
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if config.kind == "muon":
+        hidden = [p for name, p in trainable.items() if _is_hidden_matrix(name, p)]
+        return Muon(config, hidden, [p for p in trainable.values() if not _is_in(p, hidden)])
+    groups = _groups(config, list(trainable.values()))
+    if config.kind == "schedule_free":
+        from schedulefree import AdamWScheduleFree
+
+        made = AdamWScheduleFree(groups, config.lr, config.betas, config.eps)
+        made.train()
+        return made
     make = {"adam": optim.Adam, "adamw": optim.AdamW}[config.kind]
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def load_moments(optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
+def _groups(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    decay = config.weight_decay
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 2 and not ENDS.fullmatch(name)
+
+
+def _is_in(parameter: nn.Parameter, others: Sequence[nn.Parameter]) -> bool:
+    return any(parameter is other for other in others)
+
+
+class Muon:
+    """torch's Muon for the hidden matrices and AdamW for the rest, with the state of one."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        hidden: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
+    ) -> None:
+        adamw = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+        self.parts: list[optim.Optimizer] = [optim.AdamW(_groups(config, others), **adamw)]
+        if hidden:
+            decay = config.weight_decay
+            muon = optim.Muon(hidden, config.lr, decay, adjust_lr_fn="match_rms_adamw")
+            self.parts.append(muon)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of both."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        """One update of all weights."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of one optimizer, whose parameters are those of both in turn."""
+        state, groups = {}, []
+        for part in self.parts:
+            first, own = sum(len(group["params"]) for group in groups), part.state_dict()
+            state |= {first + number: moments for number, moments in own["state"].items()}
+            groups += [
+                {**group, "params": [first + number for number in group["params"]]}
+                for group in own["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The state of another Muon with as many parameters."""
+        first, groups = 0, list(state["param_groups"])
+        for part in self.parts:
+            own = [groups.pop(0) for _ in part.param_groups]
+            numbers = [n for group in own for n in group["params"]]
+            moments = {n - first: state["state"][n] for n in numbers if n in state["state"]}
+            own = [{**group, "params": [n - first for n in group["params"]]} for group in own]
+            part.load_state_dict({"state": moments, "param_groups": own})
+            first += len(numbers)
+
+
+def load_moments(optimizer: "optim.Optimizer | Muon", state: dict[str, Any]) -> None:
     """Load the moments of a state_dict, but not its betas, eps and decay, which the recipe sets.
 
-    Raises ValueError where they are not Adam's moments of these parameters.
+    Raises ValueError where they are not this optimizer's moments of these parameters.
     """
     groups = optimizer.state_dict()["param_groups"]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if [group["params"] for group in state["param_groups"]] != [g["params"] for g in groups]:
         raise ValueError("optimizer: moments of other parameters")
-    numbers = range(len(parameters))
-    if wrong := [n for n in state["state"] if type(n) is not int or n not in numbers]:
+    for group, saved in zip(groups, state["param_groups"], strict=True):
+        group |= {key: _progress(key, saved.get(key)) for key in _PROGRESS if key in group}
+    own = {
+        number: (parameter, _MOMENTS[_kind(group)])
+        for group, mapped in zip(optimizer.param_groups, groups, strict=True)
+        for number, parameter in zip(mapped["params"], group["params"], strict=True)
+    }
+    if wrong := [n for n in state["state"] if type(n) is not int or n not in own]:
         raise ValueError(f"optimizer: no parameter {wrong[0]}")
-    moments = {n: _copied(n, parameters[n], own) for n, own in state["state"].items()}
+    moments = {n: _copied(n, *own[n], saved) for n, saved in state["state"].items() if saved}
     optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
-def _copied(number: int, parameter: nn.Parameter, moments: dict[str, Any]) -> dict[str, Tensor]:
+# What the optimizers store for each parameter; where negative values are possible, False.
+_MOMENTS = {
+    "adam": {"step": True, "exp_avg": False, "exp_avg_sq": True},
+    "muon": {"momentum_buffer": False},
+    "schedule_free": {"z": False, "exp_avg_sq": True},
+}
+# What schedule_free stores in its groups beside settings: its steps and the weight of its average.
+_PROGRESS = ("k", "weight_sum", "lr_max")
+
+
+def _kind(group: dict[str, Any]) -> str:
+    """The key of _MOMENTS for a group of parameters, known by its settings."""
+    if "ns_steps" in group:
+        return "muon"
+    return "schedule_free" if "weight_sum" in group else "adam"
+
+
+def _progress(key: str, value: Any) -> float:
+    kinds, least = {"k": ((int,), 0), "lr_max": ((int, float), -1)}.get(key, ((int, float), 0))
+    if type(value) not in kinds or not least <= value < 2**63:
+        raise ValueError(f"optimizer: {key} must be a number, {least} or more")
+    return value
+
+
+def _copied(
+    number: int, parameter: nn.Parameter, names: dict[str, bool], moments: dict[str, Any]
+) -> dict[str, Tensor]:
     """The moments of one parameter, read from the file that they are mapped from."""
-    shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
-    for name, shape in shapes.items():
+    for name, positive in names.items():
         tensor = moments.get(name)
         if not (
             type(tensor) is Tensor
             and (tensor.layout, tensor.device.type) == (torch.strided, "cpu")
             and tensor.dtype == (torch.float32 if name == "step" else parameter.dtype)
-            and tensor.shape == shape
+            and tensor.shape == (torch.Size() if name == "step" else parameter.shape)
             and bool(tensor.isfinite().all())
-            and (name == "exp_avg" or bool((tensor >= 0).all()))
+            and (not positive or bool((tensor >= 0).all()))
         ):
             raise ValueError(f"optimizer: {name} of parameter {number} does not fit")
-    return {n: moments[n].clone(memory_format=torch.contiguous_format) for n in shapes}
+    return {n: moments[n].clone(memory_format=torch.contiguous_format) for n in names}

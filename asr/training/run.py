@@ -16,6 +16,7 @@ from asr.config.schema import Recipe
 from asr.errors import EXIT_STOPPED, UserError
 from asr.io import lock_run_folder
 from asr.training import distributed, optim, trainer
+from asr.training.averaging import EvaluationWeights
 from asr.training.checkpoint import (
     choose,
     load_weights,
@@ -82,6 +83,8 @@ class Training:
     def __init__(self, task: Task, run: Path) -> None:
         self.task, self.run, self.config = task, run, task.recipe.train
         self.optimizer = optim.make_optimizer(self.config.optimizer, task.objective)
+        model, decay = task.objective.model, self.config.ema
+        self.weights = EvaluationWeights(model, self.optimizer, decay)
         self.state = TrainState()
         self.content = task.content  # now: the files may change during training
         distributed.check_share(len(task.epochs.plan(1).batches))
@@ -141,12 +144,14 @@ class Training:
             )
         if self.validated != state.step and not self.stop.requested_on_any_rank():
             self.check()
-        if is_first():
-            with self.stop.interruptible():
-                self.metrics |= task.finish(self.run, self.log, state)
+        with self.weights.applied():
+            if is_first():
+                with self.stop.interruptible():
+                    self.metrics |= task.finish(self.run, self.log, state)
 
     def after_step(self, state: TrainState) -> None:
         """Validate and save where it is due."""
+        self.weights.update(state.step)
         every = self.config.validate_every
         if every and state.step % every == 0:
             self.check()
@@ -164,7 +169,13 @@ class Training:
         All ranks compute the loss, rank 0 does the rest. A signal to any rank interrupts it;
         resuming then repeats it.
         """
-        state, log, begin = self.state, self.log, time.perf_counter()
+        begin = time.perf_counter()
+        with self.weights.applied():
+            self._check()
+        self.log.exclude(time.perf_counter() - begin)
+
+    def _check(self) -> None:
+        state, log = self.state, self.log
         random = trainer.random_state()
         try:
             sums, stats = self.stop.interruptible_on_all_ranks(self._validate)
@@ -186,7 +197,6 @@ class Training:
         self.validated = state.step
         self.save(losses["nll"])
         release_memory()
-        log.exclude(time.perf_counter() - begin)
 
     def _validate(self) -> tuple[dict[str, Sum], BatchStats]:
         share = slice(rank(), None, world())
@@ -214,8 +224,12 @@ class Training:
 
     def save(self, loss: float) -> None:
         """Write a checkpoint of everything that a resume needs."""
+        with self.weights.applied():
+            self._save(loss)
+
+    def _save(self, loss: float) -> None:
         self.saved = self.state.step
-        random = gather(trainer.random_state())
+        random, trained = gather(trainer.random_state()), gather(self.weights.state())
         if not is_first():
             return
         recipe = as_yaml(self.task.recipe)
@@ -224,6 +238,7 @@ class Training:
             "position": asdict(self.state),
             "random": random[0],
             "ranks": random[1:],
+            "trained": trained,
             "recipe": recipe,
             "content": self.content,
             "validated": self.validated,
@@ -241,6 +256,8 @@ class Training:
         load_weights(self.task.objective.model, [checkpoint], self.task.about)
         try:
             optim.load_moments(self.optimizer, saved["optimizer"])
+            trained = saved.get("trained") or [{}]
+            self.weights.load(trained[min(rank(), len(trained) - 1)])
         except ValueError as error:
             raise unreadable(checkpoint, error) from None
         self.state = TrainState(**saved["position"])

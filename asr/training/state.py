@@ -44,7 +44,7 @@ def check_archive(path: Path, limit: int) -> None:
 def check_training(state: Any, needed: Collection[str] = ()) -> None:
     """Raise ValueError for a value that no training writes, and where a needed one is missing.
 
-    The moments' shapes, which depend on the model, are checked by optim.load_moments.
+    Shapes, which depend on the model, are checked by optim.load_moments and EvaluationWeights.load.
     """
     if not isinstance(state, dict):
         raise ValueError("it is not a mapping")
@@ -111,6 +111,10 @@ def _is_random(value: Any) -> bool:
     return valid
 
 
+def _is_weights(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(tensor) is Tensor for tensor in value.values())
+
+
 def _is_content(value: Any) -> bool:
     figures = [item for figures in value.values() for item in figures.items()]
     return all(map(_is_text, value)) and all(
@@ -123,6 +127,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "position": (_is_position, "counts and seconds, 0 or more"),
     "random": (_is_random, "states of torch's, Python's and numpy's generators"),
     "ranks": (lambda value: isinstance(value, list) and all(map(_is_random, value)), "such states"),
+    "trained": (lambda v: isinstance(v, list) and all(map(_is_weights, v)), "weights of ranks"),
     "recipe": (lambda value: _is_text(value, MAX_TEXT), "a recipe's text"),
     "content": (_is_content, "figures by recipe key"),
     "validated": (lambda value: _is_count(value, -1), "a step"),

@@ -1,0 +1,113 @@
+"""The weights that are validated, saved and decoded, where they are not those that are trained.
+
+    train.ema           an exponential mean of the weights over the steps (Polyak & Juditsky 1992)
+    schedule_free       the average that the optimizer keeps (Defazio et al. 2024)
+    batch statistics    of several ranks: their mean
+
+Without any of these, both are the same and nothing is copied.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asr.training.distributed import gather
+
+
+class EvaluationWeights:
+    """The weights of `model` for evaluation, and those in training while it has the former.
+
+    decay: of the exponential mean, None without one. In step t it is at most (1 + t) / (10 + t), so
+    that the first weights, which are random, soon have no part in it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, decay: float | None) -> None:
+        self.optimizer, self.decay = optimizer, decay
+        self.schedule_free = hasattr(optimizer, "eval")
+        self.parameters = dict(model.named_parameters())
+        self.statistics = {n: b for n, b in model.named_buffers() if n.endswith(_STATISTICS)}
+        self.mean = _copies(self.parameters) if decay is not None else {}
+        self.trained: dict[str, Tensor] | None = None  # while the model has the others
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Add the weights after `step`, counted from 1, to the exponential mean."""
+        if self.decay is not None:
+            weight = 1 - min(self.decay, (1 + step) / (10 + step))
+            torch._foreach_lerp_(list(self.mean.values()), list(self.parameters.values()), weight)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within, the model has the weights for evaluation. All ranks must enter and leave it."""
+        if self.trained is not None:
+            yield
+            return
+        averages = self._averages()
+        self.trained = _copies({name: self._tensor(name) for name in averages})
+        try:
+            self._set(averages)
+            yield
+        finally:
+            self._set(self.trained)
+            self.trained = None
+
+    def state(self) -> dict[str, Any]:
+        """Within `applied`: the tensors that a resume needs beside the model's."""
+        trained = self.trained or {}
+        return {name: trained[name].cpu() for name in sorted(trained)}
+
+    def load(self, trained: Mapping[str, Tensor]) -> None:
+        """Resume: the model has the weights for evaluation; `trained` is from `state`.
+
+        Raises ValueError for weights of another model.
+        """
+        known = self.parameters | self.statistics
+        for name, tensor in trained.items():
+            if not (
+                name in known
+                and (tensor.layout, tensor.device.type) == (torch.strided, "cpu")
+                and tensor.shape == known[name].shape
+                and bool(tensor.isfinite().all())
+            ):
+                raise ValueError(f"trained: {name!r} does not fit the model")
+        if self.decay is not None:
+            self.mean = _copies(self.parameters)
+        self._set(trained)
+
+    @torch.no_grad()
+    def _averages(self) -> dict[str, Tensor]:
+        averages = dict(self.mean)
+        if self.schedule_free and not averages:
+            averages = self._schedule_free_average()
+        every = gather({name: buffer.cpu() for name, buffer in self.statistics.items()})
+        if len(every) > 1:
+            names = self.statistics
+            averages |= {n: torch.stack([own[n] for own in every]).mean(0) for n in names}
+        return averages
+
+    def _schedule_free_average(self) -> dict[str, Tensor]:
+        before = _copies(self.parameters)
+        self.optimizer.eval()
+        averages = _copies(self.parameters)
+        self._set(before)  # not by optimizer.train(), which would round
+        for group in self.optimizer.param_groups:
+            group["train_mode"] = True
+        return averages
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.parameters[name] if name in self.parameters else self.statistics[name]
+
+    @torch.no_grad()
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._tensor(name).copy_(tensor)
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

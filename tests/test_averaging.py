@@ -1,0 +1,176 @@
+"""Averaged weights against slow means and schedulefree's own; resuming gives the same bits."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from schedulefree import AdamWScheduleFree
+from torch import nn
+
+from asr.config.loader import RecipeError, read_recipe
+from asr.config.schema import OptimizerConfig
+from asr.training.averaging import EvaluationWeights
+from asr.training.checkpoint import list_checkpoints, read_training
+from asr.training.optim import load_moments, make_optimizer
+from asr.training.run import train
+
+SCHEDULE_FREE = OptimizerConfig(kind="schedule_free", lr=0.03, betas=(0.8, 0.9), weight_decay=0.1)
+
+
+def layer():
+    torch.manual_seed(1)
+    return nn.Linear(5, 7)
+
+
+def steps(module, optimizer, count, after=lambda step: None):
+    generator = torch.Generator().manual_seed(3)
+    for step in range(1, count + 1):
+        module.zero_grad()
+        module(torch.randn(3, 5, generator=generator)).square().sum().backward()
+        optimizer.step()
+        after(step)
+
+
+def values(module):
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def test_the_exponential_mean_is_that_of_a_loop():
+    module = layer()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    weights = EvaluationWeights(module, optimizer, 0.7)
+    expected = values(module)
+
+    def after(step):
+        weights.update(step)
+        decay = min(0.7, (1 + step) / (10 + step))
+        for mean, now in zip(expected, module.parameters(), strict=True):
+            mean.copy_(decay * mean + (1 - decay) * now.detach())
+
+    steps(module, optimizer, 9, after)
+    trained = values(module)
+    with weights.applied():
+        torch.testing.assert_close(values(module), expected)
+        with weights.applied():  # a checkpoint within a validation
+            torch.testing.assert_close(values(module), expected)
+        torch.testing.assert_close(values(module), expected)
+    assert all(map(torch.equal, values(module), trained))
+
+
+def test_schedule_free_equals_its_own_code_and_is_not_rounded_by_an_evaluation():
+    ours, theirs = layer(), layer()
+    optimizer = make_optimizer(SCHEDULE_FREE, ours)
+    weights = EvaluationWeights(ours, optimizer, None)
+    judge = AdamWScheduleFree(
+        [
+            {"params": [theirs.weight], "weight_decay": 0.1},
+            {"params": [theirs.bias], "weight_decay": 0.0},
+        ],
+        lr=0.03,
+        betas=(0.8, 0.9),
+    )
+    judge.train()
+
+    def evaluate(step):
+        before = values(ours)
+        with weights.applied():
+            assert step == 1 or not torch.equal(ours.weight, before[0])
+        assert all(map(torch.equal, values(ours), before))
+
+    steps(ours, optimizer, 9, evaluate)
+    steps(theirs, judge, 9)
+    assert all(map(torch.equal, values(ours), values(theirs)))
+    judge.eval()
+    with weights.applied():
+        assert all(map(torch.equal, values(ours), values(theirs)))
+
+
+def test_schedule_free_resumes_with_the_weight_of_its_average():
+    straight, module = layer(), layer()
+    steps(straight, make_optimizer(SCHEDULE_FREE, straight), 6)
+    optimizer = make_optimizer(SCHEDULE_FREE, module)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(6):
+        if step == 4:
+            state, optimizer = optimizer.state_dict(), make_optimizer(SCHEDULE_FREE, module)
+            load_moments(optimizer, state)
+        module.zero_grad()
+        module(torch.randn(3, 5, generator=generator)).square().sum().backward()
+        optimizer.step()
+    assert all(map(torch.equal, values(straight), values(module)))
+
+
+def test_without_an_average_nothing_is_copied():
+    module = layer()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    weights = EvaluationWeights(module, optimizer, None)
+    before = values(module)
+    with weights.applied():
+        assert weights.state() == {}
+    assert all(map(torch.equal, values(module), before))
+
+
+CHOICES = {
+    "ema": ["train.ema=0.6"],
+    "schedule_free": ["train.optimizer.kind=schedule_free", "train.schedule={kind: constant}"],
+    "muon": ["train.optimizer.kind=muon"],
+    "batch": [
+        "model={kind: conformer, d_model: 8, heads: 2, feed_forward: 11, encoder_layers: 1, "
+        "decoder_layers: 1, kernel: 3, convolution_norm: batch}",
+        "train.ema=0.6",
+    ],
+}
+
+
+class TestTraining:
+    @pytest.mark.parametrize("choice", CHOICES)
+    def test_resuming_gives_the_same_bits(self, choice, tiny, tmp_path):
+        constant = "train.schedule={kind: constant}"  # others depend on train.steps
+        more = [constant, *CHOICES[choice], "train.samples=0", "train.save_every=2", "train.keep=9"]
+        recipe, straight, resumed = read_recipe(tiny, more), tmp_path / "a", tmp_path / "b"
+        assert train(recipe, straight) == 0
+        for end in (3, 6):
+            assert train(read_recipe(tiny, [*more, f"train.steps={end}"]), resumed, end > 3) == 0
+        last, again = list_checkpoints(straight)[-1], list_checkpoints(resumed)[-1]
+        assert last.step == again.step == 6 and last.loss == again.loss
+        one, other = (read_training(c) for c in (last, again))
+        assert same(one["trained"], other["trained"])
+        assert same(one["optimizer"]["state"], other["optimizer"]["state"])
+        weights, others = (load_file(c.folder / "model.safetensors") for c in (last, again))
+        assert same(weights, others)
+
+    def test_the_checkpoint_has_the_average_and_the_trained_weights(self, tiny, tmp_path):
+        more = ["train.ema=0.6", "train.samples=0", "train.steps=4"]
+        train(read_recipe(tiny, more), tmp_path / "ema")
+        train(read_recipe(tiny, more[1:]), tmp_path / "plain")
+        ema, plain = (list_checkpoints(tmp_path / name)[-1] for name in ("ema", "plain"))
+        trained = read_training(ema)["trained"][0]
+        weights, average = (load_file(c.folder / "model.safetensors") for c in (plain, ema))
+        assert trained.keys() == weights.keys()
+        assert all(torch.equal(trained[name], weights[name]) for name in weights)
+        assert not any(torch.equal(trained[name], average[name]) for name in weights)
+
+    @pytest.mark.parametrize(
+        ("more", "message"),
+        [
+            (["train.optimizer.kind=schedule_free"], "schedule.kind = tri_stage: set train.sched"),
+            (
+                [*CHOICES["schedule_free"], "train.ema=0.9"],
+                "train.ema is .* schedule_free has one of its own: set train.ema=null",
+            ),
+            ([*CHOICES["schedule_free"], "train.optimizer.betas=[0,0.9]"], r"betas\[0\] above 0"),
+        ],
+    )
+    def test_settings_that_do_not_fit(self, more, message, tiny):
+        with pytest.raises(RecipeError, match=message):
+            read_recipe(tiny, more)
+
+
+def same(one, other):
+    """Whether two nested containers have the same bits."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
