@@ -22,7 +22,7 @@ LAS = [
     }
     for norm, more in [
         *((norm, {}) for norm in ("none", "ba", "raw", "thesis", "per_gate", "cell", "joined")),
-        *((norm, {"norm_kind": "rms"}) for norm in ("ba", "per_gate", "joined", "cell")),
+        *((norm, {"norm_kind": "rms"}) for norm in ("ba", "joined")),
         *(("ba", {"cell_norm": cell_norm}) for cell_norm in ("none", "carried", "state")),
         ("joined", {"cell_norm": "output"}),
         ("joined", {"hidden_norm": True}),
@@ -33,8 +33,8 @@ POSITIONS = ("post", "peri", "reordered", "hybrid", "sub")
 CHOICES = [
     *({"norm": norm} for norm in ("layer", "rms", "scale", "bias", "dyt", "derf")),
     *({"norm_position": position} for position in POSITIONS),
-    *({"norm": "rms", "norm_position": position} for position in POSITIONS),
-    *({"norm": norm, "norm_position": "post"} for norm in ("scale", "bias")),
+    {"norm": "rms", "norm_position": "peri"},
+    {"norm": "bias", "norm_position": "post"},
     {"norm": "dyt", "norm_position": "sub"},
     {"norm": "scale", "fixnorm": True, "tied": True},
     {"norm_position": "post", "fixnorm": True, "tied": True},
