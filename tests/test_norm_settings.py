@@ -116,9 +116,12 @@ def test_each_norm_overfits_eight_utterances_and_is_saved(model, tmp_path):
     assert nats > 1.5  # guessing costs about ln 13 = 2.6
     for step in range(STEPS):
         take_step(objective, [batch], optimizer, 0.01 * min(1.0, 2 - 2 * step / STEPS), config)
-    nats, accuracy = figures(objective, batch)
-    print(nats, accuracy)
-    assert accuracy == 1.0 and nats < 0.3
+        if step % 10 == 9:
+            nats, accuracy = figures(objective, batch)
+            if accuracy == 1.0 and nats < 0.3:
+                break
+    else:
+        pytest.fail(f"{accuracy:.0%} of the tokens are right, {nats:.2f} nats")
 
     saved = save_checkpoint(tmp_path, objective.model, {}, STEPS, nats, {})
     again = objective_of(model, seed=2)
