@@ -7,6 +7,7 @@ their output and continue. Control characters, which file names and texts may co
 could act on a terminal, are printed as escapes.
 """
 
+import errno
 import os
 import re
 import sys
@@ -172,8 +173,9 @@ def _user_message(error: Exception) -> str | None:
     """One line for an error that a user can act on; None for a bug of ours."""
     if isinstance(error, UserError | AudioError | StatisticsError):
         return str(error)
-    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-        error = error.__context__  # Path.resolve in a loop of links, up to Python 3.12
+    cause = error.__context__
+    if isinstance(error, RuntimeError) and getattr(cause, "errno", None) == errno.ELOOP:
+        error = cause  # Path.resolve in a loop of links, up to Python 3.12
     if isinstance(error, OSError):
         name = error.filename or "the system"
         if isinstance(name, bytes):

@@ -72,6 +72,17 @@ def test_a_loop_of_links_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {tmp_path}/a: Too many levels of symbolic links\n"
 
 
+def test_a_bug_while_an_error_of_the_system_is_handled_stays_a_bug():
+    def main():
+        try:
+            raise FileNotFoundError
+        except OSError:
+            raise RuntimeError("a bug")  # noqa: B904
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_command(main)
+
+
 @pytest.mark.parametrize(
     ("code", "closed"), [("1 / 0", ""), ("print('x' * 100000)", "1>&-"), ("1 / 0", "2>&-")]
 )
