@@ -39,7 +39,7 @@ class Trainings:
 
     def start(self, name: str, *more: str) -> Process:
         """`asr.train RECIPE --run FOLDER/NAME ...` with a checkpoint after every step."""
-        line = [str(self.recipe), "train.save_every=1", "train.samples=0", *more]
+        line = [str(self.recipe), "train.save_every=1", *more]
         line += ["--run", str(self.folder / name)]
         return fork(train, line, self.folder / f"{name}.out", self.folder / f"{name}.err")
 
@@ -61,7 +61,7 @@ class Trainings:
             return train.main()
 
         module = SimpleNamespace(__name__="asr.train", main=main)
-        line = [str(self.recipe), "train.save_every=1", "train.samples=0", "--run"]
+        line = [str(self.recipe), "train.save_every=1", "--run"]
         line.append(str(self.folder / name))
         process = fork(module, line, self.folder / f"{name}.out", self.folder / f"{name}.err")
         until(reached.exists)

@@ -125,7 +125,7 @@ class TestTraining:
     @pytest.mark.parametrize("choice", CHOICES)
     def test_resuming_gives_the_same_bits(self, choice, tiny, tmp_path):
         constant = "train.schedule={kind: constant}"  # others depend on train.steps
-        more = [constant, *CHOICES[choice], "train.samples=0", "train.save_every=2", "train.keep=9"]
+        more = [constant, *CHOICES[choice], "train.save_every=2", "train.keep=9"]
         recipe, straight, resumed = read_recipe(tiny, more), tmp_path / "a", tmp_path / "b"
         assert train(recipe, straight) == 0
         for end in (3, 6):
@@ -139,7 +139,7 @@ class TestTraining:
         assert same(weights, others)
 
     def test_the_checkpoint_has_the_average_and_the_trained_weights(self, tiny, tmp_path):
-        more = ["train.ema=0.6", "train.samples=0", "train.steps=4"]
+        more = ["train.ema=0.6", "train.steps=4"]
         train(read_recipe(tiny, more), tmp_path / "ema")
         train(read_recipe(tiny, more[1:]), tmp_path / "plain")
         ema, plain = (list_checkpoints(tmp_path / name)[-1] for name in ("ema", "plain"))

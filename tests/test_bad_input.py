@@ -304,8 +304,8 @@ class TestResumingOverOtherData:
         recipe = corpus / "own.yaml"
         recipe.write_text(tiny.read_text().replace(str(tiny.parent), str(corpus)))
         run = tmp_path / "run"
-        assert train_recipe(read_recipe(recipe, ["train.steps=2", "train.samples=0"]), run) == 0
-        return corpus, (recipe, "--run", run, "--resume", "train.steps=3", "train.samples=0")
+        assert train_recipe(read_recipe(recipe, ["train.steps=2"]), run) == 0
+        return corpus, (recipe, "--run", run, "--resume", "train.steps=3")
 
     def test_a_removed_row_of_a_manifest_is_detected(self, copied, commands):
         (corpus, line), run = copied, copied[1][2]

@@ -32,7 +32,7 @@ def test_a_removed_run_folder_ends_the_training_with_one_line(
 ):
     run = tmp_path / "run"
     before_step(2, monkeypatch, lambda: shutil.rmtree(run))
-    line = commands.refused(train, tiny, "--run", run, "train.samples=0")
+    line = commands.refused(train, tiny, "--run", run)
     assert line.startswith(f"{run}: removed while training wrote into it; train again")
     assert not run.exists()
 
@@ -40,7 +40,7 @@ def test_a_removed_run_folder_ends_the_training_with_one_line(
 def test_removed_checkpoints_are_replaced_by_the_next(tiny, commands, tmp_path, monkeypatch):
     run = tmp_path / "run"
     before_step(2, monkeypatch, lambda: shutil.rmtree(run / "checkpoints"))
-    line = ("train.samples=0", "train.save_every=1", "train.steps=2")
+    line = ("train.save_every=1", "train.steps=2")
     assert commands(train, tiny, "--run", run, *line)[0] == 0
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [2]
 

@@ -66,7 +66,7 @@ def test_a_tuned_run_still_belongs_to_the_grid(tiny, commands, tmp_path):
 def test_a_killed_training_is_resumed_and_evaluated(tiny, commands, tmp_path):
     """The only test with real trainings: killed, resumed, evaluated, then nothing is left to do."""
     run, splits = tmp_path / "run", ["--evaluate", "test"]
-    quick = ["train.steps=20", "train.save_every=1", "train.samples=0", "train.validate_every=1000"]
+    quick = ["train.steps=20", "train.save_every=1", "train.validate_every=1000"]
     begin = (sweep, tiny, *quick, "--out", tmp_path, *splits)
     with once(lambda: list_checkpoints(run), lambda: kill_trainer(run)):
         code, output, _ = commands(*begin)

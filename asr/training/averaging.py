@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asr.training.distributed import gather
+from asr.training.optim import is_finite_tensor
 
 
 class EvaluationWeights:
@@ -29,6 +30,7 @@ class EvaluationWeights:
         self.schedule_free = hasattr(optimizer, "eval")
         self.parameters = dict(model.named_parameters())
         self.statistics = {n: b for n, b in model.named_buffers() if n.endswith(_STATISTICS)}
+        self.tensors = self.parameters | self.statistics
         self.mean = _copies(self.parameters) if decay is not None else {}
         self.trained: dict[str, Tensor] | None = None  # while the model has the others
 
@@ -46,7 +48,7 @@ class EvaluationWeights:
             yield
             return
         averages = self._averages()
-        self.trained = _copies({name: self._tensor(name) for name in averages})
+        self.trained = _copies({name: self.tensors[name] for name in averages})
         try:
             self._set(averages)
             yield
@@ -64,14 +66,8 @@ class EvaluationWeights:
 
         Raises ValueError for weights of another model.
         """
-        known = self.parameters | self.statistics
         for name, tensor in trained.items():
-            if not (
-                name in known
-                and (tensor.layout, tensor.device.type) == (torch.strided, "cpu")
-                and tensor.shape == known[name].shape
-                and bool(tensor.isfinite().all())
-            ):
+            if name not in self.tensors or not is_finite_tensor(tensor, self.tensors[name].shape):
                 raise ValueError(f"trained: {name!r} does not fit the model")
         if self.decay is not None:
             self.mean = _copies(self.parameters)
@@ -82,6 +78,8 @@ class EvaluationWeights:
         averages = dict(self.mean)
         if self.schedule_free and not averages:
             averages = self._schedule_free_average()
+        if not self.statistics:
+            return averages
         every = gather({name: buffer.cpu() for name, buffer in self.statistics.items()})
         if len(every) > 1:
             names = self.statistics
@@ -97,13 +95,10 @@ class EvaluationWeights:
             group["train_mode"] = True
         return averages
 
-    def _tensor(self, name: str) -> Tensor:
-        return self.parameters[name] if name in self.parameters else self.statistics[name]
-
     @torch.no_grad()
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            self._tensor(name).copy_(tensor)
+            self.tensors[name].copy_(tensor)
 
 
 _STATISTICS = ("running_mean", "running_var")

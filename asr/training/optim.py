@@ -68,8 +68,11 @@ def make_optimizer(config: OptimizerConfig, module: nn.Module) -> "optim.Optimiz
     """The optimizer of all trainable parameters; gains and biases are not decayed."""
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if config.kind == "muon":
-        hidden = [p for name, p in trainable.items() if _is_hidden_matrix(name, p)]
-        return Muon(config, hidden, [p for p in trainable.values() if not _is_in(p, hidden)])
+        hidden, others = [], []
+        for name, parameter in trainable.items():
+            is_hidden_matrix = parameter.dim() == 2 and not ENDS.fullmatch(name)
+            (hidden if is_hidden_matrix else others).append(parameter)
+        return Muon(config, hidden, others)
     groups = _groups(config, list(trainable.values()))
     if config.kind == "schedule_free":
         from schedulefree import AdamWScheduleFree
@@ -87,14 +90,6 @@ def _groups(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> list
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-
-
-def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() == 2 and not ENDS.fullmatch(name)
-
-
-def _is_in(parameter: nn.Parameter, others: Sequence[nn.Parameter]) -> bool:
-    return any(parameter is other for other in others)
 
 
 class Muon:
@@ -174,8 +169,9 @@ _MOMENTS = {
     "muon": {"momentum_buffer": False},
     "schedule_free": {"z": False, "exp_avg_sq": True},
 }
-# What schedule_free stores in its groups beside settings: its steps and the weight of its average.
-_PROGRESS = ("k", "weight_sum", "lr_max")
+# What schedule_free stores in its groups beside settings, its steps and the weight of its average:
+# types and the lowest value.
+_PROGRESS = {"k": ((int,), 0), "weight_sum": ((int, float), 0), "lr_max": ((int, float), -1)}
 
 
 def _kind(group: dict[str, Any]) -> str:
@@ -186,10 +182,20 @@ def _kind(group: dict[str, Any]) -> str:
 
 
 def _progress(key: str, value: Any) -> float:
-    kinds, least = {"k": ((int,), 0), "lr_max": ((int, float), -1)}.get(key, ((int, float), 0))
+    kinds, least = _PROGRESS[key]
     if type(value) not in kinds or not least <= value < 2**63:
         raise ValueError(f"optimizer: {key} must be a number, {least} or more")
     return value
+
+
+def is_finite_tensor(value: Any, shape: torch.Size) -> bool:
+    """Whether it is a plain tensor of that shape, on the CPU, without NaN or infinity."""
+    return (
+        type(value) is Tensor
+        and (value.layout, value.device.type) == (torch.strided, "cpu")
+        and value.shape == shape
+        and bool(value.isfinite().all())
+    )
 
 
 def _copied(
@@ -198,12 +204,10 @@ def _copied(
     """The moments of one parameter, read from the file that they are mapped from."""
     for name, positive in names.items():
         tensor = moments.get(name)
+        shape = torch.Size() if name == "step" else parameter.shape
         if not (
-            type(tensor) is Tensor
-            and (tensor.layout, tensor.device.type) == (torch.strided, "cpu")
+            is_finite_tensor(tensor, shape)
             and tensor.dtype == (torch.float32 if name == "step" else parameter.dtype)
-            and tensor.shape == (torch.Size() if name == "step" else parameter.shape)
-            and bool(tensor.isfinite().all())
             and (not positive or bool((tensor >= 0).all()))
         ):
             raise ValueError(f"optimizer: {name} of parameter {number} does not fit")

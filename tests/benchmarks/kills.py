@@ -49,7 +49,7 @@ from asr.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from asr.training import run as training_run
 from asr.training.checkpoint import list_checkpoints
 
-COMMON = ["train.epochs=3", "train.save_every=2", "train.samples=0", "train.keep=1"]
+COMMON = ["train.epochs=3", "train.save_every=2", "train.keep=1"]
 FAMILIES = {
     "las": [],
     "transformer": [

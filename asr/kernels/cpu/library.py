@@ -129,12 +129,8 @@ def point(structure: Structure, **tensors: Tensor | None) -> None:
 def describe_norm(call: Structure, setting: LSTMOptions) -> None:
     """Sets the fields of the norms, which the calls of layers, steps and decoders share."""
     call.mode, call.eps, call.rms = MODES[setting.gates], setting.eps, setting.norm_kind == "rms"
-    call.norm_c, call.show, call.carry = (
-        setting.norms_cell,
-        setting.shows_norm,
-        setting.carries_norm,
-    )
-    call.norm_h, call.swap = setting.hidden_norm, setting.swap
+    call.norm_c, call.norm_h = setting.norms_cell, setting.hidden_norm
+    call.show, call.carry, call.swap = setting.shows_norm, setting.carries_norm, setting.swap
 
 
 def slots(weight: Tensor | None, count: int) -> Tensor | None:

@@ -202,9 +202,9 @@ def _vector_gradients(
         gain_h, bias = (dz * normed).sum((0, 2)), dz.sum((0, 2))
     found = [gain_h, bias]
     states = (setting.norms_cell, raw, dnormed), (setting.hidden_norm, raw_h, dhidden)
-    for normed, before, d in states:
-        of_state = [(d * norm(before, setting).normed).sum((0, 2)), d.sum((0, 2))] if normed else []
-        found += of_state or [None, None]
+    for is_normed, before, d in states:
+        gain = (d * norm(before, setting).normed).sum((0, 2)) if is_normed else None
+        found += [gain, d.sum((0, 2)) if is_normed else None]
     return found
 
 
