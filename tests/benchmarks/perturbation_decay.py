@@ -30,8 +30,8 @@ SETTINGS = {
     "cell": {"norm": "cell"},
     "per_gate": {"norm": "per_gate"},
     "ba": {"norm": "ba"},
-    "ba, recurrent_gain 0.3": {"norm": "ba", "recurrent_gain": 0.3},
-    "ba, recurrent_gain 0.1": {"norm": "ba", "recurrent_gain": 0.1},
+    "ba, gain 0.3": {"norm": "ba", "recurrent_gain": 0.3},
+    "ba, gain 0.1": {"norm": "ba", "recurrent_gain": 0.1},
     "joined": {"norm": "joined"},
     "ba, rms": {"norm": "ba", "norm_kind": "rms"},
     "joined, rms": {"norm": "joined", "norm_kind": "rms"},
@@ -39,6 +39,8 @@ SETTINGS = {
     "ba, cell_norm carried": {"norm": "ba", "cell_norm": "carried"},
     "ba, cell_norm state": {"norm": "ba", "cell_norm": "state"},
     "joined, hidden_norm": {"norm": "joined", "hidden_norm": True},
+    "ba, gain 0.1, hidden_norm": {"norm": "ba", "recurrent_gain": 0.1, "hidden_norm": True},
+    "per_gate, rms": {"norm": "per_gate", "norm_kind": "rms"},
     "raw": {"norm": "raw"},
     "thesis": {"norm": "thesis"},
 }
@@ -91,16 +93,17 @@ def draw(curves: dict[str, Tensor], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, curve in curves.items():
-        dashed = "--" if name in ("raw", "thesis") else "-"
-        axes.semilogy(curve, dashed, label=name)
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    by_end = sorted(curves, key=lambda name: curves[name][-1].item(), reverse=True)
+    for place, name in enumerate(by_end):
+        # Neighbours in the legend, which often overlap, differ in colour and in dashes.
+        axes.semilogy(curves[name], "-" if place % 2 else "--", color=f"C{place % 10}", label=name)
     axes.axhline(1, color="grey", linewidth=0.5)
     axes.set(ylim=(1e-6, 1e4), xlabel="frames after the perturbed one", ylabel="difference")
     axes.set_title(
         "perturbation of one frame before any training, relative to the first difference"
     )
-    axes.legend(loc="upper left", ncols=3, fontsize="small")
+    figure.legend(loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=110)
     print(f"figure: {path}")
 
