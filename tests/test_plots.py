@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
+from asr.analysis import plots
 from asr.analysis.plots import attention_picture, feature_picture
 from asr.decoding.alignment import diagonality
 
@@ -64,39 +66,81 @@ def is_picture(pixels):
 
 
 def test_attention_is_drawn_where_it_is():
-    tokens = [*"seven", "<eos>", "x"]
+    tokens = [*"seven", " <eos>", "x"]
     first, second = path([0] * U), path([T - 1] * U)
-    picture, other = (attention_picture(w, tokens, "u1") for w in (first, second))
+    picture, other = (attention_picture(w, tokens, 1.9, "u1") for w in (first, second))
     assert is_picture(picture) and picture.shape == other.shape
     middle = picture.shape[1] // 2
-    lit, dark = picture[:, :middle].astype(int), other[:, :middle].astype(int)
-    assert (lit - dark).max() > 100  # the bright column is on the left in one figure only
+    dark, light = picture[:, :middle].astype(int), other[:, :middle].astype(int)
+    assert (light - dark).max() > 100  # the dark column is on the left in one figure only
+
+
+@pytest.fixture
+def axes(monkeypatch):
+    """The axes of the pictures drawn, in their order."""
+    drawn = []
+
+    def keep(draw, title, size):
+        figure = Figure(figsize=size)
+        drawn.append(figure.subplots())
+        draw(drawn[-1])
+        return np.zeros((1, 1, 3), np.uint8)
+
+    monkeypatch.setattr(plots, "_pixels", keep)
+    return drawn
+
+
+def ticks(axes):
+    """Row -> label, the first row on top."""
+    assert axes.yaxis_inverted()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    return dict(zip(axes.get_yticks().tolist(), labels, strict=True))
+
+
+def test_attention_is_labelled_by_tokens_and_seconds(axes):
+    attention_picture(path([0, 3, 5, 9, 11]), ["A", " ", "B", " C", " <eos>"], 1.9)
+    assert ticks(axes[0]) == {0: "A", 1: "␣", 2: "B", 3: "C", 4: "<eos>"}
+    assert axes[0].get_xlim() == (0.0, 1.9) and axes[0].get_xlabel() == "audio (seconds)"
+
+
+def test_many_tokens_are_labelled_by_words(axes):
+    """Characters with spaces of their own, and pieces that begin with one: rows of equal words."""
+    characters = [*"thirty  three thousand eight hundred", " <eos>"]
+    pieces = ["thir", "ty", " three", *(7 * [" x", "y"]), *(16 * ["z"]), " <eos>"]
+    for labels in (characters, pieces):
+        attention_picture(np.eye(len(labels), T), labels, 1.9)
+    first, second = map(ticks, axes)
+    assert list(first.values()) == ["thirty", "three", "thousand", "eight", "hundred", "<eos>"]
+    assert list(first)[:2] == [2.5, (6 + 12) / 2]  # two spaces go with the word after them
+    assert second == {0.5: "thirty", 2.0: "three"} | {
+        3.5 + 2 * n: "xy" for n in range(6)
+    } | {(15 + 32) / 2: "xy" + 16 * "z", 33.0: "<eos>"}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["$", "$x$", r"$\frac$", "a_b^c", "%", "<b>", "\\", "", " "])
 def test_any_label_is_drawn_literally(text):
-    assert is_picture(attention_picture(path([0, 1, 2]), [text, "a", "b"], title=text))
-    assert is_picture(feature_picture(np.random.default_rng(0).random((T, 5)), title=text))
+    assert is_picture(attention_picture(path([0, 1, 2]), [text, "a", "b"], 1.9, title=text))
+    assert is_picture(feature_picture(np.random.default_rng(0).random((T, 5)), 1.9, title=text))
 
 
 def test_a_letter_missing_from_the_font_gives_no_warning():
-    assert is_picture(attention_picture(path([0, 1, 2]), ["数", "字", "b"], title="数字"))
+    assert is_picture(attention_picture(path([0, 1, 2]), ["数", "字", "b"], 1.9, title="数字"))
 
 
 def test_features_have_low_frequencies_below():
     features = np.zeros((T, 11))
     features[:, 0] = 1.0
-    picture = feature_picture(features).astype(int)
+    picture = feature_picture(features, 1.9).astype(int)
     yellow = (picture[..., 0] > 200) & (picture[..., 2] < 100)
     blue = (picture[..., 0] < 100) & (picture[..., 1] < 50)
     assert yellow.any() and yellow.any(1).nonzero()[0].min() > blue.any(1).nonzero()[0].mean()
 
 
 def test_one_token_and_one_frame_can_be_drawn():
-    assert is_picture(attention_picture(np.ones((1, 1)), ["<eos>"]))
-    assert is_picture(feature_picture(np.ones((1, 3))))
+    assert is_picture(attention_picture(np.ones((1, 1)), [" <eos>"], 0.1))
+    assert is_picture(feature_picture(np.ones((1, 3)), 0.1))
 
 
 def test_a_long_sentence_keeps_a_picture_of_sane_size():
-    pixels = attention_picture(np.eye(400, 90), ["a"] * 400)
+    pixels = attention_picture(np.eye(400, 90), ["a", " "] * 200, 30.0)
     assert pixels.shape[0] <= 1100 and pixels.shape[1] <= 1000

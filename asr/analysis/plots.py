@@ -17,24 +17,68 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from asr.analysis.curves import Band
 
+_MOST_TOKEN_ROWS = 32  # an attention picture with more is labelled by words
 
-def attention_picture(weights: np.ndarray, tokens: Sequence[str], title: str = "") -> np.ndarray:
-    """weights (U, T): the attention of every token over the frames."""
+
+def attention_picture(
+    weights: np.ndarray, pieces: Sequence[str], seconds: float, title: str = ""
+) -> np.ndarray:
+    """weights (U, T): the attention of every token over the audio, the first token on top.
+
+    pieces: U texts of tokens, in which spaces separate words; they label the rows, where there are
+    many the words do. seconds: what the T frames last.
+    """
+    U = len(weights)
+    by_word = U > _MOST_TOKEN_ROWS
+    height = min(max(1.6, 0.9 + (0.075 if by_word else 0.17) * U), 10)
 
     def draw(axes: Axes) -> None:
-        axes.imshow(weights, aspect="auto", origin="lower", cmap="magma", vmin=0.0)
-        axes.set_yticks(range(len(tokens)), tokens, fontsize=6, parse_math=False)
-        axes.set(xlabel="frame of memory", ylabel="token")
+        extent = (0.0, seconds, U - 0.5, -0.5)
+        style = {"cmap": "Blues", "vmin": 0.0, "interpolation": "nearest"}
+        image = axes.imshow(weights, aspect="auto", extent=extent, **style)
+        _label_rows(axes, pieces, by_word, most=int((height - 0.9) / 0.15))
+        axes.set(xlabel="audio (seconds)")
+        bar = axes.figure.colorbar(image, pad=0.015, aspect=30)
+        bar.set_label("attention weight")
 
-    return _pixels(draw, title, (8, 1 + min(0.16 * len(weights), 9)))
+    return _pixels(draw, title, (8, height))
 
 
-def feature_picture(features: np.ndarray, title: str = "") -> np.ndarray:
-    """features (T, F), low frequencies below."""
+def _label_rows(axes: Axes, pieces: Sequence[str], by_word: bool, most: int) -> None:
+    """Label each row by its token, or by its word; every n-th of them if they exceed `most`."""
+    rows = [(place, place + 1, piece.strip() or "␣") for place, piece in enumerate(pieces)]
+    if by_word:
+        rows = _words(pieces)
+    every = -(-len(rows) // max(most, 1))
+    if by_word and every == 1:
+        edges = [start - 0.5 for start, _, _ in rows[1:]]
+        axes.hlines(edges, *axes.get_xlim(), color="#b9bec3", linewidth=0.4)
+    shown = rows[::every]
+    places = [(start + end - 1) / 2 for start, end, _ in shown]
+    axes.set_yticks(places, [text for _, _, text in shown], fontsize=9, parse_math=False)
+    unit = "words" if by_word else "tokens"
+    axes.set(ylabel=unit if every == 1 else f"{unit}, every {every}. labelled")
+
+
+def _words(pieces: Sequence[str]) -> list[tuple[int, int, str]]:
+    """First row, row after the last, and text of each word; a space counts as the next word's."""
+    starts = [0]
+    for place, (piece, before) in enumerate(zip(pieces[1:], pieces, strict=False), start=1):
+        after_space = piece[:1].isspace() or before[-1:].isspace()
+        if after_space and "".join(pieces[starts[-1] : place]).strip():
+            starts.append(place)
+    ends = [*starts[1:], len(pieces)]
+    return [(a, b, "".join(pieces[a:b]).strip()) for a, b in zip(starts, ends, strict=True)]
+
+
+def feature_picture(features: np.ndarray, seconds: float, title: str = "") -> np.ndarray:
+    """features (T, F), low frequencies below. seconds: what the T frames last."""
+    F = features.shape[1]
 
     def draw(axes: Axes) -> None:
-        axes.imshow(features.T, aspect="auto", origin="lower", cmap="viridis")
-        axes.set(xlabel="frame", ylabel="feature")
+        extent = (0.0, seconds, -0.5, F - 0.5)
+        axes.imshow(features.T, aspect="auto", origin="lower", cmap="viridis", extent=extent)
+        axes.set(xlabel="audio (seconds)", ylabel="feature")
 
     return _pixels(draw, title, (8, 2.5))
 

@@ -307,7 +307,8 @@ def attention_uri(
     features = front_end.features(front_end.load(utterance.audio), utterance.speaker)
     batch = collate([Example(utterance.id, features, torch.tensor(tokens))])
     (weights,) = recognizer.attention(recognizer.encode(batch), [tokens])
-    picture = attention_picture(weights.numpy(), labels_of(tokens, tokenizer), utterance.id)
+    labels, seconds = labels_of(tokens, tokenizer), weights.shape[1] * recognizer.frame_seconds
+    picture = attention_picture(weights.numpy(), labels, seconds, utterance.id)
     file = io.BytesIO()
     imsave(file, picture, format="png")
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
