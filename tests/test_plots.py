@@ -136,6 +136,11 @@ def test_features_have_low_frequencies_below():
     assert yellow.any() and yellow.any(1).nonzero()[0].min() > blue.any(1).nonzero()[0].mean()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_word_without_end_leaves_room_for_the_picture():
+    assert is_picture(attention_picture(np.eye(300, 90), ["a"] * 300, 3.0))
+
+
 def test_one_token_and_one_frame_can_be_drawn():
     assert is_picture(attention_picture(np.ones((1, 1)), [" <eos>"], 0.1))
     assert is_picture(feature_picture(np.ones((1, 3)), 0.1))

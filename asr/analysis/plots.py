@@ -18,6 +18,13 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from asr.analysis.curves import Band
 
 _MOST_TOKEN_ROWS = 32  # an attention picture with more is labelled by words
+_LABEL_INCHES = 0.14  # height of a label
+_LONGEST_LABEL = 20  # characters: an untrained model may write one word of hundreds
+
+
+def shorten(text: str, most: int) -> str:
+    """The text, or its first `most` - 1 characters and an ellipsis."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def attention_picture(
@@ -30,34 +37,38 @@ def attention_picture(
     """
     U = len(weights)
     by_word = U > _MOST_TOKEN_ROWS
-    height = min(max(1.6, 0.9 + (0.075 if by_word else 0.17) * U), 10)
+    height = min(0.9 + max(0.7, (0.06 if by_word else 0.17) * U), 8.5)
 
     def draw(axes: Axes) -> None:
         extent = (0.0, seconds, U - 0.5, -0.5)
         style = {"cmap": "Blues", "vmin": 0.0, "interpolation": "nearest"}
         image = axes.imshow(weights, aspect="auto", extent=extent, **style)
-        _label_rows(axes, pieces, by_word, most=int((height - 0.9) / 0.15))
+        _label_rows(axes, pieces, by_word, gap=_LABEL_INCHES * U / (height - 0.9))
         axes.set(xlabel="audio (seconds)")
-        bar = axes.figure.colorbar(image, pad=0.015, aspect=30)
+        bar = axes.figure.colorbar(image, pad=0.015, aspect=12 * height)
         bar.set_label("attention weight")
 
     return _pixels(draw, title, (8, height))
 
 
-def _label_rows(axes: Axes, pieces: Sequence[str], by_word: bool, most: int) -> None:
-    """Label each row by its token, or by its word; every n-th of them if they exceed `most`."""
+def _label_rows(axes: Axes, pieces: Sequence[str], by_word: bool, gap: float) -> None:
+    """Label each row by its token or, in the middle of its rows, each word.
+
+    Labels that would be nearer than `gap` rows to the one before are omitted.
+    """
     rows = [(place, place + 1, piece.strip() or "␣") for place, piece in enumerate(pieces)]
     if by_word:
         rows = _words(pieces)
-    every = -(-len(rows) // max(most, 1))
-    if by_word and every == 1:
         edges = [start - 0.5 for start, _, _ in rows[1:]]
-        axes.hlines(edges, *axes.get_xlim(), color="#b9bec3", linewidth=0.4)
-    shown = rows[::every]
-    places = [(start + end - 1) / 2 for start, end, _ in shown]
-    axes.set_yticks(places, [text for _, _, text in shown], fontsize=9, parse_math=False)
+        axes.hlines(edges, *axes.get_xlim(), color="#b9bec3", linewidth=0.3)
+    shown: dict[float, str] = {}
+    for start, end, text in rows:
+        middle = (start + end - 1) / 2
+        if not shown or middle - next(reversed(shown)) >= gap:
+            shown[middle] = shorten(text, _LONGEST_LABEL)
+    axes.set_yticks(list(shown), list(shown.values()), fontsize=9, parse_math=False)
     unit = "words" if by_word else "tokens"
-    axes.set(ylabel=unit if every == 1 else f"{unit}, every {every}. labelled")
+    axes.set(ylabel=unit if len(shown) == len(rows) else f"{unit} (not all are labelled)")
 
 
 def _words(pieces: Sequence[str]) -> list[tuple[int, int, str]]:
@@ -163,7 +174,7 @@ def draw_curves(panels: Sequence[Panel]) -> tuple[bytes, str]:
         axes.set_title(panel.title, parse_math=False, loc="left", fontsize=11)
     drawn = {line.get_label(): line for axes in grid for line in axes.get_lines()}
     if chosen := [name for name in names if name in drawn][:_MOST_NAMES]:
-        labels = [n if len(n) <= 150 else f"{n[:149]}…" for n in chosen]
+        labels = [shorten(name, 150) for name in chosen]
         legend = figure.legend(
             [drawn[n] for n in chosen], labels, loc="outside lower left", frameon=False, fontsize=9
         )
