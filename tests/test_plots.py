@@ -106,15 +106,15 @@ def test_attention_is_labelled_by_tokens_and_seconds(axes):
 def test_many_tokens_are_labelled_by_words(axes):
     """Characters with spaces of their own, and pieces that begin with one: rows of equal words."""
     characters = [*"thirty  three thousand eight hundred", " <eos>"]
-    pieces = ["thir", "ty", " three", *(7 * [" x", "y"]), *(16 * ["z"]), " <eos>"]
+    pieces = ["thir", "t", "y", " th", "r", "ee", *(9 * [" x", "y", "z"]), " <eos>"]
     for labels in (characters, pieces):
         attention_picture(np.eye(len(labels), T), labels, 1.9)
     first, second = map(ticks, axes)
     assert list(first.values()) == ["thirty", "three", "thousand", "eight", "hundred", "<eos>"]
     assert list(first)[:2] == [2.5, (6 + 12) / 2]  # two spaces go with the word after them
-    assert second == {0.5: "thirty", 2.0: "three"} | {
-        3.5 + 2 * n: "xy" for n in range(6)
-    } | {(15 + 32) / 2: "xy" + 16 * "z", 33.0: "<eos>"}  # fmt: skip
+    # The label of <eos> would touch that of the last word.
+    assert second == {1.0: "thirty", 4.0: "three"} | {7.0 + 3 * n: "xyz" for n in range(9)}
+    assert axes[0].get_ylabel() == "words" and "not all" in axes[1].get_ylabel()
 
 
 @pytest.mark.parametrize("text", ["$", "$x$", r"$\frac$", "a_b^c", "%", "<b>", "\\", "", " "])
@@ -149,3 +149,27 @@ def test_one_token_and_one_frame_can_be_drawn():
 def test_a_long_sentence_keeps_a_picture_of_sane_size():
     pixels = attention_picture(np.eye(400, 90), ["a", " "] * 200, 30.0)
     assert pixels.shape[0] <= 1100 and pixels.shape[1] <= 1000
+
+
+def test_a_strip_has_a_dot_for_each_run_and_a_line_for_each_seed():
+    """Settings from the top down; a seed twice in one setting keeps both dots."""
+    values = {"a$": [(1, 3.0), (2, 4.0)], "b": [(1, 1.0), (1, 2.0), (3, 6.0)]}
+    axes = Figure().subplots()
+    plots._draw_strip(axes, plots.Strip("WER", values), ["a$", "b"])
+    dots = [tuple(map(tuple, c.get_offsets())) for c in axes.collections if len(c.get_offsets())]
+    assert ((3.0, 0.0), (4.0, 0.0)) in dots and ((1.0, 1.0), (2.0, 1.0), (6.0, 1.0)) in dots
+    lines = [tuple(zip(*line.get_data(), strict=True)) for line in axes.get_lines()]
+    assert lines == [((3.0, 0), (2.0, 1)), ((4.0, 0),), ((6.0, 1),)]
+    assert ticks(axes) == {0: "a$", 1: "b"}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [(0.3, 3.1, [0.3, 0.5, 1, 2, 3]), (0.04, 9.0, [0.05, 0.1, 0.2, 0.5, 1, 2, 5])],
+)
+def test_a_logarithmic_axis_has_round_ticks(low, high, labels):
+    axes = Figure().subplots()
+    axes.set_ylim(low, high)
+    plots._set_log(axes)
+    assert [t for t in axes.get_yticks() if low <= t <= high] == pytest.approx(labels)
+    assert len(axes.get_yticks(minor=True)) == 0

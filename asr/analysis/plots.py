@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from asr.analysis.curves import Band
 
@@ -139,6 +139,7 @@ def _pixels(draw: Callable[[Axes], None], title: str, size: tuple[float, float])
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STROKES = ("-", "--", ":", "-.")
 _MOST_NAMES = 28
+_ROUND = (1, 2, 5, 10)  # steps between ticks, times a power of ten
 _LOG_FROM = 5  # highest loss / lowest loss
 
 
@@ -194,10 +195,10 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         axes.plot(band.steps, band.mean, stroke, label=name, **style)
     for place, level in enumerate(panel.levels):
         axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
-        side = ("bottom", "top")[place % 2]  # the next level may be near
         style = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#5a6066"}
-        axes.annotate(f"{level:g}", (0.01, level), va=side, **style)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # steps are whole
+        # Beside each other: levels may be near.
+        axes.annotate(f"{level:g}", (0.01 + 0.1 * (place % 9), level), va="bottom", **style)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND, integer=True))  # steps are whole
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e8eaed", linewidth=0.7)
@@ -214,10 +215,64 @@ def _log(bands: Sequence[Band]) -> bool:
 
 
 def _set_log(axes: Axes) -> None:
+    """A logarithmic axis with three or more labels between its ends, at round numbers."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    decades = np.log10(high / low)
+    subs = (1, 2, 3, 5) if decades < 1.5 else (1, 2, 5) if decades < 3 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One figure of all runs: setting -> seed and value of each."""
+
+    title: str
+    values: Mapping[str, Sequence[tuple[int, float]]]
+
+
+def draw_seeds(strips: Sequence[Strip], names: Sequence[str]) -> tuple[bytes, str]:
+    """PNG and SVG of the strips, two in a row: a dot for each run, a bar for the mean of a setting.
+
+    A line connects the runs of one seed. Colours are those of `names` in draw_curves.
+    """
+    lines = -(-len(strips) // 2)
+    height = lines * (1.1 + 0.32 * max(len(strip.values) for strip in strips))
+    figure = Figure(figsize=(11, height), dpi=150, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.15)
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(lines, 2, squeeze=False).flat
+    for axes, strip in zip(grid, strips, strict=False):
+        _draw_strip(axes, strip, names)
+    for axes in list(grid)[len(strips) :]:
+        axes.set_axis_off()
+    return _files(figure)
+
+
+def _draw_strip(axes: Axes, strip: Strip, names: Sequence[str]) -> None:
+    rows = [dict(own) for own in strip.values.values()]
+    for seed in dict.fromkeys(seed for own in rows for seed in own):
+        pairs = [(own[seed], row) for row, own in enumerate(rows) if seed in own]
+        axes.plot(*zip(*pairs, strict=True), color="#c4c9ce", linewidth=0.8, zorder=1)
+    for row, (name, own) in enumerate(strip.values.items()):
+        colour = _COLOURS[names.index(name) % len(_COLOURS)]
+        values = [value for _, value in own]
+        style = {"color": colour, "edgecolor": "white", "linewidth": 0.6, "zorder": 3}
+        axes.scatter(values, [row] * len(values), s=42, **style)
+        mean = float(np.mean(values))
+        axes.vlines(mean, row - 0.28, row + 0.28, color=colour, linewidth=2.2, zorder=2)
+    axes.set_yticks(range(len(strip.values)), list(strip.values), parse_math=False)
+    axes.set_ylim(len(strip.values) - 0.4, -0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.08)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e8eaed", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_title(strip.title, parse_math=False, loc="left", fontsize=11)
 
 
 def _files(figure: Figure) -> tuple[bytes, str]:

@@ -1,0 +1,102 @@
+"""The differences between settings in plain words: the first paragraphs of a comparison."""
+
+from collections.abc import Iterable, Sequence
+
+from asr.analysis.runs import PERCENT, Run, SettingRuns
+from asr.analysis.significance import ALPHA, SettingDifference, corrected
+from asr.analysis.statistics import POWER, PairedT, detectable
+from asr.analysis.wer import between, untrained
+
+NOTE = (
+    "Significant: p below 0.05 in the paired t test over seeds, corrected for the number of pairs "
+    "(Holm). Can show: a true difference of this size would be significant, tested alone, in "
+    f"{100 * POWER:.0f} % of repetitions."
+)
+_MOST_SENTENCES = 12  # on one figure; a table has all pairs
+
+
+def sentences(figure: str, differences: Sequence[SettingDifference]) -> list[str]:
+    """A sentence for each pair of settings; of very many those with the smallest p."""
+    p_seeds = corrected(d.over_seeds for d in differences)
+    p_utterances = corrected(d.over_utterances for d in differences)
+    tests = sum(p is not None for p in p_seeds)
+    rows = list(zip(differences, p_seeds, p_utterances, strict=True))
+    if len(rows) > _MOST_SENTENCES:
+        rows.sort(key=lambda row: 2.0 if row[1] is None else row[1])
+    lines = [_sentence(figure, *row, tests) for row in rows[:_MOST_SENTENCES]]
+    if rest := len(rows) - len(lines):
+        lines.append(f"{figure}: the other {rest} pairs are in the table.")
+    return lines
+
+
+def _sentence(
+    figure: str,
+    pair: SettingDifference,
+    p: float | None,
+    p_utterances: float | None,
+    tests: int,
+) -> str:
+    """p: over seeds, corrected for the number of tests."""
+    unit, form, points = 1.0, "{:.4f}", ""
+    if figure.startswith(PERCENT):
+        unit, form, points = 100.0, "{:.2f}", " points"
+    first, second = (form.format(unit * value) + " %" * bool(points) for value in pair.values)
+    size, way = form.format(abs(unit * pair.mean)), "lower" if pair.mean < 0 else "higher"
+    size = f"{size}{points} {way} than" if size != form.format(0) else "equal to"
+    line = f"{figure}: {pair.second} is {size} {pair.first}, {second} against {first}"
+    if pair.over_seeds is None or p is None:
+        return f"{line}. One seed in common allows no conclusion: train both with more seeds."
+    line += f" ({_test(pair.over_seeds, p, tests, form, unit)}, {pair.seeds} seeds): "
+    if p < ALPHA:
+        return f"{line}significant over seeds."
+    line += "not significant over seeds"
+    if p_utterances is not None and p_utterances < ALPHA:
+        line += ", only over utterances, for these trained models"
+    if pair.over_seeds.sd:
+        smallest = form.format(unit * detectable(pair.seeds, pair.over_seeds.sd))
+        line += f"; {pair.seeds} seeds that vary like these can show {smallest}{points} or more"
+    return f"{line}."
+
+
+def _test(test: PairedT, p: float, tests: int, form: str, unit: float) -> str:
+    """p = 0.300, corrected for 3 pairs, 95 % interval of the difference -0.1 to +0.2"""
+    text = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+    text += f", corrected for {tests} pairs" * (tests > 1)
+    if test.interval is None:
+        return f"{text} by the sign test"
+    low, high = (unit * side for side in test.interval)
+    interval = between((low, high), form.replace(":", ":+"))
+    return f"{text}, 95 % interval of the difference {interval}"
+
+
+def untrained_settings(settings: Sequence[SettingRuns], split: str) -> list[str]:
+    """A note where the WER of some settings is that of an untrained model."""
+    names, remark = [], ""
+    for setting in settings:
+        rates = [m.scores[split].wer for m in setting.members if split in m.scores]
+        if rates and (own := untrained(sum(rates) / len(rates))):
+            names, remark = [*names, setting.short], own
+    return [f"WER of {split}: that of {', '.join(names)} is {remark}."] if names else []
+
+
+def missing_evaluations(runs: Sequence[Run], settings: Iterable[SettingRuns]) -> list[str]:
+    """How to get the word error rates that speech runs lack."""
+    scores = {m.name: set(m.scores) for setting in settings for m in setting.members}
+    speech = [r for r in runs if r.name in scores and r.settings.get("task") == "speech"]
+    splits = sorted({split for run in speech for split in scores[run.name]})
+    missing = {split: [r for r in speech if split not in scores[r.name]] for split in splits}
+    lines = [
+        f"WER of {split}: {len(lacking)} of {len(speech)} runs are not evaluated; "
+        f"python -m asr.evaluate {lacking[0].folder} --split {split}"
+        for split, lacking in missing.items()
+        if lacking
+    ]
+    if speech and not splits:
+        run = speech[0]
+        tests = [key.removeprefix("data.test.") for key in run.settings if key[:10] == "data.test."]
+        split = tests[0] if tests else "valid"
+        lines.append(
+            "No run has a WER. Evaluate each, then compare again: "
+            f"python -m asr.evaluate {run.folder} --split {split}"
+        )
+    return lines
