@@ -171,7 +171,8 @@ def test_the_answer_comes_first_then_pictures_then_tables(two_groups, commands):
         "20.00 % against 1.67 % (p = 0.250 by the sign test, 3 seeds): not significant over "
         "seeds, only over utterances, for these trained models.",
         f"best loss: listener.norm=none is {(other - best).mean():.4f} higher than "
-        f"listener.norm=ba, {other.mean():.4f} against {best.mean():.4f} (p < 0.001, 95 % interval of the difference "
+        f"listener.norm=ba, {other.mean():.4f} against {best.mean():.4f} "
+        f"(p < 0.001, 95 % interval of the difference "
         f"{low:+.4f} to {high:+.4f}, 3 seeds): significant over seeds.",
     )
     assert out.index(rate) < out.index(loss) < out.index("Word error rate: test")
