@@ -31,7 +31,7 @@ MEANINGS = {
     "and by the CTC head alone. 1 is 100 %, which an empty transcript has: an untrained model is "
     "there or above",
     "valid/diagonality": "0 to 1: how closely attention moves through the audio in step with the "
-    "tokens; 0.6 and more is an alignment",
+    "tokens; 0.6 or more is an alignment",
     "train/learning_rate": "the schedule",
     "train/gradient_norm": "largest gradient norm since the last point, before clipping",
     "train/epoch": "passes over the training data, from 1",
@@ -41,12 +41,12 @@ MEANINGS = {
     "valid_health/...": "gates, norms and gradients of each layer (`train.health`)",
 }
 _CHARTS = {
-    "Does it learn? nll, nats per token: lower is better": ("train/nll", "valid/nll"),
-    "Does it recognise? Word error rate: 1 or more is untrained": ("valid/wer", "valid/ctc_wer"),
-    "Does it attend? Diagonality of attention: 0.6 or more": ("valid/diagonality",),
-    "Perplexity per token: lower is better": ("train/perplexity", "valid/perplexity"),
+    "Loss: nll, nats per token, lower is better": ("train/nll", "valid/nll"),
+    "Word error rate: 1 (100 %) or more is untrained": ("valid/wer", "valid/ctc_wer"),
+    "Attention: diagonality, 0.6 or more is aligned": ("valid/diagonality",),
+    "Perplexity per token, lower is better": ("train/perplexity", "valid/perplexity"),
     "Share of correct predictions": ("train/accuracy", "valid/accuracy"),
-    "Is it stable? Gradient norm before clipping": ("train/gradient_norm",),
+    "Gradient norm before clipping": ("train/gradient_norm",),
     "Learning rate": ("train/learning_rate",),
     "Speed: seconds of audio per second": ("speed/audio_per_second",),
 }
