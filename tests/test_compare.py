@@ -436,7 +436,9 @@ def test_one_common_seed_gives_no_conclusion_for_other_seeds(tmp_path, commands)
             falling(0.1),
             errors=[place < wrong for place in range(50)],
         )
-    report(commands, tmp_path / "s")
+    out = report(commands, tmp_path / "s")
+    assert "0.00 %. Significant over utterances, for these two models. One seed in common" in out
+    assert "0.1000 against 0.1000. One seed in common allows no conclusion for others" in out
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
     (loss,) = rows(text, "Is the difference real? best loss")
     (rate,) = rows(text, "Is the difference real? WER of test")

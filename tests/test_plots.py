@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from asr.analysis import plots
+from asr.analysis import charts, plots
 from asr.analysis.plots import attention_picture, feature_picture
 from asr.decoding.alignment import diagonality
 
@@ -155,7 +155,7 @@ def test_a_strip_has_a_dot_for_each_run_and_a_line_for_each_seed():
     """Settings from the top down; a seed twice in one setting keeps both dots."""
     values = {"a$": [(1, 3.0), (2, 4.0)], "b": [(1, 1.0), (1, 2.0), (3, 6.0)]}
     axes = Figure().subplots()
-    plots._draw_strip(axes, plots.Strip("WER", values), ["a$", "b"])
+    charts._draw_strip(axes, charts.Strip("WER", values), ["a$", "b"])
     dots = [tuple(map(tuple, c.get_offsets())) for c in axes.collections if len(c.get_offsets())]
     assert ((3.0, 0.0), (4.0, 0.0)) in dots and ((1.0, 1.0), (2.0, 1.0), (6.0, 1.0)) in dots
     lines = [tuple(zip(*line.get_data(), strict=True)) for line in axes.get_lines()]
@@ -170,6 +170,6 @@ def test_a_strip_has_a_dot_for_each_run_and_a_line_for_each_seed():
 def test_a_logarithmic_axis_has_round_ticks(low, high, labels):
     axes = Figure().subplots()
     axes.set_ylim(low, high)
-    plots._set_log(axes)
+    charts._set_log(axes)
     assert [t for t in axes.get_yticks() if low <= t <= high] == pytest.approx(labels)
     assert len(axes.get_yticks(minor=True)) == 0

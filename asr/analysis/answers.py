@@ -44,14 +44,15 @@ def _sentence(
     size, way = form.format(abs(unit * pair.mean)), "lower" if pair.mean < 0 else "higher"
     size = f"{size}{points} {way} than" if size != form.format(0) else "equal to"
     line = f"{figure}: {pair.second} is {size} {pair.first}, {second} against {first}"
+    only_models = p_utterances is not None and p_utterances < ALPHA
     if pair.over_seeds is None or p is None:
-        return f"{line}. One seed in common allows no conclusion: train both with more seeds."
+        line += ". Significant over utterances, for these two models" * only_models
+        return f"{line}. One seed in common allows no conclusion for others: train more seeds."
     line += f" ({_test(pair.over_seeds, p, tests, form, unit)}, {pair.seeds} seeds): "
     if p < ALPHA:
         return f"{line}significant over seeds."
     line += "not significant over seeds"
-    if p_utterances is not None and p_utterances < ALPHA:
-        line += ", only over utterances, for these trained models"
+    line += ", only over utterances, for these trained models" * only_models
     if pair.over_seeds.sd:
         smallest = form.format(unit * detectable(pair.seeds, pair.over_seeds.sd))
         line += f"; {pair.seeds} seeds that vary like these can show {smallest}{points} or more"

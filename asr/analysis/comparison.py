@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from asr.analysis.answers import NOTE, missing_evaluations, sentences, untrained_settings
+from asr.analysis.charts import Panel, Strip, draw_curves, draw_seeds
 from asr.analysis.curves import band, choose_levels, finite, first_below, median_reached
-from asr.analysis.plots import Panel, Strip, draw_curves, draw_seeds
 from asr.analysis.report import DASH, Picture, Points, Table, write_report
 from asr.analysis.runs import (
     BEST_LOSS,
