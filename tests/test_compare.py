@@ -218,9 +218,12 @@ def test_without_evaluations_the_report_names_the_command(two_groups, commands):
     assert "asr.evaluate" not in out
     for folder in folders[:2]:
         shutil.rmtree(folder / "evaluate")
+    assert "WER of test: 2 of 6 runs are not evaluated.\n" in report(commands, two_groups)
+    for folder in folders[2:]:  # no recipe names the split "test"
+        (folder / "evaluate" / "test").rename(folder / "evaluate" / "valid")
+    command = f"python -m asr.evaluate {folders[0]} --split valid"
     out = report(commands, two_groups)
-    command = f"python -m asr.evaluate {folders[0]} --split test"
-    assert f"WER of test: 2 of 6 runs are not evaluated; {command}" in out
+    assert f"WER of valid: 2 of 6 runs are not evaluated; {command}" in out
     for folder in folders[2:]:
         shutil.rmtree(folder / "evaluate")
     recipe = folders[0] / "recipe.yaml"
@@ -793,10 +796,12 @@ def test_a_hostile_run_among_others_is_skipped(tmp_path, commands, damage, words
 def test_hostile_names_are_escaped_in_the_report(drawn, tmp_path, commands):
     place = tmp_path / "<b>\x1b[2J\n"
     for seed in (1, 2):
-        make_run(place / f"a-{seed}", [f"seed={seed}"], falling(0.1), errors=[1, 0])
+        run = make_run(place / f"a-{seed}", [f"seed={seed}"], falling(0.1), errors=[1, 0])
+        (run / "evaluate" / "test").rename(run / "evaluate" / "valid")
     make_run(place / "b\x1b[31m\udcff<i>", [], falling(0.2), done=False)
+    make_run(place / "c\x1b d", ["model.listener.norm=none"], falling(0.2))
     out = report(commands, place, "--out", tmp_path / "out")
-    assert "\x1b" not in out
+    assert "\x1b" not in out and "python -m asr.evaluate '" in out
     for name in ("compare.html", "compare.md", "curves.svg"):
         content = (tmp_path / "out" / name).read_bytes().decode()
         assert "\x1b" not in content and "<i>" not in content and "<b>" not in content

@@ -1,5 +1,7 @@
 """Diagonality of hand-made matrices; figures with arbitrary labels."""
 
+import re
+
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -161,6 +163,13 @@ def test_a_strip_has_a_dot_for_each_run_and_a_line_for_each_seed():
     lines = [tuple(zip(*line.get_data(), strict=True)) for line in axes.get_lines()]
     assert lines == [((3.0, 0), (2.0, 1)), ((4.0, 0),), ((6.0, 1),)]
     assert ticks(axes) == {0: "a$", 1: "b"}
+
+
+def test_an_odd_number_of_strips_leaves_an_empty_place():
+    strips = [charts.Strip(title, {"a": [(1, 50.0), (2, 60.0)]}) for title in "xyz"]
+    png, svg = charts.draw_seeds(strips, ["a"])
+    assert png.startswith(b"\x89PNG") and set(re.findall(r">([^<\s]+)</text>", svg)) >= set("xyza")
+    assert ">0.2<" not in svg  # a tick of axes without data
 
 
 @pytest.mark.parametrize(

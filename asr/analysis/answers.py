@@ -1,7 +1,9 @@
 """The differences between settings in plain words: the first paragraphs of a comparison."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 
+from asr.analysis.report import plain_text
 from asr.analysis.runs import PERCENT, Run, SettingRuns
 from asr.analysis.significance import ALPHA, SettingDifference, corrected
 from asr.analysis.statistics import POWER, PairedT, detectable
@@ -87,17 +89,24 @@ def missing_evaluations(runs: Sequence[Run], settings: Iterable[SettingRuns]) ->
     splits = sorted({split for run in speech for split in scores[run.name]})
     missing = {split: [r for r in speech if split not in scores[r.name]] for split in splits}
     lines = [
-        f"WER of {split}: {len(lacking)} of {len(speech)} runs are not evaluated; "
-        f"python -m asr.evaluate {lacking[0].folder} --split {split}"
+        f"WER of {split}: {len(lacking)} of {len(speech)} runs are not evaluated"
+        + (f"; {_evaluate(lacking[0], split)}" if _has(lacking[0], split) else ".")
         for split, lacking in missing.items()
         if lacking
     ]
     if speech and not splits:
-        run = speech[0]
-        tests = [key.removeprefix("data.test.") for key in run.settings if key[:10] == "data.test."]
-        split = tests[0] if tests else "valid"
-        lines.append(
-            "No run has a WER. Evaluate each, then compare again: "
-            f"python -m asr.evaluate {run.folder} --split {split}"
-        )
+        keys = [key for key in speech[0].settings if key.startswith("data.test.")]
+        split = keys[0].removeprefix("data.test.") if keys else "valid"
+        line = "No run has a WER. Evaluate each, then compare again: "
+        lines.append(line + _evaluate(speech[0], split))
     return lines
+
+
+def _has(run: Run, split: str) -> bool:
+    """Whether the run's recipe names the split; other evaluations are of a manifest."""
+    return split in ("train", "valid") or f"data.test.{split}" in run.settings
+
+
+def _evaluate(run: Run, split: str) -> str:
+    folder, split = (shlex.quote(plain_text(text)) for text in (str(run.folder), split))
+    return f"python -m asr.evaluate {folder} --split {split}"

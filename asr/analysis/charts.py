@@ -123,10 +123,10 @@ def draw_seeds(strips: Sequence[Strip], names: Sequence[str]) -> tuple[bytes, st
     figure = Figure(figsize=(11, height), dpi=150, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15)
     FigureCanvasAgg(figure)
-    grid = figure.subplots(lines, 2, squeeze=False).flat
+    grid = figure.subplots(lines, 2, squeeze=False).ravel()
     for axes, strip in zip(grid, strips, strict=False):
         _draw_strip(axes, strip, names)
-    for axes in list(grid)[len(strips) :]:
+    for axes in grid[len(strips) :]:
         axes.set_axis_off()
     return _files(figure)
 

@@ -250,13 +250,13 @@ def difference_table(figure: str, differences: Sequence[SettingDifference]) -> T
         cells += _test_cells(d.over_seeds, of_seeds, form, unit)
         cells += _test_cells(d.over_utterances, of_utterances, form, unit) if rates else []
         rows.append((*cells, _needed(d.over_seeds), _verdict(of_seeds, of_utterances)))
-    head = ["first", "second", "second minus first" + ", points" * (unit == 100), "seeds"]
+    head = ["first", "second", "difference" + ", points" * (unit == 100), "seeds"]
     head += ["95 % over seeds", "p", "p (Holm)"]
     head += ["95 % over utterances", "p", "p (Holm)"] if rates else []
     head += ["seeds needed", "real"]
     note = (
-        "Runs of the same seed are paired. Over seeds: t test, valid for new seeds; sign test "
-        "where all differences are equal. p (Holm) is corrected for all pairs of the table; real: "
+        "Difference: second minus first. Runs of the same seed are paired. Over seeds: t test, "
+        "valid for new seeds; sign test where all differences are equal. p (Holm) is corrected for all pairs of the table; real: "
         "p (Holm) over seeds is below 0.05. One seed in common allows no conclusion about other "
         "seeds. Seeds needed: so many detect such a difference, tested alone, in "
         f"{100 * POWER:.0f} % of repetitions, if it and its spread are truly as measured here; a "
