@@ -256,9 +256,10 @@ def difference_table(figure: str, differences: Sequence[SettingDifference]) -> T
     head += ["seeds needed", "real"]
     note = (
         "Difference: second minus first. Runs of the same seed are paired. Over seeds: t test, "
-        "valid for new seeds; sign test where all differences are equal. p (Holm) is corrected for all pairs of the table; real: "
-        "p (Holm) over seeds is below 0.05. One seed in common allows no conclusion about other "
-        "seeds. Seeds needed: so many detect such a difference, tested alone, in "
+        "valid for new seeds; sign test where all differences are equal. p (Holm) is corrected "
+        "for all pairs of the table; real: p (Holm) over seeds is below 0.05. One seed in "
+        "common allows no conclusion about other seeds. Seeds needed: so many detect such a "
+        "difference, tested alone, in "
         f"{100 * POWER:.0f} % of repetitions, if it and its spread are truly as measured here; a "
         "rough estimate with few seeds."
     )
