@@ -1,7 +1,8 @@
 """Which difference is real? python -m asr.compare RUN... [--out DIR] [--levels 1.0 0.5]
 
 RUN is a run folder or a sweep's folder. Runs are grouped by the differences of their recipes other
-than seed and run; the report is OUT/compare.md, compare.html, curves.png and curves.svg.
+than seed and run; the report is OUT/compare.md and compare.html, its pictures curves.png, .svg and
+seeds.png, .svg.
 """
 
 import math

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from asr.analysis.curves import (
 from asr.analysis.report import Table, html, markdown
 from asr.analysis.runs import HOURS, SECONDS, TRAIN, VALID, short_names
 from asr.analysis.score_files import write_evaluation
-from asr.analysis.statistics import holm, paired_t, seeds_needed, spread
+from asr.analysis.statistics import detectable, holm, paired_t, seeds_needed, spread
 from asr.analysis.wer import pooled, score
 from asr.config.loader import read_recipe, write_recipe
 from asr.errors import UserError
@@ -89,7 +90,8 @@ def falling(floor, shift=0.0):
 def quick_pictures(request, monkeypatch):
     """Drawing takes a second: without the fixture `drawn` a picture is empty."""
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(comparison, "draw_curves", lambda panels: (b"", "<svg></svg>"))
+        for name in ("draw_curves", "draw_seeds"):
+            monkeypatch.setattr(comparison, name, lambda *_: (b"", "<svg></svg>"))
 
 
 @pytest.fixture
@@ -156,6 +158,90 @@ def test_losses_levels_and_differences_are_the_known_ones(two_groups, commands):
     assert float(rates[2]) == pytest.approx(100 * 11 / 60, abs=0.01)
 
 
+def test_the_answer_comes_first_then_pictures_then_tables(two_groups, commands):
+    out = report(commands, two_groups)
+    text = (two_groups / "compare" / "compare.md").read_text()
+    titles = re.findall("^## (.*)", text, re.MULTILINE)
+    assert titles[:3] == ["Which difference is real?", "Every run", "Loss curves"]
+    best, other = np.array([0.101, 0.112, 0.083]), np.array([0.55, 0.56, 0.53])
+    low, high = stats.ttest_rel(other, best).confidence_interval()
+    # Each seed has the same WERs: the sign test of three pairs.
+    rate, loss = (
+        "WER of test: listener.norm=none is 18.33 points higher than listener.norm=ba, "
+        "20.00 % against 1.67 % (p = 0.250 by the sign test, 3 seeds): not significant over "
+        "seeds, only over utterances, for these trained models.",
+        f"best loss: listener.norm=none is {(other - best).mean():.4f} higher than "
+        f"listener.norm=ba, {other.mean():.4f} against {best.mean():.4f} "
+        f"(p < 0.001, 95 % interval of the difference "
+        f"{low:+.4f} to {high:+.4f}, 3 seeds): significant over seeds.",
+    )
+    assert out.index(rate) < out.index(loss) < out.index("Word error rate: test")
+
+
+def test_a_difference_that_is_not_shown_comes_with_what_could_have_been(tmp_path, commands):
+    """By scipy, and the power of a test of that difference by simulation."""
+    best = {"ba": np.array([0.1, 0.15, 0.12, 0.2]), "none": np.array([0.14, 0.11, 0.17, 0.19])}
+    for norm, losses in best.items():
+        for seed, loss in enumerate(losses):
+            run = tmp_path / "s" / f"{norm}{seed}"
+            make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(loss))
+    out = report(commands, tmp_path / "s")
+    judge = stats.ttest_rel(best["none"], best["ba"])
+    (line,) = [line for line in out.splitlines() if line.startswith("- best loss: ")]
+    assert f"(p = {judge.pvalue:.3f}, 95 % interval" in line and "not significant" in line
+    size = float(re.search(r"4 seeds that vary like these can show ([\d.]+) or more", line)[1])
+    sd = (best["none"] - best["ba"]).std(ddof=1)
+    drawn = np.random.default_rng(7).normal(size, sd, size=(20_000, 4))
+    share = np.mean(stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05)
+    assert share == pytest.approx(0.8, abs=0.015)
+
+
+def test_of_many_pairs_the_clearest_are_in_the_answer(tmp_path, commands):
+    norms = ("ba", "none", "raw", "cell", "joined", "per_gate")
+    for place, norm in enumerate(norms):
+        for seed in (1, 2, 3):
+            run = tmp_path / "s" / f"{norm}{seed}"
+            losses = falling(0.1 + 0.001 * place**2, 0.0005 * ((seed * 7 + place * 3) % 5))
+            make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], losses)
+    out = report(commands, tmp_path / "s")
+    lines = [line for line in out.splitlines() if line.startswith("- best loss: ")]
+    assert len(lines) == 13 and lines[-1] == "- best loss: the other 3 pairs are in the table."
+    p = [
+        float(re.search(r"p [=<] ([\d.]+), corrected for 15 pairs", line)[1]) for line in lines[:-1]
+    ]
+    assert p == sorted(p) and p[0] < p[-1]
+
+
+def test_without_evaluations_the_report_names_the_command(two_groups, commands):
+    folders = sorted(two_groups.glob("*-?"))
+    out = report(commands, two_groups)
+    assert "asr.evaluate" not in out
+    for folder in folders[:2]:
+        shutil.rmtree(folder / "evaluate")
+    assert "WER of test: 2 of 6 runs are not evaluated.\n" in report(commands, two_groups)
+    for folder in folders[2:]:  # no recipe names the split "test"
+        (folder / "evaluate" / "test").rename(folder / "evaluate" / "valid")
+    command = f"python -m asr.evaluate {folders[0]} --split valid"
+    out = report(commands, two_groups)
+    assert f"WER of valid: 2 of 6 runs are not evaluated; {command}" in out
+    for folder in folders[2:]:
+        shutil.rmtree(folder / "evaluate")
+    recipe = folders[0] / "recipe.yaml"
+    write_recipe(read_recipe(recipe, ["data.test={held-out: x.tsv}"]), recipe)
+    out = report(commands, two_groups, "--ignore", "data.test.held-out")
+    assert "No run has a WER. Evaluate each, then compare again: " in out
+    assert f"python -m asr.evaluate {folders[0]} --split held-out" in out
+
+
+def test_rates_of_untrained_models_are_named(tmp_path, commands):
+    for norm, wrong in (("ba", 0), ("none", 50)):
+        run = make_run(tmp_path / "s" / norm, [f"model.listener.norm={norm}"], falling(0.1))
+        hypotheses = ["x y z" if place < wrong else "a b d" for place in range(50)]
+        write_evaluation(run / "evaluate" / "test", score(["a b d"] * 50, hypotheses))
+    out = report(commands, tmp_path / "s")
+    assert "WER of test: that of listener.norm=none is as of an untrained model: an empty" in out
+
+
 def test_word_error_rates_are_pooled_over_the_runs(two_groups, commands):
     report(commands, two_groups)
     text = (two_groups / "compare" / "compare.md").read_text()
@@ -217,7 +303,7 @@ def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
 def test_a_full_disk_is_reported(drawn, two_groups, commands):
     with full_disk(1000):
         line = commands.refused(compare, two_groups)
-    assert line == f"{two_groups / 'compare' / 'curves.png'}: File too large"
+    assert line == f"{two_groups / 'compare' / 'seeds.png'}: File too large"
     assert list((two_groups / "compare").iterdir()) == []
 
 
@@ -225,7 +311,7 @@ def test_no_report_is_written_through_a_link(two_groups, commands, tmp_path):
     (tmp_path / "mine").write_text("good")
     out = two_groups / "compare"
     out.mkdir()
-    for name in ("curves.png", "curves.svg", "compare.md", "compare.html"):
+    for name in ("curves.png", "seeds.svg", "compare.md", "compare.html"):
         (out / name).symlink_to(tmp_path / "mine")
     report(commands, two_groups)
     assert (tmp_path / "mine").read_text() == "good" and not (out / "curves.png").is_symlink()
@@ -324,7 +410,7 @@ def test_long_names_are_spelled_out_once(drawn, tmp_path, commands):
     for name, overrides in (("a", []), ("b", many)):
         make_run(tmp_path / "s" / name, overrides, falling(0.1))
     out = report(commands, tmp_path / "s")
-    assert "\nB: " in out and out.count("mel_bins=40") == 1
+    assert "\n- B. " in out and out.count("mel_bins=40") == 1
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
     assert [row[0] for row in rows(text, "Validation loss")] == ["A", "B"]
     picture = (tmp_path / "s" / "compare" / "curves.svg").read_text()
@@ -353,7 +439,9 @@ def test_one_common_seed_gives_no_conclusion_for_other_seeds(tmp_path, commands)
             falling(0.1),
             errors=[place < wrong for place in range(50)],
         )
-    report(commands, tmp_path / "s")
+    out = report(commands, tmp_path / "s")
+    assert "0.00 %. Significant over utterances, for these two models. One seed in common" in out
+    assert "0.1000 against 0.1000. One seed in common allows no conclusion for others" in out
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
     (loss,) = rows(text, "Is the difference real? best loss")
     (rate,) = rows(text, "Is the difference real? WER of test")
@@ -466,6 +554,12 @@ def test_the_seeds_needed_show_it_in_four_of_five_repetitions(effect, sd):
         drawn = random.normal(effect, sd, size=(20_000, count))
         share = np.mean(stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05)
         assert low < share < high, (count, share)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 40])
+def test_what_seeds_can_show_is_the_inverse_of_the_seeds_needed(count):
+    size = detectable(count, 0.3)
+    assert seeds_needed(1.001 * size, 0.3) == count and seeds_needed(0.999 * size, 0.3) == count + 1
 
 
 def test_seeds_needed_at_its_edges():
@@ -702,10 +796,12 @@ def test_a_hostile_run_among_others_is_skipped(tmp_path, commands, damage, words
 def test_hostile_names_are_escaped_in_the_report(drawn, tmp_path, commands):
     place = tmp_path / "<b>\x1b[2J\n"
     for seed in (1, 2):
-        make_run(place / f"a-{seed}", [f"seed={seed}"], falling(0.1), errors=[1, 0])
+        run = make_run(place / f"a-{seed}", [f"seed={seed}"], falling(0.1), errors=[1, 0])
+        (run / "evaluate" / "test").rename(run / "evaluate" / "valid")
     make_run(place / "b\x1b[31m\udcff<i>", [], falling(0.2), done=False)
+    make_run(place / "c\x1b d", ["model.listener.norm=none"], falling(0.2))
     out = report(commands, place, "--out", tmp_path / "out")
-    assert "\x1b" not in out
+    assert "\x1b" not in out and "python -m asr.evaluate '" in out
     for name in ("compare.html", "compare.md", "curves.svg"):
         content = (tmp_path / "out" / name).read_bytes().decode()
         assert "\x1b" not in content and "<i>" not in content and "<b>" not in content

@@ -126,7 +126,7 @@ class TestEqual:
 
     def test_the_rate_counts_the_audio_of_all_ranks(self, runs):
         for ranks in ("2", "3"):
-            actual, expected = (curve(runs / run, "run/audio_hours") for run in (ranks, "1"))
+            actual, expected = (curve(runs / run, "speed/audio_hours") for run in (ranks, "1"))
             assert dict(actual) == pytest.approx(dict(expected))
 
     def test_another_world_size_resumes_and_is_reported(self, changed):

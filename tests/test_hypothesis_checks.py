@@ -49,11 +49,12 @@ def test_the_row_of_eos_does_not_count():
     assert hypothesis_health([4], 56, weights).coverage == 0.5
 
 
-def test_suspicious_hypotheses_skip_or_repeat_most():
-    assert not hypothesis_health([4, 5], 50, attending([12, 37], 50)).suspicious
-    assert not hypothesis_health([4, 5], 100, attending([12, 37], 100)).suspicious  # exactly half
-    assert hypothesis_health([4, 5], 125, attending([12, 37], 125)).suspicious
-    assert (
-        hypothesis_health([4] * 13, 50).suspicious
-        and not hypothesis_health([4, 5, 6] * 4, 50).suspicious
-    )
+def test_flags_are_for_hypotheses_that_skip_or_repeat_most():
+    skipping = hypothesis_health([4, 5], 125, attending([12, 37], 125))
+    looping = hypothesis_health([4] * 13, 50)
+    assert hypothesis_health([4, 5], 50, attending([12, 37], 50)).flags == ()
+    assert hypothesis_health([4, 5], 100, attending([12, 37], 100)).flags == ()  # exactly half
+    assert skipping.flags == ("low coverage",) and looping.flags == ("repetition",)
+    assert hypothesis_health([4, 5, 6] * 4, 50).flags == ()
+    both = hypothesis_health([4] * 13, 125, attending([12] * 13, 125))
+    assert both.flags == ("low coverage", "repetition")

@@ -233,7 +233,7 @@ def test_rows_from_recipe_to_score(recipes, tmp_path):
     assert low < score["accuracy"] < high
     health = EventAccumulator(str(tmp_path / "run")).Reload().Tags()["scalars"]
     names = ("variance/lstm.l0/forget", "flat/lstm.l0/c", "gradient/out")
-    assert {f"health/{name}" for name in names} <= set(health)
+    assert {f"valid_health/{name}" for name in names} <= set(health)
 
 
 def test_changed_images_are_detected_when_resuming(recipes, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from full_disk import full_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny_speech import age
 
@@ -51,10 +52,10 @@ def test_curves_are_means_over_the_steps_between(tmp_path):
         log.step(TrainState(step=4, epoch=2), step(3.0, 1, norm=0.25, lr=0.25))
         log.step(TrainState(step=5, epoch=2), step(9.0, 3), last=True)
     assert curve(tmp_path, "train/nll") == [(2, 1.0), (4, pytest.approx(8 / 6)), (5, 3.0)]
-    assert curve(tmp_path, "run/gradient_norm") == [(2, 7.0), (4, 1.0), (5, 1.0)]
-    assert curve(tmp_path, "run/learning_rate") == [(2, 0.5), (4, 0.25), (5, 0.5)]
-    assert [value for _, value in curve(tmp_path, "run/epoch")] == [1, 2, 2]
-    assert all(value > 0 for _, value in curve(tmp_path, "run/audio_per_second"))
+    assert curve(tmp_path, "train/gradient_norm") == [(2, 7.0), (4, 1.0), (5, 1.0)]
+    assert curve(tmp_path, "train/learning_rate") == [(2, 0.5), (4, 0.25), (5, 0.5)]
+    assert [value for _, value in curve(tmp_path, "train/epoch")] == [1, 2, 2]
+    assert all(value > 0 for _, value in curve(tmp_path, "speed/audio_per_second"))
 
 
 @pytest.mark.parametrize("open_console", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
@@ -115,7 +116,7 @@ def test_a_step_that_was_not_used_is_on_no_curve(tmp_path, capsys):
         for n, each in enumerate([bad, step(6.0, 3), step(1.0, 4), bad, bad, bad], start=1):
             log.step(TrainState(step=n), each, last=n == 6)
     assert curve(tmp_path, "train/nll") == [(2, 2.0), (4, 0.25)]
-    assert curve(tmp_path, "run/gradient_norm") == [(2, 1.0), (4, 1.0), (6, 0.0)]
+    assert curve(tmp_path, "train/gradient_norm") == [(2, 1.0), (4, 1.0), (6, 0.0)]
     assert "step 6/6  epoch 1  no step used  " in capsys.readouterr().out
 
 
@@ -169,8 +170,23 @@ def test_the_recipe_is_kept_as_text_and_hparams_and_no_curve_is_touched(tmp_path
         log.recipe("seed: 1\n", flat, {"valid/wer": 0.25})
     assert text(tmp_path, "recipe/text_summary") == "```yaml\nseed: 1\n```"
     assert "_hparams_/session_start_info" in events(tmp_path).summary_metadata
-    # A final figure written as valid/wer would distort the curve.
+    # A final figure written as valid/wer would distort the curve; another name would add one.
     assert curve(tmp_path, "valid/wer") == [(7, 0.5)]
+    assert events(tmp_path).Tags()["scalars"] == ["valid/wer"]
+    assert len(list(tmp_path.glob("events.*"))) == 1
+
+
+def test_the_first_charts_are_those_of_scalars_that_the_run_has(tmp_path):
+    with Log(tmp_path, 1, 9) as log:
+        log.step(TrainState(step=1), step(6.0, 3))
+        log.scalars("valid", {"nll": 0.5}, 1)
+        log.scalars("valid", {"nll": 0.25, "wer": 0.5}, 2)
+        log.scalars("valid", {"nll": 0.25, "wer": 0.5}, 3)
+    first, second = events(tmp_path).Tensors("custom_scalars__config__")
+    for point, has_wer in ((first, False), (second, True)):
+        layout = Layout.FromString(point.tensor_proto.string_val[0])
+        charts = [list(chart.multiline.tag) for chart in layout.category[0].chart]
+        assert charts[0] == ["train/nll", "valid/nll"] and (["valid/wer"] in charts) is has_wer
 
 
 def test_events_after_the_checkpoint_of_a_killed_run_are_purged(tmp_path):
@@ -202,7 +218,7 @@ def test_validation_is_excluded_from_the_throughput(tmp_path):
         log.since -= 100.0  # as if 100 s of validation had passed
         log.exclude(100.0)
         log.step(TrainState(step=1), step(1.0, 1, seconds=60.0))
-    ((_, rate),) = curve(tmp_path, "run/audio_per_second")
+    ((_, rate),) = curve(tmp_path, "speed/audio_per_second")
     assert rate > 60
 
 

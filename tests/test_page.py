@@ -70,6 +70,7 @@ def page(folder, words):
     links = {word: folder / f"{number}.png" for number, word in enumerate(words)}
     actual, more = scored(words), {"about": {words[0]: words[1]}}
     more["groups"] = {words[1]: {words[2]: actual}}
+    more["flags"] = {words[0]: [words[2], words[1]], words[1]: [words[1]]}
     write_page(path, actual, title=words[2], audio=links, pictures=links, **more)
     return Parsed(path)
 
@@ -85,6 +86,7 @@ def test_hostile_text_adds_no_element_and_no_attribute(tmp_path, start):
     assert hostile.texts["title"] == [words[2]]
     assert words[0] in hostile.texts["dt"]
     assert words[1] in hostile.texts["dd"]
+    assert {f"flag:{word}" for word in words[1:]} < {v for k, v in hostile.values if k == "value"}
     assert {words[0], words[2]} <= {v for k, v in hostile.values if k == "data-speaker"}
 
 
@@ -193,7 +195,24 @@ def test_every_place_of_the_template_is_filled(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["p.html"]
 
 
-@pytest.mark.parametrize("name", ["audio", "pictures"])
+def test_flags_stand_by_their_utterances_and_each_kind_is_a_choice(tmp_path):
+    actual = score(["a", "b", "c"], ["a", "b", "c"])
+    flags = {"1": ("low coverage", "repetition"), "3": ["repetition"]}
+    write_page(tmp_path / "p.html", actual, flags=flags)
+    parsed = Parsed(tmp_path / "p.html")
+    assert [row["flags"] for row in parsed.data] == [["low coverage", "repetition"], [], flags["3"]]
+    choices = [text for text in parsed.texts["option"] if text.startswith("flagged")]
+    assert choices == ["flagged: low coverage", "flagged: repetition"]
+
+
+@pytest.mark.parametrize(("hypothesis", "words"), [("", True), ("x y z w", True), ("a b", False)])
+def test_the_rate_of_an_untrained_model_is_named(tmp_path, hypothesis, words):
+    write_page(tmp_path / "p.html", score(["a b c"], [hypothesis]))
+    remarks = Parsed(tmp_path / "p.html").texts.get("strong", [])
+    assert bool(remarks) is words and all("as of an untrained model" in text for text in remarks)
+
+
+@pytest.mark.parametrize("name", ["audio", "pictures", "flags"])
 def test_links_of_unknown_utterances_are_refused(tmp_path, name):
     with pytest.raises(UserError, match=f"{name} for utterance 'x', which was not scored"):
         write_page(tmp_path / "p.html", score(["a"], ["b"]), **{name: {"x": Path("x.wav")}})

@@ -1,8 +1,12 @@
 """Diagonality of hand-made matrices; figures with arbitrary labels."""
 
+import re
+
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
+from asr.analysis import charts, plots
 from asr.analysis.plots import attention_picture, feature_picture
 from asr.decoding.alignment import diagonality
 
@@ -64,39 +68,117 @@ def is_picture(pixels):
 
 
 def test_attention_is_drawn_where_it_is():
-    tokens = [*"seven", "<eos>", "x"]
+    tokens = [*"seven", " <eos>", "x"]
     first, second = path([0] * U), path([T - 1] * U)
-    picture, other = (attention_picture(w, tokens, "u1") for w in (first, second))
+    picture, other = (attention_picture(w, tokens, 1.9, "u1") for w in (first, second))
     assert is_picture(picture) and picture.shape == other.shape
     middle = picture.shape[1] // 2
-    lit, dark = picture[:, :middle].astype(int), other[:, :middle].astype(int)
-    assert (lit - dark).max() > 100  # the bright column is on the left in one figure only
+    dark, light = picture[:, :middle].astype(int), other[:, :middle].astype(int)
+    assert (light - dark).max() > 100  # the dark column is on the left in one figure only
+
+
+@pytest.fixture
+def axes(monkeypatch):
+    """The axes of the pictures drawn, in their order."""
+    drawn = []
+
+    def keep(draw, title, size):
+        figure = Figure(figsize=size)
+        drawn.append(figure.subplots())
+        draw(drawn[-1])
+        return np.zeros((1, 1, 3), np.uint8)
+
+    monkeypatch.setattr(plots, "_pixels", keep)
+    return drawn
+
+
+def ticks(axes):
+    """Row -> label, the first row on top."""
+    assert axes.yaxis_inverted()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    return dict(zip(axes.get_yticks().tolist(), labels, strict=True))
+
+
+def test_attention_is_labelled_by_tokens_and_seconds(axes):
+    attention_picture(path([0, 3, 5, 9, 11]), ["A", " ", "B", " C", " <eos>"], 1.9)
+    assert ticks(axes[0]) == {0: "A", 1: "␣", 2: "B", 3: "C", 4: "<eos>"}
+    assert axes[0].get_xlim() == (0.0, 1.9) and axes[0].get_xlabel() == "audio (seconds)"
+
+
+def test_many_tokens_are_labelled_by_words(axes):
+    """Characters with spaces of their own, and pieces that begin with one: rows of equal words."""
+    characters = [*"thirty  three thousand eight hundred", " <eos>"]
+    pieces = ["thir", "t", "y", " th", "r", "ee", *(9 * [" x", "y", "z"]), " <eos>"]
+    for labels in (characters, pieces):
+        attention_picture(np.eye(len(labels), T), labels, 1.9)
+    first, second = map(ticks, axes)
+    assert list(first.values()) == ["thirty", "three", "thousand", "eight", "hundred", "<eos>"]
+    assert list(first)[:2] == [2.5, (6 + 12) / 2]  # two spaces go with the word after them
+    # The label of <eos> would touch that of the last word.
+    assert second == {1.0: "thirty", 4.0: "three"} | {7.0 + 3 * n: "xyz" for n in range(9)}
+    assert axes[0].get_ylabel() == "words" and "not all" in axes[1].get_ylabel()
 
 
 @pytest.mark.parametrize("text", ["$", "$x$", r"$\frac$", "a_b^c", "%", "<b>", "\\", "", " "])
 def test_any_label_is_drawn_literally(text):
-    assert is_picture(attention_picture(path([0, 1, 2]), [text, "a", "b"], title=text))
-    assert is_picture(feature_picture(np.random.default_rng(0).random((T, 5)), title=text))
+    assert is_picture(attention_picture(path([0, 1, 2]), [text, "a", "b"], 1.9, title=text))
+    assert is_picture(feature_picture(np.random.default_rng(0).random((T, 5)), 1.9, title=text))
 
 
 def test_a_letter_missing_from_the_font_gives_no_warning():
-    assert is_picture(attention_picture(path([0, 1, 2]), ["数", "字", "b"], title="数字"))
+    assert is_picture(attention_picture(path([0, 1, 2]), ["数", "字", "b"], 1.9, title="数字"))
 
 
 def test_features_have_low_frequencies_below():
     features = np.zeros((T, 11))
     features[:, 0] = 1.0
-    picture = feature_picture(features).astype(int)
+    picture = feature_picture(features, 1.9).astype(int)
     yellow = (picture[..., 0] > 200) & (picture[..., 2] < 100)
     blue = (picture[..., 0] < 100) & (picture[..., 1] < 50)
     assert yellow.any() and yellow.any(1).nonzero()[0].min() > blue.any(1).nonzero()[0].mean()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_word_without_end_leaves_room_for_the_picture():
+    assert is_picture(attention_picture(np.eye(300, 90), ["a"] * 300, 3.0))
+
+
 def test_one_token_and_one_frame_can_be_drawn():
-    assert is_picture(attention_picture(np.ones((1, 1)), ["<eos>"]))
-    assert is_picture(feature_picture(np.ones((1, 3))))
+    assert is_picture(attention_picture(np.ones((1, 1)), [" <eos>"], 0.1))
+    assert is_picture(feature_picture(np.ones((1, 3)), 0.1))
 
 
 def test_a_long_sentence_keeps_a_picture_of_sane_size():
-    pixels = attention_picture(np.eye(400, 90), ["a"] * 400)
+    pixels = attention_picture(np.eye(400, 90), ["a", " "] * 200, 30.0)
     assert pixels.shape[0] <= 1100 and pixels.shape[1] <= 1000
+
+
+def test_a_strip_has_a_dot_for_each_run_and_a_line_for_each_seed():
+    """Settings from the top down; a seed twice in one setting keeps both dots."""
+    values = {"a$": [(1, 3.0), (2, 4.0)], "b": [(1, 1.0), (1, 2.0), (3, 6.0)]}
+    axes = Figure().subplots()
+    charts._draw_strip(axes, charts.Strip("WER", values), ["a$", "b"])
+    dots = [tuple(map(tuple, c.get_offsets())) for c in axes.collections if len(c.get_offsets())]
+    assert ((3.0, 0.0), (4.0, 0.0)) in dots and ((1.0, 1.0), (2.0, 1.0), (6.0, 1.0)) in dots
+    lines = [tuple(zip(*line.get_data(), strict=True)) for line in axes.get_lines()]
+    assert lines == [((3.0, 0), (2.0, 1)), ((4.0, 0),), ((6.0, 1),)]
+    assert ticks(axes) == {0: "a$", 1: "b"}
+
+
+def test_an_odd_number_of_strips_leaves_an_empty_place():
+    strips = [charts.Strip(title, {"a": [(1, 50.0), (2, 60.0)]}) for title in "xyz"]
+    png, svg = charts.draw_seeds(strips, ["a"])
+    assert png.startswith(b"\x89PNG") and set(re.findall(r">([^<\s]+)</text>", svg)) >= set("xyza")
+    assert ">0.2<" not in svg  # a tick of axes without data
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [(0.3, 3.1, [0.3, 0.5, 1, 2, 3]), (0.04, 9.0, [0.05, 0.1, 0.2, 0.5, 1, 2, 5])],
+)
+def test_a_logarithmic_axis_has_round_ticks(low, high, labels):
+    axes = Figure().subplots()
+    axes.set_ylim(low, high)
+    charts._set_log(axes)
+    assert [t for t in axes.get_yticks() if low <= t <= high] == pytest.approx(labels)
+    assert len(axes.get_yticks(minor=True)) == 0

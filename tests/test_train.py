@@ -72,8 +72,12 @@ def test_curves_images_and_texts_are_written(tiny, commands, tmp_path):
     scalars = set(board.Tags()["scalars"])
     assert {f"train/{n}" for n in ("objective", "nll", "ctc", "accuracy")} <= scalars
     assert {f"valid/{n}" for n in ("nll", "accuracy", "wer", "ctc_wer", "diagonality")} <= scalars
-    assert {f"run/{n}" for n in ("learning_rate", "gradient_norm", "audio_per_second")} <= scalars
-    assert set(board.Tags()["images"]) == {"attention/valid-0", "features/valid-0"}
+    assert {"train/learning_rate", "train/gradient_norm", "speed/audio_per_second"} <= scalars
+    groups = {name.partition("/")[0] for name in scalars}
+    assert groups == {"train", "valid", "speed"}
+    (explained,) = board.Tensors("about/scalars/text_summary")
+    assert all(f"`{n}`" in explained.tensor_proto.string_val[0].decode() for n in scalars)
+    assert set(board.Tags()["images"]) == {"valid_attention/valid-0", "valid_features/valid-0"}
     (shown, *_) = board.Tensors("decoded/valid-0/text_summary")
     assert "reference: cb a" in shown.tensor_proto.string_val[0].decode()
     for name in ("train/nll", "valid/nll", "valid/wer"):

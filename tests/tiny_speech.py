@@ -95,7 +95,7 @@ def make_recipe(folder):
 
 def age(run):
     """Event files are read in the order of the time in their name; move these before others."""
-    for number, path in enumerate(sorted(run.glob("events.*"))):  # hparams have their own file
+    for number, path in enumerate(sorted(run.glob("events.*"))):
         path.rename(path.with_name(f"events.out.tfevents.{number:010d}.old"))
 
 

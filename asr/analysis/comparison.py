@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from asr.analysis.answers import NOTE, missing_evaluations, sentences, untrained_settings
+from asr.analysis.charts import Panel, Strip, draw_curves, draw_seeds
 from asr.analysis.curves import band, choose_levels, finite, first_below, median_reached
-from asr.analysis.plots import Panel, draw_curves
-from asr.analysis.report import DASH, Picture, Table, write_report
+from asr.analysis.report import DASH, Picture, Points, Table, write_report
 from asr.analysis.runs import (
     BEST_LOSS,
     DATA,
     PERCENT,
     TRAIN,
     Run,
+    SettingRun,
     SettingRuns,
     expand_runs,
     read_runs,
@@ -28,7 +30,12 @@ from asr.analysis.runs import (
     short_names,
     value_text,
 )
-from asr.analysis.significance import difference_table, figure_differences, wer_differences
+from asr.analysis.significance import (
+    SettingDifference,
+    difference_table,
+    figure_differences,
+    wer_differences,
+)
 from asr.analysis.statistics import Interval, spread
 from asr.analysis.wer import Score, between, pooled
 from asr.errors import UserError
@@ -62,19 +69,30 @@ def compare(
     comparable = [s for s in settings if s.comparable and s.members]
     if levels is None:
         levels = choose_levels([[m.loss for m in s.members] for s in comparable])
-    tables = [loss_table(settings, curve), level_table(comparable, levels)]
-    tables += evaluation_tables(settings, notes)
+    differences = tested_differences(settings, notes)
+    answers = [line for name, pairs in differences.items() for line in sentences(name, pairs)]
+    notes += missing_evaluations(runs, settings)
+    tables = evaluation_tables(settings)
+    tables += [difference_table(name, pairs) for name, pairs in differences.items() if pairs]
+    tables += [loss_table(settings, curve), level_table(comparable, levels)]
     failed = [(run.name, str(run.fault)) for run in runs if run.fault]
     if failed:
         tables.append(Table("Runs that are not counted", ("run", "why"), failed))
     out.mkdir(parents=True, exist_ok=True)
-    picture = draw(out, comparable, curve, levels)
+    pictures = [draw_figures(out, settings, curve), draw_losses(out, comparable, curve, levels)]
     sizes = f"{_count(len(runs) - len(failed), 'run')} in {_count(len(settings), 'group')}"
     facts = [f"{sizes} by differences of their recipes other than the seed."]
-    facts += dict.fromkeys(notes)  # losses and every split may have the same
-    write_report(out, "compare", "Comparison of runs", facts, [tables[0], picture, *tables[1:]])
-    print("\n".join([*facts, *(line for table in tables for line in _console(table))]))
-    print(f"\nfiles: {out}/compare.html compare.md curves.png curves.svg")
+    lists = [
+        Points("Which difference is real?", answers or ["No two settings are compared."], NOTE),
+        Points("Settings", [s.legend for s in settings if s.legend != s.short]),
+        Points("Notes", list(dict.fromkeys(notes))),  # losses and every split may have the same
+    ]
+    lists = [part for part in lists if part.lines]
+    write_report(out, "compare", "Comparison of runs", facts, [*lists, *pictures, *tables])
+    blocks = [["", part.title, *(f"- {line}" for line in part.lines)] for part in lists]
+    blocks += map(_console, tables)
+    print("\n".join([*facts, *(line for block in blocks for line in block)]))
+    print(f"\nfiles: {out}/compare.html compare.md curves.png curves.svg seeds.png seeds.svg")
 
 
 def _own_folder(place: Path) -> Path:
@@ -161,7 +179,7 @@ def group_runs(
     groups = group([run.settings for run in readable], ignore=ignored)
     usual = Counter(run.settings[DATA] for run in readable if not run.fault).most_common(1)[0][0]
     settings = []
-    for (label, short, legend), one in zip(_labels(groups, notes), groups, strict=True):
+    for (label, short, legend), one in zip(_labels(groups), groups, strict=True):
         inside = [readable[place] for place in one.members]
         comparable = inside[0].settings[DATA] == usual
         if not comparable:
@@ -178,10 +196,10 @@ def group_runs(
     return settings
 
 
-def _labels(groups: Sequence[Group], notes: list[str]) -> list[tuple[str, str, str]]:
+def _labels(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
     """Each group's label in tables, its short label and that for a picture's legend.
 
-    Letters stand for labels unless all are short. Very long labels are given once, in `notes`.
+    Letters stand for labels unless all are short, in all tables where they are very long.
     """
     labels = [one.label or "all runs" for one in groups]
     letters = [_letter(place) for place in range(len(labels))]
@@ -191,7 +209,6 @@ def _labels(groups: Sequence[Group], notes: list[str]) -> list[tuple[str, str, s
     legends = [f"{one}. {label}" for one, label in zip(letters, labels, strict=True)]
     if longest <= _LONG:
         return list(zip(legends, letters, legends, strict=True))
-    notes += [f"{one}: {label}." for one, label in zip(letters, labels, strict=True)]
     return list(zip(letters, letters, legends, strict=True))
 
 
@@ -298,18 +315,32 @@ def figure_table(settings: Sequence[SettingRuns], name: str) -> Table:
     return Table(title, head, rows, note)
 
 
-def evaluation_tables(settings: Sequence[SettingRuns], notes: list[str]) -> list[Table]:
-    """The results of the evaluations, and which differences are real."""
-    splits = sorted({name for s in settings for m in s.members for name in m.scores})
+def tested_differences(
+    settings: Sequence[SettingRuns], notes: list[str]
+) -> dict[str, list[SettingDifference]]:
+    """The differences between settings in each figure: word error rates first, the loss last."""
+    splits, figures = _figures(settings)
+    for split in splits:
+        notes += unequal_decoding(settings, split) + untrained_settings(settings, split)
     comparable = [s for s in settings if s.comparable]
-    figures = sorted({n for s in comparable for m in s.members for n in m.figures} - {BEST_LOSS})
-    notes += [note for split in splits for note in unequal_decoding(settings, split)]
+    differences = {f"WER of {split}": wer_differences(settings, split, notes) for split in splits}
+    named = (*figures, BEST_LOSS)
+    return differences | {name: figure_differences(comparable, name, notes) for name in named}
+
+
+def _figures(settings: Sequence[SettingRuns]) -> tuple[list[str], list[str]]:
+    """The splits with word error rates, and the figures of other evaluations."""
+    splits = sorted({name for s in settings for m in s.members for name in m.scores})
+    comparable = (m for s in settings if s.comparable for m in s.members)
+    return splits, sorted({name for m in comparable for name in m.figures} - {BEST_LOSS})
+
+
+def evaluation_tables(settings: Sequence[SettingRuns]) -> list[Table]:
+    """The results of the evaluations."""
+    splits, figures = _figures(settings)
+    comparable = [s for s in settings if s.comparable]
     tables = [wer_table(settings, split) for split in splits]
-    tables += [figure_table(comparable, name) for name in figures]
-    differences = {BEST_LOSS: figure_differences(comparable, BEST_LOSS, notes)}
-    differences |= {f"WER of {split}": wer_differences(settings, split, notes) for split in splits}
-    differences |= {name: figure_differences(comparable, name, notes) for name in figures}
-    return tables + [difference_table(name, pairs) for name, pairs in differences.items() if pairs]
+    return tables + [figure_table(comparable, name) for name in figures]
 
 
 def unequal_decoding(settings: Sequence[SettingRuns], split: str) -> list[str]:
@@ -327,21 +358,58 @@ def unequal_decoding(settings: Sequence[SettingRuns], split: str) -> list[str]:
     return [f"{note}: {'; '.join(parts)}."] if parts else []
 
 
-def draw(
+def draw_losses(
     out: Path, settings: Sequence[SettingRuns], curve: str, levels: Sequence[float]
 ) -> Picture:
     """The curves overlaid: curves.png and curves.svg."""
     loss = {s.legend: mean for s in settings if (mean := band(m.loss for m in s.members))}
     train = {s.legend: mean for s in settings if (mean := band(m.train_loss for m in s.members))}
-    png, svg = draw_curves([Panel(curve, loss, levels), Panel(TRAIN, train)])
-    for name, content in (("curves.png", png), ("curves.svg", svg.encode())):
-        with atomic_writer(out / name) as file:
-            file.write(content)
+    files = draw_curves([Panel(curve, loss, levels), Panel(TRAIN, train)])
     note = (
         "Mean of the runs; the band reaches from the lowest to the highest. Dashed: the levels. "
         "nll: cross-entropy of a target (character, word piece, image), without smoothing."
     )
-    return Picture("Loss curves", "curves.svg", svg, note)
+    return _picture(out, "Loss curves", "curves", files, note)
+
+
+def draw_figures(out: Path, settings: Sequence[SettingRuns], curve: str) -> Picture:
+    """Every figure of every run: seeds.png and seeds.svg."""
+    ordered = sorted(settings, key=lambda s: not s.comparable)  # those with curves first
+    runs = [(s.short, m.seed, _figures_of(m, s, curve)) for s in ordered for m in s.members]
+    strips: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for name, seed, figures in runs:
+        for title, value in figures.items():
+            strips.setdefault(title, {}).setdefault(name, []).append((seed, value))
+    chosen = [Strip(title, strips[title]) for title in sorted(strips, key=_order)]
+    files = draw_seeds(chosen, [s.short for s in ordered])
+    note = (
+        "A dot is a run, the bar the mean of a setting; a line connects the runs of one seed. "
+        "The axes do not begin at 0."
+    )
+    return _picture(out, "Every run", "seeds", files, note)
+
+
+def _figures_of(run: SettingRun, setting: SettingRuns, curve: str) -> dict[str, float]:
+    """The run's figures that can be compared, by title."""
+    rates = {f"WER of {split}, %": 100 * score.wer for split, score in run.scores.items()}
+    if not setting.comparable:
+        return rates
+    others = {name: value for name, value in run.figures.items() if name != BEST_LOSS}
+    return rates | others | {f"best {curve}": run.figures[BEST_LOSS]}
+
+
+def _order(title: str) -> tuple[bool, str]:
+    """Word error rates first."""
+    return not title.startswith("WER"), title
+
+
+def _picture(out: Path, title: str, name: str, files: tuple[bytes, str], note: str) -> Picture:
+    """Write NAME.png and NAME.svg."""
+    png, svg = files
+    for suffix, content in (("png", png), ("svg", svg.encode())):
+        with atomic_writer(out / f"{name}.{suffix}") as file:
+            file.write(content)
+    return Picture(title, f"{name}.svg", svg, note)
 
 
 def _interval(interval: Interval | None, form: str = "{:.2%}") -> str:

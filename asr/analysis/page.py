@@ -8,7 +8,7 @@ script writes text nodes only, and a content security policy allows no other scr
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -17,10 +17,16 @@ from urllib.parse import quote
 
 from asr.analysis.report import plain_text, policy_hash, template
 from asr.analysis.statistics import LEVEL, Interval
-from asr.analysis.wer import Confusions, Counts, Edit, Score, align, confusions, percent
+from asr.analysis.wer import Confusions, Counts, Edit, Score, align, confusions, percent, untrained
 from asr.errors import UserError
 from asr.io import write_files
 
+FLAGS = {
+    "cut off": "the length limit ended the hypothesis",
+    "low coverage": "attention skipped more than half of the audio",
+    "not decoded": "the audio cannot be read; scored as empty",
+    "repetition": "most of the hypothesis repeats itself",
+}
 _PNG = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 
 
@@ -33,6 +39,7 @@ def write_page(
     audio: Mapping[str, Path] | None = None,
     pictures: Mapping[str, Path | str] | None = None,
     groups: Mapping[str, Mapping[str, Counts]] | None = None,
+    flags: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Write the page of one evaluation.
 
@@ -40,11 +47,12 @@ def write_page(
     audio     utterance id -> audio file
     pictures  utterance id -> attention picture: a PNG file, or a "data:image/png;base64," URI
     groups    column of the manifest, say "source" -> group -> its counts
-    Not every utterance needs audio or a picture.
-    Raises UserError where audio or pictures name an utterance that is not in the score.
+    flags     utterance id -> what is suspicious in its hypothesis, of FLAGS
+    Not every utterance needs audio, a picture or a flag.
+    Raises UserError where one of them names an utterance that is not in the score.
     """
-    utterances, audio, pictures = score.utterances, audio or {}, pictures or {}
-    for name, links in (("audio", audio), ("pictures", pictures)):
+    utterances, audio, pictures, flags = score.utterances, audio or {}, pictures or {}, flags or {}
+    for name, links in (("audio", audio), ("pictures", pictures), ("flags", flags)):
         if unknown := set(links) - {utterance.id for utterance in utterances}:
             raise UserError(f"{name} for utterance {min(unknown)!r}, which was not scored")
     alignments = align([u.reference for u in utterances], [u.hypothesis for u in utterances])
@@ -56,7 +64,9 @@ def write_page(
         "note": _note(score),
         "speakers": _speakers(score),
         "confusions": _confusions(confusions(alignments, most=50)),
-        "data": _data(path.parent, score, alignments, audio, pictures),
+        "flag_options": _flag_options(flags),
+        "flag_legend": _flag_legend(flags),
+        "data": _data(path.parent, score, alignments, audio, pictures, flags),
     }
     for kind, file in (("style", "page.css"), ("script", "page.js")):
         parts |= {kind: template(file), f"{kind}_hash": policy_hash(template(file))}
@@ -72,6 +82,7 @@ def _data(
     alignments: Iterable[Iterable[Edit]],
     audio: Mapping[str, Path],
     pictures: Mapping[str, Path | str],
+    flags: Mapping[str, Sequence[str]],
 ) -> str:
     """The utterances as JSON for a script element."""
     rows: list[dict[str, Any]] = []
@@ -83,9 +94,31 @@ def _data(
             row["audio"] = _link(audio[utterance.id], folder)
         if utterance.id in pictures:
             row["picture"] = _picture(pictures[utterance.id], folder)
+        row["flags"] = list(flags.get(utterance.id, ()))
         rows.append(row)
     text = json.dumps(rows, separators=(",", ":"))  # ASCII, so U+2028 and the like are escaped too
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _kinds(flags: Mapping[str, Sequence[str]]) -> list[str]:
+    return sorted({flag for own in flags.values() for flag in own})
+
+
+def _flag_options(flags: Mapping[str, Sequence[str]]) -> str:
+    """Choices of the list: each kind of flag that an utterance has."""
+    return "".join(
+        f'<option value="flag:{escape(flag)}">flagged: {escape(flag)}</option>'
+        for flag in _kinds(flags)
+    )
+
+
+def _flag_legend(flags: Mapping[str, Sequence[str]]) -> str:
+    """What the flags that utterances have mean."""
+    items = (
+        f'<span><span class="flag">{escape(flag)}</span> {escape(FLAGS.get(flag, ""))}</span>'
+        for flag in _kinds(flags)
+    )
+    return f'<p class="legend">{" ".join(items)}</p>' if flags else ""
 
 
 def _joined(edits: Iterable[Edit]) -> list[list[str]]:
@@ -133,10 +166,12 @@ def _figures(score: Score) -> str:
 
 
 def _note(score: Score) -> str:
-    size = f"{score.sentences:,} utterances, {score.words:,} words, {score.characters:,} characters"
-    if score.wer_interval is None:
-        return f"{size}."
-    return f"{size}. Ranges are {100 * LEVEL:g} % bootstrap intervals over {score.interval_over}."
+    note = f"{score.sentences:,} utterances, {score.words:,} words, "
+    note += f"{score.characters:,} characters."
+    if score.wer_interval is not None:
+        note += f" Ranges are {100 * LEVEL:g} % bootstrap intervals over {score.interval_over}."
+    remark = untrained(score.wer)
+    return f"<strong>WER {percent(score.wer)}, {remark}.</strong> {note}" if remark else note
 
 
 def _interval(interval: Interval | None) -> str:

@@ -1,40 +1,89 @@
-"""Pictures for TensorBoard and reports, as pixels (height, width, 3) uint8, and loss curves.
+"""Pictures for TensorBoard and evaluation pages, as pixels (height, width, 3) uint8.
 
 U tokens, T frames of memory, F mel bins, K classes.
 """
 
-import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from asr.analysis.curves import Band
+_MOST_TOKEN_ROWS = 32  # an attention picture with more is labelled by words
+_LABEL_INCHES = 0.14  # height of a label
+_LONGEST_LABEL = 20  # characters: an untrained model may write one word of hundreds
 
 
-def attention_picture(weights: np.ndarray, tokens: Sequence[str], title: str = "") -> np.ndarray:
-    """weights (U, T): the attention of every token over the frames."""
+def shorten(text: str, most: int) -> str:
+    """The text, or its first `most` - 1 characters and an ellipsis."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def attention_picture(
+    weights: np.ndarray, pieces: Sequence[str], seconds: float, title: str = ""
+) -> np.ndarray:
+    """weights (U, T): the attention of every token over the audio, the first token on top.
+
+    pieces: U texts of tokens, in which spaces separate words; they label the rows, where there are
+    many the words do. seconds: what the T frames last.
+    """
+    U = len(weights)
+    by_word = U > _MOST_TOKEN_ROWS
+    height = min(0.9 + max(0.7, (0.06 if by_word else 0.17) * U), 8.5)
 
     def draw(axes: Axes) -> None:
-        axes.imshow(weights, aspect="auto", origin="lower", cmap="magma", vmin=0.0)
-        axes.set_yticks(range(len(tokens)), tokens, fontsize=6, parse_math=False)
-        axes.set(xlabel="frame of memory", ylabel="token")
+        extent = (0.0, seconds, U - 0.5, -0.5)
+        style = {"cmap": "Blues", "vmin": 0.0, "interpolation": "nearest"}
+        image = axes.imshow(weights, aspect="auto", extent=extent, **style)
+        _label_rows(axes, pieces, by_word, gap=_LABEL_INCHES * U / (height - 0.9))
+        axes.set(xlabel="audio (seconds)")
+        bar = axes.figure.colorbar(image, pad=0.015, aspect=12 * height)
+        bar.set_label("attention weight")
 
-    return _pixels(draw, title, (8, 1 + min(0.16 * len(weights), 9)))
+    return _pixels(draw, title, (8, height))
 
 
-def feature_picture(features: np.ndarray, title: str = "") -> np.ndarray:
-    """features (T, F), low frequencies below."""
+def _label_rows(axes: Axes, pieces: Sequence[str], by_word: bool, gap: float) -> None:
+    """Label each row by its token or, in the middle of its rows, each word.
+
+    Labels that would be nearer than `gap` rows to the one before are omitted.
+    """
+    rows = [(place, place + 1, piece.strip() or "␣") for place, piece in enumerate(pieces)]
+    if by_word:
+        rows = _words(pieces)
+        edges = [start - 0.5 for start, _, _ in rows[1:]]
+        axes.hlines(edges, *axes.get_xlim(), color="#b9bec3", linewidth=0.3)
+    shown: dict[float, str] = {}
+    for start, end, text in rows:
+        middle = (start + end - 1) / 2
+        if not shown or middle - next(reversed(shown)) >= gap:
+            shown[middle] = shorten(text, _LONGEST_LABEL)
+    axes.set_yticks(list(shown), list(shown.values()), fontsize=9, parse_math=False)
+    unit = "words" if by_word else "tokens"
+    axes.set(ylabel=unit if len(shown) == len(rows) else f"{unit} (not all are labelled)")
+
+
+def _words(pieces: Sequence[str]) -> list[tuple[int, int, str]]:
+    """First row, row after the last, and text of each word; a space counts as the next word's."""
+    starts = [0]
+    for place, (piece, before) in enumerate(zip(pieces[1:], pieces, strict=False), start=1):
+        after_space = piece[:1].isspace() or before[-1:].isspace()
+        if after_space and "".join(pieces[starts[-1] : place]).strip():
+            starts.append(place)
+    ends = [*starts[1:], len(pieces)]
+    return [(a, b, "".join(pieces[a:b]).strip()) for a, b in zip(starts, ends, strict=True)]
+
+
+def feature_picture(features: np.ndarray, seconds: float, title: str = "") -> np.ndarray:
+    """features (T, F), low frequencies below. seconds: what the T frames last."""
+    F = features.shape[1]
 
     def draw(axes: Axes) -> None:
-        axes.imshow(features.T, aspect="auto", origin="lower", cmap="viridis")
-        axes.set(xlabel="frame", ylabel="feature")
+        extent = (0.0, seconds, -0.5, F - 0.5)
+        axes.imshow(features.T, aspect="auto", origin="lower", cmap="viridis", extent=extent)
+        axes.set(xlabel="audio (seconds)", ylabel="feature")
 
     return _pixels(draw, title, (8, 2.5))
 
@@ -78,98 +127,3 @@ def _pixels(draw: Callable[[Axes], None], title: str, size: tuple[float, float])
         axes.set_title(title, parse_math=False)
         canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-# Okabe & Ito 2008: distinct for colour-blind readers too; then the same with other strokes.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_STROKES = ("-", "--", ":", "-.")
-_MOST_NAMES = 28
-_LOG_FROM = 5  # highest loss / lowest loss
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes: name -> band, in the order of the legend."""
-
-    title: str
-    bands: Mapping[str, Band]
-    levels: Sequence[float] = ()  # thin lines
-
-
-def draw_curves(panels: Sequence[Panel]) -> tuple[bytes, str]:
-    """PNG and SVG of the panels side by side, over steps: lines are means, bands ranges over runs.
-
-    A name has the same stroke in all panels. The end of a panel's title (valid/nll) is its unit;
-    panels of one unit share their axes.
-    """
-    names = list(dict.fromkeys(name for panel in panels for name in panel.bands))
-    lines = min(len(names), _MOST_NAMES)
-    figure = Figure(figsize=(5.5 * len(panels), 4 + 0.22 * lines), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    units = [panel.title.rpartition("/")[2] for panel in panels]
-    same_unit = len(set(units)) == 1
-    grid = figure.subplots(1, len(panels), squeeze=False, sharex=same_unit, sharey=same_unit)[0]
-    log = _log([band for panel in panels for band in panel.bands.values()]) and same_unit
-    for axes, panel, unit in zip(grid, panels, units, strict=True):
-        _draw(axes, panel, names)
-        if log or (not same_unit and _log(list(panel.bands.values()))):
-            _set_log(axes)
-        axes.set(xlabel="step", ylabel=unit)
-        axes.tick_params(labelleft=True)
-        axes.set_title(panel.title, parse_math=False, loc="left", fontsize=11)
-    drawn = {line.get_label(): line for axes in grid for line in axes.get_lines()}
-    if chosen := [name for name in names if name in drawn][:_MOST_NAMES]:
-        labels = [n if len(n) <= 150 else f"{n[:149]}…" for n in chosen]
-        legend = figure.legend(
-            [drawn[n] for n in chosen], labels, loc="outside lower left", frameon=False, fontsize=9
-        )
-        for text in legend.get_texts():
-            text.set_parse_math(False)
-    return _files(figure)
-
-
-def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
-    for name, band in panel.bands.items():
-        place = names.index(name)
-        colour = _COLOURS[place % len(_COLOURS)]
-        stroke = _STROKES[place // len(_COLOURS) % len(_STROKES)]
-        mark = "o" if len(band.steps) == 1 else None
-        axes.fill_between(band.steps, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
-        style = {"color": colour, "linewidth": 1.6, "marker": mark}
-        axes.plot(band.steps, band.mean, stroke, label=name, **style)
-    for place, level in enumerate(panel.levels):
-        axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
-        side = ("bottom", "top")[place % 2]  # the next level may be near
-        style = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#5a6066"}
-        axes.annotate(f"{level:g}", (0.01, level), va=side, **style)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # steps are whole
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e8eaed", linewidth=0.7)
-    axes.set_axisbelow(True)
-    if not panel.bands:
-        axes.text(0.5, 0.5, "no points", ha="center", transform=axes.transAxes, color="#5a6066")
-
-
-def _log(bands: Sequence[Band]) -> bool:
-    """Whether a linear axis would flatten the end of training."""
-    low = min((band.low.min() for band in bands), default=0.0)
-    high = max((band.high.max() for band in bands), default=0.0)
-    return bool(0 < low * _LOG_FROM < high)
-
-
-def _set_log(axes: Axes) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter("{x:g}")
-
-
-def _files(figure: Figure) -> tuple[bytes, str]:
-    png, svg = io.BytesIO(), io.StringIO()
-    # Reproducible files, with text as text rather than outlines.
-    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "curves", "svg.fonttype": "none"}):
-        warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure.savefig(png, format="png", metadata={"Software": None})
-        figure.savefig(svg, format="svg", metadata={"Date": None})
-    return png.getvalue(), svg.getvalue()

@@ -1,4 +1,4 @@
-"""A report of paragraphs, tables and pictures, as Markdown and as one self-contained HTML page.
+"""A report of lists, tables and pictures, as Markdown and as one self-contained HTML page.
 
 Texts come from recipes, folders and transcripts and are untrusted: both writers escape every text,
 control characters too, and the page's content security policy forbids scripts and loading anything.
@@ -30,6 +30,15 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Points:
+    """A list of sentences."""
+
+    title: str
+    lines: Sequence[str]
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Picture:
     """An SVG file beside the report; the page embeds it."""
 
@@ -37,6 +46,9 @@ class Picture:
     file: str  # name in the report's folder
     svg: str
     note: str = ""
+
+
+Part = Points | Table | Picture
 
 
 def plain_text(text: str) -> str:
@@ -55,20 +67,22 @@ def policy_hash(text: str) -> str:
 
 
 def write_report(
-    folder: Path, name: str, title: str, facts: Sequence[str], parts: Sequence[Table | Picture]
+    folder: Path, name: str, title: str, facts: Sequence[str], parts: Sequence[Part]
 ) -> None:
     """Write folder/NAME.md and folder/NAME.html: a title, paragraphs of facts, then the parts."""
     pages = {f"{name}.md": markdown(title, facts, parts), f"{name}.html": html(title, facts, parts)}
     write_files(folder, pages)
 
 
-def markdown(title: str, facts: Sequence[str], parts: Sequence[Table | Picture]) -> str:
+def markdown(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
     """The report as GitHub's Markdown."""
     blocks = [f"# {markdown_text(title)}", *map(markdown_text, facts)]
     for part in parts:
         blocks += [f"## {markdown_text(part.title)}"]
         if isinstance(part, Picture):
             blocks += [f"![{markdown_text(part.title)}]({part.file})"]
+        elif isinstance(part, Points):
+            blocks += ["\n".join(f"- {markdown_text(line)}" for line in part.lines)]
         else:
             align = ["---" if text else "---:" for text in _texts(part)]
             rows = [list(map(markdown_text, row)) for row in (part.head, *part.rows)]
@@ -78,7 +92,7 @@ def markdown(title: str, facts: Sequence[str], parts: Sequence[Table | Picture])
     return "\n\n".join(blocks) + "\n"
 
 
-def html(title: str, facts: Sequence[str], parts: Sequence[Table | Picture]) -> str:
+def html(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
     """The report as one self-contained page."""
     style = "\n" + template("report.css")
     policy = f"default-src 'none'; style-src '{policy_hash(style)}'; img-src data:"
@@ -87,7 +101,10 @@ def html(title: str, facts: Sequence[str], parts: Sequence[Table | Picture]) -> 
         body += [f"<h2>{escape(part.title)}</h2>"]
         if isinstance(part, Picture):
             data = b64encode(part.svg.encode()).decode()
-            body += [f'<img alt="{escape(part.title)}" src="data:image/svg+xml;base64,{data}">']
+            image = f'<img alt="{escape(part.title)}" src="data:image/svg+xml;base64,{data}">'
+            body += [f'<div class="scroll">{image}</div>']
+        elif isinstance(part, Points):
+            body += [f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in part.lines)}</ul>"]
         else:
             body += [_table(part)]
         body += [f"<p>{escape(part.note)}</p>"] if part.note else []

@@ -44,9 +44,9 @@ from asr.errors import UserError
 
 Utterances = Sequence[UtteranceScore]
 Segments = Literal["phrases", "utterances", "speakers"]
+ALPHA = 0.05  # a smaller p is significant
 _GOOD_WORDS = 2  # so many words right in both runs end a phrase: a word LM's memory is two words
 _MOST_IN_PAIRS = 10  # settings: 45 pairs
-_ALPHA = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +194,7 @@ class SettingDifference:
     second: str
     seeds: int  # that both have
     mean: float  # second minus first
+    values: tuple[float, float]  # of both: means over these seeds
     over_seeds: PairedT | None
     over_utterances: Difference | None = None
 
@@ -240,8 +241,8 @@ def wer_differences(
 def difference_table(figure: str, differences: Sequence[SettingDifference]) -> Table:
     """The differences in one figure, p corrected for their number in each kind of test."""
     rates = any(d.over_utterances for d in differences)
-    seeds = _corrected(d.over_seeds for d in differences)
-    utterances = _corrected(d.over_utterances for d in differences)
+    seeds = corrected(d.over_seeds for d in differences)
+    utterances = corrected(d.over_utterances for d in differences)
     form, unit = ("{:+.2f}", 100) if figure.startswith(PERCENT) else ("{:+.4f}", 1)
     rows = []
     for d, of_seeds, of_utterances in zip(differences, seeds, utterances, strict=True):
@@ -249,15 +250,16 @@ def difference_table(figure: str, differences: Sequence[SettingDifference]) -> T
         cells += _test_cells(d.over_seeds, of_seeds, form, unit)
         cells += _test_cells(d.over_utterances, of_utterances, form, unit) if rates else []
         rows.append((*cells, _needed(d.over_seeds), _verdict(of_seeds, of_utterances)))
-    head = ["first", "second", "second minus first" + ", points" * (unit == 100), "seeds"]
+    head = ["first", "second", "difference" + ", points" * (unit == 100), "seeds"]
     head += ["95 % over seeds", "p", "p (Holm)"]
     head += ["95 % over utterances", "p", "p (Holm)"] if rates else []
     head += ["seeds needed", "real"]
     note = (
-        "Runs of the same seed are paired. Over seeds: t test, valid for new seeds; sign test "
-        "where all differences are equal. p (Holm) is corrected for all pairs of the table; real: "
-        "p (Holm) over seeds is below 0.05. One seed in common allows no conclusion about other "
-        "seeds. Seeds needed: so many detect such a difference, tested alone, in "
+        "Difference: second minus first. Runs of the same seed are paired. Over seeds: t test, "
+        "valid for new seeds; sign test where all differences are equal. p (Holm) is corrected "
+        "for all pairs of the table; real: p (Holm) over seeds is below 0.05. One seed in "
+        "common allows no conclusion about other seeds. Seeds needed: so many detect such a "
+        "difference, tested alone, in "
         f"{100 * POWER:.0f} % of repetitions, if it and its spread are truly as measured here; a "
         "rough estimate with few seeds."
     )
@@ -296,12 +298,13 @@ def _difference(
 ) -> SettingDifference:
     """The difference of two settings in one figure, tested over seeds."""
     values = [[figure(member) for member in side] for side in zip(*pairs, strict=True)]
-    test = paired_t(*values)
     mean = sum(b - a for a, b in zip(*values, strict=True)) / len(pairs)
-    return SettingDifference(first.short, second.short, len(pairs), mean, test)
+    means = (sum(values[0]) / len(pairs), sum(values[1]) / len(pairs))
+    test = paired_t(*values)
+    return SettingDifference(first.short, second.short, len(pairs), mean, means, test)
 
 
-def _corrected(tests: Iterable[PairedT | Difference | None]) -> list[float | None]:
+def corrected(tests: Iterable[PairedT | Difference | None]) -> list[float | None]:
     """Holm's p of every test, None for a missing one."""
     tests = list(tests)
     adjusted = iter(holm([test.p for test in tests if test]))
@@ -328,7 +331,7 @@ def _needed(test: PairedT | None) -> str:
 def _verdict(over_seeds: float | None, over_utterances: float | None) -> str:
     if over_seeds is None:
         return "unknown: one seed"
-    if over_seeds < _ALPHA:
+    if over_seeds < ALPHA:
         return "yes"
-    significant = over_utterances is not None and over_utterances < _ALPHA
+    significant = over_utterances is not None and over_utterances < ALPHA
     return "of these models only" if significant else "not shown"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import nctdtr, stdtr, stdtrit
+from scipy.special import nctdtr, nctdtrinc, stdtr, stdtrit
 
 Interval = tuple[float, float]
 
@@ -142,6 +142,12 @@ def seeds_needed(mean: float, sd: float) -> int | None:
     power = 1 - nctdtr(counts - 1, shift, limit)
     enough = np.flatnonzero(power >= POWER)
     return int(counts[enough[0]]) if len(enough) else None
+
+
+def detectable(count: int, sd: float) -> float:
+    """The smallest mean difference that `count` pairs detect, in the sense of seeds_needed."""
+    limit = stdtrit(count - 1, (1 + LEVEL) / 2)
+    return float(nctdtrinc(count - 1, 1 - POWER, limit)) * sd / math.sqrt(count)
 
 
 def holm(p: Sequence[float]) -> list[float]:

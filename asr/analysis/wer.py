@@ -25,6 +25,7 @@ from asr.analysis.statistics import Interval, percentile_interval, resampled_sum
 from asr.errors import UserError
 
 Units = Literal["utterances", "speakers"]
+UNTRAINED = 0.9  # WER from which a model counts as untrained
 _MARKS = {"equal": "C", "substitute": "S", "delete": "D", "insert": "I"}
 
 
@@ -318,6 +319,11 @@ def group_lines(by: str, groups: Mapping[str, Score]) -> list[str]:
         interval = between(part.wer_interval) if part.wer_interval else "-"
         rows.append((name or "(none)", *map(str, counts), percent(part.wer), interval))
     return table(rows)
+
+
+def untrained(wer: float) -> str:
+    """A remark on a rate that is hardly below that of an empty transcript; empty for others."""
+    return "" if wer < UNTRAINED else "as of an untrained model: an empty transcript has 100 %"
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

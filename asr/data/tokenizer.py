@@ -207,8 +207,9 @@ def about(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def labels_of(tokens: Iterable[int], tokenizer: Tokenizer) -> list[str]:
-    """The row labels of an attention picture: every token and <eos>."""
-    return [*(tokenizer.decode([token]) or "?" for token in tokens), "<eos>"]
+    """The rows of an attention picture: the text of every token with its spaces, and <eos>."""
+    surfaces = tokenizer.surfaces
+    return [*(surfaces[token] or "?" for token in tokens), " <eos>"]
 
 
 def _describe(folder: str | Path, description: dict[str, object]) -> None:

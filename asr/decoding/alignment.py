@@ -28,7 +28,7 @@ REACH = 1.5  # frames: the most that a span by attention extends beyond its peak
 WINDOW = 25  # frames: 1 s at 40 ms per frame
 MIN_ATTENTION = 0.5  # tokens' worth of attention in a covered window (tau of Chorowski & Jaitly)
 NGRAM = 4
-MIN_COVERAGE, MAX_REPETITION = 0.5, 0.75  # outside of these a hypothesis is suspicious
+MIN_COVERAGE, MAX_REPETITION = 0.5, 0.75  # outside of these a hypothesis is flagged
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,10 @@ class HypothesisHealth:
     length_ratio: float  # tokens per frame; far from the corpus' mean: a loop or an early end
 
     @property
-    def suspicious(self) -> bool:
-        """Whether most of the audio was skipped, or most of the text is a loop."""
-        skipped = self.coverage is not None and self.coverage < MIN_COVERAGE
-        return skipped or self.repetition > MAX_REPETITION
+    def flags(self) -> tuple[str, ...]:
+        """Of "low coverage" (it skipped audio) and "repetition" (it is a loop) those that hold."""
+        low = self.coverage is not None and self.coverage < MIN_COVERAGE
+        return ("low coverage",) * low + ("repetition",) * (self.repetition > MAX_REPETITION)
 
 
 def hypothesis_health(

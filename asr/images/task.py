@@ -130,6 +130,7 @@ class ImageTask(Task):
         self.objective.eval()
         figures, details, line = self._test(log, state.step)
         folder, step = run / "evaluate" / "test", best[0].step
+        log.scalars("test", figures, state.step)
         folder.mkdir(parents=True, exist_ok=True)
         score = {**figures, **details, "step": step}
         write_files(folder, {"score.json": json.dumps(score, indent=1) + "\n"})
@@ -154,7 +155,7 @@ class ClassTask(ImageTask):
         self.objective.eval()
         counts, _ = self._confusion(self.held_out)
         title = f"validation, step {state.step}"
-        log.picture("confusion", confusion_picture(counts, title), state.step)
+        log.picture("valid_confusion", confusion_picture(counts, title), state.step)
         return {}
 
     def _test(self, log: Log, step: int) -> tuple[dict[str, float], dict[str, Any], str]:
@@ -190,10 +191,10 @@ class DrawTask(ImageTask):
         """Log generated images, finished and after several glimpses."""
         self.objective.eval()
         canvases = self.objective.model.sample(DRAWN).cpu().numpy()  # (T, N, R, C)
-        log.picture("drawn/finished", tiles(canvases[-1], 8), state.step)
+        log.picture("valid_drawn/finished", tiles(canvases[-1], 8), state.step)
         shown = np.linspace(0, len(canvases) - 1, min(8, len(canvases))).round().astype(int)
         rows = canvases[shown, :8].swapaxes(0, 1).reshape(-1, *canvases.shape[2:])
-        log.picture("drawn/growing", tiles(rows, len(shown)), state.step)
+        log.picture("valid_drawn/growing", tiles(rows, len(shown)), state.step)
         return {}
 
     @torch.no_grad()

@@ -2,11 +2,13 @@
 
 import io
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,17 @@ from torch import Tensor
 from asr.analysis.page import write_page
 from asr.analysis.plots import attention_picture
 from asr.analysis.score_files import read_evaluation, write_evaluation
-from asr.analysis.wer import Score, between, by_group, group_lines, percent, score, summarize, tidy
+from asr.analysis.wer import (
+    Score,
+    between,
+    by_group,
+    group_lines,
+    percent,
+    score,
+    summarize,
+    tidy,
+    untrained,
+)
 from asr.config.schema import SpeechRecipe
 from asr.data.batching import Batch, Example, collate, plan_evaluation
 from asr.data.corpus import Corpus, Utterance
@@ -279,6 +291,7 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
         audio=audio,
         pictures={name: uri for name, uri in uris.items() if uri},
         groups=evaluation.groups,
+        flags=dict.fromkeys(evaluation.reasons, ("not decoded",)) | _flags(evaluation),
     )
     health = [utterance.health for utterance in decoded]
     columns = {
@@ -307,7 +320,8 @@ def attention_uri(
     features = front_end.features(front_end.load(utterance.audio), utterance.speaker)
     batch = collate([Example(utterance.id, features, torch.tensor(tokens))])
     (weights,) = recognizer.attention(recognizer.encode(batch), [tokens])
-    picture = attention_picture(weights.numpy(), labels_of(tokens, tokenizer), utterance.id)
+    labels, seconds = labels_of(tokens, tokenizer), weights.shape[1] * recognizer.frame_seconds
+    picture = attention_picture(weights.numpy(), labels, seconds, utterance.id)
     file = io.BytesIO()
     imsave(file, picture, format="png")
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
@@ -317,7 +331,7 @@ def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
     about, decode = evaluation.about, evaluation.about["decode"]
     yield "checkpoint", f"{decode['checkpoint']}, of step {_steps(evaluation)}"
     for key in ("beam", "ctc_weight", "length_penalty"):
-        yield key.replace("_", " "), str(decode[key])
+        yield key.replace("_", " ").replace("ctc", "CTC"), str(decode[key])
     if len(decode["speeds"]) > 1:
         yield "speeds", " ".join(f"{speed:g}" for speed in decode["speeds"])
     if decode["ensemble"]:
@@ -329,16 +343,20 @@ def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
         yield "WER over speakers", f"{percent(low)} – {percent(high)}"
     if "ctc_wer" in about:
         yield "WER of CTC alone", percent(about["ctc_wer"])
-    yield "cut off, low coverage or repetition", str(len(_suspicious(evaluation)))
+    yield "flagged", _flag_counts(_flags(evaluation)) or "none"
 
 
-def _suspicious(evaluation: Evaluation) -> list[str]:
-    """Ids of readable utterances that were cut off, or have low coverage or repetition."""
-    return [
-        name
-        for name, own in zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
-        if name not in evaluation.reasons and (own.health.suspicious or not own.finished)
-    ]
+def _flags(evaluation: Evaluation) -> dict[str, tuple[str, ...]]:
+    """By id, why a decoded utterance deserves a look: cut off, low coverage, repetition."""
+    decoded = zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
+    flags = {name: ("cut off",) * (not own.finished) + own.health.flags for name, own in decoded}
+    return {name: own for name, own in flags.items() if own and name not in evaluation.reasons}
+
+
+def _flag_counts(flags: Mapping[str, Sequence[str]]) -> str:
+    """3 cut off, 1 repetition"""
+    counts = Counter(chain.from_iterable(flags.values()))
+    return ", ".join(f"{count} {flag}" for flag, count in counts.most_common())
 
 
 def _steps(evaluation: Evaluation) -> str:
@@ -358,7 +376,8 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
         yield f"{long} utterances exceed decode.max_segment_seconds and are decoded in segments"
     for name, reason in evaluation.reasons.items():
         yield f"not decoded, scored as empty: {name}: {reason}"
-    yield f"{evaluation.title}: WER {percent(result.wer)}, CER {percent(result.cer)}"
+    remark = f" ({untrained(result.wer)})" if untrained(result.wer) else ""
+    yield f"{evaluation.title}: WER {percent(result.wer)}, CER {percent(result.cer)}{remark}"
     over_speakers = about["wer_interval_over_speakers"]
     intervals = {result.interval_over: result.wer_interval, "speakers": over_speakers}
     known = [f"{between(side)} over {units}" for units, side in intervals.items() if side]
@@ -368,8 +387,8 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
         f"{result.sentences} utterances, {result.words} words: {result.substitutions} substituted, "
         f"{result.deletions} deleted, {result.insertions} inserted"
     )
-    if suspicious := _suspicious(evaluation):
-        names = " ".join(suspicious[:5]) + (" ..." if len(suspicious) > 5 else "")
-        yield f"{len(suspicious)} are cut off, or have low coverage or repetition: {names}"
+    if flags := _flags(evaluation):
+        names = " ".join(list(flags)[:5]) + (" ..." if len(flags) > 5 else "")
+        yield f"{len(flags)} flagged ({_flag_counts(flags)}): {names}"
     for column, parts in evaluation.groups.items():
         yield from group_lines(column, parts)

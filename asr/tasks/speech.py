@@ -128,10 +128,12 @@ class SpeechTask(Task):
     def _pictures(self, log: Log, step: int, batch: Batch, row: int, weights: np.ndarray) -> None:
         name = batch.ids[row]
         tokens = batch.tokens[row, : batch.token_lengths[row]].tolist()
-        labels = labels_of(tokens, self.decoder.tokenizer)
-        log.picture(f"attention/{name}", attention_picture(weights, labels, name), step)
         features = batch.features[row, : batch.lengths[row]].numpy()
-        log.picture(f"features/{name}", feature_picture(features, name), step)
+        front_end, labels = self.held_out.front_end, labels_of(tokens, self.decoder.tokenizer)
+        seconds = len(features) * front_end.extract.shift / front_end.sample_rate
+        attention = attention_picture(weights, labels, seconds, name)
+        log.picture(f"valid_attention/{name}", attention, step)
+        log.picture(f"valid_features/{name}", feature_picture(features, seconds, name), step)
 
     def _texts(self, log: Log, step: int, texts: dict[str, str], ctc_texts: dict[str, str]) -> None:
         for utterance in self.held_out.corpus[: self.recipe.train.samples]:

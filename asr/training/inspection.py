@@ -2,7 +2,7 @@
 
 A few validation examples are run forward and backward with hooks, which are then removed: training
 itself is not slowed down. `trace` computes the internals of an LSTM anew, whatever its backend.
-Figures, by their names below `health/` in TensorBoard:
+Figures, by their names below `valid_health/` in TensorBoard:
 
     variance/LAYER/GATE      of the gate's pre-activations
     saturated/LAYER/GATE     share of them whose activation is within 5 % of an end of its range

@@ -14,11 +14,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from asr.errors import UserError, discard_stdout, printable, terminal
 from asr.io import open_append
 from asr.training.checkpoint import NotSaved
 from asr.training.losses import Sum, add, means
+from asr.training.scalars import explanation, first_charts
 from asr.training.trainer import Step, TrainState
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -36,6 +38,8 @@ class Log:
         self.run = run
         self.every = every
         self.total, self.first = total_steps, step + 1
+        self.names: set[str] = set()  # of the scalars written
+        self.charted: set[str] = set()  # those known when the charts were last chosen
         self.progress = _progress() if sys.stdout and sys.stdout.isatty() else None
         if self.progress:
             self.task = self.progress.add_task("", total=total_steps, completed=step)
@@ -49,6 +53,7 @@ class Log:
             # Hides the points that a killed run wrote after its last checkpoint.
             board = SummaryWriter(str(self.run), purge_step=self.first)
             self.board = files.enter_context(closing(board))
+            self.text("about/scalars", explanation(), 0)
             if self.progress:
                 with self._console():
                     self.progress.start()
@@ -132,8 +137,13 @@ class Log:
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Curves `group/name`, one point each."""
-        for name, value in values.items():
-            self.board.add_scalar(f"{group}/{name}", value, step)
+        points = {f"{group}/{name}": value for name, value in values.items()}
+        for name, value in points.items():
+            self.board.add_scalar(name, value, step)
+        self.names |= points.keys()
+        if group == "valid" and self.names != self.charted:
+            self.charted = set(self.names)
+            self.board.file_writer.add_summary(first_charts(self.names), step)
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         """pixels (height, width, 3) uint8."""
@@ -144,28 +154,22 @@ class Log:
         self.board.add_text(name, text, step)
 
     def recipe(self, yaml: str, flat: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """The resolved recipe as text, and as hparams with the final figures of the run."""
+        """The resolved recipe as text, and as hparams beside the last points of the metrics."""
         self.board.add_text("recipe", f"```yaml\n{yaml}```", 0)
         simple = bool | int | float | str
         plain = {k: v if isinstance(v, simple) else str(v) for k, v in flat.items()}
-        # In groups of their own, so that they add no point to a curve.
-        final = {name.replace("/", "_final/"): value for name, value in metrics.items()}
-        self.board.add_hparams(plain, final, run_name=".", global_step=0)
+        # Not add_hparams, which writes a second point of every metric.
+        for summary in hparams(plain, dict(metrics)):
+            self.board.file_writer.add_summary(summary, 0)
 
     def _report(self, state: TrainState, step: Step) -> None:
         losses = means(self.sums)
         elapsed = max(time.perf_counter() - self.since, 1e-9)
         rate = self.audio / elapsed
-        self.scalars("train", losses, state.step)
-        figures = {
-            "learning_rate": step.lr,
-            "gradient_norm": self.norm,
-            "audio_per_second": rate,
-            "epoch": state.epoch,
-            "audio_hours": state.audio_seconds / 3600,
-            "train_seconds": state.train_seconds,
-        }
-        self.scalars("run", figures, state.step)
+        figures = {"learning_rate": step.lr, "gradient_norm": self.norm, "epoch": state.epoch}
+        self.scalars("train", losses | figures, state.step)
+        cost = {"audio_hours": state.audio_seconds / 3600, "train_seconds": state.train_seconds}
+        self.scalars("speed", {"audio_per_second": rate} | cost, state.step)
         loss = "  ".join(f"{name} {value:.4f}" for name, value in losses.items()) or "no step used"
         speed = f"{rate:.0f}x real time" if rate else f"{self.steps / elapsed:.1f} steps/s"
         line = f"step {state.step}/{self.total}  epoch {state.epoch}  {loss}  {speed}"

@@ -209,7 +209,7 @@ class Training:
         reported, every = self.task.report(self.log, self.state), self.config.health
         if every and self.validations % every == 0:
             figures = measure(self.task.objective, self.task.samples())
-            self.log.scalars("health", figures, self.state.step)
+            self.log.scalars("valid_health", figures, self.state.step)
         self.validations += 1
         return reported
 

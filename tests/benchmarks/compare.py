@@ -59,7 +59,7 @@ def curves(number: int, points: int) -> Iterator[Event]:
         zip(steps.tolist(), losses.tolist(), strict=True)
     ):
         clock = 1e9 + step
-        for name, value in ((TRAIN, train), (VALID, valid), ("run/learning_rate", 1e-3)):
+        for name, value in ((TRAIN, train), (VALID, valid), ("train/learning_rate", 1e-3)):
             yield scalar_event(name, step, value, clock)
         if place % 100 == 0:
             yield scalar_event(HOURS, step, step / 1000, clock)

@@ -53,7 +53,7 @@ evaluate/test/attention events.out.tfevents.1 events.out.tfevents.9999999999.x i
 """.split()  # noqa: SIM905 (readable as one string)
 OUT_MEMBERS = {
     "list": "about.json shards shards/00000000.jsonl transcripts.tsv failures.tsv summary.json",
-    "compare": "compare.md compare.html curves.png curves.svg",
+    "compare": "compare.md compare.html curves.png curves.svg seeds.png seeds.svg",
     "tsv": "test.tsv test.audio test.tsv.index",
     "shards": "test.tsv test-00000.tar",
     "mnist": "train-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz",

@@ -24,7 +24,7 @@ def state(run: Path) -> dict[str, object]:
     board = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     curves = {
         name: [(point.step, point.value) for point in board.Scalars(name)]
-        for name in ("train/nll", "valid/nll", "valid/wer", "run/learning_rate")
+        for name in ("train/nll", "valid/nll", "valid/wer", "train/learning_rate")
     }
     weights = load_file(folder / "model.safetensors")
     return {**weights, **moments, **training["position"], **curves, "r": training["random"]["cpu"]}

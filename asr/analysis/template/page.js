@@ -52,7 +52,9 @@ function refresh() {
   const text = byId("find").value.trim().toLowerCase();
   const chosen = byId("speaker").selectedIndex - 1; // the first stands for all
   const speaker = chosen < 0 ? null : speakers[chosen];
-  const show = shows[byId("show").value];
+  const shown = byId("show").value;
+  const flag = shown.startsWith("flag:") ? shown.slice(5) : null;
+  const show = flag === null ? shows[shown] : (utterance) => utterance.flags.includes(flag);
   found = utterances.filter(
     (utterance) =>
       show(utterance) &&
@@ -98,6 +100,7 @@ function head(utterance) {
     : "no errors";
   const parts = [element("strong", "", utterance.id)];
   if (utterance.speaker) parts.push(element("span", "", utterance.speaker));
+  parts.push(...utterance.flags.map((flag) => element("span", "flag", flag)));
   return element("p", "head", ...parts, element("span", "sum", wrong));
 }
 
@@ -131,7 +134,7 @@ function player(utterance) {
 
 function picture(utterance) {
   const image = element("img");
-  image.alt = `attention over ${utterance.id}: output tokens against time`;
+  image.alt = `attention of ${utterance.id}: tokens of the hypothesis against seconds of audio`;
   const made = element("details", "picture", element("summary", "", "Attention"), image);
   // Loaded only when opened.
   made.addEventListener("toggle", () => (image.src = utterance.picture), { once: true });

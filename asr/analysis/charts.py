@@ -1,0 +1,165 @@
+"""Charts of a comparison: loss curves, and every run in every figure, as PNG and SVG."""
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from asr.analysis.curves import Band
+from asr.analysis.plots import shorten
+
+# Okabe & Ito 2008: distinct for colour-blind readers too; then the same with other strokes.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STROKES = ("-", "--", ":", "-.")
+_MOST_NAMES = 28
+_ROUND = (1, 2, 5, 10)  # steps between ticks, times a power of ten
+_LOG_FROM = 5  # highest loss / lowest loss
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: name -> band, in the order of the legend."""
+
+    title: str
+    bands: Mapping[str, Band]
+    levels: Sequence[float] = ()  # thin lines
+
+
+def draw_curves(panels: Sequence[Panel]) -> tuple[bytes, str]:
+    """PNG and SVG of the panels side by side, over steps: lines are means, bands ranges over runs.
+
+    A name has the same stroke in all panels. The end of a panel's title (valid/nll) is its unit;
+    panels of one unit share their axes.
+    """
+    names = list(dict.fromkeys(name for panel in panels for name in panel.bands))
+    lines = min(len(names), _MOST_NAMES)
+    figure = Figure(figsize=(5.5 * len(panels), 4 + 0.22 * lines), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    units = [panel.title.rpartition("/")[2] for panel in panels]
+    same_unit = len(set(units)) == 1
+    grid = figure.subplots(1, len(panels), squeeze=False, sharex=same_unit, sharey=same_unit)[0]
+    log = _log([band for panel in panels for band in panel.bands.values()]) and same_unit
+    for axes, panel, unit in zip(grid, panels, units, strict=True):
+        _draw(axes, panel, names)
+        if log or (not same_unit and _log(list(panel.bands.values()))):
+            _set_log(axes)
+        axes.set(xlabel="step", ylabel=unit)
+        axes.tick_params(labelleft=True)
+        axes.set_title(panel.title, parse_math=False, loc="left", fontsize=11)
+    drawn = {line.get_label(): line for axes in grid for line in axes.get_lines()}
+    if chosen := [name for name in names if name in drawn][:_MOST_NAMES]:
+        labels = [shorten(name, 150) for name in chosen]
+        legend = figure.legend(
+            [drawn[n] for n in chosen], labels, loc="outside lower left", frameon=False, fontsize=9
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    return _files(figure)
+
+
+def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+    for name, band in panel.bands.items():
+        place = names.index(name)
+        colour = _COLOURS[place % len(_COLOURS)]
+        stroke = _STROKES[place // len(_COLOURS) % len(_STROKES)]
+        mark = "o" if len(band.steps) == 1 else None
+        axes.fill_between(band.steps, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+        style = {"color": colour, "linewidth": 1.6, "marker": mark}
+        axes.plot(band.steps, band.mean, stroke, label=name, **style)
+    for place, level in enumerate(panel.levels):
+        axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
+        style = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#5a6066"}
+        # Beside each other: levels may be near.
+        axes.annotate(f"{level:g}", (0.01 + 0.1 * (place % 9), level), va="bottom", **style)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND, integer=True))  # steps are whole
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e8eaed", linewidth=0.7)
+    axes.set_axisbelow(True)
+    if not panel.bands:
+        axes.text(0.5, 0.5, "no points", ha="center", transform=axes.transAxes, color="#5a6066")
+
+
+def _log(bands: Sequence[Band]) -> bool:
+    """Whether a linear axis would flatten the end of training."""
+    low = min((band.low.min() for band in bands), default=0.0)
+    high = max((band.high.max() for band in bands), default=0.0)
+    return bool(0 < low * _LOG_FROM < high)
+
+
+def _set_log(axes: Axes) -> None:
+    """A logarithmic axis with three or more labels between its ends, at round numbers."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = np.log10(high / low)
+    subs = (1, 2, 3, 5) if decades < 1.5 else (1, 2, 5) if decades < 3 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One figure of all runs: setting -> seed and value of each."""
+
+    title: str
+    values: Mapping[str, Sequence[tuple[int, float]]]
+
+
+def draw_seeds(strips: Sequence[Strip], names: Sequence[str]) -> tuple[bytes, str]:
+    """PNG and SVG of the strips, two in a row: a dot for each run, a bar for the mean of a setting.
+
+    A line connects the runs of one seed. Colours are those of `names` in draw_curves.
+    """
+    lines = -(-len(strips) // 2)
+    height = lines * (1.1 + 0.32 * max(len(strip.values) for strip in strips))
+    figure = Figure(figsize=(11, height), dpi=150, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.15)
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(lines, 2, squeeze=False).ravel()
+    for axes, strip in zip(grid, strips, strict=False):
+        _draw_strip(axes, strip, names)
+    for axes in grid[len(strips) :]:
+        axes.set_axis_off()
+    return _files(figure)
+
+
+def _draw_strip(axes: Axes, strip: Strip, names: Sequence[str]) -> None:
+    rows = [dict(own) for own in strip.values.values()]
+    for seed in dict.fromkeys(seed for own in rows for seed in own):
+        pairs = [(own[seed], row) for row, own in enumerate(rows) if seed in own]
+        axes.plot(*zip(*pairs, strict=True), color="#c4c9ce", linewidth=0.8, zorder=1)
+    for row, (name, own) in enumerate(strip.values.items()):
+        colour = _COLOURS[names.index(name) % len(_COLOURS)]
+        values = [value for _, value in own]
+        style = {"color": colour, "edgecolor": "white", "linewidth": 0.6, "zorder": 3}
+        axes.scatter(values, [row] * len(values), s=42, **style)
+        mean = float(np.mean(values))
+        axes.vlines(mean, row - 0.28, row + 0.28, color=colour, linewidth=2.2, zorder=2)
+    axes.set_yticks(range(len(strip.values)), list(strip.values), parse_math=False)
+    axes.set_ylim(len(strip.values) - 0.4, -0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.08)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e8eaed", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_title(strip.title, parse_math=False, loc="left", fontsize=11)
+
+
+def _files(figure: Figure) -> tuple[bytes, str]:
+    png, svg = io.BytesIO(), io.StringIO()
+    # Reproducible files, with text as text rather than outlines.
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "curves", "svg.fonttype": "none"}):
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(png, format="png", metadata={"Software": None})
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    return png.getvalue(), svg.getvalue()
