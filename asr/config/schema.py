@@ -393,6 +393,18 @@ class TransformerLayersConfig(Config):
             )
 
 
+class IntermediateCtcConfig(Config):
+    """Section `model.intermediate_ctc:`: CTC of encoder layers before the last one, by its head.
+
+    Lee & Watanabe 2021 (arXiv:2102.03216); with `self_conditioning` Nozaki & Komatsu 2021
+    (arXiv:2104.02724).
+    """
+
+    layers: Annotated[tuple[Depth, ...], Field(min_length=1)]  # encoder layers, from 1
+    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3  # share of the CTC loss, of their mean
+    self_conditioning: bool = True  # the layers after each of these read its predictions
+
+
 class EncoderDecoderConfig(TransformerLayersConfig):
     """Keys of both speech models with a Transformer's decoder."""
 
@@ -405,10 +417,28 @@ class EncoderDecoderConfig(TransformerLayersConfig):
     # Norm within convolution modules; null: that of `norm`.
     convolution_norm: NormKind | Literal["batch"] | None = None
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
+    intermediate_ctc: IntermediateCtcConfig | None = None  # null: CTC of the last layer alone
 
     @model_validator(mode="after")
     def _residual_scale_fits(self) -> "EncoderDecoderConfig":
         self.check_residual_scale(self.residual_scale)
+        return self
+
+    @model_validator(mode="after")
+    def _intermediate_ctc_fits(self) -> "EncoderDecoderConfig":
+        if self.intermediate_ctc is None:
+            return self
+        if not self.ctc_weight:
+            raise ValueError(
+                "model.intermediate_ctc needs a CTC head, which model.ctc_weight = 0 removes: set "
+                "model.ctc_weight=0.3 or model.intermediate_ctc=null"
+            )
+        layers, last = self.intermediate_ctc.layers, self.encoder_layers - 1
+        if max(layers) > last:
+            raise ValueError(
+                f"model.intermediate_ctc.layers = {list(layers)}: of model.encoder_layers = "
+                f"{self.encoder_layers} choose 1 to {last}"
+            )
         return self
 
 
