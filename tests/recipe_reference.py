@@ -34,7 +34,7 @@ Unknown keys and values out of bounds are errors. Relative paths are relative to
 directory. `python -m asr.recipe RECIPE.yaml` prints every key with its resolved value.
 """
 TASKS = (
-    ("Every task", Recipe, ("task", "run", "seed", "train")),
+    ("Every task", Recipe, ("task", "run", "seed", "train", "stages")),
     ("Speech recognition (`task: speech`)", SpeechRecipe, ()),
     ("Language models (`task: language`)", LanguageRecipe, ()),
     ("Images (`task: images`)", ImageRecipe, ()),
@@ -121,7 +121,7 @@ def type_text(annotation: Any, metadata: Any = ()) -> str:
             return f"list of {len(parts)} ({type_text(parts[0])})"
         return f"list of ({type_text(parts[0])})" + _bounds(metadata, "length ")
     if origin is dict:
-        return "mapping of names to paths"
+        return "some keys of that section" if parts[1] is Any else "mapping of names to paths"
     if config_classes(annotation):
         return "keys below"
     if annotation in (int, float):

@@ -191,3 +191,14 @@ def test_missing_and_existing_folders(run, tiny_run, commands, tmp_path):
 def test_help_exits_with_0(commands):
     code, out, _ = commands(prune, "--help")
     assert code == 0 and "python -m asr.prune" in out
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("depth_scaled", True), ("intermediate_ctc", {"layers": [2]})]
+)
+def test_models_that_count_their_layers(key, value, run, commands, tmp_path):
+    tree = yaml.safe_load((run / "recipe.yaml").read_text())
+    tree["model"][key] = value
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    line = commands.refused(prune, tmp_path, "--to", tmp_path / "new", "--encoder", 3)
+    assert f"model.{key}" in line

@@ -76,9 +76,13 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
         raise RecipeError(f"{place}: task = {_shown(task)}: must be one of {', '.join(RECIPES)}.")
     kind = pkgutil.resolve_name(RECIPES[task])
     try:
-        return kind.model_validate(tree)
+        recipe = kind.model_validate(tree)
     except ValidationError as error:
         details = error.errors(include_url=False)
+    else:
+        for number in range(len(recipe.stages)):
+            at_stage(recipe, number + 1, place)
+        return recipe
     first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
     keys = _recipe_keys(first["loc"], kind)
     # Of the two keys one may be the group of the other: eq stops at the end of the shorter.
@@ -86,6 +90,17 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
         place = COMMAND_LINE
     more = f" ({len(details) - 1} more like it)" if len(details) > 1 else ""
     raise RecipeError(f"{place}: {_explain(first, keys, kind)}{more}")
+
+
+def at_stage(recipe: Recipe, stage: int, place: str = "recipe") -> Recipe:
+    """The recipe with the changes of its first `stage` stages, without the key `stages`.
+
+    Raises RecipeError, which names `place`, where a stage does not fit the recipe.
+    """
+    tree = recipe.model_dump(mode="json")
+    for changes in tree.pop("stages")[:stage]:
+        tree = _merge(tree, {key: value for key, value in changes.items() if key != "start"})
+    return validate(tree, f"{place}: stages[{stage - 1}]")
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:

@@ -8,6 +8,7 @@ asr/images/config.py. The comment on a key, or directly above it, is its entry i
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -392,6 +393,18 @@ class TransformerLayersConfig(Config):
             )
 
 
+class IntermediateCtcConfig(Config):
+    """Section `model.intermediate_ctc:`: CTC of encoder layers before the last one, by its head.
+
+    Lee & Watanabe 2021 (arXiv:2102.03216); with `self_conditioning` Nozaki & Komatsu 2021
+    (arXiv:2104.02724).
+    """
+
+    layers: Annotated[tuple[Depth, ...], Field(min_length=1)]  # encoder layers, from 1
+    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3  # share of the CTC loss, of their mean
+    self_conditioning: bool = True  # the layers after each of these read its predictions
+
+
 class EncoderDecoderConfig(TransformerLayersConfig):
     """Keys of both speech models with a Transformer's decoder."""
 
@@ -404,10 +417,28 @@ class EncoderDecoderConfig(TransformerLayersConfig):
     # Norm within convolution modules; null: that of `norm`.
     convolution_norm: NormKind | Literal["batch"] | None = None
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
+    intermediate_ctc: IntermediateCtcConfig | None = None  # null: CTC of the last layer alone
 
     @model_validator(mode="after")
     def _residual_scale_fits(self) -> "EncoderDecoderConfig":
         self.check_residual_scale(self.residual_scale)
+        return self
+
+    @model_validator(mode="after")
+    def _intermediate_ctc_fits(self) -> "EncoderDecoderConfig":
+        if self.intermediate_ctc is None:
+            return self
+        if not self.ctc_weight:
+            raise ValueError(
+                "model.intermediate_ctc needs a CTC head, which model.ctc_weight = 0 removes: set "
+                "model.ctc_weight=0.3 or model.intermediate_ctc=null"
+            )
+        layers, last = self.intermediate_ctc.layers, self.encoder_layers - 1
+        if max(layers) > last:
+            raise ValueError(
+                f"model.intermediate_ctc.layers = {list(layers)}: of model.encoder_layers = "
+                f"{self.encoder_layers} choose 1 to {last}"
+            )
         return self
 
 
@@ -642,6 +673,52 @@ SpeechModelConfig = Annotated[
 ]
 
 
+# Keys that a stage may change, by their last part or with all before it: what else a run has, such
+# as the shape of its model, is the same from its first step to its last.
+STAGE_KEYS = {
+    "features": ("spec_augment", "speed_perturb", "noise"),
+    "model": ("dropout", "recurrent_dropout", "scheduled_sampling", "layer_drop", "drop_head"),
+    "train": (
+        "accumulate", "batch_seconds", "clip", "consistency", "guided_attention",
+        "label_smoothing", "optimizer.lr",
+    ),
+}  # fmt: skip
+
+
+def _check_stage_keys(changes: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    section, allowed = str(info.field_name), STAGE_KEYS[str(info.field_name)]
+
+    def check(tree: dict[str, Any], prefix: str) -> None:
+        for key, value in tree.items():
+            name = f"{prefix}{key}"
+            if name in allowed or (section == "model" and key in allowed):
+                continue
+            if not isinstance(value, dict) or not value:
+                raise ValueError(
+                    f"{section}.{name} cannot change in a run; a stage may change "
+                    f"{', '.join(allowed)}"
+                )
+            check(value, f"{name}.")
+
+    check(changes, "")
+    return changes
+
+
+StageChanges = Annotated[dict[str, Any], AfterValidator(_check_stage_keys)]
+
+
+class StageConfig(Config):
+    """Part of `stages:`: keys of the recipe that have other values from a share of the run on."""
+
+    start: Annotated[float, Field(gt=0.0, lt=1.0)]  # share of the run; from the next epoch on
+    features: StageChanges = Field(default_factory=dict)  # spec_augment, speed_perturb, noise
+    # dropout, recurrent_dropout, scheduled_sampling, layer_drop, drop_head, wherever the model has
+    # them: {listener: {dropout: 0.2}}
+    model: StageChanges = Field(default_factory=dict)
+    # accumulate, batch_seconds, clip, consistency, guided_attention, label_smoothing, optimizer.lr
+    train: StageChanges = Field(default_factory=dict)
+
+
 class Recipe(Config):
     """What the recipes of all tasks have: the task, the run's folder, the seed and `train:`."""
 
@@ -649,6 +726,16 @@ class Recipe(Config):
     run: str  # folder under runs/
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # of weights, data order, dropout and masks
     train: TrainConfig = TrainConfig()
+    # Changes in the course of a run, in their order; each adds to those before it.
+    stages: Annotated[tuple[StageConfig, ...], Field(max_length=20)] = ()
+
+    @field_validator("stages")
+    @classmethod
+    def _follow_one_another(cls, stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
+        starts = [stage.start for stage in stages]
+        if any(later <= sooner for sooner, later in pairwise(starts)):
+            raise ValueError("each stage must start after the one before it")
+        return stages
 
     @field_validator("run")
     @classmethod

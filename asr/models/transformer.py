@@ -7,6 +7,11 @@ Dong, Xu & Xu 2018. Both inputs are scaled by sqrt(E), given positions, and drop
     decoder   dropout(sqrt(E) embed(tokens) + positions) -> layers -> logits
 
 The encoder's output goes to every decoder layer. Where the norms sit: docs/normalization.md.
+With `intermediate_ctc` some encoder layers have a CTC loss as well (Lee & Watanabe 2021), and with
+self-conditioning (Nozaki & Komatsu 2021, eq. 7) their predictions, by the head of the last one, are
+added to their output:
+
+    z = softmax(ctc_head(N(x)))        x <- x + W z + b
 
 Shapes: B utterances, T frames (of the memory where there is one), F features, U tokens,
 V vocabulary, E = d_model, K hypotheses per utterance, L decoder layers, H heads, D = E/H.
@@ -69,6 +74,11 @@ class Transformer(nn.Module):
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.ctc_head = nn.Linear(size, vocabulary) if config.ctc_weight else None
         self.dropout = Dropout(config.dropout)
+        inner = config.intermediate_ctc
+        self.ctc_layers = {self.encoder.layers[n - 1] for n in inner.layers} if inner else set()
+        self.conditioning = None
+        if inner and inner.self_conditioning:
+            self.conditioning = nn.Linear(vocabulary, size)
 
     @staticmethod
     def make_encoder(config: TransformerConfig, scales: LayerScales, layer_drop: float) -> Stack:
@@ -83,13 +93,25 @@ class Transformer(nn.Module):
 
     def encode(self, features: Tensor, lengths: Tensor) -> Memory:
         """features (B, T, F), lengths (B,) -> states (B, T', E), valid (B, T')."""
+        return self.encode_with_intermediate_ctc(features, lengths)[0]
+
+    def encode_with_intermediate_ctc(
+        self, features: Tensor, lengths: Tensor
+    ) -> tuple[Memory, list[Tensor]]:
+        """As encode, and log-probabilities (B, T', V) of CTC's symbols by intermediate layers."""
         x, lengths = self.front(features, lengths)
         valid = valid_places(lengths, x.size(1))
         x = self.dropout(x * math.sqrt(x.size(-1)) + self.frame_positions(0, x.size(1)))
         x = self.encoder.first_norm(x)
+        intermediate = []
         for layer in self.encoder.passing():
             x = layer(x, valid[:, None, None])
-        return Memory(self.encoder.last_norm(x), valid)
+            if layer in self.ctc_layers:
+                log_probs = self.ctc_head(self.encoder.last_norm(x)).log_softmax(-1)
+                intermediate.append(log_probs)
+                if self.conditioning is not None:
+                    x = x + self.conditioning(log_probs.exp().to(x.dtype))
+        return Memory(self.encoder.last_norm(x), valid), intermediate
 
     def ctc(self, memory: Memory) -> Tensor | None:
         """Log-probabilities (B, T, V) of CTC's symbols, or None without a head."""

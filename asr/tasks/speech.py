@@ -236,11 +236,13 @@ def _ctc_remedy(recipe: SpeechRecipe) -> str:
 def build_speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> SpeechObjective:
     """The model with its objective, on the recipe's device."""
     train = recipe.train
+    intermediate_ctc = getattr(recipe.model, "intermediate_ctc", None)  # LAS has none
     objective = SpeechObjective(
         build_speech_model(recipe.model, features, vocabulary),
         recipe.model.ctc_weight,
         train.label_smoothing,
         train.guided_attention,
         train.consistency,
+        intermediate_ctc.weight if intermediate_ctc else 0.0,
     )
     return objective.to(choose_device(train.device))

@@ -118,7 +118,9 @@ class SpeechObjective(nn.Module):
 
     (1 - ctc_weight) * cross-entropy + ctc_weight * CTC, as in Watanabe et al. 2017, both divided
     by the number of target tokens (<eos> counts as one). The guided attention loss is added to the
-    cross-entropy before the weights.
+    cross-entropy before the weights. With a model of intermediate CTC losses, CTC is in training
+
+        (1 - intermediate_weight) * last layer's + intermediate_weight * mean of the others'
     """
 
     def __init__(
@@ -128,9 +130,10 @@ class SpeechObjective(nn.Module):
         label_smoothing: float,
         guided_attention: GuidedAttentionConfig | None = None,
         consistency: ConsistencyConfig | None = None,
+        intermediate_weight: float = 0.0,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.intermediate_weight = model, intermediate_weight
         self.ctc_weight, self.label_smoothing = ctc_weight, label_smoothing
         self.guided_attention, self.consistency = guided_attention, consistency
         self.set_step(0)
@@ -146,7 +149,7 @@ class SpeechObjective(nn.Module):
         """
         consistency = self.consistency if self.training else None
         batch = batch.both_views() if consistency else batch
-        memory = self.model.encode(batch.features, batch.lengths)
+        memory, intermediate = self._encode(batch)
         inputs, targets = shift(batch.tokens, batch.token_lengths)
         logits, sums = self._decoder_loss(memory, inputs, targets)
         if consistency:
@@ -156,14 +159,26 @@ class SpeechObjective(nn.Module):
         if log_probs is None:
             return sums
         log_probs, frames = log_probs.float(), memory.valid.sum(dim=1)
-        ctc = ctc_loss(log_probs, frames, batch.tokens, batch.token_lengths)
+        labels = frames, batch.tokens, batch.token_lengths
         loss, count = sums["objective"]
         sums["objective"] = Sum((1 - self.ctc_weight) * loss, count)
-        add_loss(sums, "ctc", ctc, self.ctc_weight)
+        inner_weight = self.intermediate_weight if intermediate else 0.0
+        last_weight = self.ctc_weight * (1 - inner_weight)
+        add_loss(sums, "ctc", ctc_loss(log_probs, *labels), last_weight)
+        if intermediate:
+            inner = sum(ctc_loss(each.float(), *labels) for each in intermediate)
+            mean = inner / len(intermediate)
+            add_loss(sums, "intermediate_ctc", mean, self.ctc_weight * inner_weight)
         if consistency:
             weight = self.ctc_weight * consistency.ctc
             add_loss(sums, "ctc_apart", symmetric_kl(log_probs, memory.valid), weight)
         return sums
+
+    def _encode(self, batch: Batch) -> tuple[Any, list[Tensor]]:
+        """-> memory, and intermediate log-probabilities of CTC where they have a loss."""
+        if not (self.training and self.intermediate_weight):
+            return self.model.encode(batch.features, batch.lengths), []
+        return self.model.encode_with_intermediate_ctc(batch.features, batch.lengths)
 
     def _decoder_loss(
         self, memory: Any, inputs: Tensor, targets: Tensor

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from asr.config.loader import as_yaml, flat, write_recipe
+from asr.config.loader import as_yaml, at_stage, flat, write_recipe
 from asr.config.schema import Recipe
 from asr.errors import EXIT_STOPPED, UserError
 from asr.io import lock_run_folder
@@ -31,7 +31,7 @@ from asr.training.inspection import measure
 from asr.training.logging import Log, NullLog
 from asr.training.losses import Objective, Sum, means
 from asr.training.oom import SHAPES, SHAPES_ROUNDED, limit_onednn_cache, release_memory
-from asr.training.resume import Content, ResumePoint, find_resume_point, fingerprint
+from asr.training.resume import Content, ResumePoint, changes, find_resume_point, fingerprint
 from asr.training.signals import Stop, Stopped
 from asr.training.trainer import BatchStats, Callbacks, Epochs, TaskBatch, TrainState, fit, validate
 
@@ -77,11 +77,18 @@ class Task(Protocol):
         return {}
 
 
-class Training:
-    """One run, from its first step or a checkpoint to its end."""
+STAGE_ENDED = -1  # instead of an exit code
 
-    def __init__(self, task: Task, run: Path) -> None:
-        self.task, self.run, self.config = task, run, task.recipe.train
+
+class Training:
+    """One stage of a run, from its first step or a checkpoint to its end.
+
+    `recipe` is that of the whole run, `task.recipe` that of the stage.
+    """
+
+    def __init__(self, task: Task, recipe: Recipe, stage: int, run: Path) -> None:
+        self.task, self.recipe, self.stage, self.run = task, recipe, stage, run
+        self.config = task.recipe.train
         self.optimizer = optim.make_optimizer(self.config.optimizer, task.objective)
         model, decay = task.objective.model, self.config.ema
         self.weights = EvaluationWeights(model, self.optimizer, decay)
@@ -92,9 +99,13 @@ class Training:
         self.validated = self.saved = -1  # steps
         self.validations = 0  # of this process
         self.stop = Stop()
+        self.stage_ended = False
 
     def train(self, start: ResumePoint | None = None, messages: Sequence[str] = ()) -> int:
-        """Train to the end -> 0, or until a signal -> EXIT_STOPPED. Logs `messages` first."""
+        """Train to the end -> 0, of the stage -> STAGE_ENDED, or until a signal -> EXIT_STOPPED.
+
+        Logs `messages` first.
+        """
         if len(set(gather(start and start.checkpoint.step))) > 1:
             raise UserError(f"{self.run}: must be on a disk that all machines share")
         distributed.synchronize(self.task.objective)
@@ -103,8 +114,10 @@ class Training:
             for number, stack in enumerate(stacks):
                 stack.choose_by(self.task.recipe.seed, number)
         more = self._restore(start) if start else []
+        if self.stage > self.state.stage:
+            more.append(self._begin_stage())
         if is_first():  # not sooner: a recipe whose model does not fit must not replace the run's
-            write_recipe(self.task.recipe, self.run / "recipe.yaml")
+            write_recipe(self.recipe, self.run / "recipe.yaml")
         total = trainer.planned_steps(self.task.epochs, self.config, self.state)
         settings = self.run, self.config.log_every, total, self.state.step
         with self.stop, Log(*settings) if is_first() else NullLog() as self.log:
@@ -113,7 +126,12 @@ class Training:
                 self._fit()
             if self.stop.requested_on_any_rank():
                 return self._stopped()
-            self.log.recipe(as_yaml(self.task.recipe), flat(self.task.recipe), self.metrics)
+            if self.stage_ended:
+                # Even where this step is saved: in mid-epoch, perhaps, and not at the next one's
+                # start.
+                self.save(self.metrics["valid/nll"] if self._is_validated() else math.inf)
+                return STAGE_ENDED
+            self.log.recipe(as_yaml(self.recipe), flat(self.recipe), self.metrics)
             self.log.info(f"finished at step {self.state.step}; the run is in {self.run}")
         return 0
 
@@ -127,7 +145,7 @@ class Training:
             self.after_step,
             self.after_epoch,
             self.log.info,
-            lambda: self.stop.signal is not None,
+            lambda: self.stage_ended or self.stop.signal is not None,
             self._dump,
         )
         schedule = optim.make_schedule(self.config.schedule, self.config.optimizer.lr)
@@ -142,7 +160,9 @@ class Training:
                 task.max_unreadable,
                 callbacks,
             )
-        if self.validated != state.step and not self.stop.requested_on_any_rank():
+        if self.stage_ended:
+            return
+        if not self._is_validated() and not self.stop.requested_on_any_rank():
             self.check()
         with self.weights.applied():
             if is_first():
@@ -159,9 +179,10 @@ class Training:
             self.save(math.inf)
 
     def after_epoch(self, state: TrainState) -> None:
-        """Validate, unless validate_every counts steps."""
-        if not self.config.validate_every and self.validated != state.step:
+        """Validate, unless validate_every counts steps, and end the stage where another is due."""
+        if not self.config.validate_every and not self._is_validated():
             self.check()
+        self.stage_ended = _due_stage(self.recipe, state) > self.stage
 
     def check(self) -> None:
         """Validate: loss, word error rates, pictures, alarm, checkpoint.
@@ -232,7 +253,7 @@ class Training:
         random, trained = gather(trainer.random_state()), gather(self.weights.state())
         if not is_first():
             return
-        recipe = as_yaml(self.task.recipe)
+        recipe = as_yaml(self.recipe)
         training = {
             "optimizer": self.optimizer.state_dict(),
             "position": asdict(self.state),
@@ -287,7 +308,19 @@ class Training:
         """Whether a signal interrupted the validation of the checkpoint that is resumed."""
         step, every = self.state.step, self.config.validate_every
         due = step % every == 0 if every else self.state.batch == 0
-        return step > 0 and due and self.validated != step
+        return step > 0 and due and not self._is_validated()
+
+    def _is_validated(self) -> bool:
+        return self.validated == self.state.step
+
+    def _begin_stage(self) -> str:
+        """-> a line for the log with what changes."""
+        before, now = (at_stage(self.recipe, n) for n in (self.state.stage, self.stage))
+        self.state.stage = self.stage
+        place = f"stage {self.stage + 1} of {len(self.recipe.stages) + 1}"
+        return (
+            f"{place}, from epoch {self.state.epoch} on: {', '.join(changes(before, now).values())}"
+        )
 
     def _validates_next(self) -> bool:
         """Whether a validation follows this step (at the end of an epoch or the run) and saves it.
@@ -327,10 +360,17 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
         restarted = distributed.restarted_by_torchrun(run)
-        with distributed.first_rank_first():  # rank 0 writes what the others read
-            training, start, messages = _open(recipe, run, resume or restarted, force)
-        distributed.record_launch(run)
-        return training.train(start, messages)
+        code = _train_stage(recipe, run, resume or restarted, force)
+        while code == STAGE_ENDED:  # the next one starts from the checkpoint at this one's end
+            code = _train_stage(recipe, run, True, force)
+        return code
+
+
+def _train_stage(recipe: Recipe, run: Path, resume: bool, force: bool) -> int:
+    with distributed.first_rank_first():  # rank 0 writes what the others read
+        training, start, messages = _open(recipe, run, resume, force)
+    distributed.record_launch(run)
+    return training.train(start, messages)
 
 
 def _open(
@@ -342,11 +382,13 @@ def _open(
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     make_task = pkgutil.resolve_name(TASKS[recipe.task])
-    task = make_task(recipe, run, start is not None or not is_first())
+    state = TrainState(**start.state["position"]) if start else TrainState()
+    stage = _due_stage(recipe, state)
+    task = make_task(at_stage(recipe, stage), run, start is not None or not is_first())
     if recipe.train.init and not start:
         best = choose(recipe.train.init, "best", 1)
         load_weights(task.objective.model, best, task.about)
-    training = Training(task, run)
+    training = Training(task, recipe, stage, run)
     if start:
         messages += start.check_content(training.content, force)
         for folder in start.damaged:  # so that none is taken for the last or the best one
@@ -354,3 +396,7 @@ def _open(
     elif is_first():
         task.prepare(run)
     return training, start, messages
+
+
+def _due_stage(recipe: Recipe, state: TrainState) -> int:
+    return trainer.due_stage(state, recipe.train, [stage.start for stage in recipe.stages])

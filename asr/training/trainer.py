@@ -66,6 +66,7 @@ class TrainState:
     step: int = 0  # finished steps
     epoch: int = 1
     batch: int = 0  # finished batches of this epoch
+    stage: int = 0  # of the recipe's `stages` that have begun
     audio_seconds: float = 0.0
     utterances: int = 0
     broken: int = 0  # unreadable utterances
@@ -324,6 +325,20 @@ def progress(state: TrainState, config: TrainConfig, batches: int) -> float:
     if config.steps is not None:
         return min((state.step + 1) / config.steps, 1.0)
     return min((state.epoch - 1 + state.batch / batches) / config.epochs, 1.0)
+
+
+def due_stage(state: TrainState, config: TrainConfig, starts: Sequence[float]) -> int:
+    """How many stages, which start at these shares of the run, have begun.
+
+    A stage begins with an epoch, since the batches of an epoch are planned as a whole.
+    """
+    if state.batch or _finished(state, config):
+        return state.stage
+    if config.steps is not None:
+        finished = state.step / config.steps
+    else:
+        finished = (state.epoch - 1) / config.epochs
+    return max(state.stage, sum(start <= finished for start in starts))
 
 
 def planned_steps(epochs: Epochs, config: TrainConfig, state: TrainState) -> int:
