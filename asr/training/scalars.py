@@ -19,6 +19,7 @@ MEANINGS = {
     _BOTH.format("objective"): "what training minimises: the sum of smoothed cross-entropy, CTC "
     "and guided attention, weighted",
     _BOTH.format("ctc"): "CTC loss in nats per token",
+    "train/intermediate_ctc": "`model.intermediate_ctc`: mean CTC loss of those layers",
     _BOTH.format("accuracy"): "share of tokens predicted correctly, given the correct tokens "
     "before them",
     _BOTH.format("off_diagonal"): "guided attention: the share of attention far from the diagonal",
