@@ -287,7 +287,7 @@ def stream_audio(
     path: str | os.PathLike[str], sample_rate: int, max_seconds: float | None = None
 ) -> Iterator[Tensor]:
     """`read_audio` in blocks (S,), each decoded when it is asked for."""
-    with _open(path) as (sound, name):
+    with open_audio(path) as (sound, name):
         blocks = map(torch.from_numpy, _blocks(sound, name, max_seconds, sample_rate))
         for block in resample_blocks(blocks, sound.samplerate, sample_rate):
             yield block.clamp(-1.0, 1.0)
@@ -300,7 +300,7 @@ def decoded_seconds(path: Source, max_seconds: float | None = None) -> float:
     header claims. MP3 and OGG headers seldom have a length; there only a broken frame shows it.
     """
     count = 0
-    with _open(path) as (sound, name):
+    with open_audio(path) as (sound, name):
         for block in _blocks(sound, name, max_seconds):
             count += len(block)
         claimed, decoded = _claimed_frames(sound) / sound.samplerate, count / sound.samplerate
@@ -325,7 +325,7 @@ def audio_seconds(path: Source) -> float:
 
     Raises AudioError as `read_audio` does, for what shows without decoding.
     """
-    with _open(path) as (sound, name):
+    with open_audio(path) as (sound, name):
         frames = sound.frames
         if frames == UNKNOWN_FRAMES:
             frames = sum(len(block) for block in _blocks(sound, name))
@@ -334,85 +334,12 @@ def audio_seconds(path: Source) -> float:
         return frames / sound.samplerate
 
 
-MAX_PART = 3600.0  # seconds of a part, which is cut in memory
-OVERSHOOT = 0.5  # seconds that a part may end after its recording, as in Kaldi's extract-segments
-FINE = {"PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ALAC_20", "ALAC_24", "ALAC_32"}  # over 16 bits
-
-
-def audio_channels(path: Source) -> int:
-    """The number of channels by the file's header. Raises AudioError as `audio_seconds` does."""
-    with _open(path) as (sound, _):
-        return sound.channels
-
-
-def cut_audio(
-    path: Source, start: float = 0.0, seconds: float | None = None, channel: int | None = None
-) -> tuple[bytes, float]:
-    """A part of a file as FLAC of the same rate, and its duration in seconds.
-
-    seconds: None cuts to the end. channel: counted from 0; None keeps all of them. Samples of up to
-    24 bits stay as they are. Raises AudioError as `read_audio` does, and for a part that is not in
-    the file or longer than MAX_PART.
-    """
-    with _open(path) as (sound, name):
-        if channel is not None and channel >= sound.channels:
-            raise AudioError(f"{name}: no channel {channel}, counted from 0: has {sound.channels}")
-        if channel is None and sound.channels > 8:
-            count = f"{sound.channels} channels, of which FLAC holds 8"
-            raise AudioError(f"{name}: {count}; choose one")
-        rate, kind = sound.samplerate, "PCM_24" if sound.subtype in FINE else "PCM_16"
-        samples = _read_part(sound, name, start, seconds)
-    if channel is not None:
-        samples = samples[:, channel]
-    file = io.BytesIO()
-    try:
-        soundfile.write(file, samples, rate, format="FLAC", subtype=kind)
-    except soundfile.SoundFileError as error:
-        raise AudioError(f"{name}: cannot be written as FLAC ({_reason(error)})") from None
-    return file.getvalue(), len(samples) / rate
-
-
-def _samples_of(seconds: float, rate: int) -> int:
-    """The nearest number of samples, halves up as in Lhotse, in spite of binary fractions."""
-    return math.floor(round(seconds * rate, 8) + 0.5)
-
-
-def _read_part(
-    sound: soundfile.SoundFile, name: str, start: float, seconds: float | None
-) -> np.ndarray:
-    """(S, C) of a part: int16, int32 for 24 bits, float32 for floating-point audio."""
-    rate, where = sound.samplerate, f"the part from {start:.3f} s"
-    begin = _samples_of(start, rate)
-    count = _samples_of(MAX_PART + 1 if seconds is None else seconds, rate)
-    if seconds is not None and seconds > MAX_PART:
-        raise AudioError(f"{name}: {where} is longer than {MAX_PART:g} seconds")
-    if begin >= sound.frames or count <= 0:
-        raise AudioError(f"{name}: {where} is not in the file of {sound.frames / rate:.3f} s")
-    kind = "int16" if sound.subtype not in FINE else "int32"
-    kind = "float32" if sound.subtype in ("FLOAT", "DOUBLE") else kind
-    length, parts, rest = max(1, BLOCK_VALUES // sound.channels), [], count
-    try:
-        with suppress_stderr(sound.format == "MP3"):
-            sound.seek(begin)
-            while rest and len(block := sound.read(min(rest, length), kind, always_2d=True)):
-                parts.append(block)
-                rest -= len(block)
-    except (soundfile.SoundFileError, ValueError) as error:
-        raise AudioError(f"{name}: broken before the end of {where} ({_reason(error)})") from error
-    if seconds is None and not rest:
-        raise AudioError(f"{name}: {where} is longer than {MAX_PART:g} seconds")
-    if not parts or (seconds is not None and rest > OVERSHOOT * rate):
-        ends = f"{(begin + count - rest) / rate:.3f} s"
-        raise AudioError(f"{name}: {where} lasts {seconds or 0:.3f} s, but the file ends at {ends}")
-    samples = np.concatenate(parts)
-    if kind == "float32":
-        check_values(torch.from_numpy(samples), name)
-    return samples
-
-
 @contextmanager
-def _open(path: Source) -> Iterator[tuple[soundfile.SoundFile, str]]:
-    """The open file, and its name for messages: on one line, whatever it holds."""
+def open_audio(path: Source) -> Iterator[tuple[soundfile.SoundFile, str]]:
+    """The open file, and its name for messages: on one line, whatever it holds.
+
+    Raises AudioError for what is not audio, and at the end for a tar that cannot be read.
+    """
     text = IN_MEMORY if isinstance(path, bytes) else os.fspath(path)
     name = text if text.isprintable() else ascii(text)
     with ExitStack() as stack:
@@ -428,7 +355,7 @@ def _open(path: Source) -> Iterator[tuple[soundfile.SoundFile, str]]:
             with suppress_stderr(beginning not in QUIET):
                 sound = stack.enter_context(soundfile.SoundFile(source, closefd=False))
         except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
-            raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
+            raise AudioError(f"{name}: not readable as audio ({sound_error(error)})") from error
         whole_rate(sound.samplerate, name)
         yield sound, name
         if isinstance(source, Window) and source.error:
@@ -494,10 +421,10 @@ def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int
         if sound.frames == UNKNOWN_FRAMES and "fseek" in str(error):
             return int((~np.isnan(block[:, 0])).sum())
         fault = "broken, or shorter than its header claims"
-        raise AudioError(f"{name}: {fault} ({_reason(error)})") from error
+        raise AudioError(f"{name}: {fault} ({sound_error(error)})") from error
 
 
-def _reason(error: Exception) -> str:
+def sound_error(error: Exception) -> str:
     """libsndfile's message, without the path."""
     names = ("error_string", "strerror")
     text = next(filter(None, (getattr(error, name, None) for name in names)), str(error))

@@ -31,7 +31,8 @@ from asr.data.shards import TarWriter
 from asr.errors import UserError, one_line, terminal
 from asr.io import atomic_writer
 from features import AudioError
-from features.audio import OVERSHOOT, audio_channels, audio_seconds, cut_audio, decoded_seconds
+from features.audio import audio_seconds, decoded_seconds
+from features.cut import OVERSHOOT, audio_channels, cut_audio
 
 TOLERANCE = 0.1  # seconds between what a table says and what its file has
 EXACT = 1e-3  # seconds: a part that ends so near to its file's end is the whole file
