@@ -138,12 +138,9 @@ def test_all_faults_are_counted_and_listed_in_a_file(own, tmp_path, asr_prepare)
     file = tmp_path / "to" / "mine.faults.txt"
     assert code == 2 and out == "" and list((tmp_path / "to").iterdir()) == [file]
     messages = file.read_text().splitlines()
-    # Static faults come first; of the rows with the id 'd' all but the first repeat it.
-    assert sorted(m.partition(": ")[0] for m in messages) == sorted(
-        f"{own}:{line}" for line in range(5, 5 + len(FAULTS))
-    )
-    for number, (_, words) in enumerate(FAULTS):
-        (message,) = (m for m in messages if m.startswith(f"{own}:{5 + number}: "))
+    for line, (message, (_, words)) in enumerate(zip(messages, FAULTS, strict=True), start=5):
+        # Of the rows with the id 'd' all but the first repeat it.
+        assert message.startswith(f"{own}:{line}: ")
         assert words in message or "is already in line 5" in message
     assert err[0] == f"{len(FAULTS)} rows are faulty:"
     assert "        2  the text is empty" in err

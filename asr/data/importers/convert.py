@@ -56,6 +56,7 @@ class Measured(NamedTuple):
 
     seconds: float
     content: bytes | None
+    name: str  # of the content
 
 
 class _Output:
@@ -84,7 +85,7 @@ class _Output:
         if not row.text:
             raise ValueError("the text is empty")
         path = os.path.abspath(os.path.join(self.base, row.audio))  # noqa: PTH100, PTH118
-        if row.content is None and not path.startswith(os.path.join(self.root, "")):  # noqa: PTH118
+        if row.load is None and not path.startswith(os.path.join(self.root, "")):  # noqa: PTH118
             folder = os.path.dirname(path)  # noqa: PTH120
             self.outside = os.path.commonpath([self.outside or folder, folder])
             fault = f"audio {row.audio!r} is outside {self.root}"
@@ -118,10 +119,9 @@ class _Output:
         if self._tars is None:
             self._tars = TarWriter(self.manifest.with_name(self.split.name), TAR_BYTES)
             self.stack.enter_context(self._tars)
-        content = measured.content or b""
-        named = Path(row.audio if content is row.content else "part.flac")
-        utterance = Utterance(row.id, row.speaker or row.id, named, measured.seconds, text)
-        return self._tars.add(self.rows, utterance, content)
+        speaker, named = row.speaker or row.id, Path(measured.name)
+        utterance = Utterance(row.id, speaker, named, measured.seconds, text)
+        return self._tars.add(self.rows, utterance, measured.content or b"")
 
     def check_amount(self, seconds: float, full: bool, only: bool) -> None:
         """Raise UserError for no row, and for the only split with less than options.hours."""
@@ -283,18 +283,19 @@ def _measure(row: Row, path: str, options: Options) -> Measured | str:
 
 def _cut_or_measure(row: Row, path: str, options: Options) -> Measured:
     """Cut what is not a whole file. Raises AudioError and ValueError."""
-    audio: str | bytes = path if row.content is None else row.content
+    content = row.load() if row.load else None
+    audio: str | bytes = path if content is None else content
     limit = options.max_seconds
     if row.length is not None and limit is not None and row.length > limit + TOLERANCE:
         raise ValueError(f"{row.length:.2f} seconds long, over the limit of {limit:g}")
     if _is_part(row, audio):
         content, seconds = cut_audio(audio, row.start or 0.0, row.length, row.channel)
-        return Measured(seconds, content)
+        return Measured(seconds, content, "part.flac")
     seconds = audio_seconds(audio) if options.headers_only else decoded_seconds(audio, limit)
     missing = TOLERANCE if row.start is None else OVERSHOOT
     if row.length is not None and row.length - seconds > missing:
         raise ValueError(f"duration is {row.length:g}, but the file has {seconds:.3f}")
-    return Measured(seconds, row.content)
+    return Measured(seconds, content, row.audio)
 
 
 def _is_part(row: Row, audio: str | bytes) -> bool:

@@ -1,8 +1,8 @@
 """Data sets that the Hugging Face `datasets` library saved to disk (Dataset.save_to_disk).
 
-SOURCE is the folder of a Dataset, or of a DatasetDict, whose entries are splits. The audio is in
-the column of the type Audio and stays encoded as it is; where it is a path, the file must be below
-SOURCE or --audio. The library, the extra `datasets`, reads the Arrow files.
+SOURCE is the folder of a Dataset, or of a DatasetDict, whose entries are splits. The audio files
+are in the column of the type Audio and stay encoded as they are. The library, the extra `datasets`,
+reads the Arrow files.
 """
 
 from collections.abc import Iterator
@@ -53,21 +53,34 @@ def _split(name: str, dataset: Any, place: Path, text_column: str | None) -> Spl
     from datasets import Audio
 
     columns = list(dataset.column_names)
-    found = [c for c in columns if isinstance(dataset.features[c], Audio)]
-    if not found:
+    audio = next((name for name in columns if isinstance(dataset.features[name], Audio)), None)
+    if audio is None:
         kinds = ", ".join(columns[:50])
         raise UserError(f"{place}: no column of the type Audio; it has {kinds}; use cast_column")
     text = choose_text_column(columns, text_column, place)
-    kept = [c for c in dict.fromkeys((found[0], text, "id", *SPEAKER_KEYS)) if c in columns]
-    encoded = dataset.select_columns(kept).cast_column(found[0], Audio(decode=False))
-    return Split(name, place, place, partial(_rows, encoded, found[0], text, place))
+    # As two columns: paths are read without the contents, of which each is read when asked for.
+    encoded = dataset.cast_column(audio, Audio(decode=False)).flatten()
+    kept = [name for name in dict.fromkeys((text, "id", *SPEAKER_KEYS)) if name in columns]
+    about = encoded.select_columns([f"{audio}.path", *kept])
+    contents = encoded.select_columns([f"{audio}.bytes"])
+    return Split(name, place, place, partial(_rows, about, contents, f"{audio}.path", text, place))
 
 
-def _rows(dataset: Any, audio_column: str, text_column: str, place: Path) -> Iterator[Row]:
-    for number, about in enumerate(dataset, start=1):
-        audio = about[audio_column] or {}
-        path, content = audio.get("path") or "", audio.get("bytes")
-        stem = PurePosixPath(path).stem if path else ""
-        name = text_of(about, "id") or stem or f"{place.name}-{number}"
-        text, speaker = text_of(about, text_column), text_of(about, *SPEAKER_KEYS)
-        yield Row(place, number, name, path or name, text, speaker, content=content)
+def _rows(
+    about: Any, contents: Any, path_column: str, text_column: str, place: Path
+) -> Iterator[Row]:
+    for number, record in enumerate(about, start=1):
+        path = record[path_column] or ""
+        stem = PurePosixPath(path).stem
+        name = text_of(record, "id") or stem or f"{place.name}-{number}"
+        text, speaker = text_of(record, text_column), text_of(record, *SPEAKER_KEYS)
+        load = partial(_content, contents, number - 1)
+        yield Row(place, number, name, path or name, text, speaker, load=load)
+
+
+def _content(contents: Any, index: int) -> bytes:
+    """Raises ValueError for a row without a content."""
+    (content,) = contents[index].values()
+    if not content:
+        raise ValueError("has no audio in it; save the data set anew with save_to_disk")
+    return content

@@ -18,31 +18,39 @@ class FaultReport:
     """The faults of one split: `add` each, then `show` them on standard error."""
 
     def __init__(self) -> None:
-        self.messages: list[str] = []
+        self.faults: list[tuple[str, int, str]] = []  # file, line, message
         self.kinds: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self.messages)
+        return len(self.faults)
+
+    @property
+    def messages(self) -> list[str]:
+        """A line for each fault, in the order of files and lines."""
+        return [
+            one_line(f"{file}:{line}: {message}") for file, line, message in sorted(self.faults)
+        ]
 
     def add(self, place: Row | Fault, message: str, path: str = "") -> None:
         """Add a fault of a row. path: of its audio, which the kind leaves out."""
-        self.messages.append(one_line(f"{place.where}: {message}"))
+        self.faults.append((str(place.file), place.line, message))
         own = message.removeprefix(f"{path}: ") if path else message
         self.kinds[_VARIABLE.sub("...", own)[:200]] += 1
 
     def show(self, file: Path, skipped: bool) -> None:
         """Print them. file: for all of more than SHOWN, removed where there are fewer."""
-        if len(self) <= SHOWN:
+        messages = self.messages
+        if len(messages) <= SHOWN:
             file.unlink(missing_ok=True)
-            for line in self.messages:
+            for line in messages:
                 print(f"skipped: {line}" if skipped else line, file=sys.stderr)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, "".join(f"{line}\n" for line in self.messages))
+        atomic_write(file, "".join(f"{line}\n" for line in messages))
         lines = [f"{len(self):,} rows are {'skipped' if skipped else 'faulty'}:"]
         lines += [f"{count:9,}  {kind}" for kind, count in self.kinds.most_common(SHOWN)]
         if len(self.kinds) > SHOWN:
             rest = sum(count for _, count in self.kinds.most_common()[SHOWN:])
             lines.append(f"{rest:9,}  of {len(self.kinds) - SHOWN} other kinds")
-        lines += [f"the first {SHOWN}:", *self.messages[:SHOWN], f"all of them: {file}"]
+        lines += [f"the first {SHOWN}:", *messages[:SHOWN], f"all of them: {file}"]
         print("\n".join(lines), file=sys.stderr)

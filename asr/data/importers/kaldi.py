@@ -19,9 +19,9 @@ from asr.data.manifest import open_table
 from asr.errors import UserError
 
 PIPE = (
-    "is a command, which prepare does not run. Write its audio to a file and name that file here: "
+    "is a command, which prepare does not run. Write its audio to a file: mkdir -p wav; "
     """while read -r id c; do bash -c "${c%|}" > wav/$id.wav </dev/null; echo $id wav/$id.wav; """
-    "done < wav.scp > new.scp"
+    "done < wav.scp > new.scp; and let new.scp replace wav.scp"
 )
 ARCHIVE = "is a place in a Kaldi archive; write it to a file of its own (wav-copy) and name that"
 CHANNELS = {"A": 0, "B": 1, "0": 0, "1": 1}  # of telephone calls
@@ -62,12 +62,10 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
         speakers = yield from _table(folder / "utt2spk")
     listing = "segments" if (folder / "segments").is_file() else "wav.scp"
     source = _segments(folder) if listing == "segments" else _recordings(folder)
-    unused = set(texts)
     for row in source:
         if isinstance(row, Fault):
             yield row
             continue
-        unused.discard(row.id)
         if row.id not in texts:
             yield Fault(row.file, row.line, "the utterance has no line in text")
         elif speakers is not None and row.id not in speakers:
@@ -76,7 +74,8 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
             row.text = texts[row.id][1]
             row.speaker = speakers[row.id][1] if speakers is not None else ""
             yield row
-    for name in sorted(unused, key=lambda name: texts[name][0]):
+    listed = {name for _, name, _ in _lines(folder / listing)}
+    for name in (name for name in texts if name not in listed):
         yield Fault(folder / "text", texts[name][0], f"utterance {name!r} is not in {listing}")
 
 

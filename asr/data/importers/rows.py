@@ -17,25 +17,20 @@ SPEAKER_KEYS = ("speaker", "speaker_id", "spk", "spk_id", "client_id")  # none i
 
 @dataclass(slots=True)
 class Row:
-    """One utterance: a file, or a part of it. `where` it stands: file and line."""
+    """One utterance, a file or a part of it, from a line of a table."""
 
     file: Path
     line: int
     id: str
-    audio: str  # a path relative to the split's base, or the name of `content`
+    audio: str  # a path relative to the split's base, or the name of what `load` gives
     text: str
     speaker: str = ""  # "": the utterance is its own speaker
     seconds: str = ""  # of the whole file, which is checked
     start: float | None = None  # seconds; None: of a file that should have the length `length`
     length: float | None = None  # seconds; None: to the end
     channel: int | None = None  # counted from 0; None: all, averaged
-    content: bytes | None = None  # of the audio file, where the corpus contains it
+    load: Callable[[], bytes] | None = None  # the audio file's content, where the corpus has it
     more: tuple[str, ...] = ()  # the fields of the split's columns `more`
-
-    @property
-    def where(self) -> str:
-        """FILE:LINE, with which a message on the row begins."""
-        return f"{self.file}:{self.line}"
 
 
 @dataclass(slots=True)
@@ -45,11 +40,6 @@ class Fault:
     file: Path
     line: int
     message: str
-
-    @property
-    def where(self) -> str:
-        """FILE:LINE, with which the message begins."""
-        return f"{self.file}:{self.line}"
 
 
 @dataclass
