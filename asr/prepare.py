@@ -64,10 +64,10 @@ FORMATS = {
     ),
 }
 WITH_TEXT_COLUMN = ("auto", "audiofolder", "datasets")
-VALID = re.compile(r"(^|[^a-z])(valid|val|dev)", re.IGNORECASE)  # names of validation splits
+# Names of validation splits; not Common Voice's "validated".
+VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
 LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is the better start
-SMALL_RECIPE = "recipes/small_corpus_las_start.yaml"
-LARGE_RECIPE = "recipes/librispeech100.yaml data.corpus=null data.test={} run=own"
+SMALL_RECIPE, LARGE_RECIPE = "small_corpus_las_start", "librispeech100"
 
 # A function per kind; its docstring is the help of its command line. It imports what it needs
 # itself, since torch takes seconds, for which --help should not wait.
@@ -197,16 +197,17 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
         more = f" (also recognised: {', '.join(others)})" if others else ""
         print_line(f"{args.source}: read as {name}{more}")
     splits = formats.read(name, args.source, getattr(args, "text_column", None))
-    if args.valid and len(splits) > 1:
-        names = ", ".join(split.name for split in splits)
-        raise UserError(f"--valid {args.valid:g}: the corpus already has the splits {names}")
+    valid = next((split.name for split in splits if VALID.search(split.name)), None)
+    if args.valid and valid:
+        raise UserError(f"--valid {args.valid:g}: the corpus has a validation split, {valid}")
     options = Options(args.audio, args.headers_only, args.max_seconds, args.hours, args.skip_bad)
     normalize = TextNormalizer(args.text)
     manifests = convert(splits, args.to, options, normalize)
     for line in normalize.report():
         print_line(line)
     if args.valid:
-        manifests = list(hold_out(manifests[0], args.valid))
+        whole = min(manifests, key=lambda path: not path.stem.startswith("train"))
+        manifests += hold_out(whole, args.valid)
     seconds = {manifest: _report(manifest) for manifest in manifests}
     print_line(_next_command(args.to, seconds))
 
@@ -265,6 +266,8 @@ def _report(manifest: Path) -> float:
 
 def _next_command(folder: Path, hours: Mapping[Path, float]) -> str:
     """What to do with the manifests just written, and those that were in their folder before."""
+    from asr.config.missing_run import find_recipe
+
     manifests = sorted({*hours, *folder.glob("*.tsv")}, key=lambda path: (path not in hours, path))
     valid = next((path for path in manifests if VALID.search(path.stem)), None)
     others = [path for path in manifests if not VALID.search(path.stem)]
@@ -274,11 +277,11 @@ def _next_command(folder: Path, hours: Mapping[Path, float]) -> str:
         missing = "training" if train is None else "validation"
         remedy = "" if train is None else ", or hold out a part: --valid 0.05"
         return f"next: prepare a {missing} split into {folder}{remedy}"
-    recipe = SMALL_RECIPE if hours.get(train, 0.0) < LARGE_HOURS else LARGE_RECIPE
-    paths = (
-        shlex.quote(f"data.{key}={path}") for key, path in (("train", train), ("valid", valid))
-    )
-    return f"next: python -m asr.train {recipe} {' '.join(paths)}"
+    is_large = hours.get(train, 0.0) >= LARGE_HOURS
+    recipe = LARGE_RECIPE if is_large else SMALL_RECIPE
+    command = ["python", "-m", "asr.train", str(find_recipe(recipe) or f"{recipe}.yaml")]
+    command += ["data.corpus=null", "data.test={}", "run=own"] if is_large else []
+    return f"next: {shlex.join([*command, f'data.train={train}', f'data.valid={valid}'])}"
 
 
 if __name__ == "__main__":

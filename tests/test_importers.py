@@ -508,6 +508,31 @@ def test_hours_are_of_each_split_and_cut_no_more(tmp_path, asr_prepare):
     assert (tmp_path / "to" / "train-00000.tar").stat().st_size < 8 * 0.9 * 2 * RATE
 
 
+def test_a_part_is_held_out_of_the_training_split(tmp_path, asr_prepare):
+    noise(tmp_path / "set" / "a.wav")
+    for split in ("test", "train"):
+        json_lines(
+            tmp_path / "set" / f"{split}.json", [{"audio_filepath": "a.wav", "text": "a"}] * 9
+        )
+    call = ("nemo", tmp_path / "set", "--to", tmp_path / "to", "--valid", 0.3)
+    code, out, _ = asr_prepare(*call)
+    assert code == 0
+    sizes = {path.stem: len(read_manifest(path)) for path in (tmp_path / "to").glob("*.tsv")}
+    assert sizes == {"test": 9, "train": 6, "train-valid": 3}
+    assert f"data.train={tmp_path}/to/train.tsv data.valid={tmp_path}/to/train-valid.tsv" in out
+    (tmp_path / "set" / "test.json").rename(tmp_path / "set" / "dev.json")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and "--valid 0.3: the corpus has a validation split, dev" in err[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_valid"),
+    [("dev", 1), ("x-valid", 1), ("val_manifest", 1), ("validated", 0), ("interval", 0)],
+)
+def test_the_names_of_validation_splits(name, is_valid):
+    assert bool(prepare.VALID.search(name)) == bool(is_valid)
+
+
 def test_nothing_is_left_of_a_faulty_corpus(tmp_path, asr_prepare):
     noise(tmp_path / "set" / "a.wav", 3.0)
     row = {"audio_filepath": "a.wav", "offset": 1, "duration": 1, "text": "a"}
