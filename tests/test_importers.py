@@ -14,6 +14,10 @@ from scipy.signal import resample_poly
 
 from asr import errors, prepare
 from asr.data.corpus import read_manifest
+from asr.data.importers.convert import Options, convert
+from asr.data.importers.rows import Split
+from asr.data.importers.text_normalization import TextNormalizer
+from asr.errors import UserError
 from features.audio import read_audio
 
 RATE = 22_050  # of the recordings, which the recogniser resamples
@@ -550,12 +554,20 @@ def test_nothing_is_left_of_a_faulty_corpus(tmp_path, asr_prepare):
     ]
 
 
-@pytest.mark.parametrize(("kind", "words"), [("mp3", 32_000), ("ogg", 44_100), ("wav", 48_000)])
-def test_parts_of_lossy_and_fine_audio(tmp_path, asr_prepare, kind, words):
+@pytest.mark.parametrize("name", ["../out", "/out", "..", ".hidden", "", "a\nb"])
+def test_the_name_of_a_split_cannot_lead_elsewhere(tmp_path, name):
+    split = Split(name, tmp_path, tmp_path, lambda: iter(()))
+    with pytest.raises(UserError, match="cannot be the name of a manifest"):
+        convert([split], tmp_path / "to", Options(), TextNormalizer("keep"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("mp3", 32_000), ("ogg", 44_100), ("wav", 48_000)])
+def test_parts_of_lossy_and_fine_audio(tmp_path, asr_prepare, kind, rate):
     """A part of a file is what decoding all of it gives there; 24 bits stay 24 bits."""
     options = {"subtype": "PCM_24"} if kind == "wav" else {}
-    noise(tmp_path / "set" / f"a.{kind}", 4.1, rate=words, **options)
-    whole, rate = soundfile.read(tmp_path / "set" / f"a.{kind}", dtype="float64", always_2d=True)
+    noise(tmp_path / "set" / f"a.{kind}", 4.1, rate=rate, **options)
+    whole, _ = soundfile.read(tmp_path / "set" / f"a.{kind}", dtype="float64", always_2d=True)
     row = {"audio_filepath": f"a.{kind}", "offset": 1.23, "duration": 1.7, "text": "a"}
     json_lines(tmp_path / "set" / "dev.json", [row])
     assert asr_prepare("nemo", tmp_path / "set" / "dev.json", "--to", tmp_path)[0] == 0
@@ -571,6 +583,24 @@ def test_a_source_of_another_form_is_one_line(tmp_path, asr_prepare, name):
     for source in (tmp_path / "set", tmp_path / "none"):
         code, _, err = asr_prepare(name, source, "--to", tmp_path / "to")
         assert code == 2 and len(err) == 1 and str(source) in err[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "report"),
+    [
+        ("It’s “fine”, e.g. well-known", "IT'S FINE EG WELL KNOWN", ["6 dropped", "1 changed"]),
+        ("Ÿ ﬁ Œuvre ß ø", "Y FI OEUVRE SS O", ["5 changed: 'Ÿ to Y' 1, 'ﬁ to FI' 1"]),
+        ("e\u0301te\u0301", "ETE", ["2 changed: 'é to E' 2"]),  # accents apart from their letters
+        ("5 % да", "", ["4 dropped: '5' 1, '%' 1, 'д' 1, 'а' 1", "warning: 1 transcripts lost"]),
+        ("A\u00a0B\tC", "A B C", []),
+    ],
+)
+def test_upper_az(text, expected, report):
+    normalize = TextNormalizer("upper-az")
+    assert normalize(text) == expected
+    lines = normalize.report()
+    assert len(lines) == len(report)
+    assert all(words in line for words, line in zip(report, lines, strict=True))
 
 
 def test_auto_refuses_what_it_does_not_recognise(tmp_path, asr_prepare):

@@ -319,7 +319,7 @@ def linked_folder(manifest: Path, audio: Path) -> Path:
     folder, audio = manifest.parent.resolve(), audio.resolve()
     if audio.is_relative_to(folder):
         return manifest.parent / audio.relative_to(folder)
-    link = manifest.with_name(f"{manifest.name.removesuffix('.tsv')}.audio")
+    link = manifest.with_suffix(".audio")
     if link.exists() and not link.is_symlink():
         raise UserError(f"{link}: in the way; a link to {audio} belongs there")
     return link

@@ -153,6 +153,9 @@ def convert(
     table. Then nothing is written but the lists of faults.
     """
     names = [split.name for split in splits]
+    for name in names:  # which a data set from elsewhere may have chosen
+        if not name or "/" in name or name.startswith(".") or not name.isprintable():
+            raise UserError(f"{splits[0].place}: {name!r} cannot be the name of a manifest; rename")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{splits[0].place}: two splits would be {twice[0]}.tsv; rename one")
     with _folder(to), ExitStack() as stack:
