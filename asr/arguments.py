@@ -115,3 +115,10 @@ def above_zero(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text[:40]!r}: must be above 0, and finite")
     return number
+
+
+def share(text: str) -> float:
+    """A number above 0 and below 1."""
+    if (number := above_zero(text)) >= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: must be below 1")
+    return number

@@ -2,12 +2,72 @@
 
 import argparse
 import inspect
-import sys
-from collections.abc import Callable
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from asr.arguments import CommandParser, above_zero, natural
-from asr.errors import UserError, one_line, run_command
+from asr.arguments import CommandParser, above_zero, natural, share
+from asr.errors import UserError, print_line, run_command
+
+# Name of a corpus format -> its SOURCE, and its help: a summary and more.
+FORMATS = {
+    "auto": ("SOURCE", "Any of the following formats, recognised by its files"),
+    "kaldi": (
+        "SOURCE",
+        "A Kaldi data directory: wav.scp, text, segments, utt2spk\n\n"
+        "SOURCE: one directory, or a folder of several, each of which becomes a manifest. Segments "
+        "are cut out of their recordings.",
+    ),
+    "common-voice": (
+        "SOURCE",
+        "Mozilla Common Voice: path, sentence, client_id\n\n"
+        "SOURCE: the folder of a language, whose train.tsv, dev.tsv and test.tsv become manifests, "
+        "or one table. The audio is in clips/ beside it.",
+    ),
+    "ljspeech": ("FOLDER", "LJ Speech and its like: metadata.csv (id|text|normalised), wavs/"),
+    "nemo": (
+        "SOURCE",
+        "NeMo manifests: JSON lines with audio_filepath, text\n\n"
+        "SOURCE: a manifest, or a folder of several. What offset and duration give is cut out.",
+    ),
+    "wenet": (
+        "SOURCE",
+        "WeNet's data.list: JSON lines with key, wav, txt\n\n"
+        "SOURCE: a list, or a folder with a data.list, or with folders of one each. What start and "
+        "end give is cut out.",
+    ),
+    "audiofolder": ("FOLDER", "A Hugging Face audiofolder: metadata.csv or metadata.jsonl"),
+    "datasets": (
+        "FOLDER",
+        "A data set saved by Hugging Face datasets (extra: datasets)\n\n"
+        "FOLDER: what Dataset.save_to_disk or DatasetDict.save_to_disk has written.",
+    ),
+    "lhotse": (
+        "SOURCE",
+        "Lhotse CutSets: *.jsonl, *.jsonl.gz\n\n"
+        "SOURCE: a CutSet, or a folder of several. Each supervision becomes an utterance, and is "
+        "cut out where it is less than a file.",
+    ),
+    "webdataset": (
+        "FOLDER",
+        "Tars in the webdataset library's layout, unchanged\n\n"
+        "The samples of the tars in a folder have audio and a .txt, or a .json with text.",
+    ),
+    "tsv": (
+        "MANIFEST.tsv",
+        "Your own recordings, listed in a table\n\n"
+        "The columns are id, audio, text, and perhaps speaker and seconds, separated by tabs; "
+        "audio is relative to the table. Every file is decoded. All faults are listed at once, and "
+        "then nothing is written.",
+    ),
+}
+WITH_TEXT_COLUMN = ("auto", "audiofolder", "datasets")
+# Names of validation splits; not Common Voice's "validated".
+VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
+LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is the better start
+SMALL_RECIPE, LARGE_RECIPE = "small_corpus_las_start", "librispeech100"
 
 # A function per kind; its docstring is the help of its command line. It imports what it needs
 # itself, since torch takes seconds, for which --help should not wait.
@@ -22,8 +82,10 @@ def main() -> None:
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     kinds.type = str  # the arguments after KIND are checked by its own parser
 
-    def add(name: str, prepare: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
-        summary, _, description = (inspect.getdoc(prepare) or "").partition("\n\n")
+    def add(
+        name: str, prepare: Callable[[argparse.Namespace], None], about: str = ""
+    ) -> argparse.ArgumentParser:
+        summary, _, description = (about or inspect.getdoc(prepare) or "").partition("\n\n")
         kind = kinds.add_parser(name, help=summary.rstrip("."), description=description)
         kind.add_argument("--to", type=Path, required=True, metavar="DIR", help="output folder")
         kind.set_defaults(prepare=prepare)
@@ -44,20 +106,8 @@ def main() -> None:
     kind = add("librispeech-lm", _librispeech_lm)
     kind.add_argument("--url", help=mirror)
 
-    kind = add("tsv", _tsv)
-    kind.add_argument("table", type=Path, metavar="MANIFEST.tsv")
-    text = "the folder that must hold all audio (default: the table's own); if it is not below "
-    text += "DIR, DIR/NAME.audio becomes a link to it"
-    kind.add_argument("--audio", type=Path, metavar="FOLDER", help=text)
-    text = "list the faulty rows and write the others"
-    kind.add_argument("--skip-bad", action="store_true", help=text)
-    text = "convert the text to upper or lower case (default: %(default)s)"
-    kind.add_argument("--text", choices=("as-is", "upper", "lower"), default="as-is", help=text)
-    text = "trust the audio files' headers: faster, but truncated files pass"
-    kind.add_argument("--headers-only", action="store_true", help=text)
-    kind.add_argument("--max-seconds", type=above_zero, help="longer recordings are faulty")
-    text = "a random part of the table of this duration: the same part every time, and a subset "
-    kind.add_argument("--hours", type=above_zero, help=text + "of any longer part")
+    for name, (source, about) in FORMATS.items():
+        _add_format(add(name, partial(_corpus, name), about), name, source)
 
     kind = add("shards", _shards)
     kind.add_argument("manifest", type=Path, metavar="MANIFEST.tsv")
@@ -65,9 +115,6 @@ def main() -> None:
     kind.add_argument("--megabytes", type=above_zero, default=1000.0, help=text)
     text = "also pack audio outside the manifest's folder"
     kind.add_argument("--outside", action="store_true", help=text)
-
-    kind = add("webdataset", _webdataset)
-    kind.add_argument("folder", type=Path, metavar="FOLDER")
 
     kind = add("spoken-numbers", _spoken_numbers)
     kind.add_argument("--seed", type=natural, default=1)
@@ -79,6 +126,30 @@ def main() -> None:
 
     args = parser.parse_args()
     args.prepare(args)
+
+
+def _add_format(kind: argparse.ArgumentParser, name: str, source: str) -> None:
+    """The arguments that all corpus formats share."""
+    kind.add_argument("source", type=Path, metavar=source)
+    text = "the base of relative paths, and the folder that must hold all audio (default: the "
+    text += "corpus' own); if it is not below DIR, DIR/NAME.audio becomes a link to it"
+    kind.add_argument("--audio", type=Path, metavar="FOLDER", help=text)
+    text = "list the faulty rows and write the others"
+    kind.add_argument("--skip-bad", action="store_true", help=text)
+    text = "transcripts: keep them, in lower case, or in upper case with only A to Z, apostrophes "
+    text += "and spaces; what is dropped is reported (default: %(default)s)"
+    kind.add_argument("--text", choices=("keep", "lower", "upper-az"), default="keep", help=text)
+    if name in WITH_TEXT_COLUMN:
+        kind.add_argument("--text-column", metavar="NAME", help="the column of the transcripts")
+    text = "trust the audio files' headers: faster, but truncated files pass"
+    kind.add_argument("--headers-only", action="store_true", help=text)
+    kind.add_argument("--max-seconds", type=above_zero, help="longer recordings are faulty")
+    text = "a random part of this duration of each split: the same part every time, and a subset "
+    text += "of any longer part; no other audio is read"
+    kind.add_argument("--hours", type=above_zero, help=text)
+    text = "hold out this share of the utterances, of whole speakers where there are ten, as "
+    text += "NAME-valid.tsv"
+    kind.add_argument("--valid", type=share, metavar="SHARE", help=text)
 
 
 def _librispeech(args: argparse.Namespace) -> None:
@@ -114,28 +185,31 @@ def _librispeech_lm(args: argparse.Namespace) -> None:
     print(f"{librispeech.download_text(args.to, args.url or librispeech.URL)}: complete")
 
 
-def _tsv(args: argparse.Namespace) -> None:
-    """Your own recordings, listed in a table.
+def _corpus(name: str, args: argparse.Namespace) -> None:
+    """Any corpus that somebody already has, in one of FORMATS."""
+    from asr.data.importers import formats
+    from asr.data.importers.convert import Options, convert
+    from asr.data.importers.hold_out import hold_out
+    from asr.data.importers.text_normalization import TextNormalizer
 
-    Check every row of a table with the columns id, audio, text, and perhaps speaker and seconds
-    (separated by tabs, audio relative to the table), decode every file, and write DIR/NAME.tsv. All
-    faults are listed at once, and then nothing is written.
-    """
-    from asr.data.importers import tsv
-
-    checked = tsv.check(args.table, args.audio, args.headers_only, args.max_seconds)
-    for message in checked.messages():
-        line = one_line(message)
-        print(f"skipped: {line}" if args.skip_bad else line, file=sys.stderr)
-    if checked.faults and not args.skip_bad:
-        count = len(checked.faults) + len(checked.rows)
-        raise UserError(
-            f"{args.table}: {len(checked.faults)} of {count} rows are faulty, nothing is written; "
-            "correct them, or skip them with --skip-bad"
-        )
-    if args.hours is not None:
-        checked.keep_part(args.hours)
-    _report(tsv.write(checked, args.to, args.text))
+    if name == "auto":
+        name, *others = formats.recognise(args.source)
+        more = f" (also recognised: {', '.join(others)})" if others else ""
+        print_line(f"{args.source}: read as {name}{more}")
+    splits = formats.read(name, args.source, getattr(args, "text_column", None))
+    valid = next((split.name for split in splits if VALID.search(split.name)), None)
+    if args.valid and valid:
+        raise UserError(f"--valid {args.valid:g}: the corpus has a validation split, {valid}")
+    options = Options(args.audio, args.headers_only, args.max_seconds, args.hours, args.skip_bad)
+    normalize = TextNormalizer(args.text)
+    manifests = convert(splits, args.to, options, normalize)
+    for line in normalize.report():
+        print_line(line)
+    if args.valid:
+        whole = min(manifests, key=lambda path: not path.stem.startswith("train"))
+        manifests += hold_out(whole, args.valid)
+    seconds = {manifest: _report(manifest) for manifest in manifests}
+    print_line(_next_command(args.to, seconds))
 
 
 def _shards(args: argparse.Namespace) -> None:
@@ -148,20 +222,6 @@ def _shards(args: argparse.Namespace) -> None:
     from asr.data.shards import pack
 
     _report(pack(args.manifest, args.to, args.megabytes, args.outside))
-
-
-def _webdataset(args: argparse.Namespace) -> None:
-    """Tars in the webdataset library's layout, unchanged.
-
-    Write DIR/NAME.tsv of the tars in a folder, whose samples have audio and a .txt, or a .json with
-    text; DIR/NAME.audio becomes a link to the folder.
-    """
-    from asr.data.importers import webdataset
-
-    result = webdataset.write(args.folder, args.to)
-    for line in result.skipped:
-        print(f"skipped: {one_line(line)}", file=sys.stderr)
-    _report(result.manifest)
 
 
 def _spoken_numbers(args: argparse.Namespace) -> None:
@@ -194,12 +254,34 @@ def _mnist(args: argparse.Namespace) -> None:
         print(f"{args.to}: {images.name}: {shape}{other}")
 
 
-def _report(manifest: Path) -> None:
+def _report(manifest: Path) -> float:
+    """Print a manifest's size -> its hours."""
     from asr.data.corpus import read_manifest
 
     corpus = read_manifest(manifest)
     hours = float(corpus.seconds.sum()) / 3600
     print(f"{manifest}: {len(corpus)} utterances, {hours:.2f} hours")
+    return hours
+
+
+def _next_command(folder: Path, hours: Mapping[Path, float]) -> str:
+    """What to do with the manifests just written, and those that were in their folder before."""
+    from asr.config.missing_run import find_recipe
+
+    manifests = sorted({*hours, *folder.glob("*.tsv")}, key=lambda path: (path not in hours, path))
+    valid = next((path for path in manifests if VALID.search(path.stem)), None)
+    others = [path for path in manifests if not VALID.search(path.stem)]
+    trains = [path for path in others if path.stem.startswith("train")]
+    train = next(iter(trains or [path for path in others if path in hours]), None)
+    if train is None or valid is None:
+        missing = "training" if train is None else "validation"
+        remedy = "" if train is None else ", or hold out a part: --valid 0.05"
+        return f"next: prepare a {missing} split into {folder}{remedy}"
+    is_large = hours.get(train, 0.0) >= LARGE_HOURS
+    recipe = LARGE_RECIPE if is_large else SMALL_RECIPE
+    command = ["python", "-m", "asr.train", str(find_recipe(recipe) or f"{recipe}.yaml")]
+    command += ["data.corpus=null", "data.test={}", "run=own"] if is_large else []
+    return f"next: {shlex.join([*command, f'data.train={train}', f'data.valid={valid}'])}"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Shapes: S samples, C channels.
 """
 
 import errno
+import io
 import math
 import os
 import re
@@ -265,6 +266,8 @@ QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
 # MP3, search all of the file for the next page or frame, at a gigabyte per second.
 INDEXED = (b"RIFF", b"RF64", b"riff", b"fLaC", b"FORM")
 MAX_SEARCHED = 4 << 30  # bytes of such a file: three days at 128 kbit/s
+Source = str | os.PathLike[str] | bytes  # a file, a place in a tar, or a file's content
+IN_MEMORY = "the audio"  # the name of a content in messages
 
 
 def read_audio(
@@ -284,20 +287,20 @@ def stream_audio(
     path: str | os.PathLike[str], sample_rate: int, max_seconds: float | None = None
 ) -> Iterator[Tensor]:
     """`read_audio` in blocks (S,), each decoded when it is asked for."""
-    with _open(path) as (sound, name):
+    with open_audio(path) as (sound, name):
         blocks = map(torch.from_numpy, _blocks(sound, name, max_seconds, sample_rate))
         for block in resample_blocks(blocks, sound.samplerate, sample_rate):
             yield block.clamp(-1.0, 1.0)
 
 
-def decoded_seconds(path: str | os.PathLike[str], max_seconds: float | None = None) -> float:
+def decoded_seconds(path: Source, max_seconds: float | None = None) -> float:
     """Duration of what can be decoded, a block at a time in memory.
 
     Raises AudioError as `read_audio` does, and for a truncated file, which holds less than its
     header claims. MP3 and OGG headers seldom have a length; there only a broken frame shows it.
     """
     count = 0
-    with _open(path) as (sound, name):
+    with open_audio(path) as (sound, name):
         for block in _blocks(sound, name, max_seconds):
             count += len(block)
         claimed, decoded = _claimed_frames(sound) / sound.samplerate, count / sound.samplerate
@@ -317,12 +320,12 @@ def _claimed_frames(sound: soundfile.SoundFile) -> float:
     return 0 if sound.frames == UNKNOWN_FRAMES else sound.frames
 
 
-def audio_seconds(path: str | os.PathLike[str]) -> float:
+def audio_seconds(path: Source) -> float:
     """Duration by the file's header; decoded and counted only if the header has none.
 
     Raises AudioError as `read_audio` does, for what shows without decoding.
     """
-    with _open(path) as (sound, name):
+    with open_audio(path) as (sound, name):
         frames = sound.frames
         if frames == UNKNOWN_FRAMES:
             frames = sum(len(block) for block in _blocks(sound, name))
@@ -332,9 +335,12 @@ def audio_seconds(path: str | os.PathLike[str]) -> float:
 
 
 @contextmanager
-def _open(path: str | os.PathLike[str]) -> Iterator[tuple[soundfile.SoundFile, str]]:
-    """The open file, and its name for messages: on one line, whatever it holds."""
-    text = os.fspath(path)
+def open_audio(path: Source) -> Iterator[tuple[soundfile.SoundFile, str]]:
+    """The open file, and its name for messages: on one line, whatever it holds.
+
+    Raises AudioError for what is not audio, and at the end for a tar that cannot be read.
+    """
+    text = IN_MEMORY if isinstance(path, bytes) else os.fspath(path)
     name = text if text.isprintable() else ascii(text)
     with ExitStack() as stack:
         try:
@@ -349,17 +355,17 @@ def _open(path: str | os.PathLike[str]) -> Iterator[tuple[soundfile.SoundFile, s
             with suppress_stderr(beginning not in QUIET):
                 sound = stack.enter_context(soundfile.SoundFile(source, closefd=False))
         except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
-            raise AudioError(f"{name}: not readable as audio ({_reason(error)})") from error
+            raise AudioError(f"{name}: not readable as audio ({sound_error(error)})") from error
         whole_rate(sound.samplerate, name)
         yield sound, name
         if isinstance(source, Window) and source.error:
             raise AudioError(f"{name}: the tar cannot be read: {source.error.strerror}")
 
 
-def _source(
-    path: str | os.PathLike[str], name: str, stack: ExitStack
-) -> tuple[str | int | Window, bytes, int]:
+def _source(path: Source, name: str, stack: ExitStack) -> tuple[str | int | Window, bytes, int]:
     """What soundfile opens, its first four bytes and its size."""
+    if isinstance(path, bytes):
+        return Window(io.BytesIO(path), 0, len(path)), path[:4], len(path)
     member = member_of(path)
     try:
         if member is None:
@@ -415,10 +421,10 @@ def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int
         if sound.frames == UNKNOWN_FRAMES and "fseek" in str(error):
             return int((~np.isnan(block[:, 0])).sum())
         fault = "broken, or shorter than its header claims"
-        raise AudioError(f"{name}: {fault} ({_reason(error)})") from error
+        raise AudioError(f"{name}: {fault} ({sound_error(error)})") from error
 
 
-def _reason(error: Exception) -> str:
+def sound_error(error: Exception) -> str:
     """libsndfile's message, without the path."""
     names = ("error_string", "strerror")
     text = next(filter(None, (getattr(error, name, None) for name in names)), str(error))

@@ -83,7 +83,7 @@ def test_no_argument_is_empty(line, refused):
         ([export, "RUN", "--to", "a", "--to", "b"], "--to"),
         ([compare, "RUN", "--levels", "1", "--levels", "2"], "--levels"),
         ([transcribe, "RUN", "a.wav", "--format=srt", "--format=vtt"], "--format"),
-        ([*PREPARE, "--text=upper", "--text=lower"], "--text"),
+        ([*PREPARE, "--text=lower", "--text=lower"], "--text"),
     ],
 )
 def test_a_flag_is_given_once(line, flag, refused):

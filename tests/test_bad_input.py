@@ -61,7 +61,7 @@ def rows(count, text="ab c", audio="train-{}.flac"):
         ("model={kind: transformer, d_model: 9, heads: 2}", "model.heads = 2: must divide"),
         (
             "train.init=/nowhere",
-            "/nowhere: no tokenizer.json that can be read; is this a run folder",
+            "train.init = /nowhere: there is no such run. Make it with: python -m asr.train RECIPE",
         ),
         ("train.device=cuda:99", "train.device = cuda:99: this machine has no such GPU"),
         ("model.listener.backend=cuda", "cuda"),
@@ -360,9 +360,12 @@ class TestNoRun:
     @pytest.mark.parametrize("command", [evaluate, transcribe])
     def test_a_folder_that_is_no_run(self, command, tiny, commands, tmp_path):
         last = ["--split", "test"] if command is evaluate else [tiny.parent / "test-0.flac"]
-        for folder in (tmp_path, tmp_path / "nowhere", tiny):
+        for folder in (tmp_path, tiny):
             line = commands.refused(command, folder, *last)
             assert line == f"{folder}: no recipe.yaml in it, so it is no run folder"
+        line = commands.refused(command, tmp_path / "demo", *last)
+        assert line.startswith(f"{tmp_path / 'demo'}: there is no such run. Make it with: python")
+        assert line.endswith(f"recipes/demo.yaml --run {tmp_path / 'demo'}")
 
     @pytest.mark.parametrize(
         ("lost", "message"),

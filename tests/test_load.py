@@ -146,7 +146,7 @@ def of_language(tmp_path, like):
         (of_other_features, "its features.mel_bins, features.mvn differ from the first run's"),
         (without_ctc, "it has no CTC head, which the first run has"),
         (of_language, "a run of the task language; only speech can be transcribed"),
-        (lambda tmp_path, _: tmp_path / "other", "no recipe.yaml in it, so it is no run folder"),
+        (lambda tmp_path, _: tmp_path / "other", "there is no such run. Make it with: python -m"),
     ],
 )
 def test_a_run_that_cannot_join_an_ensemble_is_one_line(

@@ -15,7 +15,7 @@ import soundfile
 
 from asr import errors, prepare
 from asr.data.corpus import Utterance, read_manifest, write_manifest
-from asr.data.importers import download, librispeech, spoken_numbers
+from asr.data.importers import convert, download, librispeech, spoken_numbers
 
 
 @pytest.fixture
@@ -63,7 +63,8 @@ def own(tmp_path):
 def test_good_rows_become_a_manifest(own, tmp_path, asr_prepare):
     code, out, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
     manifest = tmp_path / "to" / "mine.tsv"
-    assert code == 0 and err == [] and out == f"{manifest}: 3 utterances, 0.00 hours\n"
+    assert code == 0 and err == []
+    assert out.splitlines()[0] == f"{manifest}: 3 utterances, 0.00 hours"
     corpus = read_manifest(manifest)
     assert corpus.ids == ["a", "b", "c"] and corpus.speakers == ["anna", "b", "anna"]
     assert corpus.texts == ["Hello there", "Ça va", "Good bye"]
@@ -85,7 +86,7 @@ def test_a_relative_call_gives_the_same(own, tmp_path, asr_prepare, monkeypatch)
         assert all(u.audio.is_file() for u in read_manifest(folder / "mine.tsv"))
 
 
-@pytest.mark.parametrize(("case", "text"), [("upper", "ÇA VA"), ("lower", "ça va")])
+@pytest.mark.parametrize(("case", "text"), [("upper-az", "CA VA"), ("lower", "ça va")])
 def test_text_is_converted_only_on_request(own, tmp_path, asr_prepare, case, text):
     assert asr_prepare("tsv", own, "--to", tmp_path, "--text", case)[0] == 0
     assert read_manifest(tmp_path / "mine.tsv")[1].text == text
@@ -130,21 +131,47 @@ def spoil(folder):
     soundfile.write(folder / "nan.wav", np.full(99, np.nan), 16000, subtype="FLOAT")
 
 
-def test_all_faults_are_reported_at_once_and_nothing_is_written(own, tmp_path, asr_prepare):
+def test_all_faults_are_counted_and_listed_in_a_file(own, tmp_path, asr_prepare):
     spoil(own.parent)
     own.write_text(own.read_text() + "".join(f"{row}\n" for row, _ in FAULTS))
     code, out, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
-    assert code == 2 and out == "" and not (tmp_path / "to").exists()
-    assert len(err) == len(FAULTS) + 1
-    ids = [f"{own}:{line}: " for line in range(5, 5 + len(FAULTS))]
-    for message, where, (row, words) in zip(err, ids, FAULTS, strict=False):
-        # Three rows share the id 'd' with the first; the message reports that instead.
-        expected = words if row.split("\t")[0] != "d" or where == ids[0] else ""
-        assert message.startswith(where) and (
-            expected in message or "is already in line 5" in message
-        )
+    file = tmp_path / "to" / "mine.faults.txt"
+    assert code == 2 and out == "" and list((tmp_path / "to").iterdir()) == [file]
+    messages = file.read_text().splitlines()
+    for line, (message, (_, words)) in enumerate(zip(messages, FAULTS, strict=True), start=5):
+        # Of the rows with the id 'd' all but the first repeat it.
+        assert message.startswith(f"{own}:{line}: ")
+        assert words in message or "is already in line 5" in message
+    assert err[0] == f"{len(FAULTS)} rows are faulty:"
+    assert "        2  the text is empty" in err
+    place = err.index("the first 10:")
+    assert sum(int(line.split()[0].replace(",", "")) for line in err[1:place]) == len(FAULTS)
+    assert err[place + 1 : place + 12] == [*messages[:10], f"all of them: {file}"]
     assert err[-1].startswith(f"error: {own}: {len(FAULTS)} of {len(FAULTS) + 3} rows are faulty")
-    assert "--skip-bad" in err[-1]
+    assert "--skip-bad" in err[-1] and len(err) == place + 13
+
+
+def test_a_list_of_faults_is_removed_once_they_are_few(own, tmp_path, asr_prepare):
+    good = own.read_text()
+    own.write_text(good + "".join(f"d{n}\tnone.wav\tText\t1\ts\tr\n" for n in range(11)))
+    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to", "--skip-bad")
+    assert code == 0 and err[:2] == ["11 rows are skipped:", "       11  no such file"]
+    assert (tmp_path / "to" / "mine.faults.txt").is_file()
+    own.write_text(good)
+    assert asr_prepare("tsv", own, "--to", tmp_path / "to")[0] == 0
+    assert not (tmp_path / "to" / "mine.faults.txt").exists()
+
+
+def test_relative_paths_start_from_the_named_folder(own, tmp_path, asr_prepare):
+    own.rename(tmp_path / "mine.tsv")
+    code, _, err = asr_prepare("tsv", tmp_path / "mine.tsv", "--to", tmp_path / "to")
+    assert code == 2 and f"relative paths start from {tmp_path}" in err[-1] and "--audio" in err[-1]
+    call = ("tsv", tmp_path / "mine.tsv", "--to", tmp_path / "to", "--audio", own.parent)
+    assert asr_prepare(*call)[0] == 0
+    audio = [u.audio for u in read_manifest(tmp_path / "to" / "mine.tsv")]
+    assert [path.resolve() for path in audio] == [
+        own.parent / name for name in ("a.wav", "x/b.flac", "c.ogg")
+    ]
 
 
 @pytest.mark.parametrize(("row", "words"), FAULTS)
@@ -205,11 +232,24 @@ def test_an_impossible_part(own, tmp_path, asr_prepare, hours, words):
     assert code == 2 and len(err) == 1 and words in err[0] and not (tmp_path / "to").exists()
 
 
+def test_a_part_reads_no_other_audio(tmp_path, asr_prepare, monkeypatch):
+    """Of 500 rows those are opened that fill the part, and a few ahead."""
+    record(tmp_path / "own" / "a.wav", 1.0)
+    table = tmp_path / "own" / "all.tsv"
+    table.write_text("id\taudio\ttext\n" + "".join(f"u{n}\ta.wav\tText\n" for n in range(500)))
+    opened = []
+    measure = convert.decoded_seconds
+    monkeypatch.setattr(convert, "decoded_seconds", lambda *a: opened.append(a) or measure(*a))
+    assert asr_prepare("tsv", table, "--to", tmp_path, "--hours", 5 / 3600)[0] == 0
+    assert len(read_manifest(tmp_path / "all.tsv")) == 5
+    assert 5 < len(opened) <= 6 + convert.IN_FLIGHT * os.cpu_count()
+
+
 def test_outside_audio_is_accepted_below_a_named_folder(own, tmp_path, asr_prepare):
     other = record(tmp_path / "elsewhere" / "d.wav")
     own.write_text(f"id\taudio\ttext\nd\t{other}\tText\n")
     code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
-    assert code == 2 and "--audio names another folder" in err[0]
+    assert code == 2 and f"--audio {other.parent} accepts its audio" in err[-1]
     assert asr_prepare("tsv", own, "--to", tmp_path / "to", "--audio", other.parent)[0] == 0
     corpus = read_manifest(tmp_path / "to" / "mine.tsv")
     assert corpus[0].audio == tmp_path / "to" / "mine.audio" / "d.wav"
@@ -219,7 +259,7 @@ def test_outside_audio_is_accepted_below_a_named_folder(own, tmp_path, asr_prepa
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "mine.tsv: cannot be read: No such file"),
+        (None, "mine.tsv: no such file or folder"),
         ("", "no column id, audio, text"),
         ("id\taudio\n", "no column text"),
         ("id\taudio\ttext\n", "the manifest is empty"),
@@ -466,6 +506,7 @@ def test_spoken_numbers_are_made_by_the_command(tmp_path, asr_prepare, monkeypat
         (["spoken-numbers", "--to", ""], "argument --to: must not be empty"),
         (["spoken-numbers", "--to="], "argument --to: "),
         (["tsv", "", "--to", "a"], "argument MANIFEST.tsv: must not be empty"),
+        (["tsv", "t", "--to", "a", "--valid", "1"], "argument --valid: '1': must be below 1"),
         (["tsv", "t", "--to", "a", "--audio", ""], "argument --audio: must not be empty"),
         (["mnist", "--to", "a", "--url", ""], "argument --url: must not be empty"),
         (["tsv", "t", "--to", "a", "--hours", "nan"], "argument --hours: 'nan'"),

@@ -1,9 +1,12 @@
 """Tars in webdataset's layout become a manifest whose audio is read from the tars."""
 
+import contextlib
 import io
 import json
 import os
 import tarfile
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,11 +16,29 @@ import torch
 from asr import prepare
 from asr.data.corpus import read_manifest
 from asr.data.importers import webdataset
+from asr.data.importers.convert import Options, convert
+from asr.data.importers.text_normalization import TextNormalizer
 from asr.data.shards import pack
 from asr.errors import UserError
 from features.audio import read_audio
 
 LONG = "d" * 120 + "/" + "n" * 120  # longer than a single header's limit
+
+
+class Written(NamedTuple):
+    manifest: Path
+    skipped: list[str]
+
+
+def write(folder, to):
+    """Import the tars, with faulty samples skipped."""
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        normalize = TextNormalizer("keep")
+        (manifest,) = convert(webdataset.read(folder), to, Options(skip_bad=True), normalize)
+    lines = shown.getvalue().splitlines()
+    assert all(line.startswith(f"skipped: {folder}/") for line in lines)
+    return Written(manifest, [line.removeprefix(f"skipped: {folder}/") for line in lines])
 
 
 def flac(count, seed):
@@ -61,7 +82,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_samples_become_utterances(folder, tmp_path, inside):
-    actual = webdataset.write(folder, folder if inside else tmp_path / "to")
+    actual = write(folder, folder if inside else tmp_path / "to")
     corpus = read_manifest(actual.manifest)
     assert corpus.ids == ["x-0-a/0", "mine", f"x-0-{LONG}", "x-1-a/0"]
     assert corpus.texts == ["hello there", "from json", "Ü long", "again"]
@@ -72,10 +93,13 @@ def test_samples_become_utterances(folder, tmp_path, inside):
     ):
         judge, _ = soundfile.read(io.BytesIO(flac(count, seed)), dtype="float32")
         assert torch.equal(read_audio(utterance.audio, 16_000), torch.from_numpy(judge))
-    messages = [line.partition(":")[2][1:] for line in actual.skipped]
-    assert messages[:2] == ["3: has no text", "4: has no audio"]
-    assert messages[2].startswith("5: ") and "not readable as audio" in messages[2]
-    assert messages[3:] == ["6: its .json cannot be read as JSON"]
+    assert [m for m in actual.skipped if "readable as audio" not in m] == [
+        "x-0.tar:4: sample '3': has no text",
+        "x-0.tar:5: sample '4': has no audio",
+        "x-0.tar:7: sample '6': its .json cannot be read as JSON",
+    ]
+    (message,) = (m for m in actual.skipped if "not readable as audio" in m)
+    assert message.startswith("x-0.tar:6: ")
 
 
 def test_recordings_that_share_a_name_are_not_given_each_others_texts(tmp_path):
@@ -84,10 +108,10 @@ def test_recordings_that_share_a_name_are_not_given_each_others_texts(tmp_path):
         files[f"rec_{times}.flac"] = flac(8000, number)
         files[f"rec_{times}.txt"] = f"text {number}".encode()
     write_tar(tmp_path / "set" / "x.tar", files)
-    actual = webdataset.write(tmp_path / "set", tmp_path / "to")
+    actual = write(tmp_path / "set", tmp_path / "to")
     assert read_manifest(actual.manifest).texts == ["text 2"]
     (messages,) = actual.skipped  # neither the first nor the second
-    assert messages.startswith("x.tar: rec_0: 2 files of one kind")
+    assert messages.startswith("x.tar:1: sample 'rec_0': 2 files of one kind")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +123,8 @@ def test_recordings_that_share_a_name_are_not_given_each_others_texts(tmp_path):
         ("json", b'{"text": null}', "has no text"),
         ("json", b'{"text": ["A", "B"]}', "has no text"),
         ("json", b'{"text": "A", "seconds": "long"}', "seconds is 'long', not a number"),
-        ("json", b'{"text": "A", "seconds": 0.0001}', "0.1 milliseconds long"),
-        ("json", b'{"text": "A", "id": "good"}', "another sample of the id 'good'"),
+        ("json", b'{"text": "A", "seconds": 0.0001}', "seconds is 0.0001, but the file has 0.5"),
+        ("json", b'{"text": "A", "id": "good"}', "id 'good' is already in line 1"),
     ],
 )
 def test_an_odd_sample_is_skipped_and_costs_no_other(tmp_path, kind, content, fault):
@@ -111,7 +135,7 @@ def test_an_odd_sample_is_skipped_and_costs_no_other(tmp_path, kind, content, fa
         f"2.{kind}": content,
     }
     write_tar(tmp_path / "set" / "x.tar", files)
-    actual = webdataset.write(tmp_path / "set", tmp_path / "to")
+    actual = write(tmp_path / "set", tmp_path / "to")
     (utterance,) = read_manifest(actual.manifest)
     assert (utterance.id, utterance.speaker, utterance.text) == ("good", "good", "HI")
     (messages,) = actual.skipped
@@ -124,14 +148,14 @@ def test_a_null_id_is_no_id_and_a_byte_order_mark_no_text(tmp_path):
     files |= {"4.flac": flac(8000, 3), "4.json": b'{"text": "D", "id": "a\\tb"}'}
     files |= {"3.flac": flac(8000, 2), "3.json": b'{"text": "C", "id": null}'}
     write_tar(tmp_path / "set" / "x.tar", files)
-    corpus = read_manifest(webdataset.write(tmp_path / "set", tmp_path / "to").manifest)
+    corpus = read_manifest(write(tmp_path / "set", tmp_path / "to").manifest)
     assert corpus.ids == ["x-1", "x-2", "a b", "x-3"] and corpus.texts == ["A", "HI", "D", "C"]
 
 
 def test_our_shards_are_webdataset_tars(folder, tmp_path):
-    manifest = webdataset.write(folder, tmp_path / "to").manifest
+    manifest = write(folder, tmp_path / "to").manifest
     packed = pack(manifest, tmp_path / "packed")
-    again = read_manifest(webdataset.write(packed.parent, tmp_path / "again").manifest)
+    again = read_manifest(write(packed.parent, tmp_path / "again").manifest)
     for one, other in zip(read_manifest(manifest), again, strict=True):
         assert (one.id, one.speaker, one.text) == (other.id, other.speaker, other.text)
         assert one.seconds == other.seconds
@@ -148,7 +172,7 @@ def test_tars_of_a_folder_itself_are_read(tmp_path):
         "./b.txt": b"b",
     }
     write_tar(tmp_path / "set" / "x.tar", files)
-    actual = webdataset.write(tmp_path / "set", tmp_path / "to")
+    actual = write(tmp_path / "set", tmp_path / "to")
     corpus = read_manifest(actual.manifest)
     assert corpus.texts == ["given", "b"] and not actual.skipped
     assert [len(read_audio(u.audio, 16_000)) for u in corpus] == [8000, 9000]
@@ -156,7 +180,7 @@ def test_tars_of_a_folder_itself_are_read(tmp_path):
 
 def refusal(folder, to):
     with pytest.raises(UserError) as caught:
-        webdataset.write(folder, to)
+        write(folder, to)
     assert "\n" not in str(caught.value) and not (to / f"{folder.name}.tsv").exists()
     return str(caught.value)
 
@@ -170,15 +194,18 @@ def test_bad_tars_are_one_line(folder, tmp_path):
         assert f"{tar}: damaged, or no uncompressed tar" in refusal(folder, to)
     write_tar(folder / "x-0.tar", {"4.txt": b"no sound"})
     tar.unlink()
-    assert "no sample has both audio and text: x-0.tar: 4: has no audio" in refusal(folder, to)
+    assert "x-0.tar:1: sample '4': has no audio" in refusal(folder, to)
     (folder / "x-0.tar").unlink()
     assert refusal(folder, to) == f"{folder}: there is no .tar in it"
 
 
 def test_the_command_lists_skipped_samples(folder, tmp_path, commands):
-    code, out, err = commands(prepare, "webdataset", folder, "--to", tmp_path / "to")
+    call = ("webdataset", folder, "--to", tmp_path / "to")
+    code, _, err = commands(prepare, *call)
+    assert code == 2 and f"{folder}: 4 of 8 rows are faulty" in err
+    code, out, err = commands(prepare, *call, "--skip-bad")
     assert code == 0 and f"{tmp_path / 'to' / 'set.tsv'}: 4 utterances" in out
-    assert err.count("skipped: x-0.tar: ") == 4
+    assert err.count(f"skipped: {folder}/x-0.tar:") == 4
 
 
 def test_every_damaged_tar_is_named(folder, tmp_path):
@@ -193,7 +220,7 @@ def test_a_tar_without_entries_is_one_line(tmp_path, content):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "x.tar").write_bytes(content)
     message = refusal(tmp_path / "set", tmp_path / "to")
-    assert message.endswith("no sample has both audio and text: x.tar: is empty")
+    assert message.endswith("no row is good, nothing is written: it has none")
 
 
 def test_a_tar_that_is_no_regular_file_is_refused(folder, tmp_path):
@@ -223,7 +250,7 @@ def test_a_damaged_header_is_not_the_end_of_a_tar(folder, tmp_path):
 def test_an_odd_name_costs_no_other_sample(tmp_path, name, fault, kind):
     files = {f"{name}.flac": flac(8000, 0), f"{name}.txt": b"odd"}
     write_tar(tmp_path / "set" / "x.tar", files | {"b.flac": flac(8000, 1), "b.txt": b"B"}, kind)
-    actual = webdataset.write(tmp_path / "set", tmp_path / "to")
+    actual = write(tmp_path / "set", tmp_path / "to")
     assert read_manifest(actual.manifest).texts == ["B"]
     (message,) = actual.skipped
     assert fault in message and len(message) < 400
@@ -232,7 +259,7 @@ def test_an_odd_name_costs_no_other_sample(tmp_path, name, fault, kind):
 def test_entries_without_a_name_are_no_samples(tmp_path):
     files = {".": b"x", "/": b"x", "..": b"x", "b.flac": flac(8000, 1), "b.txt": b"B"}
     write_tar(tmp_path / "set" / "x.tar", files, tarfile.GNU_FORMAT)
-    actual = webdataset.write(tmp_path / "set", tmp_path / "to")
+    actual = write(tmp_path / "set", tmp_path / "to")
     assert read_manifest(actual.manifest).texts == ["B"]
 
 
@@ -249,7 +276,7 @@ def test_entries_without_a_name_are_no_samples(tmp_path):
 def test_a_hostile_description_costs_no_other_sample(tmp_path, kind, content, fault):
     files = {"1.flac": flac(8000, 0), f"1.{kind}": content, "2.flac": flac(8000, 1), "2.txt": b"B"}
     write_tar(tmp_path / "set" / "x.tar", files)
-    actual = webdataset.write(tmp_path / "set", tmp_path / "to")
+    actual = write(tmp_path / "set", tmp_path / "to")
     assert read_manifest(actual.manifest).texts == ["B"]
     assert len(actual.skipped) == 1 and fault in actual.skipped[0]
 
@@ -264,4 +291,4 @@ def test_a_sparse_text_of_gigabytes_is_skipped(tmp_path):
         file.seek(end)
         file.write(header.tobuf())
         file.truncate(end + 512 + header.size + 1024)
-    assert "1: its .txt has more than" in refusal(tmp_path / "set", tmp_path / "to")
+    assert "sample '1': its .txt has more than" in refusal(tmp_path / "set", tmp_path / "to")

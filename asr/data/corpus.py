@@ -314,17 +314,25 @@ def audio_field(audio: Path, manifest: Path) -> str:
         raise UserError(f"{manifest}: audio {audio} is outside the manifest's folder") from None
 
 
-def link_audio(manifest: Path, audio: Path) -> Path:
-    """A path to the folder `audio` below the manifest's folder: itself, or the link NAME.audio.
-
-    Raises UserError if NAME.audio is no link, or links cannot be made.
-    """
+def linked_folder(manifest: Path, audio: Path) -> Path:
+    """The path below the manifest's folder that `link_audio` will give. Raises as it does."""
     folder, audio = manifest.parent.resolve(), audio.resolve()
     if audio.is_relative_to(folder):
         return manifest.parent / audio.relative_to(folder)
     link = manifest.with_suffix(".audio")
     if link.exists() and not link.is_symlink():
         raise UserError(f"{link}: in the way; a link to {audio} belongs there")
+    return link
+
+
+def link_audio(manifest: Path, audio: Path) -> Path:
+    """A path to the folder `audio` below the manifest's folder: itself, or the link NAME.audio.
+
+    Raises UserError if NAME.audio is no link, or links cannot be made.
+    """
+    link, audio = linked_folder(manifest, audio), audio.resolve()
+    if audio.is_relative_to(manifest.parent.resolve()):
+        return link
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
     try:
         manifest.parent.mkdir(parents=True, exist_ok=True)

@@ -15,11 +15,13 @@ N utterances, n of them in a block.
 """
 
 import contextlib
+import gzip
 import hashlib
 import io
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -67,19 +69,24 @@ class _BoundedLines(io.RawIOBase):
 
 @contextlib.contextmanager
 def open_table(path: Path) -> Iterator[IO[str]]:
-    """The table as a text file, whose lines are bounded.
+    """The table as a text file, whose lines are bounded; unpacked if its name ends in .gz.
 
     Raises UserError if it is missing, not a regular file or not UTF-8, and for a line over LONGEST.
     """
     # utf-8-sig: spreadsheets put a byte-order mark before the first column's name.
     try:
-        with open_file(path) as file:
+        with open_file(path) as packed, contextlib.ExitStack() as stack:
+            file: IO[bytes] = packed
+            if path.suffix == ".gz":
+                file = stack.enter_context(gzip.open(packed))
             lines = io.BufferedReader(_BoundedLines(path, file), READ)
             yield io.TextIOWrapper(lines, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
+    except (EOFError, zlib.error):
+        raise UserError(f"{path}: cannot be read: the gzip file is damaged or ends early") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def split_line(line: str) -> list[str]:
@@ -106,6 +113,12 @@ def _read_header(path: Path, file: IO[str], required: Sequence[str]) -> tuple[in
     if twice:
         raise UserError(f"{path}: column {twice} appears twice; rename or remove one of them")
     return line, header
+
+
+def read_header(path: Path, required: Sequence[str]) -> list[str]:
+    """The names of a table's columns. Raises UserError for a missing file or column."""
+    with open_table(path) as file:
+        return _read_header(path, file, required)[1]
 
 
 def read_rows(

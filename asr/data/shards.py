@@ -50,12 +50,12 @@ def pack(
     corpus = read_manifest(manifest, allow_outside)
     header = list(next(row for _, row in read_rows(manifest, COLUMNS)))
     packed.parent.mkdir(parents=True, exist_ok=True)
-    with _TarWriter(packed.with_suffix(""), megabytes * 1e6) as tars:
+    with TarWriter(packed.with_suffix(""), megabytes * 1e6) as tars:
         write_rows(packed, header, _packed_rows(corpus, manifest, tars))
     return packed
 
 
-def _packed_rows(corpus: Corpus, manifest: Path, tars: "_TarWriter") -> Iterator[list[str]]:
+def _packed_rows(corpus: Corpus, manifest: Path, tars: "TarWriter") -> Iterator[list[str]]:
     """The rows of the new manifest, each once its audio is written; at the end all of it is."""
     console, title = Console(file=terminal(sys.stderr)), f"packing {manifest.name}"
     pairs = zip_longest(read_rows(manifest, COLUMNS), corpus)
@@ -83,7 +83,7 @@ def _content(audio: Path) -> bytes:
     return read_member(member)
 
 
-class _TarWriter:
+class TarWriter:
     """Writes STEM-00000.tar and so on, of at most `max_bytes` (one utterance at least).
 
     They are removed if the block fails.
@@ -94,7 +94,7 @@ class _TarWriter:
         self._written: list[Path] = []
         self._open_next()
 
-    def __enter__(self) -> "_TarWriter":
+    def __enter__(self) -> "TarWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -22,7 +22,8 @@ MAX_SHOWN = 20  # letters in the message
 MAX_DURATION = 1e30  # seconds
 DATA = Path("data")  # in the working directory
 PREPARE = {  # data.corpus -> the command that makes its manifests
-    None: "python -m asr.prepare tsv MANIFEST.tsv --to {folder}",
+    None: "python -m asr.prepare auto SOURCE --to {folder}, where SOURCE is your {split}.tsv or a "
+    "corpus in another form",
     "spoken-numbers": "python -m asr.prepare spoken-numbers --to {folder}, which has train.tsv, "
     "valid.tsv and test.tsv",
     "librispeech-lm": "python -m asr.prepare librispeech-lm --to {folder}",
@@ -115,5 +116,5 @@ def check_vocabulary_coverage(
     shown = " ".join(sorted(missing, key=lambda letter: (-missing[letter], letter))[:MAX_SHOWN])
     line = f"{path}: {100 * share:.3g} % of its letters are not in the vocabulary: {shown}"
     if share > MAX_UNKNOWN:
-        raise UserError(f"{line}; check case and language (asr.prepare tsv --text upper, lower)")
+        raise UserError(f"{line}; check case and language (asr.prepare --text upper-az, lower)")
     return line

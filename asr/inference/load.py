@@ -9,6 +9,7 @@ from torch import nn
 
 from asr.config.language import LanguageRecipe
 from asr.config.loader import read_recipe
+from asr.config.missing_run import missing_run, train_command
 from asr.config.schema import TRAINING_ONLY_FEATURES, DecodeConfig, SpeechRecipe, TextConfig
 from asr.data.tokenizer import SPECIAL, Tokenizer, about, load_tokenizer
 from asr.decoding.fusion import load_ngrams
@@ -28,6 +29,8 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
 
     Raises UserError for a folder that is no run of speech, or that has a link as a member.
     """
+    if not run.exists():
+        raise missing_run(run)
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run}: no recipe.yaml in it, so it is no run folder")
     check_run_folder(run)
@@ -69,6 +72,8 @@ def load_run_model(
 
 def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
     """The vocabulary of train.init, which its weights require. UserError where it has none."""
+    if not init.exists():
+        raise missing_run(init, "train.init")
     check_run_folder(init)
     tokenizer = load_tokenizer(init)
     with suppress(UserError):  # the recipe of an older version may be invalid now
@@ -143,7 +148,10 @@ def load_language_scorer(
         return load_language_model(path, tokenizer.fingerprint(), device)
     if path.is_file():
         return load_ngrams(path, tokenizer.surfaces, decode.lm_unit)
-    raise UserError(f"decode.lm = {path}: neither a run folder nor a file of n-grams")
+    raise UserError(
+        f"decode.lm = {path}: neither a run folder nor a file of n-grams. Make a run with: "
+        f"{train_command(path)}"
+    )
 
 
 def max_beam(tokenizer: Tokenizer) -> int:

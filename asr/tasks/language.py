@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from asr.config.language import LanguageDataConfig, LanguageModelConfig, LanguageRecipe
+from asr.config.missing_run import missing_run
 from asr.data import splits
 from asr.data.text_corpus import SentenceBatch, SentenceEpochs, Sentences, read_lines
 from asr.data.tokenizer import Tokenizer, about, load_tokenizer, train_tokenizer
@@ -161,6 +162,8 @@ def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
         if init is None:
             return train_tokenizer(recipe.text, training.sample(VOCABULARY_LINES))
         return load_init_tokenizer(init, recipe.text)
+    if not given.exists():
+        raise missing_run(given, "text.run")
     tokenizer = load_tokenizer(given)
     if init and load_tokenizer(init).fingerprint() != tokenizer.fingerprint():
         raise UserError(
@@ -183,7 +186,7 @@ def _read(data: LanguageDataConfig, role: str) -> Sentences:
 
 def _remedy(corpus: str | None, path: Path) -> str:
     """How to get a missing text; a manifest comes with its recordings."""
-    if corpus is None or (path.suffix != ".tsv" and corpus != "librispeech-lm"):
+    if path.suffix != ".tsv" and corpus != "librispeech-lm":
         return "name a .txt, .txt.gz or .tsv file"
     if path.suffix == ".tsv" and corpus == "librispeech-lm":
         corpus = "librispeech"

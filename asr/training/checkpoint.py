@@ -28,6 +28,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from asr.config.missing_run import train_command
 from asr.errors import UserError
 from asr.io import check_run_folder, open_file, read_json, sha256_of_files, sync
 from asr.training.state import check_archive, check_training
@@ -195,7 +196,7 @@ def choose(run: Path, which: str, average: int) -> list[Checkpoint]:
     check_run_folder(run)
     checkpoints = list_checkpoints(run)
     if not checkpoints:
-        raise UserError(f"{run}: no checkpoint in it; train it first (python -m asr.train)")
+        raise UserError(f"{run}: no checkpoint in it; train it first ({train_command(run)})")
     best = best_of(checkpoints) if which == "best" else []
     return (best or checkpoints[::-1])[:average]
 

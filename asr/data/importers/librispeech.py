@@ -8,12 +8,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from asr.data.corpus import Utterance, link_audio, write_manifest
 from asr.data.importers.archive import unpack
 from asr.data.importers.download import fetch
+from asr.data.importers.rows import Row, Split
 from asr.errors import UserError
 from asr.io import read_small_file
 from features.audio import audio_seconds
@@ -98,6 +100,32 @@ def find(folder: str | Path, subset: str) -> Path:
     parent = folder / CORPUS if (folder / CORPUS).is_dir() else folder
     names = ", ".join(sorted(p.name for p in parent.iterdir() if p.is_dir())) or "nothing"
     raise UserError(f"{folder}: no subset {subset}; it has {names}")
+
+
+def recognise(source: Path) -> bool:
+    """Whether the folder is a subset, or holds some."""
+    return bool(_subsets(source))
+
+
+def read(source: Path) -> list[Split]:
+    """A split for each subset. Raises UserError if there is none."""
+    subsets = _subsets(source)
+    if not subsets:
+        raise UserError(f"{source}: neither a subset of {CORPUS} nor a folder with some")
+    return [Split(s, folder, folder, partial(_rows, folder)) for s, folder in subsets.items()]
+
+
+def _subsets(source: Path) -> dict[str, Path]:
+    if source.name in SUBSETS and source.is_dir():
+        return {source.name: source}
+    folders = [parent / subset for parent in (source, source / CORPUS) for subset in SUBSETS]
+    return {folder.name: folder for folder in folders if folder.is_dir()}
+
+
+def _rows(folder: Path) -> Iterator[Row]:
+    for number, (name, path, text) in enumerate(sorted(transcripts(folder)), start=1):
+        audio = path.relative_to(folder).as_posix()
+        yield Row(folder, number, name, audio, text, name.split("-")[0])
 
 
 def write(subset: str, folder: Path, to: str | Path) -> Path:

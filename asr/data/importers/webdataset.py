@@ -3,30 +3,21 @@
 A sample is consecutive files with one name up to its first point: audio, and the text as .txt or as
 "text" in .json, which may also give id, speaker and seconds (or duration). Names with more points,
 such as times, may merge several recordings into one sample, which is skipped: its texts cannot be
-assigned. Only the tars' headers and these small files are read, and audio of unknown duration.
+assigned.
 """
 
 import math
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path, PurePosixPath
 
-from asr.data.corpus import audio_field, link_audio
 from asr.data.importers.archive import ArchiveError, TarReader, short
-from asr.data.manifest import (
-    COLUMNS,
-    check_names,
-    join_fields,
-    parse_seconds,
-    seconds_field,
-    write_rows,
-)
+from asr.data.importers.rows import Fault, Row, Split
 from asr.errors import UserError
 from asr.io import open_file, parse_json
-from features import AudioError
-from features.audio import BLOCK, audio_seconds
+from features.audio import BLOCK
 
 AUDIO = {"wav", "flac", "ogg", "opus", "mp3"}
 TEXT = {"txt", "json"}
@@ -35,88 +26,63 @@ MAX_NAME = 4096  # characters of a file's name, as systems allow
 MAX_KINDS = 1000  # files of a sample
 
 
-@dataclass
-class ImportedTars:
-    """The manifest that is written, and a line on every sample that is skipped."""
-
-    manifest: Path
-    skipped: list[str] = field(default_factory=list)
+def recognise(source: Path) -> bool:
+    """Whether there are tars in the folder."""
+    return source.is_dir() and any(source.glob("*.tar"))
 
 
-def write(folder: str | Path, to: str | Path) -> ImportedTars:
-    """Write TO/NAME.tsv of all FOLDER/*.tar, NAME being the folder's, and TO/NAME.audio, a link.
+def read(source: Path) -> list[Split]:
+    """The only split, of the folder's name. Raises UserError if there is no tar."""
+    if not recognise(source):
+        raise UserError(f"{source}: there is no .tar in it")
+    return [Split(source.resolve().name, source, source, partial(_rows, source))]
 
-    Raises UserError if there is no tar, some are damaged, or no sample has audio and text.
-    """
-    folder = Path(folder).resolve()
-    result = ImportedTars(Path(to) / f"{folder.name}.tsv")
-    tars = sorted(folder.glob("*.tar"))
-    if not tars:
-        raise UserError(f"{folder}: there is no .tar in it")
-    link = link_audio(result.manifest, folder)
-    rows: dict[str, tuple[str, ...]] = {}
+
+def _rows(folder: Path) -> Iterator[Row | Fault]:
+    """Raises UserError after the last tar if some are damaged or have no samples."""
     damaged = []
-    for tar in tars:
+    for tar in sorted(folder.glob("*.tar")):
         try:
-            for row in _rows(tar, link, result):
-                if rows.setdefault(row[0], row) is not row:
-                    fault = f"another sample of the id {short(row[0])}"
-                    result.skipped.append(f"{tar.name}: {fault}")
+            yield from _samples(tar)
         except (ArchiveError, OSError) as error:
             reason = getattr(error, "strerror", None) or error
             damaged.append(f"{tar}: damaged, or no uncompressed tar: {reason}")
     if damaged:
         raise UserError("; ".join(damaged))
-    if not rows:
-        first = result.skipped[0] if result.skipped else f"{tars[0].name}: is empty"
-        raise UserError(f"{folder}: no sample has both audio and text: {first}")
-    write_rows(result.manifest, COLUMNS, rows.values())
-    return result
 
 
-def _rows(tar: Path, link: Path, result: ImportedTars) -> Iterator[tuple[str, ...]]:
-    """The fields of COLUMNS of every sample. Raises ArchiveError or OSError."""
+def _samples(tar: Path) -> Iterator[Row | Fault]:
+    """Raises ArchiveError or OSError."""
     with open_file(tar) as file:
         entries = TarReader(file, math.inf)
         members = (member for member in entries if member.isreg() and not member.issparse())
-        for key, files in groupby(members, key=lambda member: _split(member.name)[0]):
-            where = f"{tar.name}: {short(key)[1:-1]}"
+        samples = groupby(members, key=lambda member: _split(member.name)[0])
+        for number, (key, files) in enumerate(samples, start=1):
             try:
                 if len(key) > MAX_NAME:
                     raise ValueError(f"its name is longer than {MAX_NAME} characters")
                 sample = list(islice(files, MAX_KINDS))
-                name, speaker, *fields = _row(entries, sample, link / tar.name, result.manifest)
-                speaker = speaker or name or f"{tar.name}: {key}"
-                row = (name or f"{tar.stem}-{key}", speaker, *fields)
-                check_names(*row[:2])
-                join_fields(row)
-            except (AudioError, ValueError) as error:
-                result.skipped.append(f"{where}: {error}")
-            else:
-                yield row
+                yield _row(entries, sample, tar, number, key)
+            except ValueError as error:
+                yield Fault(tar, number, f"sample {short(key)}: {error}")
 
 
-def _row(
-    tar: TarReader, files: list[tarfile.TarInfo], path: Path, manifest: Path
-) -> tuple[str, ...]:
-    """The fields of COLUMNS of one sample; id and speaker are empty if it has none.
-
-    Raises AudioError or ValueError for a sample that cannot be an utterance.
-    """
-    audio, about = _audio(files), _description(tar, files)
-    text = " ".join(about.get("text", "").split())
-    if audio is None or not text:
+def _row(entries: TarReader, files: list[tarfile.TarInfo], tar: Path, number: int, key: str) -> Row:
+    """Raises ValueError for a sample that cannot be an utterance."""
+    audio, about = _audio(files), _description(entries, files)
+    text = about.get("text", "")
+    if audio is None or not text.strip():
         raise ValueError(f"has no {'text' if audio else 'audio'}")
     # The name in the block right before the content, which holds only a part of a long name.
-    tar.file.seek(audio.offset_data - BLOCK)
-    header = tarfile.TarInfo.frombuf(tar.file.read(BLOCK), "utf-8", "surrogateescape")
+    entries.file.seek(audio.offset_data - BLOCK)
+    header = tarfile.TarInfo.frombuf(entries.file.read(BLOCK), "utf-8", "surrogateescape")
     if header.size != audio.size:
         raise ValueError("its audio is too large for a plain header")
-    place = path / f"{header.name}@{audio.offset_data}+{audio.size}"
-    given = about.get("seconds", about.get("duration"))
-    seconds = seconds_field(audio_seconds(place) if given is None else parse_seconds(given))
-    name, speaker = (" ".join(about.get(key, "").split()) for key in ("id", "speaker"))
-    return name, speaker, audio_field(place, manifest), seconds, text
+    place = f"{tar.name}/{header.name}@{audio.offset_data}+{audio.size}"
+    name, speaker = (" ".join(about.get(field, "").split()) for field in ("id", "speaker"))
+    speaker = speaker or name or f"{tar.name}: {key}"
+    seconds = about.get("seconds", about.get("duration", ""))
+    return Row(tar, number, name or f"{tar.stem}-{key}", place, text, speaker, seconds)
 
 
 def _audio(files: list[tarfile.TarInfo]) -> tarfile.TarInfo | None:

@@ -1,0 +1,320 @@
+"""From the rows of any corpus to manifests: check, select, measure, cut, normalise, write.
+
+Rows are read, measured and written one after another, in bounded memory: a million rows cost the
+set of their ids. Audio that is a whole file stays where it is; NAME.audio becomes a link to its
+folder. Parts of files, single channels and audio inside the corpus' own files go into NAME-*.tar
+(shards.py), parts as FLAC of the same rate. Nothing is written if a row is faulty, unless such rows
+are to be skipped.
+"""
+
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from asr.data.corpus import Utterance, link_audio, linked_folder
+from asr.data.importers.faults import FaultReport
+from asr.data.importers.rows import Fault, Row, Split
+from asr.data.importers.text_normalization import TextNormalizer
+from asr.data.manifest import COLUMNS, check_names, join_fields, parse_seconds, seconds_field
+from asr.data.shards import TarWriter
+from asr.errors import UserError, one_line, terminal
+from asr.io import atomic_writer
+from features import AudioError
+from features.audio import audio_seconds, decoded_seconds
+from features.cut import OVERSHOOT, audio_channels, cut_audio
+
+TOLERANCE = 0.1  # seconds between what a table says and what its file has
+EXACT = 1e-3  # seconds: a part that ends so near to its file's end is the whole file
+TAR_BYTES = 1e9
+IN_FLIGHT = 8  # rows measured ahead, per thread
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose. None: not limited."""
+
+    audio: Path | None = None  # the base of relative paths, and the folder that must hold all audio
+    headers_only: bool = False  # whole files are not decoded
+    max_seconds: float | None = None
+    hours: float | None = None  # a random part of each split
+    skip_bad: bool = False
+
+
+class Measured(NamedTuple):
+    """An utterance's audio: its seconds, and a content that is to be stored, if there is one."""
+
+    seconds: float
+    content: bytes | None
+    name: str  # of the content
+
+
+class _Output:
+    """One split on its way to a manifest."""
+
+    def __init__(self, split: Split, to: Path, options: Options, stack: ExitStack) -> None:
+        self.split, self.options, self.stack = split, options, stack
+        self.manifest = to / f"{split.name}.tsv"
+        if self.manifest.resolve() == split.place.resolve():
+            raise UserError(f"{self.manifest}: is the table itself; give --to another folder")
+        # Absolute, but links are not followed: audio may be reached through some.
+        self.root = os.path.abspath(options.audio or split.root)  # noqa: PTH100
+        self.base = os.path.abspath(options.audio or split.base or split.root)  # noqa: PTH100
+        self.faults, self.rows = FaultReport(), 0
+        self.outside = ""  # the folder common to all audio outside the root
+        self.links = False  # whether the manifest names files outside its tars
+        self._linked = linked_folder(self.manifest, Path(self.root)).relative_to(to).as_posix()
+        self._tars: TarWriter | None = None
+
+    def path_of(self, row: Row) -> str:
+        """The absolute path of a row's file. Raises ValueError for a row with a fault."""
+        if not row.id:
+            raise ValueError("the id is empty")
+        if not row.audio or "\0" in row.audio:
+            raise ValueError("no audio file is given")
+        if not row.text:
+            raise ValueError("the text is empty")
+        path = os.path.abspath(os.path.join(self.base, row.audio))  # noqa: PTH100, PTH118
+        if row.load is None and not path.startswith(os.path.join(self.root, "")):  # noqa: PTH118
+            folder = os.path.dirname(path)  # noqa: PTH120
+            self.outside = os.path.commonpath([self.outside or folder, folder])
+            fault = f"audio {row.audio!r} is outside {self.root}"
+            raise ValueError(f"{fault}; --audio names another folder")
+        check_names(row.id, row.speaker)
+        if row.seconds:
+            parse_seconds(row.seconds)
+        return path
+
+    def line_of(self, row: Row, path: str, measured: Measured, text: str) -> bytes | None:
+        """The line of the manifest; None if it is a fault."""
+        own = [row.id, row.speaker or row.id, path, seconds_field(measured.seconds), text]
+        try:
+            if not text:
+                raise ValueError(f"no text is left of {row.text[:100]!r}")
+            join_fields([*own, *row.more])
+        except ValueError as error:
+            self.faults.add(row, str(error))
+            return None
+        if measured.content is None:
+            self.links = True
+            below = os.path.relpath(path, self.root)
+            own[2] = os.path.normpath(os.path.join(self._linked, below))  # noqa: PTH118
+        else:
+            own[2] = self._store(row, measured, text)
+        self.rows += 1
+        return join_fields([*own, *row.more])
+
+    def _store(self, row: Row, measured: Measured, text: str) -> str:
+        """Put a content into the current tar -> its place as the manifest names it."""
+        if self._tars is None:
+            self._tars = TarWriter(self.manifest.with_name(self.split.name), TAR_BYTES)
+            self.stack.enter_context(self._tars)
+        speaker, named = row.speaker or row.id, Path(measured.name)
+        utterance = Utterance(row.id, speaker, named, measured.seconds, text)
+        return self._tars.add(self.rows, utterance, measured.content or b"")
+
+    def check_amount(self, seconds: float, full: bool, only: bool) -> None:
+        """Raise UserError for no row, and for the only split with less than options.hours."""
+        name, hours = self.split.place, self.options.hours or 0.0
+        if hours and only and not full and seconds < 3600 * hours - 1e-3:
+            have = f"the good rows have {seconds / 3600:.2f}"
+            raise UserError(f"{name}: a part of {hours:g} hours; it must be above 0, and {have}")
+        if not self.rows and full:
+            raise UserError(f"{name}: a part of {hours:g} hours is too short for one row")
+        if not self.rows:
+            reason = self.faults.messages[0] if len(self.faults) else "it has none"
+            raise UserError(f"{name}: no row is good, nothing is written: {reason}")
+
+    def finish(self) -> None:
+        """Complete the tars, and link the folder of the other audio."""
+        if self._tars is not None:
+            self._tars.finish()
+        if self.links:
+            link_audio(self.manifest, Path(self.root))
+
+
+def convert(
+    splits: Sequence[Split], to: Path, options: Options, normalize: TextNormalizer
+) -> list[Path]:
+    """Write TO/NAME.tsv for each split -> their paths. Prints faults to standard error.
+
+    Raises UserError if a row is faulty, unless options.skip_bad; if a split has no valid row, or is
+    the only one and has fewer hours than options.hours; and if a manifest would replace its own
+    table. Then nothing is written but the lists of faults.
+    """
+    names = [split.name for split in splits]
+    for name in names:  # which a data set from elsewhere may have chosen
+        if not name or "/" in name or name.startswith(".") or not name.isprintable():
+            raise UserError(f"{splits[0].place}: {name!r} cannot be the name of a manifest; rename")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{splits[0].place}: two splits would be {twice[0]}.tsv; rename one")
+    with _folder(to), ExitStack() as stack:
+        outputs = [_Output(split, to, options, stack) for split in splits]
+        for output in outputs:
+            _write_split(output, normalize, only=len(outputs) == 1)
+        if not options.skip_bad:
+            _refuse_faults(outputs)
+        for output in outputs:
+            output.finish()
+    return [output.manifest for output in outputs]
+
+
+@contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """Make a folder; those made are removed again where they are left empty."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty
+            for path in made:
+                path.rmdir()
+
+
+def _refuse_faults(outputs: list[_Output]) -> None:
+    faulty = [output for output in outputs if len(output.faults)]
+    if not faulty:
+        return
+    first, count = faulty[0], sum(len(output.faults) for output in faulty)
+    total = count + sum(output.rows for output in outputs)
+    message = f"{first.split.place}: {count} of {total} rows are faulty, nothing is written; "
+    if first.outside:
+        message += f"if you trust this corpus, --audio {first.outside} accepts its audio; "
+    elif "no such file" in first.faults.kinds:
+        message += f"relative paths start from {first.base}, with --audio FOLDER from there; "
+    raise UserError(f"{message}correct them, or skip them with --skip-bad")
+
+
+def _write_split(output: _Output, normalize: TextNormalizer, only: bool) -> None:
+    """Write the valid rows, of which the first that fill options.hours, to the open manifest."""
+    hours, name = output.options.hours, output.split.place
+    limit = math.inf if hours is None else 3600 * hours
+    file = output.stack.enter_context(atomic_writer(output.manifest, sync=True))
+    file.write(join_fields([*COLUMNS, *output.split.more]))
+    rows: Iterable[Checked] = _checked_rows(output)
+    if hours is not None:
+        # Depends on the ids alone, not on the rows' order; a shorter part is a subset.
+        rows = sorted(rows, key=lambda checked: sha256(checked[0].id.encode()).digest())
+    total, full, lines = 0.0, False, []
+    for (row, path), measured in _with_progress(_measured(rows, output.options), name.name):
+        if isinstance(measured, str):
+            output.faults.add(row, measured, path)
+            continue
+        if full := total + measured.seconds > limit:
+            break
+        if line := output.line_of(row, path, measured, normalize(row.text)):
+            total += measured.seconds
+            if hours is None:
+                file.write(line)
+            else:
+                lines.append((row.line, line))
+    for _, line in sorted(lines):
+        file.write(line)
+    output.faults.show(output.manifest.with_suffix(".faults.txt"), output.options.skip_bad)
+    if output.options.skip_bad or not len(output.faults):
+        output.check_amount(total, full, only)
+
+
+Checked = tuple[Row, str]  # a row and the path of its audio
+
+
+def _checked_rows(output: _Output) -> Iterator[Checked]:
+    """The rows without a fault that shows before the audio is opened."""
+    lines: dict[str, int] = {}
+    for row in output.split.rows():
+        if isinstance(row, Fault):
+            output.faults.add(row, row.message)
+            continue
+        try:
+            path = output.path_of(row)
+            if row.id in lines:
+                raise ValueError(f"id {row.id!r} is already in line {lines[row.id]}")
+        except ValueError as error:
+            output.faults.add(row, str(error))
+        else:
+            lines[row.id] = row.line
+            yield row, path
+
+
+def _measured(
+    rows: Iterable[Checked], options: Options
+) -> Iterator[tuple[Checked, Measured | str]]:
+    """Every row with its audio's measure or fault, in order, some of them ahead in threads."""
+    threads = os.cpu_count() or 1
+    waiting: deque[tuple[Checked, Future]] = deque()
+    # Threads, since the decoder releases the interpreter.
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for checked in rows:
+                waiting.append((checked, pool.submit(_measure, *checked, options)))
+                if len(waiting) >= IN_FLIGHT * threads:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _measure(row: Row, path: str, options: Options) -> Measured | str:
+    """Open a row's audio -> its measure, or what is wrong with it."""
+    limit = options.max_seconds
+    try:
+        measured = _cut_or_measure(row, path, options)
+        seconds_field(measured.seconds)
+    except (AudioError, ValueError) as error:
+        return str(error)
+    if limit is not None and measured.seconds > limit:
+        return f"{measured.seconds:.2f} seconds long, over the limit of {limit:g}"
+    if row.seconds and abs(float(row.seconds) - measured.seconds) > TOLERANCE:
+        return f"seconds is {row.seconds}, but the file has {measured.seconds:.3f}"
+    return measured
+
+
+def _cut_or_measure(row: Row, path: str, options: Options) -> Measured:
+    """Cut what is not a whole file. Raises AudioError and ValueError."""
+    content = row.load() if row.load else None
+    audio: str | bytes = path if content is None else content
+    limit = options.max_seconds
+    if row.length is not None and limit is not None and row.length > limit + TOLERANCE:
+        raise ValueError(f"{row.length:.2f} seconds long, over the limit of {limit:g}")
+    if _is_part(row, audio):
+        content, seconds = cut_audio(audio, row.start or 0.0, row.length, row.channel)
+        return Measured(seconds, content, "part.flac")
+    seconds = audio_seconds(audio) if options.headers_only else decoded_seconds(audio, limit)
+    missing = TOLERANCE if row.start is None else OVERSHOOT
+    if row.length is not None and row.length - seconds > missing:
+        raise ValueError(f"duration is {row.length:g}, but the file has {seconds:.3f}")
+    return Measured(seconds, content, row.audio)
+
+
+def _is_part(row: Row, audio: str | bytes) -> bool:
+    """Whether a row is less than its file. Raises AudioError."""
+    if row.start or (row.channel is not None and (row.channel or audio_channels(audio) > 1)):
+        return True
+    if row.length is None:
+        return False
+    tolerance = TOLERANCE if row.start is None else EXACT
+    return audio_seconds(audio) - row.length > tolerance
+
+
+def _with_progress(items: Iterable[Any], name: str) -> Iterator[Any]:
+    """The items, with a line that counts them where standard error is a terminal."""
+    console = Console(file=terminal(sys.stderr))
+    text = TextColumn("checking {task.description}: {task.completed:,.0f} rows")
+    columns = (text, TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield from progress.track(items, description=one_line(name)[:40])

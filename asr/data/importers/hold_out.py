@@ -1,0 +1,50 @@
+"""A validation split for a corpus without one: speakers, or else utterances, of a manifest.
+
+Who is held out depends on the names alone, so the same command gives the same split.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from asr.data.manifest import COLUMNS, read_header, read_rows, write_rows
+from asr.errors import UserError
+
+MIN_SPEAKERS = 10  # with fewer, one of them is too much to hold out
+
+
+def hold_out(manifest: Path, share: float) -> tuple[Path, Path]:
+    """Move about `share` of the utterances of NAME.tsv to NAME-valid.tsv -> both paths.
+
+    They are those of whole speakers, of the manifest's own where there are MIN_SPEAKERS. Raises
+    UserError if one of the two would be empty.
+    """
+    counts = Counter(row["speaker"] for _, row in read_rows(manifest, COLUMNS))
+    valid = manifest.with_name(f"{manifest.stem}-valid.tsv")
+    key = "speaker" if len(counts) >= MIN_SPEAKERS else "id"
+    if key == "id":
+        counts = Counter(row["id"] for _, row in read_rows(manifest, COLUMNS))
+    chosen = _choose(counts, share)
+    if not 0 < len(chosen) < len(counts):
+        raise UserError(f"{manifest}: {share:g} of {counts.total()} utterances is none or all")
+    _write_part(manifest, valid, lambda row: row[key] in chosen)
+    _write_part(manifest, manifest, lambda row: row[key] not in chosen)
+    return manifest, valid
+
+
+def _choose(counts: Counter[str], share: float) -> set[str]:
+    """Names with about `share` of the utterances, at least one, in an order by their hashes."""
+    rest, chosen = share * counts.total(), set()
+    for name in sorted(counts, key=lambda name: sha256(name.encode()).digest()):
+        if rest >= counts[name] / 2 or not chosen:
+            chosen.add(name)
+            rest -= counts[name]
+        if rest <= 0:
+            break
+    return chosen
+
+
+def _write_part(source: Path, to: Path, is_part: Callable[[Mapping[str, str]], bool]) -> None:
+    rows = (list(row.values()) for _, row in read_rows(source, COLUMNS) if is_part(row))
+    write_rows(to, read_header(source, COLUMNS), rows)

@@ -1,0 +1,113 @@
+"""Lhotse's CutSets: https://lhotse.readthedocs.io/en/latest/cuts.html
+
+A cut is a part of a recording, and each of its supervisions a part of the cut with text, speaker
+and perhaps a channel: an utterance. SOURCE is a CutSet as *.jsonl or *.jsonl.gz, or a folder of
+such, each of which is a split. The manifests are read as JSON, without the library: that would run
+the commands which a recording may name as its source.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asr.data.importers.records import first_object, json_records
+from asr.data.importers.rows import Fault, Row, Split, number_of, text_of
+from asr.errors import UserError
+
+ENDINGS = (".jsonl", ".jsonl.gz")
+SAVE = "write its audio with Lhotse's CutSet.save_audios(FOLDER), and import the CutSet it returns"
+NEAR = 1e-4  # seconds between the ends of a cut and of its recording, which JSON may round
+
+
+def recognise(source: Path) -> bool:
+    """Whether the first line of a manifest is a cut."""
+    return bool(_manifests(source))
+
+
+def read(source: Path) -> list[Split]:
+    """A split for each manifest. Raises UserError if there is none."""
+    manifests = _manifests(source)
+    if not manifests:
+        raise UserError(f"{source}: no CutSet of the kind {' or '.join(ENDINGS)}")
+    return [Split(_name(path), path, path.parent, partial(_rows, path)) for path in manifests]
+
+
+def _manifests(source: Path) -> list[Path]:
+    paths = sorted(source.iterdir()) if source.is_dir() else [source]
+    return [p for p in paths if p.name.endswith(ENDINGS) and _is_cut(first_object(p))]
+
+
+def _is_cut(about: Mapping[str, Any]) -> bool:
+    return str(about.get("type", "")).endswith("Cut") or about.keys() >= {"id", "supervisions"}
+
+
+def _name(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def _rows(manifest: Path) -> Iterator[Row | Fault]:
+    for found in json_records(manifest):
+        if isinstance(found, Fault):
+            yield found
+            continue
+        line, cut = found
+        try:
+            yield from _utterances(manifest, line, cut)
+        except ValueError as error:
+            yield Fault(manifest, line, str(error))
+        except (TypeError, AttributeError, KeyError):
+            yield Fault(manifest, line, "not a cut: a field of it has another type than Lhotse's")
+
+
+def _utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Iterator[Row]:
+    """A row for each supervision. Raises ValueError for a cut that is no part of a file."""
+    kind, recording = cut.get("type"), cut.get("recording")
+    if kind not in ("MonoCut", "MultiCut", None):
+        raise ValueError(f"is a {str(kind)[:40]}, which is computed from several parts; {SAVE}")
+    if not recording:
+        raise ValueError("the cut has no recording, perhaps features alone")
+    if recording.get("transforms"):
+        raise ValueError(f"the recording is transformed when it is read; {SAVE}")
+    supervisions = cut.get("supervisions") or []
+    if not supervisions:
+        raise ValueError("the cut has no supervision, hence no text")
+    for supervision in supervisions:
+        yield _utterance(manifest, line, cut, recording, supervision)
+
+
+def _utterance(
+    manifest: Path, line: int, cut: dict[str, Any], recording: dict[str, Any], said: dict[str, Any]
+) -> Row:
+    channels = said.get("channel", cut.get("channel", 0))
+    audio, channel = _file(recording, channels if isinstance(channels, list) else [channels])
+    begin, end = number_of(cut, "start") or 0.0, number_of(cut, "duration")
+    start, length = float(said.get("start") or 0.0), number_of(said, "duration")
+    # A supervision may reach over the ends of its cut.
+    first = begin + max(0.0, start)
+    last = begin + min(end, start + length) if end and length else begin + (end or 0.0)
+    if not first < last < math.inf:  # also for what is not a number
+        raise ValueError(f"the supervision from {first:g} to {last:g} s has no length")
+    whole = number_of(recording, "duration")
+    is_whole = first < NEAR and whole is not None and abs(last - whole) < NEAR
+    part = (None, None) if is_whole else (first, last - first)
+    text, speaker = text_of(said, "text"), text_of(said, "speaker")
+    name = text_of(said, "id") or text_of(cut, "id")
+    return Row(manifest, line, name, audio, text, speaker, "", *part, channel)
+
+
+def _file(recording: dict[str, Any], channels: list[int]) -> tuple[str, int | None]:
+    """The file of these channels, and the channel in it; None for all of its channels."""
+    sources = [s for s in recording["sources"] if set(channels) & set(s["channels"])]
+    if len(sources) != 1:
+        raise ValueError(f"channels {channels} are not those of one file; {SAVE}")
+    (source,) = sources
+    if source.get("type") != "file":
+        raise ValueError(f"the audio is a {str(source.get('type'))[:40]}, not a file; {SAVE}")
+    own = source["channels"]
+    if set(channels) == set(own):
+        return str(source["source"]), None
+    if len(channels) > 1:
+        raise ValueError(f"channels {channels} are some of {own}, which would be averaged; {SAVE}")
+    return str(source["source"]), own.index(channels[0])

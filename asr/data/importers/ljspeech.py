@@ -1,0 +1,46 @@
+"""LJ Speech, and corpora in its layout: https://keithito.com/LJ-Speech-Dataset/
+
+A folder with wavs/ID.wav and metadata.csv, whose lines are ID|TEXT|NORMALISED TEXT without quotes
+and header; the normalised text, where it exists, is what is spoken. All is of one speaker.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from asr.data.importers.records import first_line
+from asr.data.importers.rows import Fault, Row, Split
+from asr.data.manifest import open_table
+from asr.errors import UserError
+
+TABLE = "metadata.csv"
+AUDIO = "wavs"
+
+
+def recognise(source: Path) -> bool:
+    """Whether the folder has wavs/ and a metadata.csv in whose first line is a `|`."""
+    return (source / AUDIO).is_dir() and "|" in first_line(source / TABLE)
+
+
+def read(source: Path) -> list[Split]:
+    """The only split, of the folder's name. Raises UserError if the folder has no metadata.csv."""
+    table = source / TABLE
+    if not table.is_file():
+        raise UserError(f"{source}: no {TABLE} in it")
+    name = source.resolve().name
+    return [Split(name, table, source, partial(_rows, table, name), source / AUDIO)]
+
+
+def _rows(table: Path, speaker: str) -> Iterator[Row | Fault]:
+    with open_table(table) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            fields = [field.strip() for field in line.split("|")]
+            if len(fields) not in (2, 3):
+                fault = f"{len(fields)} fields between |, where ID|TEXT|NORMALISED is expected"
+                yield Fault(table, number, fault)
+                continue
+            name, text = fields[0], fields[-1] or fields[1]
+            audio = name if name.endswith((".wav", ".flac")) else f"{name}.wav"
+            yield Row(table, number, name, audio if name else "", text, speaker)

@@ -1,0 +1,53 @@
+"""NeMo manifests: https://docs.nvidia.com/nemo-framework/user-guide/latest/nemotoolkit/asr/datasets.html
+
+One JSON object a line: audio_filepath (relative to the manifest), text, duration, and perhaps
+offset, both in seconds, and speaker. SOURCE is a manifest, or a folder whose manifests are splits.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from asr.data.importers.records import first_object, json_records
+from asr.data.importers.rows import SPEAKER_KEYS, Fault, Row, Split, number_of, text_of
+from asr.errors import UserError
+
+
+def recognise(source: Path) -> bool:
+    """Whether the first line of a manifest has an audio_filepath."""
+    return bool(_manifests(source))
+
+
+def read(source: Path) -> list[Split]:
+    """A split for each manifest. Raises UserError if there is none."""
+    manifests = _manifests(source)
+    if not manifests:
+        raise UserError(f"{source}: no line of JSON with an audio_filepath, nor a folder of such")
+    return [Split(path.stem, path, path.parent, partial(_rows, path)) for path in manifests]
+
+
+def _manifests(source: Path) -> list[Path]:
+    paths = [source]
+    if source.is_dir():
+        paths = sorted(path for path in source.iterdir() if path.suffix in (".json", ".jsonl"))
+    return [path for path in paths if "audio_filepath" in first_object(path)]
+
+
+def _rows(manifest: Path) -> Iterator[Row | Fault]:
+    for found in json_records(manifest):
+        if isinstance(found, Fault):
+            yield found
+            continue
+        line, about = found
+        try:
+            start, length = number_of(about, "offset"), number_of(about, "duration")
+        except ValueError as error:
+            yield Fault(manifest, line, str(error))
+            continue
+        audio = text_of(about, "audio_filepath")
+        # The same file may be in several lines, each with another offset.
+        name = text_of(about, "id", "utt_id") or f"{manifest.stem}-{line}"
+        speaker = text_of(about, *SPEAKER_KEYS)
+        yield Row(
+            manifest, line, name, audio, text_of(about, "text"), speaker, "", start or None, length
+        )

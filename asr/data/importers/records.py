@@ -1,0 +1,87 @@
+"""Records of tables: (line number, {column: value}), or a Fault for a line that is no record.
+
+TSV has a header and no quotes, CSV a header and quotes, JSON lines one object a line. A file whose
+name ends in .gz is unpacked.
+"""
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from asr.data.importers.rows import Fault
+from asr.data.manifest import open_table, read_rows
+from asr.errors import UserError
+from asr.io import parse_json
+
+Record = tuple[int, dict[str, Any]]
+
+
+def first_line(path: Path) -> str:
+    """The first line of a text file with content; "" if there is none that can be read."""
+    try:
+        with open_table(path) as file:
+            return next((line.rstrip("\n") for line in file if line.strip()), "")
+    except UserError:
+        return ""
+
+
+def first_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the first line of a file; empty if there is none."""
+    return _parse(first_line(path)) or {}
+
+
+def tsv_records(path: Path, required: Sequence[str]) -> Iterator[Record | Fault]:
+    """The rows of a table. Raises UserError as manifest.read_rows does."""
+    faults: dict[int, str] = {}
+    for record in read_rows(path, required, faults):
+        yield from _taken(path, faults)
+        yield record
+    yield from _taken(path, faults)
+
+
+def _taken(path: Path, faults: dict[int, str]) -> Iterator[Fault]:
+    for line in sorted(faults):
+        yield Fault(path, line, faults.pop(line))
+
+
+def csv_records(path: Path) -> Iterator[Record | Fault]:
+    """The rows of a CSV file; of a row over several lines the number of the first.
+
+    Raises UserError as manifest.open_table does, and for what breaks the rules of CSV.
+    """
+    with open_table(path) as file:
+        reader, line = csv.reader(file, strict=True), 1
+        try:
+            header = next(reader, [])
+            line = reader.line_num + 1
+            for fields in reader:
+                if len(fields) == len(header):
+                    yield line, dict(zip(header, fields, strict=True))
+                elif fields:
+                    wrong = f"{len(fields)} fields where the header has {len(header)}"
+                    yield Fault(path, line, wrong)
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise UserError(f"{path}:{line}: not CSV: {error}") from None
+
+
+def json_records(path: Path) -> Iterator[Record | Fault]:
+    """The objects of JSON lines. Raises UserError as manifest.open_table does."""
+    with open_table(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            about = _parse(line)
+            if about is None:
+                yield Fault(path, number, "not a JSON object; one is expected in every line")
+            else:
+                yield number, about
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        about = parse_json(line)
+    except ValueError:
+        return None
+    return about if isinstance(about, dict) else None

@@ -1,0 +1,75 @@
+"""Rows: utterances as their corpus describes them, before any check.
+
+Every importer is a module with two functions, and convert.py makes manifests of what they give:
+
+    recognise(source) -> bool          whether `source` has the importer's form, for format `auto`
+    read(source)      -> list[Split]   its splits; UserError for what is not of this form
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SPEAKER_KEYS = ("speaker", "speaker_id", "spk", "spk_id", "client_id")  # none is a standard
+
+
+@dataclass(slots=True)
+class Row:
+    """One utterance, a file or a part of it, from a line of a table."""
+
+    file: Path
+    line: int
+    id: str
+    audio: str  # a path relative to the split's base, or the name of what `load` gives
+    text: str
+    speaker: str = ""  # "": the utterance is its own speaker
+    seconds: str = ""  # of the whole file, which is checked
+    start: float | None = None  # seconds; None: of a file that should have the length `length`
+    length: float | None = None  # seconds; None: to the end
+    channel: int | None = None  # counted from 0; None: all, averaged
+    load: Callable[[], bytes] | None = None  # the audio file's content, where the corpus has it
+    more: tuple[str, ...] = ()  # the fields of the split's columns `more`
+
+
+@dataclass(slots=True)
+class Fault:
+    """A place in a corpus that gives no row, and why."""
+
+    file: Path
+    line: int
+    message: str
+
+
+@dataclass
+class Split:
+    """The rows that become the manifest NAME.tsv. `rows` may be called more than once."""
+
+    name: str
+    place: Path  # the table or the folder, for messages
+    root: Path  # the folder that must hold all audio
+    rows: Callable[[], Iterable[Row | Fault]]
+    base: Path | None = None  # the folder that relative paths start from, if not `root`
+    more: tuple[str, ...] = field(default=())  # names of the columns beyond manifest.COLUMNS
+
+
+def text_of(about: Mapping[str, Any], *keys: str) -> str:
+    """The first value of these keys that is a text or a number, as text; "" if there is none."""
+    values = (about.get(key) for key in keys)
+    found = (str(value) for value in values if isinstance(value, str | int | float))
+    return next((text.strip() for text in found if text.strip()), "")
+
+
+def number_of(about: Mapping[str, Any], key: str) -> float | None:
+    """A time in seconds; None where the key is missing or null. Raises ValueError for another."""
+    value = about.get(key)
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{key} is {value!r}, not a number") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{key} is {value!r}; it must be 0 or more, and finite")
+    return number

@@ -1,0 +1,616 @@
+"""Corpora in the forms of other tools: rows, samples, faults, splits, and what auto recognises."""
+
+import csv
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from scipy.signal import resample_poly
+
+from asr import errors, prepare
+from asr.data.corpus import read_manifest
+from asr.data.importers.convert import Options, convert
+from asr.data.importers.rows import Split
+from asr.data.importers.text_normalization import TextNormalizer
+from asr.errors import UserError
+from features.audio import read_audio
+
+RATE = 22_050  # of the recordings, which the recogniser resamples
+
+
+@pytest.fixture
+def asr_prepare(monkeypatch, capsys):
+    """Runs the command: (exit code, standard output, lines of standard error)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            errors.run_command(prepare.main)
+        output = capsys.readouterr()
+        assert "Traceback" not in output.err
+        return caught.value.code, output.out, output.err.splitlines()
+
+    return run
+
+
+def noise(path, seconds=1.0, channels=1, rate=RATE, **options):
+    """Write white noise -> the samples (S, C) as the file gives them, int16."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(len(str(path.name)) + round(1000 * seconds))
+    samples = draw.uniform(-0.5, 0.5, (round(seconds * rate), channels))
+    soundfile.write(path, samples, rate, **options)
+    return soundfile.read(path, dtype="int16", always_2d=True)[0]
+
+
+def samples_of(utterance):
+    """(S, C) int16 of an utterance, read by soundfile alone; and the rate."""
+    text = str(utterance.audio)
+    if "@" not in text:
+        return soundfile.read(text, dtype="int16", always_2d=True)
+    tar, _, rest = text.partition(".tar/")
+    offset, size = map(int, rest.rpartition("@")[2].split("+"))
+    with Path(f"{tar}.tar").open("rb") as file:
+        file.seek(offset)
+        content = file.read(size)
+    return soundfile.read(io.BytesIO(content), dtype="int16", always_2d=True)
+
+
+def check_audio(utterance, expected, rate=RATE):
+    """The utterance's samples are `expected` (S, C), and read_audio gives them at 16 kHz."""
+    actual, actual_rate = samples_of(utterance)
+    assert actual_rate == rate
+    np.testing.assert_array_equal(actual, expected)
+    assert utterance.seconds == pytest.approx(len(expected) / rate, abs=1e-3)
+    resampled = resample_poly(expected.mean(axis=1), 320, rate // 50)
+    at_16k = read_audio(utterance.audio, 16_000).numpy()
+    assert len(at_16k) == len(resampled)
+    assert np.corrcoef(at_16k, resampled)[0, 1] > 0.98
+
+
+def part(samples, start, end, rate=RATE):
+    first, count = (int(np.floor(t * rate + 0.5 + 1e-6)) for t in (start, end - start))
+    return samples[first : first + count]
+
+
+def kaldi(folder, audio, segments=True):
+    """A data directory of a stereo and a mono recording."""
+    folder.mkdir(parents=True)
+    stereo, mono = noise(audio / "call.wav", 3.1, 2), noise(audio / "mono.flac", 1.7)
+    (folder / "wav.scp").write_text(f"call {audio}/call.wav\nmono {audio}/mono.flac\n")
+    names = ("call", "mono")
+    if segments:
+        names = ("b-1", "a-2", "a-3", "m-4")
+        (folder / "segments").write_text(
+            "b-1 call 0.31 1.73 B\na-2 call 1.5 3.1 A\na-3 call 0 2.9\nm-4 mono 0.2 -1\n"
+        )
+    (folder / "text").write_text("".join(f"{n} words of  {n}\n" for n in names))
+    (folder / "utt2spk").write_text("".join(f"{n} {n[0]}\n" for n in names))
+    return stereo, mono
+
+
+def test_kaldi_segments_are_the_samples_of_their_recordings(tmp_path, asr_prepare):
+    stereo, mono = kaldi(tmp_path / "data" / "train", tmp_path / "audio")
+    call = ("auto", tmp_path / "data" / "train", "--to", tmp_path / "to")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and f"--audio {tmp_path}/audio accepts its audio" in err[-1]
+    code, out, err = asr_prepare(*call, "--audio", tmp_path / "audio")
+    assert code == 0 and err == [] and "train: read as kaldi\n" in out
+    corpus = read_manifest(tmp_path / "to" / "train.tsv")
+    assert corpus.ids == ["b-1", "a-2", "a-3", "m-4"] and corpus.speakers == ["b", "a", "a", "m"]
+    assert corpus.texts == [f"words of {name}" for name in corpus.ids]
+    check_audio(corpus[0], part(stereo, 0.31, 1.73)[:, 1:])
+    check_audio(corpus[1], part(stereo, 1.5, 3.1)[:, :1])
+    check_audio(corpus[2], part(stereo, 0, 2.9))
+    check_audio(corpus[3], part(mono, 0.2, 1.7))
+
+
+def test_kaldi_recordings_stay_where_they_are(tmp_path, asr_prepare):
+    for split in ("train", "dev"):
+        stereo, _ = kaldi(tmp_path / "data" / split, tmp_path / "audio", segments=False)
+    call = ("kaldi", tmp_path / "data", "--to", tmp_path / "to", "--audio", tmp_path / "audio")
+    code, out, _ = asr_prepare(*call, "--text", "upper-az")
+    assert code == 0
+    train, dev = (tmp_path / "to" / f"{name}.tsv" for name in ("train", "dev"))
+    recipe = "recipes/small_corpus_las_start.yaml"
+    assert out.endswith(f"next: python -m asr.train {recipe} data.train={train} data.valid={dev}\n")
+    corpus = read_manifest(train)
+    assert corpus.texts == ["WORDS OF CALL", "WORDS OF MONO"]
+    check_audio(corpus[0], stereo)
+    assert corpus[1].audio.resolve() == tmp_path / "audio" / "mono.flac"
+    assert sorted(p.name for p in (tmp_path / "to").iterdir()) == [
+        "dev.audio",
+        "dev.tsv",
+        "train.audio",
+        "train.tsv",
+    ]
+
+
+KALDI_FAULTS = [
+    ("wav.scp", "p sph2pipe -f wav p.sph |", "wav.scp:3: is a command, which prepare does not run"),
+    ("wav.scp", "p a/raw.ark:1234", "wav.scp:3: is a place in a Kaldi archive"),
+    ("segments", "s other 0 1", "segments:5: recording 'other' has no file in wav.scp"),
+    ("segments", "s mono 1 1", "segments:5: the segment from 1 to 1 s has no length"),
+    ("segments", "s mono 1", "segments:5: not a line 'UTTERANCE RECORDING START END'"),
+    ("segments", "s mono nan 2", "segments:5: the segment from nan to 2 s has no length"),
+    ("segments", "s mono 0 1 C", "segments:5: channel is 'C'"),
+    ("segments", "s mono 0 1", "segments:5: the utterance has no line in text"),
+    ("segments", "m-4 mono 0 1", "segments:5: id 'm-4' is already in line 4"),
+    ("text", "t no audio", "text:5: utterance 't' is not in segments"),
+    ("text", "m-4 again", "text:5: 'm-4' is already in line 4"),
+]
+
+
+@pytest.mark.parametrize(("name", "line", "words"), KALDI_FAULTS)
+def test_each_fault_of_a_kaldi_directory(tmp_path, asr_prepare, name, line, words):
+    folder = tmp_path / "train"
+    kaldi(folder, folder / "audio")
+    with (folder / name).open("a") as file:
+        file.write(f"{line}\n")
+    code, _, err = asr_prepare("kaldi", folder, "--to", tmp_path / "to")
+    assert code == 2 and len(err) == 2 and err[0].startswith(f"{folder}/{words}")
+    assert not (tmp_path / "to").exists()
+    code, out, err = asr_prepare("kaldi", folder, "--to", tmp_path / "to", "--skip-bad")
+    assert code == 0 and "4 utterances" in out and err[0].startswith(f"skipped: {folder}/{words}")
+
+
+@pytest.mark.parametrize(
+    ("segment", "words"),
+    [
+        ("s mono 0.5 2.3", "the part from 0.500 s lasts 1.800 s, but the file ends at 1.700 s"),
+        ("s mono 2 3", "the part from 2.000 s is not in the file of 1.700 s"),
+        ("s mono 0.1 9999", "the part from 0.100 s is longer than 3600 seconds"),
+        ("s mono 0 1 B", "no channel 1, counted from 0: has 1"),
+    ],
+)
+def test_a_segment_that_its_recording_lacks(tmp_path, asr_prepare, segment, words):
+    folder = tmp_path / "train"
+    kaldi(folder, folder / "audio")
+    for name, line in (("segments", segment), ("text", "s a"), ("utt2spk", "s s")):
+        with (folder / name).open("a") as file:
+            file.write(f"{line}\n")
+    code, _, err = asr_prepare("kaldi", folder, "--to", tmp_path / "to")
+    assert code == 2 and f"{folder}/segments:5: {folder}/audio/mono.flac: {words}" in err[0]
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_command_in_wav_scp_is_not_run(tmp_path, asr_prepare):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "wav.scp").write_text(f"a touch {tmp_path}/made; cat x.wav |\n")
+    (tmp_path / "train" / "text").write_text("a text\n")
+    code, _, err = asr_prepare("kaldi", tmp_path / "train", "--to", tmp_path / "to")
+    assert code == 2 and "done < wav.scp > new.scp" in err[0]
+    assert not (tmp_path / "made").exists()
+
+
+def common_voice(folder):
+    header = "client_id\tpath\tsentence_id\tsentence\tup_votes\tage\n"
+    judge = {}
+    for split in ("train", "dev", "test", "validated"):
+        rows = []
+        for number in range(3):
+            name = f"common_voice_en_{split}{number}"
+            judge[name] = noise(folder / "clips" / f"{name}.mp3", 0.7 + number / 10, rate=32_000)
+            ending = ".mp3" if number else ""
+            rows.append(f"c{number}\t{name}{ending}\tx\tSay “Ça, {number}”.\t2\t\n")
+        (folder / f"{split}.tsv").write_text(header + "".join(rows))
+    return judge
+
+
+def test_common_voice_has_its_splits(tmp_path, asr_prepare):
+    judge = common_voice(tmp_path / "en")
+    code, out, err = asr_prepare(
+        "auto", tmp_path / "en", "--to", tmp_path / "to", "--text", "upper-az"
+    )
+    assert code == 0 and err == [] and "en: read as common-voice\n" in out
+    assert sorted(path.name for path in (tmp_path / "to").glob("*.tsv")) == [
+        "dev.tsv",
+        "test.tsv",
+        "train.tsv",
+    ]
+    corpus = read_manifest(tmp_path / "to" / "train.tsv")
+    assert corpus.speakers == ["c0", "c1", "c2"] and set(corpus.texts) == {"SAY CA"}
+    for utterance in corpus:
+        check_audio(utterance, judge[utterance.id], 32_000)
+    lines = [line for line in out.splitlines() if not line.startswith(str(tmp_path))]
+    assert lines[0].startswith("--text upper-az: 45 dropped: '“' 9, ',' 9, '”' 9, '.' 9, '0' 3")
+    assert lines[1] == "--text upper-az: 9 changed: 'Ç to C' 9"
+    assert lines[2].startswith("warning: 9 transcripts lost letters, digits or signs")
+    assert lines[3].startswith("next: python -m asr.train ")
+
+
+def test_a_table_of_common_voice_alone(tmp_path, asr_prepare):
+    common_voice(tmp_path / "en")
+    table = tmp_path / "en" / "validated.tsv"
+    table.write_text(table.read_text() + "c1\t\tx\tText\t2\t\nc1\tnone\tx\t\t2\t\n")
+    code, _, err = asr_prepare("auto", table, "--to", tmp_path / "to")
+    assert code == 2 and err[0] == f"{table}:5: the id is empty"
+    assert err[1] == f"{table}:6: the text is empty"
+    assert asr_prepare("auto", table, "--to", tmp_path / "to", "--skip-bad")[0] == 0
+    assert len(read_manifest(tmp_path / "to" / "validated.tsv")) == 3
+
+
+def test_ljspeech_to_a_held_out_split(tmp_path, asr_prepare):
+    folder = tmp_path / "LJSpeech-1.1"
+    judge = {f"LJ001-{n:04d}": noise(folder / "wavs" / f"LJ001-{n:04d}.wav") for n in range(7)}
+    rows = [f'{name}|In 18{n}, "so".|In eighteen {n}, "so".' for n, name in enumerate(judge)]
+    (folder / "metadata.csv").write_text("\n".join(rows) + "\n")
+    code, out, _ = asr_prepare("auto", folder, "--to", tmp_path / "to")
+    assert code == 0 and "hold out a part: --valid 0.05" in out
+    call = ("auto", folder, "--to", tmp_path / "to", "--valid", 0.3)
+    code, out, _ = asr_prepare(*call)
+    train, valid = (tmp_path / "to" / f"{folder.name}{end}.tsv" for end in ("", "-valid"))
+    assert code == 0 and f"data.train={train} data.valid={valid}\n" in out
+    parts = [read_manifest(path) for path in (train, valid)]
+    assert [len(corpus) for corpus in parts] == [5, 2]
+    assert sorted(parts[0].ids + parts[1].ids) == sorted(judge)
+    for utterance in (*parts[0], *parts[1]):
+        assert utterance.text == f'In eighteen {int(utterance.id[-4:])}, "so".'
+        assert utterance.speaker == folder.name
+        check_audio(utterance, judge[utterance.id])
+    ids = parts[1].ids
+    assert asr_prepare(*call)[0] == 0 and read_manifest(valid).ids == ids
+    with (folder / "metadata.csv").open("a") as file:
+        file.write("LJ001-9999|a|b|c\nLJ001-9998|a|b\n")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and err[0].startswith(f"{folder}/metadata.csv:8: 4 fields between |")
+    assert err[1].startswith(f"{folder}/metadata.csv:9: ") and "no such file" in err[1]
+
+
+def test_speakers_are_held_out_whole(tmp_path, asr_prepare):
+    noise(tmp_path / "own" / "a.wav")
+    rows = "".join(f"u{n}\ta.wav\ttext\ts{n % 13}\n" for n in range(65))
+    (tmp_path / "own" / "all.tsv").write_text("id\taudio\ttext\tspeaker\n" + rows)
+    call = ("tsv", tmp_path / "own" / "all.tsv", "--to", tmp_path)
+    assert asr_prepare(*call, "--valid", 0.2)[0] == 0
+    train, valid = (read_manifest(tmp_path / f"all{end}.tsv") for end in ("", "-valid"))
+    assert len(train) + len(valid) == 65 and len(valid) in (10, 15)
+    assert not set(train.speakers) & set(valid.speakers)
+
+
+def json_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
+    return path
+
+
+def test_nemo_offsets_are_cut(tmp_path, asr_prepare):
+    stereo = noise(tmp_path / "set" / "wav" / "long.wav", 4.3, 2)
+    mono = noise(tmp_path / "set" / "a.ogg", 1.1)
+    rows = [
+        {"audio_filepath": "wav/long.wav", "offset": 0.37, "duration": 1.9, "text": "one"},
+        {"audio_filepath": "wav/long.wav", "duration": 2.2, "text": "two", "speaker": 7},
+        {"audio_filepath": "a.ogg", "duration": 1.14, "text": "whole", "offset": 0.0},
+        {"audio_filepath": f"{tmp_path}/set/a.ogg", "duration": None, "text": "no duration"},
+    ]
+    manifest = json_lines(tmp_path / "set" / "train_manifest.json", rows)
+    code, out, err = asr_prepare("auto", manifest, "--to", tmp_path / "to")
+    assert code == 0 and err == [] and "read as nemo" in out
+    corpus = read_manifest(tmp_path / "to" / "train_manifest.tsv")
+    assert corpus.texts == ["one", "two", "whole", "no duration"] and corpus.speakers[1] == "7"
+    check_audio(corpus[0], part(stereo, 0.37, 2.27))
+    check_audio(corpus[1], part(stereo, 0, 2.2))
+    for row in (2, 3):
+        check_audio(corpus[row], mono)
+        assert corpus[row].audio.resolve() == tmp_path / "set" / "a.ogg"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("{", "not a JSON object"),
+        ("[1]", "not a JSON object"),
+        ({"text": "a"}, "no audio file is given"),
+        ({"audio_filepath": "a.wav", "text": None}, "the text is empty"),
+        ({"audio_filepath": "../a.wav", "text": "a"}, "audio '../a.wav' is outside"),
+        ({"audio_filepath": "a\0.wav", "text": "a"}, "no audio file is given"),
+        ({"audio_filepath": "a.wav", "text": "a", "offset": "x"}, "offset is 'x', not a number"),
+        ({"audio_filepath": "a.wav", "text": "a", "offset": -1}, "offset is -1; it must be 0"),
+        ({"audio_filepath": "a.wav", "text": "a", "duration": 1e999}, "duration is inf; it must"),
+        (
+            {"audio_filepath": "a.wav", "text": "a", "duration": 1.2},
+            "duration is 1.2, but the file",
+        ),
+        ({"audio_filepath": "a.wav", "text": "a", "duration": 1, "offset": 0.7}, "lasts 1.000 s"),
+        ({"audio_filepath": "a.wav", "text": "a", "id": "a\tb"}, "has a control character"),
+    ],
+)
+def test_each_fault_of_a_nemo_manifest(tmp_path, asr_prepare, row, words):
+    noise(tmp_path / "set" / "a.wav", 1.0)
+    manifest = tmp_path / "set" / "train.json"
+    json_lines(manifest, [{"audio_filepath": "a.wav", "text": "good"}, row])
+    code, _, err = asr_prepare("nemo", manifest, "--to", tmp_path / "to")
+    assert code == 2 and err[0].startswith(f"{manifest}:2: ") and words in err[0]
+    assert len(err) == 2 and not (tmp_path / "to").exists()
+
+
+def test_wenet_lists(tmp_path, asr_prepare):
+    samples = noise(tmp_path / "data" / "wav" / "long.wav", 2.9)
+    for split in ("train", "dev"):
+        rows = [
+            {"key": "u1", "wav": f"{tmp_path}/data/wav/long.wav", "txt": "whole"},
+            {"key": "u2", "wav": "wav/long.wav", "txt": "part", "start": 0.41, "end": 1.83},
+        ]
+        json_lines(tmp_path / "data" / split / "data.list", rows)
+    call = ("auto", tmp_path / "data", "--to", tmp_path / "to", "--audio", tmp_path / "data")
+    code, out, err = asr_prepare(*call)
+    assert code == 0 and "read as wenet" in out and err == []
+    corpus = read_manifest(tmp_path / "to" / "dev.tsv")
+    assert corpus.ids == ["u1", "u2"] and corpus.texts == ["whole", "part"]
+    check_audio(corpus[0], samples)
+    check_audio(corpus[1], part(samples, 0.41, 1.83))
+    shards = json_lines(tmp_path / "shards.list", ["shards/0.tar"])
+    code, _, err = asr_prepare("wenet", shards, "--to", tmp_path / "to")
+    assert code == 2 and "is a list of shards" in err[0] and "asr.prepare webdataset" in err[0]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_audiofolder_with_splits_in_its_paths(tmp_path, asr_prepare, kind):
+    folder, judge, rows = tmp_path / "set", {}, []
+    for split in ("train", "validation"):
+        for number in range(2):
+            name = f"{split}/{number}.flac"
+            judge[name] = noise(folder / name, 1 + number / 7, channels=2)
+            rows.append({"file_name": name, "transcription": f'one,\n"two" {name}', "speaker": "s"})
+    if kind == "csv":
+        with (folder / "metadata.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        json_lines(folder / "metadata.jsonl", rows)
+    code, out, err = asr_prepare("auto", folder, "--to", tmp_path / "to")
+    assert code == 0 and err == [] and "read as audiofolder" in out and "data.valid=" in out
+    for split, name in (("train", "train"), ("validation", "valid")):
+        corpus = read_manifest(tmp_path / "to" / f"{name}.tsv")
+        assert corpus.ids == [f"{split}/{number}" for number in range(2)]
+        for utterance in corpus:
+            assert utterance.text == f'one, "two" {utterance.id}.flac'
+            check_audio(utterance, judge[f"{utterance.id}.flac"])
+
+
+def test_the_text_column_of_an_audiofolder(tmp_path, asr_prepare):
+    noise(tmp_path / "set" / "a.wav")
+    table = tmp_path / "set" / "metadata.csv"
+    table.write_text("file_name,words\na.wav,said\na.wav\n")
+    call = ("audiofolder", tmp_path / "set", "--to", tmp_path / "to")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and "it has file_name, words. --text-column NAME chooses one" in err[0]
+    code, _, err = asr_prepare(*call, "--text-column", "words")
+    assert code == 2 and err[0] == f"{table}:3: 1 fields where the header has 2"
+    assert asr_prepare(*call, "--text-column", "words", "--skip-bad")[0] == 0
+    assert read_manifest(tmp_path / "to" / "set.tsv").texts == ["said"]
+    table.write_text('file_name,text\na.wav,"open\n')
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and err[0].startswith(f"error: {table}:2: not CSV")
+
+
+DATASETS = importlib.util.find_spec("datasets")
+NO_DATASETS = "datasets and pyarrow are 200 MB: pip install '.[datasets]'"
+
+
+@pytest.mark.skipif(DATASETS is None, reason=NO_DATASETS)
+@pytest.mark.filterwarnings("ignore")
+def test_data_sets_saved_by_the_library(tmp_path, asr_prepare):
+    from datasets import Audio, Dataset, DatasetDict
+
+    judge = [noise(tmp_path / "audio" / f"{n}.wav", 1 + n / 5, channels=2) for n in range(3)]
+    paths = [str(tmp_path / "audio" / f"{n}.wav") for n in range(3)]
+    table = {"audio": paths, "sentence": ["a", "b", ""], "speaker_id": [3, 5, 7], "other": [0] * 3}
+    data = Dataset.from_dict(table).cast_column("audio", Audio())
+    splits = {"train": data.select([0, 1]), "validation": data.select([1])}
+    DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    code, out, _ = asr_prepare("auto", tmp_path / "saved", "--to", tmp_path / "to")
+    assert code == 0 and "read as datasets" in out and "data.valid=" in out
+    train, valid = (read_manifest(tmp_path / "to" / f"{name}.tsv") for name in ("train", "valid"))
+    assert train.ids == ["0", "1"] and train.texts == ["a", "b"] and train.speakers == ["3", "5"]
+    for corpus, rows in ((train, (0, 1)), (valid, (1,))):
+        for utterance, row in zip(corpus, rows, strict=True):
+            check_audio(utterance, judge[row])
+    data.save_to_disk(str(tmp_path / "all"))
+    code, _, err = asr_prepare("datasets", tmp_path / "all", "--to", tmp_path / "to")
+    assert code == 2 and f"{tmp_path}/all:3: the text is empty" in err
+    (tmp_path / "all" / "data-00000-of-00001.arrow").write_bytes(b"no arrow")
+    code, _, err = asr_prepare("datasets", tmp_path / "all", "--to", tmp_path / "to")
+    assert code == 2 and "the datasets library cannot read it" in err[-1]
+
+
+def test_without_the_library_its_extra_is_named(tmp_path, asr_prepare, monkeypatch):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    code, _, err = asr_prepare("auto", tmp_path / "saved", "--to", tmp_path / "to")
+    assert code == 2 and len(err) == 1 and "the extra datasets" in err[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["cuts.jsonl.gz", "cuts.jsonl"])
+def test_cut_sets_written_by_lhotse(tmp_path, asr_prepare, name):
+    lhotse = pytest.importorskip("lhotse", reason="pip install '.[test]' has it")
+    stereo = noise(tmp_path / "call.wav", 3.1, 2)
+    mono = noise(tmp_path / "mono.flac", 1.9)
+    recordings = [lhotse.Recording.from_file(tmp_path / n) for n in ("call.wav", "mono.flac")]
+    said = [
+        lhotse.SupervisionSegment("s1", "call", 0.51, 1.13, 1, text="one", speaker="a"),
+        lhotse.SupervisionSegment("s2", "call", 1.37, 1.73, 0, text="two", speaker="b"),
+        lhotse.SupervisionSegment("s3", "mono", 0, recordings[1].duration, text="three"),
+        lhotse.SupervisionSegment("s4", "call", 0.2, 0.7, [0, 1], text="both", speaker="c"),
+    ]
+    cuts = lhotse.CutSet.from_manifests(
+        lhotse.RecordingSet.from_recordings(recordings),
+        lhotse.SupervisionSet.from_segments(said),
+    )
+    cuts.to_file(tmp_path / name)
+    # Trimmed cuts give the same, from supervisions relative to each.
+    cuts.trim_to_supervisions(keep_overlapping=False).to_file(tmp_path / "trimmed.jsonl")
+    for file in (name, "trimmed.jsonl"):
+        code, out, err = asr_prepare("auto", tmp_path / file, "--to", tmp_path / "to")
+        assert code == 0 and err == [] and "read as lhotse" in out
+        corpus = read_manifest(tmp_path / "to" / f"{file.partition('.')[0]}.tsv")
+        found = {u.id: u for u in corpus}
+        assert {u.id: u.text for u in corpus} == {s.id: s.text for s in said}
+        assert [found[n].speaker for n in ("s1", "s2", "s3")] == ["a", "b", "s3"]
+        check_audio(found["s1"], part(stereo, 0.51, 1.64)[:, 1:])
+        check_audio(found["s2"], part(stereo, 1.37, 3.1)[:, :1])
+        check_audio(found["s3"], mono)
+        check_audio(found["s4"], part(stereo, 0.2, 0.9))
+        assert found["s3"].audio.resolve() == tmp_path / "mono.flac"
+    # The judge: what Lhotse itself loads of the trimmed cuts.
+    for cut in cuts.trim_to_supervisions(keep_overlapping=False):
+        loaded = np.round(cut.load_audio() * 32768).astype(np.int16).T
+        actual = samples_of(found[cut.supervisions[0].id])[0]
+        np.testing.assert_array_equal(actual, loaded)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cuts_that_are_computed_are_refused(tmp_path, asr_prepare):
+    lhotse = pytest.importorskip("lhotse", reason="pip install '.[test]' has it")
+    noise(tmp_path / "a.wav", 1.3)
+    recording = lhotse.Recording.from_file(tmp_path / "a.wav")
+    said = lhotse.SupervisionSegment("s", "a", 0, 1.3, text="one")
+    cut = lhotse.MonoCut("c", 0, 1.3, 0, [said], recording=recording)
+    odd = [cut.perturb_speed(0.9), cut.pad(duration=2.0), lhotse.MonoCut("d", 0, 1.3, 0)]
+    command = lhotse.Recording("r", [], 16_000, 160, 0.01)
+    command.sources = [lhotse.audio.AudioSource("command", [0], f"touch {tmp_path}/made")]
+    said = lhotse.SupervisionSegment("t", "r", 0, 0.01, text="one")
+    odd.append(lhotse.MonoCut("e", 0, 0.01, 0, [said], recording=command))
+    lhotse.CutSet.from_cuts(odd).to_file(tmp_path / "cuts.jsonl")
+    code, _, err = asr_prepare("lhotse", tmp_path / "cuts.jsonl", "--to", tmp_path / "to")
+    words = [
+        "recording is transformed",
+        "is a PaddingCut or Mixed",
+        "has no recording",
+        "a command",
+    ]
+    words[1] = "is a MixedCut, which is computed"
+    assert code == 2 and len(err) == 5
+    for line, (message, word) in enumerate(zip(err, words, strict=False), start=1):
+        assert message.startswith(f"{tmp_path}/cuts.jsonl:{line}: ") and word in message
+    assert not (tmp_path / "made").exists()
+
+
+def test_hours_are_of_each_split_and_cut_no_more(tmp_path, asr_prepare):
+    rows = [
+        {"audio_filepath": "a.wav", "offset": n / 10, "duration": 0.9, "text": "a"}
+        for n in range(40)
+    ]
+    noise(tmp_path / "set" / "a.wav", 5.0)
+    for split, count in (("train", 40), ("dev", 2)):
+        json_lines(tmp_path / "set" / f"{split}.json", rows[:count])
+    call = ("nemo", tmp_path / "set", "--to", tmp_path / "to", "--hours", 4.6 / 3600)
+    assert asr_prepare(*call)[0] == 0
+    train, dev = (read_manifest(tmp_path / "to" / f"{name}.tsv") for name in ("train", "dev"))
+    assert len(train) == 5 and len(dev) == 2
+    numbers = [int(name.rpartition("-")[2]) for name in train.ids]
+    assert numbers == sorted(numbers)
+    assert (tmp_path / "to" / "train-00000.tar").stat().st_size < 8 * 0.9 * 2 * RATE
+
+
+def test_a_part_is_held_out_of_the_training_split(tmp_path, asr_prepare):
+    noise(tmp_path / "set" / "a.wav")
+    for split in ("test", "train"):
+        json_lines(
+            tmp_path / "set" / f"{split}.json", [{"audio_filepath": "a.wav", "text": "a"}] * 9
+        )
+    call = ("nemo", tmp_path / "set", "--to", tmp_path / "to", "--valid", 0.3)
+    code, out, _ = asr_prepare(*call)
+    assert code == 0
+    sizes = {path.stem: len(read_manifest(path)) for path in (tmp_path / "to").glob("*.tsv")}
+    assert sizes == {"test": 9, "train": 6, "train-valid": 3}
+    assert f"data.train={tmp_path}/to/train.tsv data.valid={tmp_path}/to/train-valid.tsv" in out
+    (tmp_path / "set" / "test.json").rename(tmp_path / "set" / "dev.json")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and "--valid 0.3: the corpus has a validation split, dev" in err[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_valid"),
+    [("dev", 1), ("x-valid", 1), ("val_manifest", 1), ("validated", 0), ("interval", 0)],
+)
+def test_the_names_of_validation_splits(name, is_valid):
+    assert bool(prepare.VALID.search(name)) == bool(is_valid)
+
+
+def test_nothing_is_left_of_a_faulty_corpus(tmp_path, asr_prepare):
+    noise(tmp_path / "set" / "a.wav", 3.0)
+    row = {"audio_filepath": "a.wav", "offset": 1, "duration": 1, "text": "a"}
+    json_lines(tmp_path / "set" / "dev.json", [row])
+    json_lines(tmp_path / "set" / "train.json", [row, {**row, "text": ""}])
+    call = ("nemo", tmp_path / "set", "--to", tmp_path / "to")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and "1 of 3 rows are faulty" in err[-1] and not (tmp_path / "to").exists()
+    assert asr_prepare(*call, "--skip-bad")[0] == 0
+    assert sorted(p.name for p in (tmp_path / "to").iterdir()) == [
+        "dev-00000.tar",
+        "dev.tsv",
+        "train-00000.tar",
+        "train.tsv",
+    ]
+
+
+@pytest.mark.parametrize("name", ["../out", "/out", "..", ".hidden", "", "a\nb"])
+def test_the_name_of_a_split_cannot_lead_elsewhere(tmp_path, name):
+    split = Split(name, tmp_path, tmp_path, lambda: iter(()))
+    with pytest.raises(UserError, match="cannot be the name of a manifest"):
+        convert([split], tmp_path / "to", Options(), TextNormalizer("keep"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("mp3", 32_000), ("ogg", 44_100), ("wav", 48_000)])
+def test_parts_of_lossy_and_fine_audio(tmp_path, asr_prepare, kind, rate):
+    """A part of a file is what decoding all of it gives there; 24 bits stay 24 bits."""
+    options = {"subtype": "PCM_24"} if kind == "wav" else {}
+    noise(tmp_path / "set" / f"a.{kind}", 4.1, rate=rate, **options)
+    whole, _ = soundfile.read(tmp_path / "set" / f"a.{kind}", dtype="float64", always_2d=True)
+    row = {"audio_filepath": f"a.{kind}", "offset": 1.23, "duration": 1.7, "text": "a"}
+    json_lines(tmp_path / "set" / "dev.json", [row])
+    assert asr_prepare("nemo", tmp_path / "set" / "dev.json", "--to", tmp_path)[0] == 0
+    (utterance,) = read_manifest(tmp_path / "dev.tsv")
+    actual = read_audio(utterance.audio, rate)
+    step = 2**-23 if kind == "wav" else 2**-15
+    np.testing.assert_allclose(actual, part(whole, 1.23, 2.93, rate)[:, 0], atol=2 * step)
+
+
+@pytest.mark.parametrize("name", ["kaldi", "common-voice", "ljspeech", "nemo", "wenet", "lhotse"])
+def test_a_source_of_another_form_is_one_line(tmp_path, asr_prepare, name):
+    (tmp_path / "set").mkdir()
+    for source in (tmp_path / "set", tmp_path / "none"):
+        code, _, err = asr_prepare(name, source, "--to", tmp_path / "to")
+        assert code == 2 and len(err) == 1 and str(source) in err[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "report"),
+    [
+        ("It’s “fine”, e.g. well-known", "IT'S FINE EG WELL KNOWN", ["6 dropped", "1 changed"]),
+        ("Ÿ ﬁ Œuvre ß ø", "Y FI OEUVRE SS O", ["5 changed: 'Ÿ to Y' 1, 'ﬁ to FI' 1"]),
+        ("e\u0301te\u0301", "ETE", ["2 changed: 'é to E' 2"]),  # accents apart from their letters
+        ("5 % да", "", ["4 dropped: '5' 1, '%' 1, 'д' 1, 'а' 1", "warning: 1 transcripts lost"]),
+        ("A\u00a0B\tC", "A B C", []),
+    ],
+)
+def test_upper_az(text, expected, report):
+    normalize = TextNormalizer("upper-az")
+    assert normalize(text) == expected
+    lines = normalize.report()
+    assert len(lines) == len(report)
+    assert all(words in line for words, line in zip(report, lines, strict=True))
+
+
+def test_auto_refuses_what_it_does_not_recognise(tmp_path, asr_prepare):
+    noise(tmp_path / "a.wav")
+    for source in (tmp_path, tmp_path / "a.wav", "/dev/null"):
+        code, _, err = asr_prepare("auto", source, "--to", tmp_path / "to")
+        assert code == 2 and "not recognised as any of kaldi, common-voice" in err[0]
+
+
+def test_a_damaged_gzip_is_one_line(tmp_path, asr_prepare):
+    (tmp_path / "cuts.jsonl.gz").write_bytes(b"\x1f\x8b\x08\0 no gzip")
+    code, _, err = asr_prepare("lhotse", tmp_path / "cuts.jsonl.gz", "--to", tmp_path / "to")
+    assert code == 2 and len(err) == 1
