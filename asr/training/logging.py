@@ -1,4 +1,4 @@
-"""The log of a run: console, train.log and TensorBoard."""
+"""The log of a run: console, train.log, TensorBoard and other trackers."""
 
 import errno
 import os
@@ -19,6 +19,7 @@ from asr.errors import UserError, discard_stdout, printable, terminal
 from asr.io import open_append
 from asr.training.checkpoint import NotSaved
 from asr.training.losses import Sum, add, means
+from asr.training.trackers import Trackers
 from asr.training.trainer import Step, TrainState
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -32,8 +33,17 @@ class Log:
     the removal of the run folder ended the run.
     """
 
-    def __init__(self, run: Path, every: int, total_steps: int, step: int = 0) -> None:
+    def __init__(
+        self,
+        run: Path,
+        every: int,
+        total_steps: int,
+        step: int = 0,
+        trackers: Mapping[str, str] | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         self.run = run
+        self.trackers = Trackers(trackers or {}, run.resolve().name, params or {}, self.info)
         self.every = every
         self.total, self.first = total_steps, step + 1
         self.progress = _progress() if sys.stdout and sys.stdout.isatty() else None
@@ -49,6 +59,7 @@ class Log:
             # Hides the points that a killed run wrote after its last checkpoint.
             board = SummaryWriter(str(self.run), purge_step=self.first)
             self.board = files.enter_context(closing(board))
+            files.enter_context(self.trackers)
             if self.progress:
                 with self._console():
                     self.progress.start()
@@ -132,8 +143,10 @@ class Log:
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Curves `group/name`, one point each."""
-        for name, value in values.items():
-            self.board.add_scalar(f"{group}/{name}", value, step)
+        points = {f"{group}/{name}": value for name, value in values.items()}
+        for name, value in points.items():
+            self.board.add_scalar(name, value, step)
+        self.trackers.log(points, step)
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         """pixels (height, width, 3) uint8."""
@@ -151,6 +164,7 @@ class Log:
         # In groups of their own, so that they add no point to a curve.
         final = {name.replace("/", "_final/"): value for name, value in metrics.items()}
         self.board.add_hparams(plain, final, run_name=".", global_step=0)
+        self.trackers.finish(final)
 
     def _report(self, state: TrainState, step: Step) -> None:
         losses = means(self.sums)
