@@ -70,8 +70,9 @@ class WandbTracker:
         online = wandb.setup().settings.mode == "online"
         if online and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("not logged in: use `wandb login` or WANDB_MODE=offline")
-        # Standard output has a progress bar, and escapes of our own.
-        settings = wandb.Settings(console="off", silent=True)
+        # Standard output has a progress bar, and escapes of our own. At the end of the process
+        # wandb waits for an answer that is still due.
+        settings = wandb.Settings(console="off", silent=True, init_timeout=CLOSING)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=name,
