@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -19,8 +19,10 @@ from asr.errors import UserError, discard_stdout, printable, terminal
 from asr.io import open_append
 from asr.training.checkpoint import NotSaved
 from asr.training.losses import Sum, add, means
-from asr.training.trackers import Trackers
 from asr.training.trainer import Step, TrainState
+
+if TYPE_CHECKING:
+    from asr.training.trackers import Trackers
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -43,13 +45,18 @@ class Log:
         params: Mapping[str, Any] | None = None,
     ) -> None:
         self.run = run
-        self.trackers = Trackers(trackers or {}, run.resolve().name, params or {}, self.info)
+        self.trackers = self._trackers(trackers, params or {}) if trackers else None
         self.every = every
         self.total, self.first = total_steps, step + 1
         self.progress = _progress() if sys.stdout and sys.stdout.isatty() else None
         if self.progress:
             self.task = self.progress.add_task("", total=total_steps, completed=step)
         self._reset()
+
+    def _trackers(self, ids: Mapping[str, str], params: Mapping[str, Any]) -> "Trackers":
+        from asr.training.trackers import Trackers  # which few runs need
+
+        return Trackers(ids, self.run.resolve().name, params, self.info)
 
     def __enter__(self) -> "Log":
         with ExitStack() as files:  # closed in reverse order, also where one cannot be opened
@@ -59,7 +66,8 @@ class Log:
             # Hides the points that a killed run wrote after its last checkpoint.
             board = SummaryWriter(str(self.run), purge_step=self.first)
             self.board = files.enter_context(closing(board))
-            files.enter_context(self.trackers)
+            if self.trackers:
+                files.enter_context(self.trackers)
             if self.progress:
                 with self._console():
                     self.progress.start()
@@ -146,7 +154,8 @@ class Log:
         points = {f"{group}/{name}": value for name, value in values.items()}
         for name, value in points.items():
             self.board.add_scalar(name, value, step)
-        self.trackers.log(points, step)
+        if self.trackers:
+            self.trackers.log(points, step)
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         """pixels (height, width, 3) uint8."""
@@ -164,7 +173,8 @@ class Log:
         # In groups of their own, so that they add no point to a curve.
         final = {name.replace("/", "_final/"): value for name, value in metrics.items()}
         self.board.add_hparams(plain, final, run_name=".", global_step=0)
-        self.trackers.finish(final)
+        if self.trackers:
+            self.trackers.finish(final)
 
     def _report(self, state: TrainState, step: Step) -> None:
         losses = means(self.sums)

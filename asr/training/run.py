@@ -2,6 +2,7 @@
 
 import math
 import pkgutil
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -33,7 +34,6 @@ from asr.training.losses import Objective, Sum, means
 from asr.training.oom import SHAPES, SHAPES_ROUNDED, limit_onednn_cache, release_memory
 from asr.training.resume import Content, ResumePoint, find_resume_point, fingerprint
 from asr.training.signals import Stop, Stopped
-from asr.training.trackers import check_installed, new_id
 from asr.training.trainer import BatchStats, Callbacks, Epochs, TaskBatch, TrainState, fit, validate
 
 # The maker of each task: (recipe, run folder, whether the run is resumed) -> Task. Resolved only
@@ -87,7 +87,7 @@ class Training:
         model, decay = task.objective.model, self.config.ema
         self.weights = EvaluationWeights(model, self.optimizer, decay)
         self.state = TrainState()
-        self.trackers = {name: new_id() for name in self.config.trackers}  # -> its run
+        self.trackers = {name: secrets.token_hex(8) for name in self.config.trackers}  # -> run id
         self.content = task.content  # now: the files may change during training
         distributed.check_share(len(task.epochs.plan(1).batches))
         self.metrics: dict[str, float] = {}  # of the last validation
@@ -329,7 +329,10 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     Raises UserError where the folder already holds a run but `resume` is not set, where that run
     had another recipe or other data, unless `force`, and where another process trains in it.
     """
-    check_installed(recipe.train.trackers)
+    if recipe.train.trackers:
+        from asr.training.trackers import check_installed
+
+        check_installed(recipe.train.trackers)
     limit_onednn_cache(SHAPES_ROUNDED if recipe.train.round_seconds > 0.0 else SHAPES)
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():

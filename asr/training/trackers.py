@@ -15,7 +15,6 @@ import importlib.util
 import os
 import queue
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -42,11 +41,6 @@ def check_installed(names: Iterable[str]) -> None:
                 f"train.trackers: {name} is not installed: pip install 'layernorm-asr[{name}]', "
                 "or set train.trackers=[]"
             )
-
-
-def new_id() -> str:
-    """The id of a new run at a tracker."""
-    return secrets.token_hex(8)
 
 
 class Tracker(Protocol):
