@@ -222,5 +222,6 @@ class _Feed:
             self._fail(" ".join(str(error).split())[:300] or type(error).__name__)
 
     def _fail(self, reason: str) -> None:
+        if not self.failed:
+            self.lines.put(f"{self.name}: {reason}; the run continues without it")
         self.failed = True
-        self.lines.put(f"{self.name}: {reason}; the run continues without it")
