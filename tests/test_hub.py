@@ -229,7 +229,7 @@ def test_a_server_that_does_not_answer(hub, monkeypatch, commands):
 
 def test_without_the_library(monkeypatch, tiny_run, commands, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    install = "pip install 'layernorm-asr[hub]'"
+    install = "in the checkout pip install '.[hub]'"
     assert install in commands.refused(transcribe, "hf:owner/tiny", "a.wav")
     assert install in commands.refused(export, tiny_run, "--push-to", "owner/tiny")
 

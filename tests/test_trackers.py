@@ -235,7 +235,7 @@ def test_a_missing_tracker_is_one_line_before_anything_starts(
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "mlflow" else find(n))
     run = tmp_path / "run"
     line = commands.refused(train, tiny, "train.trackers=[mlflow]", "--run", run)
-    assert "pip install 'layernorm-asr[mlflow]'" in line
+    assert "in the checkout pip install '.[mlflow]'" in line
     assert not run.exists()
     assert "names a tracker twice" in commands.refused(
         train, tiny, "train.trackers=[mlflow,mlflow]", "--run", run

@@ -167,7 +167,7 @@ def import_hub(place: str) -> ModuleType:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        remedy = "pip install 'layernorm-asr[hub]'"
+        remedy = "pip install huggingface_hub, or in the checkout pip install '.[hub]'"
         raise UserError(f"{place}: needs huggingface_hub, not installed: {remedy}") from None
     return huggingface_hub
 

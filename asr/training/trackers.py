@@ -38,8 +38,8 @@ def check_installed(names: Iterable[str]) -> None:
         # wandb writes into a folder ./wandb, which Python finds as a package without a file.
         if spec is None or spec.origin is None:
             raise UserError(
-                f"train.trackers: {name} is not installed: pip install 'layernorm-asr[{name}]', "
-                "or set train.trackers=[]"
+                f"train.trackers: {name} is not installed: pip install {name}, or in the checkout "
+                f"pip install '.[{name}]'; or set train.trackers=[]"
             )
 
 
