@@ -18,11 +18,15 @@ def main() -> int:
     from asr.analysis.significance import compare_two
     from asr.data import splits
     from asr.inference import evaluation
+    from asr.inference.hub import is_on_hub, local_run
     from asr.inference.load import load_run_recipe
     from asr.inference.recognition import Recognizer
     from asr.inference.tune import tune
 
-    recipe = load_run_recipe(args.run, args.overrides)
+    on_hub, run = is_on_hub(args.run), local_run(args.run)
+    if on_hub and args.tune:
+        raise UserError(f"--tune writes into the run: copy {run} to a folder, and tune that")
+    recipe = load_run_recipe(run, args.overrides)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     name = evaluation_name(args.split)
@@ -31,17 +35,18 @@ def main() -> int:
         check_run_folder(args.against)
     labels = {column: evaluation.groups_of(corpus, column) for column in args.by}
     other = evaluation.score_of_run(args.against, name, corpus) if args.against else None
-    recognizer = Recognizer.load(args.run, args.overrides)
+    recognizer = Recognizer.load(run, args.overrides)
     unknown = [recognizer.tokenizer.unknown(text) for text in corpus.texts]
     if note := splits.check_vocabulary_coverage(corpus.texts, unknown, corpus.path):
         print(note, flush=True)
     if args.tune:
-        for line in tune(recognizer, corpus, recipe, args.run):
+        for line in tune(recognizer, corpus, recipe, run):
             print(line, flush=True)
         return 0
-    folder = args.out or args.run / "evaluate" / name
+    place = Path("evaluate", args.run.name) if on_hub else run / "evaluate"
+    folder = args.out or place / name
     check_writable(folder)  # before hours of decoding
-    title = f"{args.run.resolve().name}: {name}"
+    title = f"{(args.run if on_hub else run.resolve()).name}: {name}"
     result = evaluation.evaluate(recognizer, corpus, recipe, labels, title, args.overrides)
     lines = list(evaluation.summary(result))
     if other:
@@ -63,10 +68,11 @@ def arguments() -> argparse.Namespace:
         epilog="decode.* and data.* keys of the run's recipe can be overridden: decode.beam=8 ...",
     )
     add = parser.add_argument
-    add("run", type=Path, help="a run folder")
+    add("run", type=Path, help="a run folder, or hf:USER/NAME[@REVISION]")
     parser.add_overrides()
     add("--split", required=True, help="train, valid, a name under data.test, or a manifest (.tsv)")
-    add("--out", type=Path, help="folder of the result (RUN/evaluate/SPLIT)")
+    out = "folder of the result (RUN/evaluate/SPLIT; of hf:USER/NAME evaluate/NAME/SPLIT)"
+    add("--out", type=Path, help=out)
     add("--by", action="append", default=[], metavar="COLUMN", help="error rates of each group")
     add(
         "--against", type=Path, metavar="RUN", help="a run evaluated on the same split: which wins?"

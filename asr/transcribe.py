@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
         "Exit code 2 if any file could not be read.",
     )
     add = parser.add_argument
-    add("run", type=Path, help="a run folder")
+    add("run", type=Path, help="a run folder, or hf:USER/NAME[@REVISION]")
     add("audio", nargs="*", help="WAV, FLAC, OGG, Opus or MP3, any rate or length")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--format", choices=SUFFIXES, default="text", help="json, srt, vtt: times")
@@ -126,6 +126,7 @@ def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list
     import torch
 
     from asr.inference import bulk
+    from asr.inference.hub import local_run
     from asr.inference.load import load_run_recipe
     from asr.inference.recognition import Recognizer
     from asr.training.distributed import ranks_of_environment
@@ -133,11 +134,12 @@ def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list
     ranks = ranks_of_environment()
     if torch.cuda.is_available() and ranks.count > 1:
         torch.cuda.set_device(ranks.local % torch.cuda.device_count())
-    recipe = load_run_recipe(args.run, overrides)
+    run = local_run(args.run)
+    recipe = load_run_recipe(run, overrides)
     listed = bulk.read_list(args.list, recipe.data.allow_outside_audio)
     job = bulk.BulkJob(args.out, listed, args.shard_files, args.format, args.attempt)
-    bulk.open_folder(job, bulk.identity(args.run, recipe))
-    load = partial(Recognizer.load, args.run, overrides)
+    bulk.open_folder(job, bulk.identity(run, recipe))
+    load = partial(Recognizer.load, run, overrides)
     return bulk.transcribe_all(job, load, ranks.number, ranks.count)
 
 

@@ -62,7 +62,9 @@ def test_the_card_contains_the_facts_of_the_run(tiny, run, commands, tmp_path):
     assert commands(evaluate, run, "--split", "test", "--by", "speaker")[0] == 0
     assert commands(export, run, "--to", tmp_path / "to", "--about", tmp_path / "about.md")[0] == 0
     card = (tmp_path / "to" / "README.md").read_text()
-    assert card.startswith("# to\n\nTrained on tones, which are public.\n\nA las model of ")
+    assert card.partition("---\n\n")[2].startswith(
+        "# to\n\nTrained on tones, which are public.\n\nA las model of "
+    )
     actual = json.loads((run / "evaluate/test/score.json").read_text())
     rows = [line.split(" | ") for line in card.splitlines() if line.startswith("| test |")]
     speakers = actual["about"]["groups"]["speaker"]

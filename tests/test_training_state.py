@@ -108,6 +108,12 @@ CHANGES = {
         change("content", 5, to={}),
     ],
     "validated": [change("validated", to="x"), change("validated", to=-2)],
+    "trackers": [
+        change("trackers", to=[]),
+        change("trackers", to={"mlflow": 3}),
+        change("trackers", to={"mlflow": "../other"}),
+        change("trackers", to={"wandb": "a" * 65}),
+    ],
     "metrics": [change("metrics", to=[1]), change("metrics", "valid/nll", to="low")],
 }
 

@@ -574,11 +574,21 @@ class TrainConfig(Config):
     keep: Count = 3  # latest checkpoints kept
     keep_best: Count = 1  # best checkpoints kept as well, by validation loss
     log_every: Count = 20  # steps
+    # Experiment trackers beside TensorBoard, in the project or experiment, and on the server, that
+    # their own environment variables name.
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     samples: Natural = 4  # validation utterances shown in TensorBoard
     wer_utterances: Natural = 200  # validation utterances decoded for the WER curves
     alarm: AlarmConfig = AlarmConfig()
     health: Natural = 0  # validations between measurements of gates, norms and attention; 0: never
     debug: Literal["nan"] | None = None  # nan: stop at the first value that is not finite; slow
+
+    @field_validator("trackers")
+    @classmethod
+    def _name_each_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) < len(names):
+            raise ValueError("names a tracker twice")
+        return names
 
     @model_validator(mode="after")
     def _averages_fit(self) -> "TrainConfig":

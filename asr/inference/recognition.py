@@ -26,6 +26,7 @@ from asr.decoding.scorer import Hypothesis, Scorer
 from asr.decoding.segmentation import Segment, is_silent, split_at_pauses
 from asr.errors import UserError, is_out_of_memory
 from asr.inference.decode import SpeechDecoder
+from asr.inference.hub import local_run
 from asr.inference.load import (
     load_ensemble,
     load_language_scorer,
@@ -128,12 +129,13 @@ class Recognizer(SpeechDecoder):
 
     @classmethod
     def load(cls, run: str | os.PathLike[str], overrides: Sequence[str] = ()) -> "Recognizer":
-        """The model of a run folder, from the checkpoints that its recipe chooses.
+        """The model of a run, from the checkpoints that its recipe chooses.
 
-        `overrides` are recipe keys (`decode.beam=4`). Raises UserError for a folder that is no
-        run, has no checkpoint, or has one of another model or vocabulary.
+        `run` is a folder, or hf:USER/NAME[@REVISION] on the Hugging Face Hub. `overrides` are
+        recipe keys (`decode.beam=4`). Raises UserError for a folder that is no run, has no
+        checkpoint, or has one of another model or vocabulary, and as local_run does.
         """
-        run = Path(run)
+        run = local_run(run)
         limit_onednn_cache(SHAPES_DECODING)
         recipe = load_run_recipe(run, overrides)
         decode, tokenizer = recipe.decode, load_tokenizer(run)

@@ -1,4 +1,4 @@
-"""The log of a run: console, train.log and TensorBoard."""
+"""The log of a run: console, train.log, TensorBoard and other trackers."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -23,6 +23,9 @@ from asr.training.losses import Sum, add, means
 from asr.training.scalars import explanation, first_charts
 from asr.training.trainer import Step, TrainState
 
+if TYPE_CHECKING:
+    from asr.training.trackers import Trackers
+
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -34,8 +37,17 @@ class Log:
     the removal of the run folder ended the run.
     """
 
-    def __init__(self, run: Path, every: int, total_steps: int, step: int = 0) -> None:
+    def __init__(
+        self,
+        run: Path,
+        every: int,
+        total_steps: int,
+        step: int = 0,
+        trackers: Mapping[str, str] | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         self.run = run
+        self.trackers = self._trackers(trackers, params or {}) if trackers else None
         self.every = every
         self.total, self.first = total_steps, step + 1
         self.names: set[str] = set()  # of the scalars written
@@ -44,6 +56,11 @@ class Log:
         if self.progress:
             self.task = self.progress.add_task("", total=total_steps, completed=step)
         self._reset()
+
+    def _trackers(self, ids: Mapping[str, str], params: Mapping[str, Any]) -> "Trackers":
+        from asr.training.trackers import Trackers  # which few runs need
+
+        return Trackers(ids, self.run.resolve().name, params, self.info)
 
     def __enter__(self) -> "Log":
         with ExitStack() as files:  # closed in reverse order, also where one cannot be opened
@@ -54,6 +71,8 @@ class Log:
             board = SummaryWriter(str(self.run), purge_step=self.first)
             self.board = files.enter_context(closing(board))
             self.text("about/scalars", explanation(), 0)
+            if self.trackers:
+                files.enter_context(self.trackers)
             if self.progress:
                 with self._console():
                     self.progress.start()
@@ -144,6 +163,8 @@ class Log:
         if group == "valid" and self.names != self.charted:
             self.charted = set(self.names)
             self.board.file_writer.add_summary(first_charts(self.names), step)
+        if self.trackers:
+            self.trackers.log(points, step)
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         """pixels (height, width, 3) uint8."""
@@ -161,6 +182,8 @@ class Log:
         # Not add_hparams, which writes a second point of every metric.
         for summary in hparams(plain, dict(metrics)):
             self.board.file_writer.add_summary(summary, 0)
+        if self.trackers:
+            self.trackers.finished = True
 
     def _report(self, state: TrainState, step: Step) -> None:
         losses = means(self.sums)

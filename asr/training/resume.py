@@ -21,7 +21,8 @@ NOT_LEARNING = (
     "run", "decode",
     "data.cache", "data.corpus", "data.allow_outside_audio", "data.test", "data.workers",
     "train.alarm", "train.debug", "train.device", "train.health", "train.log_every",
-    "train.samples", "train.save_every", "train.threads", "train.wer_utterances",
+    "train.samples", "train.save_every", "train.threads", "train.trackers",
+    "train.wer_utterances",
 )  # fmt: skip
 # Keys that may change in the middle of a run: these, and those that set its end. train.init is read
 # at the start alone.

@@ -2,6 +2,7 @@
 
 import math
 import pkgutil
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -93,6 +94,7 @@ class Training:
         model, decay = task.objective.model, self.config.ema
         self.weights = EvaluationWeights(model, self.optimizer, decay)
         self.state = TrainState()
+        self.trackers = {name: secrets.token_hex(8) for name in self.config.trackers}  # -> run id
         self.content = task.content  # now: the files may change during training
         distributed.check_share(len(task.epochs.plan(1).batches))
         self.metrics: dict[str, float] = {}  # of the last validation
@@ -120,7 +122,8 @@ class Training:
             write_recipe(self.recipe, self.run / "recipe.yaml")
         total = trainer.planned_steps(self.task.epochs, self.config, self.state)
         settings = self.run, self.config.log_every, total, self.state.step
-        with self.stop, Log(*settings) if is_first() else NullLog() as self.log:
+        tracking = self.trackers, flat(self.task.recipe)
+        with self.stop, Log(*settings, *tracking) if is_first() else NullLog() as self.log:
             self.log.info(*messages, *more, self._summary(start is not None))
             with suppress(Stopped):
                 self._fit()
@@ -264,6 +267,7 @@ class Training:
             "content": self.content,
             "validated": self.validated,
             "metrics": self.metrics,
+            "trackers": self.trackers,
         }
         # The curves up to this step are on the disk before the checkpoint.
         self.log.flush()
@@ -289,6 +293,8 @@ class Training:
         measured = self.saved if math.isfinite(checkpoint.loss) else -1
         self.validated = saved.get("validated", measured)
         self.metrics = saved.get("metrics", {})
+        known = saved.get("trackers", {})
+        self.trackers = {name: known.get(name, new) for name, new in self.trackers.items()}
         saved.clear()  # its file is mapped into memory, and would keep its disk space
         if len(random) == world():
             return []
@@ -356,6 +362,10 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     Raises UserError where the folder already holds a run but `resume` is not set, where that run
     had another recipe or other data, unless `force`, and where another process trains in it.
     """
+    if recipe.train.trackers:
+        from asr.training.trackers import check_installed
+
+        check_installed(recipe.train.trackers)
     limit_onednn_cache(SHAPES_ROUNDED if recipe.train.round_seconds > 0.0 else SHAPES)
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():

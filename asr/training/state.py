@@ -6,6 +6,7 @@ checked once, as they are read.
 
 import math
 import random
+import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
@@ -71,6 +72,10 @@ def _is_text(value: Any, most: int = 200) -> bool:
     return isinstance(value, str) and len(value) <= most and value.encode() is not None
 
 
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch("[A-Za-z0-9_-]{1,64}", value))
+
+
 def _is_optimizer(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
@@ -131,5 +136,6 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "recipe": (lambda value: _is_text(value, MAX_TEXT), "a recipe's text"),
     "content": (_is_content, "figures by recipe key"),
     "validated": (lambda value: _is_count(value, -1), "a step"),
+    "trackers": (lambda v: all(map(_is_text, v)) and all(map(_is_id, v.values())), "ids of runs"),
     "metrics": (lambda v: all(_is_text(k) and _is_number(n) for k, n in v.items()), "numbers"),
 }

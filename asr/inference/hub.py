@@ -1,0 +1,227 @@
+"""Runs on the Hugging Face Hub: hf:USER/NAME[@REVISION], by the library huggingface_hub.
+
+A run is downloaded once, as plain files, into huggingface_hub's folder for other libraries:
+
+    HF_HOME/assets/layernorm-asr/USER--NAME/runs/
+        COMMIT/         a run folder
+        REVISION.ref    the commit of a branch or tag, when it was last seen
+
+Not into that library's own cache: its files are symbolic links, which a run folder must not have.
+Where the hub cannot be reached, the last copy is used.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import quote
+
+from asr.config.loader import MAX_BYTES
+from asr.data.tokenizer import MAX_MODEL
+from asr.errors import UserError
+from asr.inference.load import STATISTICS
+from asr.io import atomic_write, new_folder, read_small_file
+from asr.training.checkpoint import MAX_WEIGHTS
+
+PREFIX = "hf:"
+LIBRARY = "layernorm-asr"
+NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
+COMMIT = re.compile("[0-9a-f]{40}")
+TIMEOUT = 10.0  # seconds without an answer after which the hub counts as unreachable
+MAX_TOTAL = 2 * MAX_WEIGHTS  # bytes of a run
+SMALL = 16 << 20
+# The files that transcription needs, and the largest size of each, bytes.
+LIMITS = {
+    re.compile(r"recipe\.yaml"): MAX_BYTES,
+    re.compile(r"tokenizer\.json"): SMALL,
+    re.compile(r"tokenizer\.model"): MAX_MODEL,
+    re.compile(re.escape(STATISTICS)): SMALL,
+    re.compile(r"checkpoints/[0-9]{8,15}/sha256\.json"): SMALL,
+    re.compile(r"checkpoints/[0-9]{8,15}/model\.safetensors"): MAX_WEIGHTS,
+}
+
+
+def is_on_hub(run: str | os.PathLike[str]) -> bool:
+    """Whether the run is named as hf:USER/NAME."""
+    return os.fspath(run).startswith(PREFIX)
+
+
+def local_run(run: str | os.PathLike[str]) -> Path:
+    """The folder of a run: the path itself, or a copy of hf:USER/NAME[@REVISION].
+
+    Raises UserError without the extra `hub`, for a repository that is missing, restricted, too
+    large or no run, and where it cannot be downloaded and there is no copy.
+    """
+    return _copy(os.fspath(run)) if is_on_hub(run) else Path(run)
+
+
+def _copy(address: str) -> Path:
+    hub = import_hub(address)
+    repo, at, revision = address.removeprefix(PREFIX).partition("@")
+    if not NAME.fullmatch(repo) or (at and not REVISION.fullmatch(revision)):
+        raise UserError(f"{address}: write hf:USER/NAME or hf:USER/NAME@REVISION")
+    revision = revision or "main"
+    assets = hub.constants.HF_ASSETS_CACHE
+    folder = hub.cached_assets_path(LIBRARY, repo, "runs", assets_dir=assets)
+    if COMMIT.fullmatch(revision) and (folder / revision).is_dir():
+        return folder / revision
+    last = folder / f"{quote(revision, safe='')}.ref"
+    with _explained(hub, address, revision):
+        try:
+            api = hub.HfApi(library_name=LIBRARY)
+            info = api.model_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT)
+        except _failures(hub) as error:
+            copy = folder / (read_small_file(last, 100) if last.is_file() else "none")
+            if not (_is_unreachable(hub, error) and COMMIT.fullmatch(copy.name) and copy.is_dir()):
+                raise
+            line = f"{address}: the hub cannot be reached; using the copy of {copy.name[:8]}"
+            print(line, file=sys.stderr)
+            return copy
+        if not COMMIT.fullmatch(info.sha or ""):
+            raise UserError(f"{address}: the hub names no commit")
+        copy = folder / info.sha
+        if not copy.is_dir():
+            _download(api, repo, address, copy, _needed(info.siblings or [], address))
+        atomic_write(last, info.sha)
+    return copy
+
+
+def _needed(files: list[Any], address: str) -> dict[str, int]:
+    """The sizes of the files of a run. UserError where it is none, or too large."""
+    sizes = {}
+    for file in files:
+        for pattern, limit in LIMITS.items():
+            if pattern.fullmatch(file.rfilename):
+                if file.size is None or file.size > limit:
+                    raise UserError(f"{address}: {file.rfilename} is larger than {limit} bytes")
+                sizes[file.rfilename] = file.size
+    if "recipe.yaml" not in sizes or "tokenizer.json" not in sizes:
+        raise UserError(f"{address}: no recipe.yaml and tokenizer.json in it, so it is no run")
+    if sum(sizes.values()) > MAX_TOTAL:
+        raise UserError(f"{address}: larger than {MAX_TOTAL} bytes")
+    return sizes
+
+
+def _download(api: Any, repo: str, address: str, copy: Path, sizes: Mapping[str, int]) -> None:
+    """Download the files into the new folder `copy`."""
+    megabytes = sum(sizes.values()) / 1e6
+    print(f"{address}: downloading {megabytes:.1f} MB to {copy}", file=sys.stderr, flush=True)
+    with new_folder(copy) as part:
+        api.snapshot_download(repo, revision=copy.name, local_dir=part, allow_patterns=list(sizes))
+        shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
+        for name, size in sizes.items():
+            if (part / name).stat().st_size != size:
+                raise UserError(f"{address}: {name} is not of the size that the hub names")
+        try:
+            part.rename(copy)
+        except OSError:  # another process has made the copy in the meantime
+            if not copy.is_dir():
+                raise
+
+
+def push_run(folder: Path, repo: str, private: bool) -> str:
+    """Upload a run folder as one commit; -> the address of its page.
+
+    Creates the repository, or replaces the run that it holds. Raises UserError where this is not
+    allowed, for a repository of something else, and for a public one if `private`.
+    """
+    hub = import_hub(f"--push-to {repo}")
+    with _explained(hub, f"--push-to {repo}", "main"):
+        api = hub.HfApi(library_name=LIBRARY)
+        url = api.create_repo(repo, private=private or None, exist_ok=True)
+        info = api.model_info(repo)
+        present = {file.rfilename for file in info.siblings or []}
+        if private and not info.private:
+            raise UserError(f"--push-to {repo}: is public; omit --private or name another")
+        if "recipe.yaml" not in present and present - {".gitattributes", "README.md"}:
+            raise UserError(f"--push-to {repo}: holds something else than a run; name another")
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        names = [path.relative_to(folder).as_posix() for path in files]
+        old = {name for name in present if any(p.fullmatch(name) for p in LIMITS)} - set(names)
+        operations = [
+            *(hub.CommitOperationDelete(name) for name in sorted(old)),
+            *(hub.CommitOperationAdd(n, path) for n, path in zip(names, files, strict=True)),
+        ]
+        api.create_commit(repo, operations, commit_message=f"Upload a run of {LIBRARY}")
+    return str(url)
+
+
+def check_repo(repo: str) -> None:
+    """Raise UserError for what is no name of a repository, or without the extra `hub`."""
+    import_hub(f"--push-to {repo}")
+    if not NAME.fullmatch(repo):
+        raise UserError(f"--push-to {repo}: write USER/NAME")
+
+
+def import_hub(place: str) -> ModuleType:
+    """The library huggingface_hub. UserError, which names `place`, where it is not installed."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError:
+        remedy = "pip install huggingface_hub, or in the checkout pip install '.[hub]'"
+        raise UserError(f"{place}: needs huggingface_hub, not installed: {remedy}") from None
+    return huggingface_hub
+
+
+def _failures(hub: ModuleType) -> tuple[type[Exception], ...]:
+    # Of the connection, the disk, arguments, an upload.
+    return hub.errors.HTTPError, OSError, ValueError, RuntimeError
+
+
+@contextmanager
+def _explained(hub: ModuleType, place: str, revision: str) -> Iterator[None]:
+    """Raise UserError for the library's errors. Its progress bars, which need a terminal, are off.
+
+    Raises the error of a full disk as it is.
+    """
+    quiet = hub.utils.are_progress_bars_disabled()
+    hub.utils.disable_progress_bars()
+    try:
+        yield
+    except _failures(hub) as error:
+        if isinstance(error, RuntimeError):  # in which the library wraps that of an upload
+            error = error.__cause__ or error
+        if isinstance(error, OSError) and error.errno and error.filename:
+            raise
+        raise UserError(f"{place}: {_reason(hub, error, place, revision)}") from None
+    finally:
+        if not quiet:
+            hub.utils.enable_progress_bars()
+
+
+def _reason(hub: ModuleType, error: Exception, place: str, revision: str) -> str:
+    """What a user can do about an error of the library."""
+    login = "log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, hub.errors.GatedRepoError):
+        return f"access is restricted; ask for it on the repository's page, then {login}"
+    if isinstance(error, hub.errors.RepositoryNotFoundError):
+        return f"there is no such repository, or it is private; check the name, or {login}"
+    if isinstance(error, hub.errors.RevisionNotFoundError):
+        return f"has no revision {revision}"
+    if isinstance(error, hub.errors.LocalTokenNotFoundError):
+        return f"needs a login; {login}"
+    cause = " ".join(str(error).split())[:200] or type(error).__name__
+    if _is_unreachable(hub, error):
+        missing = ", and there is no copy on this machine" * place.startswith(PREFIX)
+        return f"the hub cannot be reached ({cause}){missing}"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return f"not allowed ({status}); {login}, with a token that may do this"
+    return f"the hub refuses ({cause})" if status else cause
+
+
+def _is_unreachable(hub: ModuleType, error: Exception) -> bool:
+    """Whether there was no answer, or none that a working server would give."""
+    if isinstance(error, hub.errors.HfHubHTTPError):
+        return error.response.status_code >= 500
+    offline = hub.errors.OfflineModeIsEnabled, hub.errors.LocalEntryNotFoundError
+    return isinstance(error, (hub.errors.HTTPError, *offline))

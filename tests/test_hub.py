@@ -1,0 +1,279 @@
+"""Runs on the Hugging Face Hub, by its own library against a stand-in for its server."""
+
+import json
+import shutil
+import socket
+
+import pytest
+from hub_server import HubServer
+
+from asr import evaluate, export, transcribe
+from asr.errors import UserError
+from asr.inference import hub as ours
+from asr.inference.recognition import Recognizer
+
+library = pytest.importorskip("huggingface_hub", reason="needs the extra hub")
+constants = pytest.importorskip("huggingface_hub.constants")
+# The library's own call of its HTTP client.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with HubServer() as server:
+        url = server.url
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_TOKEN", "hf_owner")
+        library.close_session()
+        yield server
+        library.close_session()
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_run, tmp_path_factory):
+    to = tmp_path_factory.mktemp("exported") / "small"
+    export.export(tiny_run, [], to)
+    return to
+
+
+@pytest.fixture
+def pushed(hub, exported):
+    """The hub with the exported run as owner/tiny."""
+    ours.push_run(exported, "owner/tiny", private=False)
+    return hub
+
+
+def contents(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_a_pushed_run_is_the_exported_folder(pushed, exported):
+    files = pushed.files("owner/tiny")
+    assert files.pop(".gitattributes")
+    assert files == contents(exported)
+    assert not pushed.repos["owner/tiny"].private
+    assert len(pushed.lfs) == 1  # the weights
+
+
+def test_a_run_from_the_hub_transcribes_as_the_folder(pushed, exported, tiny, commands):
+    audio = tiny.parent / "test-0.flac"
+    code, out, err = commands(transcribe, "hf:owner/tiny", audio)
+    assert code == 0 and err.count("downloading") == 1 and "downloading" not in out
+    assert out == commands(transcribe, exported, audio)[1]
+    copy = ours.local_run("hf:owner/tiny")
+    files = contents(copy)
+    kept = {name for name in contents(exported) if name != "README.md"}
+    assert files == {name: content for name, content in contents(exported).items() if name in kept}
+    assert not any(path.is_symlink() for path in copy.rglob("*"))
+
+
+def test_the_second_load_downloads_nothing_and_works_offline(pushed, capsys):
+    first = ours.local_run("hf:owner/tiny")
+    count = len(pushed.downloads())
+    assert count and ours.local_run("hf:owner/tiny") == first
+    assert len(pushed.downloads()) == count
+    asked = len(pushed.requests)
+    assert ours.local_run(f"hf:owner/tiny@{first.name}") == first
+    assert len(pushed.requests) == asked  # a commit never changes
+    pushed.status = 503
+    capsys.readouterr()
+    assert ours.local_run("hf:owner/tiny") == first
+    assert "cannot be reached; using the copy of" in capsys.readouterr().err
+    pushed.shutdown()
+    pushed.server_close()
+    library.close_session()
+    assert Recognizer.load("hf:owner/tiny").steps == Recognizer.load(first).steps
+
+
+def test_offline_mode_uses_the_copy(pushed, monkeypatch):
+    copy = ours.local_run("hf:owner/tiny")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert ours.local_run("hf:owner/tiny") == copy
+    with pytest.raises(UserError, match=r"owner/other: the hub cannot be reached .* no copy"):
+        ours.local_run("hf:owner/other")
+
+
+def test_a_new_commit_is_a_new_copy(pushed):
+    old = ours.local_run("hf:owner/tiny")
+    files = pushed.files("owner/tiny")
+    changed = files | {"recipe.yaml": files["recipe.yaml"] + b"# changed\n"}
+    pushed.repos["owner/tiny"].tags["v1"] = old.name
+    assert pushed.commit("owner/tiny", changed) == ours.local_run("hf:owner/tiny").name
+    assert ours.local_run("hf:owner/tiny@v1") == old
+
+
+def test_a_second_push_replaces_the_run(pushed, tiny_run, exported, tmp_path):
+    extra = {
+        **pushed.files("owner/tiny"),
+        "LICENSE": b"MIT",
+        "checkpoints/00000099/sha256.json": b"",
+    }
+    pushed.commit("owner/tiny", extra)
+    ours.push_run(exported, "owner/tiny", private=False)
+    files = pushed.files("owner/tiny")
+    assert files.keys() == {*contents(exported), ".gitattributes", "LICENSE"}
+
+
+def test_export_pushes_without_a_folder(hub, tiny_run, commands):
+    command = (export, tiny_run, "--push-to", "owner/mine")
+    code, out, err = commands(*command, "--private")
+    assert code == 0 and not err and "load it as hf:owner/mine" in out
+    assert hub.repos["owner/mine"].private
+    card = hub.files("owner/mine")["README.md"].decode()
+    assert "\n# mine\n" in card and "python -m asr.transcribe hf:owner/mine file.wav" in card
+    assert commands(*command, "--private")[0] == 0
+    hub.repos["owner/mine"].private = False
+    assert "is public" in commands.refused(*command, "--private")
+
+
+def test_evaluation_of_a_run_from_the_hub(pushed, tiny, commands, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    split = ("--split", tiny.parent / "test.tsv")
+    assert commands(evaluate, "hf:owner/tiny", *split)[0] == 0
+    assert json.loads((tmp_path / "evaluate/tiny/test/score.json").read_text())["wer"] >= 0
+    assert not (ours.local_run("hf:owner/tiny") / "evaluate").exists()
+    assert "--tune writes into the run" in commands.refused(
+        evaluate, "hf:owner/tiny", *split, "--tune"
+    )
+
+
+def refuse_gated(hub):
+    hub.repos["owner/tiny"].gated = True
+
+
+def replace_by_another(hub):
+    hub.commit("owner/tiny", {"config.json": b"{}", "tokenizer.json": b"{}"})
+
+
+def enlarge(name, size):
+    return lambda hub: hub.sizes.update({name: size})
+
+
+def add_many(hub):
+    files = hub.files("owner/tiny")
+    more = {f"checkpoints/{n:08d}/model.safetensors": b"" for n in range(100, 110)}
+    hub.sizes.update(dict.fromkeys(more, 16 << 30))
+    hub.commit("owner/tiny", files | more)
+
+
+def stop(hub):
+    hub.status = 500
+
+
+@pytest.mark.parametrize(
+    ("address", "spoil", "words"),
+    [
+        ("owner/tiny", refuse_gated, "access is restricted"),
+        ("owner/none", None, "no such repository, or it is private"),
+        ("owner/tiny@v9", None, "has no revision v9"),
+        ("owner/tiny", replace_by_another, "no recipe.yaml and tokenizer.json in it"),
+        ("owner/tiny", enlarge("recipe.yaml", 100_001), "recipe.yaml is larger than 100000 bytes"),
+        ("owner/tiny", enlarge("tokenizer.json", 7), "Consistency check failed|not of the size"),
+        ("owner/tiny", add_many, "larger than 34359738368 bytes"),
+        ("owner/tiny", stop, "cannot be reached"),
+        ("tiny", None, "write hf:USER/NAME"),
+        ("owner/tiny@", None, "write hf:USER/NAME"),
+        ("../tiny", None, "write hf:USER/NAME"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line(pushed, commands, tmp_path, address, spoil, words):
+    if spoil:
+        spoil(pushed)
+    code, out, err = commands(transcribe, f"hf:{address}", "a.wav")
+    assert code == 2 and not out
+    *before, line = err.splitlines()
+    assert all("downloading" in line for line in before)
+    assert line.startswith(f"error: hf:{address}: ")
+    assert any(each in line for each in words.split("|")), line
+    assert not [path for path in tmp_path.rglob("*") if path.name == "recipe.yaml"]
+
+
+def test_a_link_in_a_copy_is_refused(pushed, commands):
+    copy = ours.local_run("hf:owner/tiny")
+    (copy / "tokenizer.json").rename(copy.parent / "elsewhere")
+    (copy / "tokenizer.json").symlink_to(copy.parent / "elsewhere")
+    assert "a symbolic link" in commands.refused(transcribe, "hf:owner/tiny", "a.wav")
+
+
+@pytest.mark.parametrize(
+    ("name", "prepare", "words"),
+    [
+        ("owner/tiny", lambda patch: patch.setenv("HF_TOKEN", "hf_other"), "not allowed (403)"),
+        ("owner/other", None, "holds something else than a run"),
+        ("tiny", None, "write USER/NAME"),
+    ],
+)
+def test_what_cannot_be_pushed_is_one_line(
+    hub, tiny_run, commands, monkeypatch, name, prepare, words
+):
+    hub.create("owner/other")
+    hub.commit("owner/other", {"config.json": b"{}"})
+    if prepare:
+        prepare(monkeypatch)
+    line = commands.refused(export, tiny_run, "--push-to", name)
+    assert line.startswith(f"--push-to {name}: ") and words in line
+
+
+def test_a_server_that_does_not_answer(hub, monkeypatch, commands):
+    monkeypatch.setattr(ours, "TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "cannot be reached" in commands.refused(transcribe, "hf:owner/tiny", "a.wav")
+
+
+def test_without_the_library(monkeypatch, tiny_run, commands, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    install = "in the checkout pip install '.[hub]'"
+    assert install in commands.refused(transcribe, "hf:owner/tiny", "a.wav")
+    assert install in commands.refused(export, tiny_run, "--push-to", "owner/tiny")
+
+
+def test_the_card_has_the_metadata_of_the_hub(tiny_run, tiny, commands, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    assert commands(evaluate, run, "--split", "test")[0] == 0
+    about = tmp_path / "about.md"
+    about.write_text("---\nlicense: cc-by-4.0\nlanguage: [en, de]\n---\nOn tones.\n")
+    assert commands(export, run, "--to", tmp_path / "to", "--about", about)[0] == 0
+    card = library.ModelCard.load(tmp_path / "to" / "README.md")
+    assert card.text.strip().startswith("# to\n\nOn tones.\n")
+    data = card.data
+    assert (data.license, data.language) == ("cc-by-4.0", ["en", "de"])
+    assert (data.library_name, data.pipeline_tag) == (
+        "layernorm-asr",
+        "automatic-speech-recognition",
+    )
+    rates = json.loads((run / "evaluate/test/score.json").read_text())
+    results = {result.metric_type: result for result in data.eval_results}
+    for kind in ("wer", "cer"):
+        assert results[kind].metric_value == pytest.approx(100 * rates[kind], abs=0.005)
+    assert {result.dataset_name for result in data.eval_results} == {"test"}
+    assert data.model_name == "to"
+    # Written again by the hub's library, it is the same.
+    written = library.ModelCardData(**data.to_dict(), ignore_metadata_errors=False)
+    assert written.to_dict() == data.to_dict()
+
+
+def test_librispeech_has_its_name_on_the_hub():
+    rates = {"wer": 0.12345, "cer": 0.04}
+    result = export._result("librispeech", "dev-other", rates)
+    assert result["dataset"] == {
+        "name": "librispeech dev-other",
+        "type": "openslr/librispeech_asr",
+        "config": "other",
+        "split": "validation",
+    }
+    assert result["metrics"][0] == {"type": "wer", "value": 12.35, "name": "WER"}
+
+
+def test_metadata_that_are_none(tiny_run, commands, tmp_path):
+    about = tmp_path / "about.md"
+    for text in ("---\n- a\n---\n", "---\na: [\n---\n"):
+        about.write_text(text)
+        line = commands.refused(export, tiny_run, "--to", tmp_path / "to", "--about", about)
+        assert line.startswith(f"--about {about}: ")
