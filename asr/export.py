@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asr.arguments import CommandParser
+from asr.arguments import CommandParser, run_folder
 from asr.errors import UserError, run_command
 from asr.io import read_json, read_small_file
 
@@ -24,7 +24,7 @@ def main() -> None:
         epilog="Keys of the run's recipe can be overridden: decode.average=5 decode.beam=8 ...",
     )
     add = parser.add_argument
-    add("run", type=Path, help="a speech run's folder")
+    add("run", type=run_folder, help="a speech run's folder")
     parser.add_overrides()
     add("--to", type=Path, required=True, help="folder of the exported run")
     add("--about", type=Path, metavar="TEXT.md", help="put into the card: data, licences, limits")

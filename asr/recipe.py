@@ -5,21 +5,27 @@ from pathlib import Path
 
 from asr.arguments import CommandParser
 from asr.errors import UserError, run_command
+from asr.shipped import recipe_names
 
 
 def main() -> None:
-    """Print the resolved recipe as YAML, or the schema of recipes."""
+    """Print the resolved recipe as YAML, the schema of recipes, or their names."""
     parser = CommandParser(
         prog="python -m asr.recipe", description="Print every key of a recipe with its value."
     )
-    parser.add_argument("recipe", nargs="?", type=Path, help="a recipe, e.g. recipes/demo.yaml")
+    parser.add_argument("recipe", nargs="?", type=Path, help="a recipe, or the name of a shipped one: demo")
     parser.add_overrides()
     text = "print the JSON Schema of recipes instead, with which editors complete and check keys; "
     text += "recipes/schema.json is this file"
     parser.add_argument("--schema", action="store_true", help=text)
+    text = "print the names of the shipped recipes instead"
+    parser.add_argument("--list", action="store_true", help=text)
     args = parser.parse()
-    if args.schema == bool(args.recipe):
-        raise UserError("give a recipe, or --schema alone")
+    if args.schema + args.list + bool(args.recipe) != 1:
+        raise UserError("give a recipe, --schema or --list")
+    if args.list:
+        print(*recipe_names(), sep="\n")
+        return
     if args.schema:
         from asr.config.json_schema import recipe_schema
 

@@ -15,7 +15,7 @@ def main() -> int:
         "SIGTERM, Ctrl-C or a closed terminal finish the step, save, and exit with code "
         f"{EXIT_STOPPED}; a second one ends the run at once. Exit code 2: one line of error.",
     )
-    parser.add_argument("recipe", type=Path, help="a recipe, e.g. recipes/demo.yaml")
+    parser.add_argument("recipe", type=Path, help="a recipe, or the name of a shipped one: demo")
     parser.add_overrides()
     parser.add_argument("--run", type=Path, help="run folder (default: runs/ + the recipe's run)")
     parser.add_argument(

@@ -45,7 +45,7 @@ def test_the_shipped_schema_is_up_to_date(commands):
 
 def test_the_command_prints_a_recipe_or_the_schema(commands):
     wrong = commands.refused(command), commands.refused(command, RECIPES[0], "--schema")
-    assert set(wrong) == {"give a recipe, or --schema alone"}
+    assert set(wrong) == {"give a recipe, --schema or --list"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

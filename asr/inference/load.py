@@ -16,6 +16,7 @@ from asr.decoding.scorer import Scorer
 from asr.errors import UserError
 from asr.io import check_run_folder
 from asr.models.build import build_front_end, build_language_model, build_speech_model
+from asr.shipped import find_run
 from asr.training.checkpoint import MemoryLimit, choose, load_weights
 from asr.training.distributed import choose_device
 from features.front_end import FrontEnd
@@ -69,6 +70,7 @@ def load_run_model(
 
 def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
     """The vocabulary of train.init, which its weights require. UserError where it has none."""
+    init = find_run(init)
     check_run_folder(init)
     tokenizer = load_tokenizer(init)
     with suppress(UserError):  # the recipe of an older version may be invalid now

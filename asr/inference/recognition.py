@@ -42,6 +42,7 @@ from asr.inference.transcript import (
     timed_transcript,
 )
 from asr.nn.attention import Memory
+from asr.shipped import find_run
 from asr.training.checkpoint import NotSaved, save_checkpoint
 from asr.training.distributed import choose_device
 from asr.training.oom import SHAPES_DECODING, limit_onednn_cache
@@ -130,10 +131,11 @@ class Recognizer(SpeechDecoder):
     def load(cls, run: str | os.PathLike[str], overrides: Sequence[str] = ()) -> "Recognizer":
         """The model of a run folder, from the checkpoints that its recipe chooses.
 
-        `overrides` are recipe keys (`decode.beam=4`). Raises UserError for a folder that is no
-        run, has no checkpoint, or has one of another model or vocabulary.
+        `run` may be the name of a shipped run: `las`. `overrides` are recipe keys
+        (`decode.beam=4`). Raises UserError for a folder that is no run, has no checkpoint, or has
+        one of another model or vocabulary.
         """
-        run = Path(run)
+        run = find_run(Path(run))
         limit_onednn_cache(SHAPES_DECODING)
         recipe = load_run_recipe(run, overrides)
         decode, tokenizer = recipe.decode, load_tokenizer(run)

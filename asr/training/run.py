@@ -15,6 +15,7 @@ from asr.config.loader import as_yaml, flat, write_recipe
 from asr.config.schema import Recipe
 from asr.errors import EXIT_STOPPED, UserError
 from asr.io import lock_run_folder
+from asr.shipped import find_run
 from asr.training import distributed, optim, trainer
 from asr.training.averaging import EvaluationWeights
 from asr.training.checkpoint import (
@@ -344,7 +345,7 @@ def _open(
     make_task = pkgutil.resolve_name(TASKS[recipe.task])
     task = make_task(recipe, run, start is not None or not is_first())
     if recipe.train.init and not start:
-        best = choose(recipe.train.init, "best", 1)
+        best = choose(find_run(recipe.train.init), "best", 1)
         load_weights(task.objective.model, best, task.about)
     training = Training(task, run)
     if start:
