@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from asr.arguments import CommandParser
-from asr.errors import UserError, run_command
+from asr.errors import run_command
 from asr.shipped import recipe_names
 
 
@@ -13,7 +13,8 @@ def main() -> None:
     parser = CommandParser(
         prog="python -m asr.recipe", description="Print every key of a recipe with its value."
     )
-    parser.add_argument("recipe", nargs="?", type=Path, help="a recipe, or the name of a shipped one: demo")
+    text = "a recipe, or the name of a shipped one: demo"
+    parser.add_argument("recipe", nargs="?", type=Path, help=text)
     parser.add_overrides()
     text = "print the JSON Schema of recipes instead, with which editors complete and check keys; "
     text += "recipes/schema.json is this file"
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help=text)
     args = parser.parse()
     if args.schema + args.list + bool(args.recipe) != 1:
-        raise UserError("give a recipe, --schema or --list")
+        parser.error("the following arguments are required: one of RECIPE, --schema, --list")
     if args.list:
         print(*recipe_names(), sep="\n")
         return

@@ -1,5 +1,6 @@
 """Recipes and runs that are found by name, and what a wheel has of them."""
 
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -69,8 +70,8 @@ def test_an_installed_run_is_not_written_to(empty, monkeypatch, commands):
 def test_the_wheel_has_all_packages_and_data():
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    packages = setup["options"]["packages"].split("\n")[1:]
-    folders = dict(line.split(" = ") for line in setup["options"]["package_dir"].strip().split("\n"))
+    packages = setup["options"]["packages"].split()
+    folders = dict(re.findall(r"(\S+) = (\S+)", setup["options"]["package_dir"]))
     assert folders == {"asr.recipes": "recipes", "asr.pretrained": "pretrained"}
     code = find_packages(str(ROOT), include=["asr*", "features*"])
     assert sorted(packages) == sorted([*code, *folders]), "list them in setup.cfg"
