@@ -340,6 +340,8 @@ def _open(
     """The training, the checkpoint to resume it from, and lines for the log."""
     start = find_resume_point(run, resume)
     messages = start.check_recipe(recipe, force) if start else []
+    if start:
+        start.check_end(recipe.train)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     make_task = pkgutil.resolve_name(TASKS[recipe.task])
