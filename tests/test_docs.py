@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import recipe_reference
 import soundfile
+from torch.distributed.run import get_args_parser
 
 from asr.config.json_schema import meaning
 from asr.config.language import LanguageRecipe
@@ -70,6 +71,19 @@ def test_a_command_exists_with_its_options(page, words, monkeypatch, capsys):
     options = re.findall(r"--[a-z-]+", capsys.readouterr().out)
     wanted = [word for word in arguments if word.startswith("--")]
     assert set(wanted) <= set(options), f"{page.name}: {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_torchrun_passes_the_options_of_our_commands_on(page):
+    """By torchrun's own parser, which takes --run for its --run-path unless `-m --` is written."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ").replace(" N ", " 2 ")
+    lines = re.findall(r"^    torchrun (.* -m (?:-- )?)(asr\..*)$", text, re.MULTILINE)
+    for options, command in lines:
+        words = shlex.split(command)
+        more = ["--run", "DIR"] if "-m -- " in options else []
+        args = get_args_parser().parse_args([*shlex.split(options), *words, *more])
+        assert [args.training_script, *args.training_script_args] == [*words, *more]
+    assert lines or page.name not in ("README.md", "scaling.md")
 
 
 def test_the_targets_of_make_exist():
