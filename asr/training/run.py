@@ -29,7 +29,7 @@ from asr.training.checkpoint import (
 from asr.training.debug import dump_bad_batch, stop_at_nan
 from asr.training.distributed import add_sums, gather, is_first, rank, world
 from asr.training.inspection import measure
-from asr.training.logging import Log, NullLog
+from asr.training.logging import Log, NullLog, figure_texts
 from asr.training.losses import Objective, Sum, means
 from asr.training.oom import SHAPES, SHAPES_ROUNDED, limit_onednn_cache, release_memory
 from asr.training.resume import Content, ResumePoint, find_resume_point, fingerprint
@@ -192,8 +192,7 @@ class Training:
         figures = losses | reported
         self.metrics = {f"valid/{name}": value for name, value in figures.items()}
         log.scalars("valid", figures, state.step)
-        line = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        log.info(f"step {state.step}  validation: {line}")
+        log.info(f"step {state.step}  validation: {'  '.join(figure_texts(figures))}")
         self._alarm(reported)
         self.validated = state.step
         self.save(losses["nll"])
