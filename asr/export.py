@@ -14,6 +14,8 @@ from asr.io import read_json, read_small_file
 if TYPE_CHECKING:
     from asr.config.schema import Recipe, SpeechRecipe
 
+UNLICENSED = "not stated; ask the author, and see the licences of the training data"
+
 
 def main() -> None:
     """Average the checkpoints, convert to fp16, write the run folder and its card."""
@@ -28,11 +30,18 @@ def main() -> None:
     parser.add_overrides()
     add("--to", type=Path, required=True, help="folder of the exported run")
     add("--about", type=Path, metavar="TEXT.md", help="put into the card: data, licences, limits")
+    add("--license", metavar="ID", help="of the weights, for the card: cc-by-4.0, mit, ...")
     args = parser.parse()
-    export(args.run, args.overrides, args.to, args.about)
+    export(args.run, args.overrides, args.to, args.about, args.license)
 
 
-def export(run: Path, overrides: Sequence[str], to: Path, about: Path | None = None) -> None:
+def export(
+    run: Path,
+    overrides: Sequence[str],
+    to: Path,
+    about: Path | None = None,
+    licence: str | None = None,
+) -> None:
     """Write the exported run folder. UserError, before anything is written, where it cannot be."""
     from asr.analysis.report import markdown_text
     from asr.inference.load import load_run_recipe
@@ -54,7 +63,8 @@ def export(run: Path, overrides: Sequence[str], to: Path, about: Path | None = N
     best, parameters = checkpoints[0], sum(weight.numel() for weight in model.parameters())
     steps = [checkpoint.step for checkpoint in checkpoints]
     title = f"# {markdown_text(to.resolve().name)}"
-    lines = [title, "", *text, *card(run, recipe, steps, parameters), ""]
+    terms = markdown_text(licence[:100]) if licence else UNLICENSED
+    lines = [title, "", *text, *card(run, recipe, steps, parameters), f"\nLicence: {terms}.", ""]
     smaller = exported_recipe(recipe, to)
     write_run(to, smaller, recognizer, None, best.step, best.loss, "\n".join(lines))
     if recipe.decode.lm:
@@ -78,17 +88,18 @@ def exported_recipe(recipe: "SpeechRecipe", to: Path) -> "Recipe":
 
 def card(run: Path, recipe: "SpeechRecipe", steps: Sequence[int], parameters: int) -> Iterator[str]:
     """The lines of the model card: model, training cost, evaluations of these weights."""
-    from asr.analysis.curves import finite, read_scalars
-    from asr.analysis.runs import HOURS, SECONDS
+    from asr.analysis.curves import read_scalars
+    from asr.analysis.runs import HOURS, SECONDS, Run, read_cost
 
-    curves = {name: finite(curve) for name, curve in read_scalars(run, {HOURS, SECONDS}).items()}
-    hours, seconds = (curves[n].values[-1] if len(curves[n]) else None for n in (HOURS, SECONDS))
+    curves = read_scalars(run, {HOURS, SECONDS})
+    cost = read_cost(Run(run, {}, curves, None, run.name)).at(max(steps))
     millions = f"{parameters / 1e6:.2f} M parameters"
     yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
-    if hours is not None and seconds:
+    if cost and all(cost):
+        hours, seconds = cost
         yield (
-            f"Training took {seconds / 3600:.1f} hours for {hours:.0f} hours of audio, repetitions "
-            f"counted ({3600 * hours / seconds:.0f} times real time)."
+            f"Training took {duration(seconds)} up to this step, for {duration(3600 * hours)} of "
+            f"audio, repetitions counted ({3600 * hours / seconds:.0f} times real time)."
         )
     yield from ("", "    python -m asr.transcribe THIS_FOLDER file.wav", "")
     rows = [row for file in sorted(run.glob("evaluate/*/score.json")) for row in _rows(file, steps)]
@@ -97,6 +108,13 @@ def card(run: Path, recipe: "SpeechRecipe", steps: Sequence[int], parameters: in
         yield "|---|---|---:|---:|---|---|"
     yield from rows
     yield from ("", "`recipe.yaml` holds every setting, without the paths of manifests.")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text: 38 s, 4.3 min, 26.0 h."""
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def _rows(file: Path, steps: Sequence[int]) -> Iterator[str]:
