@@ -28,6 +28,12 @@ from another recipe beside this one; another `model.kind` replaces the base's mo
 The command line overrides any key: `python -m asr.train RECIPE.yaml seed=2 train.epochs=30`.
 Unknown keys and values out of bounds are errors. Relative paths are relative to the working
 directory. `python -m asr.recipe RECIPE.yaml` prints every key with its resolved value.
+
+A recipe of `recipes/` has a name, in any folder: `python -m asr.train demo`, `base: demo`.
+`python -m asr.recipe --list` prints the names. Editors with the YAML language server (VS Code's
+extension YAML and others) complete and check the keys of a recipe whose first line is
+`# yaml-language-server: $schema=schema.json`, beside which `schema.json` is
+`recipes/schema.json` or the output of `python -m asr.recipe --schema`.
 """
 TASKS = (
     ("Every task", Recipe, ("task", "run", "seed", "train")),

@@ -17,6 +17,7 @@ from asr.config.language import LanguageRecipe
 from asr.config.loader import read_recipe
 from asr.config.schema import Config, SpeechRecipe
 from asr.images.config import ImageRecipe
+from asr.shipped import recipe_names
 from asr.sweep import read_grid
 
 ROOT = Path(__file__).parent.parent
@@ -33,10 +34,11 @@ def name_of(page):
 
 
 def commands_of(page):
-    """The words of every `python -m asr.NAME ...` of a page, starting at the name."""
+    """The words of every `python -m asr.NAME ...` or `layernorm-asr NAME ...`, from the name on."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for inline, line in CODE.findall(text):
         for call in re.split(r"&&|\n(?=python)", inline or line):
+            call = re.sub(r"^\s*layernorm-asr (?=[a-z]+( |$))", "python -m asr.", call)
             _, actual, rest = re.sub(r" -m -- asr\.", " -m asr.", call).partition(" -m asr.")
             if actual:
                 # A comment begins with spaces; an override such as {offsets: [-2, 2]} has one word.
@@ -114,6 +116,7 @@ def test_the_recipe_of_a_command_takes_its_keys(page, words, monkeypatch):
     recipes = [word for word in arguments if word.endswith(".yaml") and word != "RECIPE.yaml"]
     for recipe in recipes:
         assert Path(recipe).is_file(), f"{page.name}: {recipe} does not exist"
+    recipes += [word for word in arguments[:1] if word in recipe_names()]
     recipe = Path(recipes[0] if recipes else "recipes/demo.yaml")
     if name == "sweep":
         read_grid(recipe, overrides)
