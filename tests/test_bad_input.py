@@ -288,7 +288,7 @@ class TestResumingWithAnotherRecipe:
         assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.1, 0.0]
         before = (run / "recipe.yaml").read_bytes()
         assert "weights of another model" in commands.refused(
-            train, *arguments, "model.listener.hidden=6"
+            train, *arguments, "train.epochs=3", "model.listener.hidden=6"
         )
         assert (run / "recipe.yaml").read_bytes() == before  # recorded with the weights
 
