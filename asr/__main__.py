@@ -1,32 +1,57 @@
-"""List the commands, from the first line of their files: python -m asr"""
+"""All commands: layernorm-asr COMMAND ..., or python -m asr COMMAND ...; without one, their list.
 
-import ast
+python -m asr.COMMAND is the same.
+"""
+
+import difflib
+import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from asr.arguments import EXAMPLES, call_of
 from asr.errors import UserError, run_command
 
-CALL = "python -m asr."
+
+def console() -> None:
+    """Run the console command `layernorm-asr`."""
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
+        from asr.completion import complete
+
+        complete()
+    run_command(main)
 
 
-def main() -> None:
-    """Print the commands. UserError where one is called as an argument."""
-    lines = dict(commands())
-    if len(sys.argv) > 1 and sys.argv[1] not in ("-h", "--help"):
-        name = sys.argv[1]
-        remedy = f"use {CALL}{name} ..." if name in lines else "python -m asr lists them"
-        raise UserError(f"{name[:80]!r}: a command is called with a dot; {remedy}")
-    print(*lines.values(), "Each has --help.", sep="\n")
+def main() -> int | None:
+    """Run the command that the first argument names, or print the list of commands."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(*listing(), sep="\n")
+        return 0
+    names = [name for group in EXAMPLES.values() for name in group]
+    if name not in names:
+        near = difflib.get_close_matches(name[:80], names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(names)}"
+        raise UserError(f"{name[:80]!r} is no command; {hint}")
+    del sys.argv[1]
+    return importlib.import_module(f"asr.{name}").main()
 
 
-def commands() -> Iterator[tuple[str, str]]:
-    """Name, purpose and usage of every command, without importing it."""
-    for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        purpose, call, usage = docstring.partition("\n")[0].partition(f"{CALL}{path.stem} ")
-        if call:
-            yield path.stem, f"{purpose.rstrip(' :')}\n    {call}{usage}"
+def listing() -> Iterator[str]:
+    """Each command with its purpose and an example, by task."""
+    yield f"usage: {call_of('COMMAND')} ...     each command has --help"
+    for task, commands in EXAMPLES.items():
+        yield f"\n{task}:"
+        for name, example in commands.items():
+            yield f"  {name:<11} {purpose(name)}"
+            yield f"  {'':<11} {call_of(name)} {example}"
+
+
+def purpose(name: str) -> str:
+    """The purpose of a command, from the first line of its file, without importing it."""
+    with Path(__file__).with_name(f"{name}.py").open(encoding="utf-8") as file:
+        return file.readline().strip('"\n').partition(" python -m ")[0].rstrip(":")
 
 
 if __name__ == "__main__":

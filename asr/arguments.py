@@ -7,23 +7,68 @@ import argparse
 import errno
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from asr.errors import UserError
+from asr.shipped import find_run
 
 MAX_PATH = 1000  # bytes; systems allow some more, but hardly a path with their own names in it
 LONGEST = 300  # characters of a message, which may quote an argument of any length
 
+# Task -> command -> an example of its arguments.
+EXAMPLES = {
+    "Data": {"prepare": "tsv my/train.tsv --to data/own"},
+    "Training": {
+        "train": "demo model.listener.norm=none run=plain",
+        "sweep": "demo model.listener.norm=none,ba seed=1,2,3 --out runs/norms",
+        "recipe": "demo",
+    },
+    "Measuring": {
+        "evaluate": "runs/demo --split test",
+        "compare": "runs/norms",
+    },
+    "Using a model": {
+        "transcribe": "las my.wav other.mp3",
+        "export": "runs/demo --to shared/demo",
+        "prune": "runs/demo_transformer --to runs/shallow --encoder 3",
+    },
+}
+MODULES = "python -m asr."
+CONSOLE = "layernorm-asr"
+
+
+def call_of(command: str) -> str:
+    """How the user calls a command: `layernorm-asr train` or `python -m asr.train`."""
+    is_console = Path(sys.argv[0]).name == CONSOLE
+    return f"{CONSOLE} {command}" if is_console else f"{MODULES}{command}"
+
+
+class Completing(Exception):
+    """Ends a command whose arguments the shell completes."""
+
+    def __init__(self, parser: "CommandParser") -> None:
+        self.parser = parser
+
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser, which refuses empty values, values given twice and shortened flags."""
+    """argparse's parser, which refuses empty values, values given twice and shortened flags.
 
-    def __init__(self, **options: object) -> None:
-        super().__init__(allow_abbrev=False, **options)
+    prog: `python -m asr.COMMAND`. The help of a command ends with its example. While `completing`,
+    parsing raises Completing.
+    """
+
+    completing = False
+
+    def __init__(self, prog: str, **options: object) -> None:
+        _, module, self.command = prog.partition(MODULES)
+        super().__init__(
+            prog=call_of(self.command) if module else prog, allow_abbrev=False, **options
+        )
         for name in (None, "store"):
-            self.register("action", name, _StoreOnce)
+            self.register("action", name, StoreOnce)
         self.register("type", None, not_empty)
         self.register("type", Path, _usable_path)
 
@@ -33,16 +78,30 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse(self) -> argparse.Namespace:
         """The command line, whose flags may stand anywhere."""
+        if self.completing:
+            raise Completing(self)
         args = self.parse_intermixed_args()
         check_overrides(getattr(args, "overrides", []))
         return args
+
+    def parse_args(self, *args: Any, **options: Any) -> argparse.Namespace:
+        """argparse's, whose flags stand where subcommands allow them."""
+        if self.completing:
+            raise Completing(self)
+        return super().parse_args(*args, **options)
+
+    def format_help(self) -> str:
+        """argparse's text with the example."""
+        examples = [group[self.command] for group in EXAMPLES.values() if self.command in group]
+        lines = [f"\nexample:\n  {self.prog} {example}\n" for example in examples]
+        return "".join([super().format_help(), *lines])
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError, without the lines of usage."""
         raise UserError(f"{message[:LONGEST]}; {self.prog} --help lists the arguments")
 
 
-class _StoreOnce(argparse.Action):
+class StoreOnce(argparse.Action):
     given = False
 
     def __call__(
@@ -88,6 +147,11 @@ def _usable_path(text: str) -> Path:
         if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
             raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error.strerror}") from None
     return Path(text)
+
+
+def run_folder(text: str) -> Path:
+    """The folder of a run, of which a shipped one can be given by its name."""
+    return find_run(_usable_path(text))
 
 
 def natural(text: str) -> int:

@@ -45,6 +45,11 @@ class WorkerKilled(UserError):
     """A data loader's worker was killed: the model is sound, the next batches are lost."""
 
 
+def how_to_install(extra: str, packages: str) -> str:
+    """How to install an extra of setup.cfg. No index has layernorm-asr, so it is not named."""
+    return f"pip install {packages}, or in the checkout pip install '.[{extra}]'"
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Add the path to an OSError that names no file, as that of a full disk."""

@@ -4,14 +4,17 @@ import argparse
 import os
 from pathlib import Path
 
-from asr.arguments import CommandParser, natural
+from asr.arguments import CommandParser, natural, run_folder
 from asr.errors import UserError, run_command
 from asr.io import check_run_folder
+from asr.shipped import is_installed
 
 
 def main() -> int:
     """Decode a split, print its error rates, write the files. Exit code 2 for unreadable audio."""
     args = arguments()
+    if is_installed(args.run) and (args.tune or not args.out):
+        raise UserError(f"{args.run}: is not written to; add --out, or give --tune a copy of it")
     import torch
 
     from asr.analysis.score_files import evaluation_name
@@ -68,7 +71,7 @@ def arguments() -> argparse.Namespace:
         epilog="decode.* and data.* keys of the run's recipe can be overridden: decode.beam=8 ...",
     )
     add = parser.add_argument
-    add("run", type=Path, help="a run folder, or hf:USER/NAME[@REVISION]")
+    add("run", type=run_folder, help="a run folder, a shipped run (las) or hf:USER/NAME[@REVISION]")
     parser.add_overrides()
     add("--split", required=True, help="train, valid, a name under data.test, or a manifest (.tsv)")
     out = "folder of the result (RUN/evaluate/SPLIT; of hf:USER/NAME evaluate/NAME/SPLIT)"

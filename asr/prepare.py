@@ -266,8 +266,6 @@ def _report(manifest: Path) -> float:
 
 def _next_command(folder: Path, hours: Mapping[Path, float]) -> str:
     """What to do with the manifests just written, and those that were in their folder before."""
-    from asr.config.missing_run import find_recipe
-
     manifests = sorted({*hours, *folder.glob("*.tsv")}, key=lambda path: (path not in hours, path))
     valid = next((path for path in manifests if VALID.search(path.stem)), None)
     others = [path for path in manifests if not VALID.search(path.stem)]
@@ -279,7 +277,7 @@ def _next_command(folder: Path, hours: Mapping[Path, float]) -> str:
         return f"next: prepare a {missing} split into {folder}{remedy}"
     is_large = hours.get(train, 0.0) >= LARGE_HOURS
     recipe = LARGE_RECIPE if is_large else SMALL_RECIPE
-    command = ["python", "-m", "asr.train", str(find_recipe(recipe) or f"{recipe}.yaml")]
+    command = ["python", "-m", "asr.train", recipe]
     command += ["data.corpus=null", "data.test={}", "run=own"] if is_large else []
     return f"next: {shlex.join([*command, f'data.train={train}', f'data.valid={valid}'])}"
 

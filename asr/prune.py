@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asr.arguments import CommandParser
+from asr.arguments import CommandParser, run_folder
 from asr.errors import UserError, run_command
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def main() -> None:
         "with model.layer_drop, so that it tolerates missing layers.",
         epilog="Keys of the run's recipe can be overridden: data.valid=my.tsv decode.average=5 ...",
     )
-    parser.add_argument("run", type=Path, help="the run folder of a Transformer")
+    parser.add_argument("run", type=run_folder, help="the run folder of a Transformer")
     parser.add_overrides()
     parser.add_argument("--to", type=Path, required=True, help="folder of the pruned run")
     parser.add_argument("--encoder", type=int, help="encoder layers to keep (default: all)")

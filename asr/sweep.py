@@ -333,7 +333,7 @@ def main() -> int:
         epilog="Commas within brackets belong to the value: features.speed_perturb=[0.9,1.1],[1.0]",
     )
     add = parser.add_argument
-    add("recipe", type=Path, help="a recipe, e.g. recipes/demo.yaml")
+    add("recipe", type=Path, help="a recipe, or the name of a shipped one: demo")
     add("grid", nargs="*", metavar="key.path=a,b,c")
     add("--out", type=Path, help="folder of the runs (runs/RUN_sweep)")
     add("--jobs", type=positive, default=1, help="runs at a time")

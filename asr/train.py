@@ -13,9 +13,11 @@ def main() -> int:
         description="Train the model that a recipe describes.",
         epilog="Every key of a recipe can be overridden: train.optimizer.lr=3e-4 seed=2 ... "
         "SIGTERM, Ctrl-C or a closed terminal finish the step, save, and exit with code "
-        f"{EXIT_STOPPED}; a second one ends the run at once. Exit code 2: one line of error.",
+        f"{EXIT_STOPPED}; a second one ends the run at once. Exit code 2: one line of error. "
+        "Several GPUs: torchrun --nproc-per-node N -m -- asr.train RECIPE --run DIR; without the --"
+        " torchrun takes --run for its own --run-path.",
     )
-    parser.add_argument("recipe", type=Path, help="a recipe, e.g. recipes/demo.yaml")
+    parser.add_argument("recipe", type=Path, help="a recipe, or the name of a shipped one: demo")
     parser.add_overrides()
     parser.add_argument("--run", type=Path, help="run folder (default: runs/ + the recipe's run)")
     parser.add_argument(

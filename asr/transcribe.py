@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asr.arguments import CommandParser, check_overrides, positive
+from asr.arguments import CommandParser, check_overrides, positive, run_folder
 from asr.errors import UserError, one_line, run_command
 from asr.io import atomic_write
 
@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
         "Exit code 2 if any file could not be read.",
     )
     add = parser.add_argument
-    add("run", type=Path, help="a run folder, or hf:USER/NAME[@REVISION]")
+    add("run", type=run_folder, help="a run folder, a shipped run (las) or hf:USER/NAME[@REVISION]")
     add("audio", nargs="*", help="WAV, FLAC, OGG, Opus or MP3, any rate or length")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--format", choices=SUFFIXES, default="text", help="json, srt, vtt: times")

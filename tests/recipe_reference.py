@@ -1,23 +1,19 @@
 """Write docs/recipes.md from the recipe schema: python tests/recipe_reference.py > docs/recipes.md
 
-Types, bounds and defaults come from pydantic's fields. The meaning of a key is the comment on its
-line, or the comment lines directly above it, in the source of its config class.
+Types, bounds and defaults come from pydantic's fields, meanings from the comments on them.
 """
 
-import ast
 import inspect
-import io
 import json
 import re
-import tokenize
 import types
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from asr.config.json_schema import meaning
 from asr.config.language import LanguageRecipe
 from asr.config.schema import Config, Recipe, SpeechRecipe
 from asr.images.config import ImageRecipe
@@ -32,6 +28,12 @@ from another recipe beside this one; another `model.kind` replaces the base's mo
 The command line overrides any key: `python -m asr.train RECIPE.yaml seed=2 train.epochs=30`.
 Unknown keys and values out of bounds are errors. Relative paths are relative to the working
 directory. `python -m asr.recipe RECIPE.yaml` prints every key with its resolved value.
+
+A recipe of `recipes/` has a name, in any folder: `python -m asr.train demo`, `base: demo`.
+`python -m asr.recipe --list` prints the names. Editors with the YAML language server (VS Code's
+extension YAML and others) complete and check the keys of a recipe whose first line is
+`# yaml-language-server: $schema=schema.json`, beside which `schema.json` is
+`recipes/schema.json` or the output of `python -m asr.recipe --schema`.
 """
 TASKS = (
     ("Every task", Recipe, ("task", "run", "seed", "train", "stages")),
@@ -73,7 +75,7 @@ def _section(path: str, config: type[Config], fields: dict[str, FieldInfo]) -> I
             f"`{path}{key}`",
             type_text(field.annotation, field.metadata),
             default_text(field),
-            meaning(config, key),
+            _markdown(meaning(config, key)),
         )
         yield f"| {' | '.join(cells)} |"
     if plain:
@@ -170,33 +172,6 @@ def _yaml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_yaml, value))}]"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
-def meaning(config: type[Config], key: str) -> str:
-    """The comment of a key in the class that defines it; "" where there is none."""
-    for cls in config.__mro__:
-        if issubclass(cls, Config) and key in vars(cls).get("__annotations__", {}):
-            return _markdown(_comments(cls).get(key, ""))
-    raise KeyError(key)
-
-
-@cache
-def _comments(cls: type[Config]) -> dict[str, str]:
-    """Key -> the comment lines directly above its line and the comments on its lines."""
-    source = inspect.getsource(cls)
-    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    comments = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT}
-    alone = {row for row, t in comments.items() if not t.line[: t.start[1]].strip()}
-    meanings = {}
-    for node in ast.parse(source).body[0].body:
-        if isinstance(node, ast.AnnAssign):
-            first = node.lineno
-            while first - 1 in alone:
-                first -= 1
-            rows = range(first, node.end_lineno + 1)
-            texts = (comments[row].string.lstrip("# ") for row in rows if row in comments)
-            meanings[ast.unparse(node.target)] = " ".join(texts)
-    return meanings
 
 
 def _markdown(text: str) -> str:

@@ -288,7 +288,7 @@ class TestResumingWithAnotherRecipe:
         assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.1, 0.0]
         before = (run / "recipe.yaml").read_bytes()
         assert "weights of another model" in commands.refused(
-            train, *arguments, "model.listener.hidden=6"
+            train, *arguments, "train.epochs=3", "model.listener.hidden=6"
         )
         assert (run / "recipe.yaml").read_bytes() == before  # recorded with the weights
 
@@ -365,7 +365,7 @@ class TestNoRun:
             assert line == f"{folder}: no recipe.yaml in it, so it is no run folder"
         line = commands.refused(command, tmp_path / "demo", *last)
         assert line.startswith(f"{tmp_path / 'demo'}: there is no such run. Make it with: python")
-        assert line.endswith(f"recipes/demo.yaml --run {tmp_path / 'demo'}")
+        assert line.endswith(f"asr.train demo --run {tmp_path / 'demo'}")
 
     @pytest.mark.parametrize(
         ("lost", "message"),

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import recipe_reference
 import soundfile
+from torch.distributed.run import get_args_parser
 
+from asr.config.json_schema import meaning
 from asr.config.language import LanguageRecipe
 from asr.config.loader import read_recipe
 from asr.config.schema import Config, SpeechRecipe
 from asr.images.config import ImageRecipe
+from asr.shipped import recipe_names
 from asr.sweep import read_grid
 
 ROOT = Path(__file__).parent.parent
@@ -31,10 +34,11 @@ def name_of(page):
 
 
 def commands_of(page):
-    """The words of every `python -m asr.NAME ...` of a page, starting at the name."""
+    """The words of every `python -m asr.NAME ...` or `layernorm-asr NAME ...`, from the name on."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for inline, line in CODE.findall(text):
         for call in re.split(r"&&|\n(?=python)", inline or line):
+            call = re.sub(r"^\s*layernorm-asr (?=[a-z]+( |$))", "python -m asr.", call)
             _, actual, rest = re.sub(r" -m -- asr\.", " -m asr.", call).partition(" -m asr.")
             if actual:
                 # A comment begins with spaces; an override such as {offsets: [-2, 2]} has one word.
@@ -71,6 +75,19 @@ def test_a_command_exists_with_its_options(page, words, monkeypatch, capsys):
     assert set(wanted) <= set(options), f"{page.name}: {' '.join(words)}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_torchrun_passes_the_options_of_our_commands_on(page):
+    """By torchrun's own parser, which takes --run for its --run-path unless `-m --` is written."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ").replace(" N ", " 2 ")
+    lines = re.findall(r"^    torchrun (.* -m (?:-- )?)(asr\..*)$", text, re.MULTILINE)
+    for options, command in lines:
+        words = shlex.split(command)
+        more = ["--run", "DIR"] if "-m -- " in options else []
+        args = get_args_parser().parse_args([*shlex.split(options), *words, *more])
+        assert [args.training_script, *args.training_script_args] == [*words, *more]
+    assert lines or page.name not in ("README.md", "scaling.md")
+
+
 def test_the_targets_of_make_exist():
     targets = re.findall(
         r"^([.\w]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
@@ -99,6 +116,7 @@ def test_the_recipe_of_a_command_takes_its_keys(page, words, monkeypatch):
     recipes = [word for word in arguments if word.endswith(".yaml") and word != "RECIPE.yaml"]
     for recipe in recipes:
         assert Path(recipe).is_file(), f"{page.name}: {recipe} does not exist"
+    recipes += [word for word in arguments[:1] if word in recipe_names()]
     recipe = Path(recipes[0] if recipes else "recipes/demo.yaml")
     if name == "sweep":
         read_grid(recipe, overrides)
@@ -249,12 +267,12 @@ class Derived(Base):
         ("beside", "beside"),
         ("several", "within"),
         ("none", ""),
-        ("text", "a mark \\| in text"),
+        ("text", "a mark | in text"),
         ("own", "own"),
     ],
 )
 def test_the_meaning_of_a_key_is_its_comment(key, text):
-    assert recipe_reference.meaning(Derived, key) == text
+    assert meaning(Derived, key) == text
 
 
 def test_the_examples_of_the_python_interface_run(tmp_path, monkeypatch):

@@ -8,8 +8,10 @@ import torch
 from full_disk import full_disk
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.utils.tensorboard import SummaryWriter
 
 from asr import evaluate, export, train, transcribe
+from asr.analysis.runs import HOURS, SECONDS
 from asr.inference.load import load_run_recipe
 from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import SUMS, WEIGHTS, list_checkpoints
@@ -75,6 +77,29 @@ def test_the_card_contains_the_facts_of_the_run(tiny, run, commands, tmp_path):
     ]
     low, high = actual["wer_interval"]
     assert rows[0][4] == f"{100 * low:.2f} % to {100 * high:.2f} %"
+
+
+@pytest.mark.parametrize("kept", ["best", "last"])
+def test_the_card_has_the_cost_up_to_its_step_and_a_licence(kept, run, commands, tmp_path):
+    """Of an event file as a run of 6 steps writes it, a step in 100 s of 20 minutes of audio."""
+    for file in run.glob("events.*"):
+        file.unlink()
+    with SummaryWriter(str(run)) as board:
+        for step in (2, 4, 6):
+            board.add_scalar(HOURS, step / 3, step)
+            board.add_scalar(SECONDS, 100.0 * step, step)
+    first, last = list_checkpoints(run)
+    shutil.rmtree((last if kept == "best" else first).folder)
+    licence = ["--license", "CC-BY-4.0"] if kept == "last" else []
+    assert commands(export, run, "--to", tmp_path / "to", *licence)[0] == 0
+    card = (tmp_path / "to" / "README.md").read_text()
+    time, audio, terms = {
+        "best": ("5.0 min", "1.0 h", "not stated; ask the author"),  # step 3
+        "last": ("10.0 min", "2.0 h", "CC-BY-4.0."),
+    }[kept]
+    assert f"Training took {time} up to this step, for {audio} of audio, " in card
+    assert "(12 times real time)" in card
+    assert f"\nLicence: {terms}" in card
 
 
 def test_rates_of_other_checkpoints_are_not_in_the_card(run, commands, tmp_path):

@@ -193,7 +193,7 @@ def test_without_kenlm_the_error_names_the_package(commands, tiny_run, tmp_path,
     monkeypatch.setitem(sys.modules, "kenlm", None)  # import kenlm fails
     line = refused(commands, tiny_run, f"decode.lm={tmp_path / 'three.arpa'}")
     assert "n-grams need the package kenlm, which is not installed" in line
-    assert line.endswith("pip install layernorm-asr[lm]")
+    assert line.endswith("pip install kenlm, or in the checkout pip install '.[lm]'")
 
 
 @pytest.mark.parametrize("beam", [1, 4])

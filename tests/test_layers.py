@@ -12,24 +12,26 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted(path for top in ("asr", "features") for path in (ROOT / top).rglob("*.py"))
 
 COMMANDS = ("compare", "evaluate", "export", "prepare", "prune", "recipe", "sweep", "train")
-COMMANDS += ("transcribe", "__main__")
+COMMANDS += ("transcribe", "completion", "__main__")
 # Lowest first: a package imports those before it, and itself; exceptions are listed below.
-ORDER = ["features", "asr.errors", "asr.io", "asr.config", "asr.kernels", "asr.nn", "asr.data"]
-ORDER += ["asr.models", "asr.decoding", "asr.training", "asr.analysis", "asr.inference"]
+ORDER = ["features", "asr.errors", "asr.io", "asr.shipped", "asr.config", "asr.kernels", "asr.nn"]
+ORDER += ["asr.data", "asr.models", "asr.decoding", "asr.training", "asr.analysis", "asr.inference"]
 ORDER += ["asr.recognizer", "asr.tasks", "asr.images", "asr.arguments"]
 ORDER += [f"asr.{name}" for name in COMMANDS]
 NOT_IMPORTED = {
     "asr.errors": set(ORDER) - {"features"},
     "asr.io": set(ORDER) - {"asr.errors"},
-    "asr.config": set(ORDER) - {"asr.errors", "asr.io"},
+    "asr.shipped": set(ORDER),
+    "asr.config": set(ORDER) - {"asr.errors", "asr.io", "asr.shipped"},
     "asr.kernels": set(ORDER) - {"asr.errors"},
     "asr.nn": {"features", "asr.io"},
     "asr.data": {"asr.kernels", "asr.nn"},
     "asr.decoding": {"features", "asr.io", "asr.kernels", "asr.models"},
     "asr.analysis": {"features", "asr.kernels", "asr.nn", "asr.data", "asr.models"},
     "asr.images": {"asr.models", "asr.decoding", "asr.inference", "asr.recognizer", "asr.tasks"},
-    "asr.arguments": set(ORDER) - {"asr.errors"},
+    "asr.arguments": set(ORDER) - {"asr.errors", "asr.shipped"},
     **{f"asr.{name}": {f"asr.{other}" for other in COMMANDS if other != name} for name in COMMANDS},
+    "asr.__main__": set(ORDER) - {"asr.arguments", "asr.completion", "asr.errors"},
 }
 NO_BACKEND = {"asr.kernels.dispatch", "asr.kernels.types", "asr.kernels.deferred"}
 # Modules whose only import from a package is this module.
@@ -153,10 +155,10 @@ def test_training_speech_loads_speech_alone(tiny, tmp_path):
     own = [name for name in modules if name in MODULES]
     lines = sum(len(MODULES[name].read_text().splitlines()) for name in own)
     print(len(own), "files,", lines, "lines")
-    assert len(own) <= 75 and lines <= 13_400
+    assert len(own) <= 80 and lines <= 14_500
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "__main__"])
+@pytest.mark.parametrize("command", COMMANDS[:-2])
 def test_help_needs_no_torch(command):
     """--help is quick: commands parse their arguments before they import torch and pydantic."""
     code = f"import sys, runpy; sys.argv = ['asr.{command}', '--help']\n"

@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny_speech import age
 
 from asr.errors import UserError, run_command
-from asr.training.logging import Log
+from asr.training.logging import Log, figure_texts
 from asr.training.losses import Sum
 from asr.training.trainer import Step, TrainState
 
@@ -108,6 +108,48 @@ def test_lines_are_written_to_the_console_and_the_file(tmp_path, capsys):
         assert "step 1/2  epoch 1  nll 2.0000" in place
     assert "min left" in out
     assert "\x1b" not in out  # plain lines where there is no terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "cut"),
+    [
+        (40, ["nll 2.0000"], ["step 2600"]),
+        (80, [" 65%", "nll 2.0000", "step 2600/4000", "accuracy 25.0 %"], ["CTC WER", "real time"]),
+        (150, ["CTC WER 405.0 %", "real time"], []),
+    ],
+)
+def test_the_progress_line_fits_the_terminal(width, shown, cut, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    sums = {"nll": (6.0, 3), "accuracy": (1.0, 4), "ctc_wer": (81.0, 20), "divergence": (9.0, 2)}
+    values = {key: Sum(*map(torch.tensor, value)) for key, value in sums.items()}
+    with Log(tmp_path, every=100, total_steps=4000, step=2599) as log:
+        log.step(TrainState(step=2600), Step(values, 1.0, 0.5, 3.0))
+        log.progress.refresh()
+        out = sys.stdout.getvalue()
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out))
+    assert max(map(len, lines)) <= width
+    assert all(text in lines[-1] for text in shown), lines[-1]
+    assert not any(text in lines[-1] for text in cut)
+    if width == 80:
+        assert re.search(r"━+ +65% [-\d]+:[-\d]+:[-\d]+ nll", lines[-1])
+
+
+def test_lines_have_rates_in_percent_and_curves_fractions(tmp_path, capsys):
+    rates = {"nll": (6.0, 3), "accuracy": (1.0, 8)}
+    values = {key: Sum(*map(torch.tensor, value)) for key, value in rates.items()}
+    with Log(tmp_path, every=1, total_steps=1) as log:
+        log.step(TrainState(step=1), Step(values, 1.0, 0.5, 3.0))
+    assert "  nll 2.0000  accuracy 12.5 %  " in capsys.readouterr().out
+    assert curve(tmp_path, "train/accuracy") == [(1, 0.125)]
+    texts = figure_texts({"wer": 4.0521, "diagonality": 0.25, "ctc_wer": 1.0})
+    assert texts == ["WER 405.2 %", "diagonality 0.2500", "CTC WER 100.0 %"]
 
 
 def test_a_step_that_was_not_used_is_on_no_curve(tmp_path, capsys):

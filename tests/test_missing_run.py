@@ -5,30 +5,26 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asr.config.missing_run import RECIPES, missing_run, train_command
+from asr.config.loader import read_recipe
+from asr.config.missing_run import missing_run, train_command
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
-def test_each_predecessor_of_a_recipe_has_its_command(recipe, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_each_predecessor_of_a_recipe_has_its_command(recipe):
     content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     named = [content.get("train", {}).get("init"), content.get("text", {}).get("run")]
     for run in filter(None, named):
         command = train_command(Path(run)).split()
         assert command[:3] == ["python", "-m", "asr.train"] and len(command) == 4
-        made = yaml.safe_load(Path(command[3]).read_text(encoding="utf-8"))
-        assert f"runs/{made['run']}" == run
+        assert f"runs/{read_recipe(command[3]).run}" == run
 
 
-def test_other_folders_and_recipes(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    assert train_command(Path("runs/demo")) == "python -m asr.train recipes/demo.yaml"
-    assert train_command(Path("my runs/demo")).endswith("recipes/demo.yaml --run 'my runs/demo'")
+def test_other_folders_and_recipes(tmp_path):
+    assert train_command(Path("runs/demo")) == "python -m asr.train demo"
+    assert train_command(Path("my runs/demo")) == "python -m asr.train demo --run 'my runs/demo'"
     assert train_command(Path("runs/x y")) == "python -m asr.train RECIPE.yaml --run 'runs/x y'"
-    monkeypatch.chdir(tmp_path)
-    assert train_command(Path("runs/demo")) == f"python -m asr.train {RECIPES[1]}/demo.yaml"
     run = tmp_path / "begun"
     run.mkdir()
     (run / "recipe.yaml").touch()

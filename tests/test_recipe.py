@@ -490,7 +490,7 @@ def test_a_long_chain_of_bases(tmp_path, read):
         (["none.yaml"], "error: none.yaml: there is no such recipe."),
         (["r.yaml", "seed=2", "seed=2"], "error: command line: seed: given twice"),
         (["r.yaml", "seed=x"], "error: command line: seed = 'x': should be a valid integer"),
-        ([], "the following arguments are required: recipe"),
+        ([], "the following arguments are required: one of RECIPE"),
     ],
 )
 def test_the_command_prints_a_recipe_or_an_error(line, message, tmp_path, monkeypatch, commands):

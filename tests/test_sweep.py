@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from asr import sweep
 from asr.analysis.runs import expand_runs, finished, last_error
@@ -77,6 +78,8 @@ def test_a_killed_training_is_resumed_and_evaluated(tiny, commands, tmp_path):
     points = EventAccumulator(str(run)).Reload().Scalars("train/nll")
     assert [p.step for p in points] == list(range(1, 21))
     assert (run / "evaluate" / "test" / "score.json").exists()
+    board = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    assert list(board.Runs()) == ["run"]  # TensorBoard lists it once
     assert "1 of them done already" in commands(*begin)[1]
 
 

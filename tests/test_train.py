@@ -133,6 +133,24 @@ def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp
     assert steps == sorted(set(steps)) == [at for at, _ in curve(tiny_run, "train/nll")]
 
 
+def test_a_run_is_not_resumed_to_an_end_before_its_last_step(tiny, tiny_run, commands, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)  # 2 epochs of 3 steps
+    before = (run / "recipe.yaml").read_bytes(), last_state(run)[1]
+    for end, reason in {
+        "train.epochs=1": "2 epochs are done, more than train.epochs = 1",
+        "train.steps=5": "6 steps are done, more than train.steps = 5",
+    }.items():
+        line = commands.refused(train, tiny, "--run", run, "--resume", "--force", end)
+        assert line == f"{run}: {reason}: raise it, or choose another --run"
+    assert before == ((run / "recipe.yaml").read_bytes(), last_state(run)[1])
+    assert commands(train, tiny, "--run", run, "--resume", "train.steps=6")[0] == 0
+    assert commands(train, tiny, "--run", run, "--resume", "train.steps=7")[0] == 0
+    assert last_state(run)[1]["step"] == 7  # the first step of an epoch, which so has begun
+    line = commands.refused(train, tiny, "--run", run, "--resume", "train.epochs=2")
+    assert "3 epochs are done, more than train.epochs = 2" in line
+
+
 def test_a_damaged_checkpoint_is_replaced_from_the_one_before_it(
     tiny, tiny_run, commands, tmp_path
 ):

@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 from asr.config.schema import Config, Recipe
 from asr.errors import UserError
 from asr.io import atomic_write, read_small_file
+from asr.shipped import find_recipe, recipe_names
 
 # Task -> its recipe class, imported when a recipe names the task.
 RECIPES = {
@@ -49,9 +50,9 @@ class RecipeError(UserError):
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file with its bases and the command line's `key.path=value` overrides.
 
-    Raises RecipeError with one line on any mistake.
+    A shipped recipe can be given by name: `demo`. Raises RecipeError with one line on any mistake.
     """
-    path = Path(path)
+    path = find_recipe(Path(path))
     tree = _with_bases(path)
     changed = set()
     for override in overrides:
@@ -193,7 +194,7 @@ def _with_bases(path: Path) -> dict[str, Any]:
             return reduce(_merge, [tree for _, tree in reversed(trees)])
         if not (isinstance(base, str) and 0 < len(base) < 256):
             raise RecipeError(f"{path}: base = {_shown(base)}: must be the name of a recipe file.")
-        path = path.parent / base
+        path = find_recipe(Path(base), path.parent)
     raise RecipeError(
         f"{trees[0][0]}: more than {MAX_BASES} recipes are based on one another: remove the loop."
     )
@@ -207,7 +208,9 @@ def _load(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
-        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+        near = [str(path.parent / name) for name in near]
+        near += difflib.get_close_matches(path.stem, recipe_names(), n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
         raise RecipeError(f"{path}: there is no such recipe.{hint}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}.") from None
@@ -335,19 +338,19 @@ def _sibling_keys(location: tuple[Any, ...], recipe: type[Recipe]) -> list[str]:
         if key in kinds:
             group = kinds[key]
             continue
-        fields = next((g.model_fields for g in _groups(group) if key in g.model_fields), {})
+        fields = next((g.model_fields for g in groups_in(group) if key in g.model_fields), {})
         group = fields[key].annotation if key in fields else None
-    return [name for one in _groups(group) for name in one.model_fields]
+    return [name for one in groups_in(group) for name in one.model_fields]
 
 
 def _model_kinds(recipe: type[Recipe]) -> dict[str, type[Config]]:
     """The values of `model.kind` of a task, each with its class."""
-    groups = _groups(recipe.model_fields["model"].annotation)
+    groups = groups_in(recipe.model_fields["model"].annotation)
     return {get_args(group.model_fields["kind"].annotation)[0]: group for group in groups}
 
 
-def _groups(annotation: Any) -> list[type[Config]]:
+def groups_in(annotation: Any) -> list[type[Config]]:
     """The config classes in a type such as `SpecAugmentConfig | None`."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
-    return [group for part in get_args(annotation) for group in _groups(part)]
+    return [group for part in get_args(annotation) for group in groups_in(part)]

@@ -23,9 +23,10 @@ from urllib.parse import quote
 
 from asr.config.loader import MAX_BYTES
 from asr.data.tokenizer import MAX_MODEL
-from asr.errors import UserError
+from asr.errors import UserError, how_to_install
 from asr.inference.load import STATISTICS
 from asr.io import atomic_write, new_folder, read_small_file
+from asr.shipped import find_run
 from asr.training.checkpoint import MAX_WEIGHTS
 
 PREFIX = "hf:"
@@ -53,12 +54,12 @@ def is_on_hub(run: str | os.PathLike[str]) -> bool:
 
 
 def local_run(run: str | os.PathLike[str]) -> Path:
-    """The folder of a run: the path itself, or a copy of hf:USER/NAME[@REVISION].
+    """The folder of a run: the path itself, a shipped run, or a copy of hf:USER/NAME[@REVISION].
 
     Raises UserError without the extra `hub`, for a repository that is missing, restricted, too
     large or no run, and where it cannot be downloaded and there is no copy.
     """
-    return _copy(os.fspath(run)) if is_on_hub(run) else Path(run)
+    return _copy(os.fspath(run)) if is_on_hub(run) else find_run(Path(run))
 
 
 def _copy(address: str) -> Path:
@@ -167,7 +168,7 @@ def import_hub(place: str) -> ModuleType:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        remedy = "pip install huggingface_hub, or in the checkout pip install '.[hub]'"
+        remedy = how_to_install("hub", "huggingface_hub")
         raise UserError(f"{place}: needs huggingface_hub, not installed: {remedy}") from None
     return huggingface_hub
 

@@ -17,6 +17,7 @@ from asr.decoding.scorer import Scorer
 from asr.errors import UserError
 from asr.io import check_run_folder
 from asr.models.build import build_front_end, build_language_model, build_speech_model
+from asr.shipped import find_run
 from asr.training.checkpoint import MemoryLimit, choose, load_weights
 from asr.training.distributed import choose_device
 from features.front_end import FrontEnd
@@ -72,6 +73,7 @@ def load_run_model(
 
 def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
     """The vocabulary of train.init, which its weights require. UserError where it has none."""
+    init = find_run(init)
     if not init.exists():
         raise missing_run(init, "train.init")
     check_run_folder(init)

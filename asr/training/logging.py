@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskProgressColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
@@ -27,6 +36,16 @@ if TYPE_CHECKING:
     from asr.training.trackers import Trackers
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Figures that are fractions: texts show them in percent, TensorBoard as they are.
+RATES = {"wer": "WER", "cer": "CER", "ctc_wer": "CTC WER", "accuracy": "accuracy"}
+
+
+def figure_texts(figures: Mapping[str, float]) -> list[str]:
+    """`nll 2.1697`, and of a rate `WER 405.2 %`."""
+    return [
+        f"{RATES[name]} {100 * value:.1f} %" if name in RATES else f"{name} {value:.4f}"
+        for name, value in figures.items()
+    ]
 
 
 class Log:
@@ -54,7 +73,7 @@ class Log:
         self.charted: set[str] = set()  # those known when the charts were last chosen
         self.progress = _progress() if sys.stdout and sys.stdout.isatty() else None
         if self.progress:
-            self.task = self.progress.add_task("", total=total_steps, completed=step)
+            self.task = self.progress.add_task("", total=total_steps, completed=step, figures=[])
         self._reset()
 
     def _trackers(self, ids: Mapping[str, str], params: Mapping[str, Any]) -> "Trackers":
@@ -193,13 +212,17 @@ class Log:
         self.scalars("train", losses | figures, state.step)
         cost = {"audio_hours": state.audio_seconds / 3600, "train_seconds": state.train_seconds}
         self.scalars("speed", {"audio_per_second": rate} | cost, state.step)
-        loss = "  ".join(f"{name} {value:.4f}" for name, value in losses.items()) or "no step used"
+        first, *others = figure_texts(losses) or ["no step used"]
         speed = f"{rate:.0f}x real time" if rate else f"{self.steps / elapsed:.1f} steps/s"
-        line = f"step {state.step}/{self.total}  epoch {state.epoch}  {loss}  {speed}"
+        place = f"step {state.step}/{self.total}", f"epoch {state.epoch}"
+        line = "  ".join([*place, first, *others, speed])
         self.lines.write(line)
         with self._console():
             if self.progress:
-                shown = {"total": self.total, "description": f"{loss}  {speed}"}
+                shown = {
+                    "total": self.total,
+                    "figures": [first, place[0], *others, speed, place[1]],
+                }
                 self.progress.update(self.task, completed=state.step, **shown)
             else:
                 left = (self.total - state.step) * elapsed / self.steps
@@ -234,16 +257,38 @@ class NullLog:
 
 
 def _progress() -> Progress:
-    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    console = Console(file=terminal())
     return Progress(
-        *columns,
-        TextColumn("{task.description}"),
-        console=Console(file=terminal()),
+        BarColumn(console.width // 4),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        _Figures(console),
+        console=console,
         transient=True,
         # These would print what others print without escapes.
         redirect_stdout=False,
         redirect_stderr=False,
     )
+
+
+class _Figures(ProgressColumn):
+    """The first of the figures, and as many of the others as the terminal's width allows."""
+
+    FIXED = 16  # characters of percentage, time left and the spaces; the bar has a fourth of all
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Column(no_wrap=True))
+        self.console = console
+
+    def render(self, task: Task) -> Text:
+        """The figures in one line."""
+        shown, *others = task.fields["figures"] or [""]
+        room = self.console.width * 3 // 4 - self.FIXED
+        for text in others:
+            if len(longer := f"{shown}  {text}") > room:
+                break
+            shown = longer
+        return Text(shown)
 
 
 def _encodable(text: str, encoding: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from asr.config.loader import as_yaml, flat, parse_recipe, read_recipe
-from asr.config.schema import Recipe
+from asr.config.schema import Recipe, TrainConfig
 from asr.errors import UserError
 from asr.training.checkpoint import (
     TRAINING,
@@ -63,6 +63,19 @@ class ResumePoint:
                 " choose another --run, or resume nevertheless with --resume --force"
             )
         return lines + [f"changed in the recipe: {line}" for line in changed.values()]
+
+    def check_end(self, train: TrainConfig) -> None:
+        """Raise UserError where the run has done more than `train` asks for."""
+        position = self.state["position"]
+        unit, end, done = "steps", train.steps, position["step"]
+        if end is None:  # an epoch that has begun counts
+            unit, end = "epochs", train.epochs
+            done = position["epoch"] - (position["batch"] == 0)
+        if done > end:
+            raise UserError(
+                f"{self.run}: {done} {unit} are done, more than train.{unit} = {end}: raise it, or "
+                "choose another --run"
+            )
 
     def check_content(self, content: Content, force: bool) -> list[str]:
         """-> lines for the log on data that changed under their name. Refused unless forced."""

@@ -16,6 +16,7 @@ from asr.config.loader import as_yaml, at_stage, flat, write_recipe
 from asr.config.schema import Recipe
 from asr.errors import EXIT_STOPPED, UserError
 from asr.io import lock_run_folder
+from asr.shipped import find_run
 from asr.training import distributed, optim, trainer
 from asr.training.averaging import EvaluationWeights
 from asr.training.checkpoint import (
@@ -29,7 +30,7 @@ from asr.training.checkpoint import (
 from asr.training.debug import dump_bad_batch, stop_at_nan
 from asr.training.distributed import add_sums, gather, is_first, rank, world
 from asr.training.inspection import measure
-from asr.training.logging import Log, NullLog
+from asr.training.logging import Log, NullLog, figure_texts
 from asr.training.losses import Objective, Sum, means
 from asr.training.oom import SHAPES, SHAPES_ROUNDED, limit_onednn_cache, release_memory
 from asr.training.resume import Content, ResumePoint, changes, find_resume_point, fingerprint
@@ -215,8 +216,7 @@ class Training:
         figures = losses | reported
         self.metrics = {f"valid/{name}": value for name, value in figures.items()}
         log.scalars("valid", figures, state.step)
-        line = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        log.info(f"step {state.step}  validation: {line}")
+        log.info(f"step {state.step}  validation: {'  '.join(figure_texts(figures))}")
         self._alarm(reported)
         self.validated = state.step
         self.save(losses["nll"])
@@ -389,6 +389,8 @@ def _open(
     """The training, the checkpoint to resume it from, and lines for the log."""
     start = find_resume_point(run, resume)
     messages = start.check_recipe(recipe, force) if start else []
+    if start:
+        start.check_end(recipe.train)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     make_task = pkgutil.resolve_name(TASKS[recipe.task])
@@ -396,7 +398,7 @@ def _open(
     stage = _due_stage(recipe, state)
     task = make_task(at_stage(recipe, stage), run, start is not None or not is_first())
     if recipe.train.init and not start:
-        best = choose(recipe.train.init, "best", 1)
+        best = choose(find_run(recipe.train.init), "best", 1)
         load_weights(task.objective.model, best, task.about)
     training = Training(task, recipe, stage, run)
     if start:

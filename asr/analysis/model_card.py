@@ -1,0 +1,192 @@
+"""The model card of an exported run: README.md with the metadata that the Hugging Face Hub reads.
+
+https://github.com/huggingface/hub-docs/blob/main/modelcard.md
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asr.analysis.curves import read_scalars
+from asr.analysis.report import markdown_text
+from asr.analysis.runs import HOURS, SECONDS, Run, read_cost
+from asr.analysis.wer import between, percent
+from asr.config.schema import SpeechRecipe
+from asr.errors import UserError
+from asr.io import read_json, read_small_file
+
+TASK = {"type": "automatic-speech-recognition", "name": "Automatic Speech Recognition"}
+# data.corpus -> the data set's name on the Hugging Face Hub
+DATASETS = dict.fromkeys(("librispeech", "mini-librispeech"), "openslr/librispeech_asr")
+ENGLISH = (*DATASETS, "spoken-numbers")
+UNLICENSED = "not stated; ask the author, and see the licences of the training data"
+MAX_LICENCE = 100  # characters
+
+
+def model_card(
+    name: str,
+    run: Path,
+    recipe: SpeechRecipe,
+    steps: Sequence[int],
+    parameters: int,
+    about: Path | None,
+    licence: str | None,
+    address: str,
+) -> str:
+    """The card of the weights at `steps` of a run, exported as `name`.
+
+    about: a text to put into it. address: how a command names the exported run. Raises UserError
+    for a text that cannot be read, and for a damaged evaluation.
+    """
+    more, text = read_about(about) if about else ({}, [])
+    rated = dict(evaluations(run, steps))
+    metadata = card_metadata(name, recipe, rated)
+    if licence:
+        metadata["license"] = licence[:MAX_LICENCE]
+    metadata |= more
+    terms = metadata.get("license")
+    lines = [
+        front_matter(metadata),
+        f"# {markdown_text(name)}",
+        "",
+        *text,
+        *description(run, recipe, steps, parameters, rated, address),
+        f"\nLicence: {markdown_text(str(terms)) if terms else UNLICENSED}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def read_about(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The metadata at the begin of a text for the card, if there are any, and the text's lines.
+
+    Raises UserError where it cannot be read.
+    """
+    try:
+        text = read_small_file(path).strip()
+        if not text.startswith("---\n"):
+            return {}, [text, ""]
+        head, _, text = text.removeprefix("---\n").partition("\n---")
+        metadata = yaml.safe_load(head)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--about {path}: cannot be read ({error})") from None
+    if not isinstance(metadata, dict):
+        raise UserError(f"--about {path}: its metadata must be keys with values, as language: en")
+    return metadata, [text.strip(), ""]
+
+
+def front_matter(metadata: Mapping[str, Any]) -> str:
+    """Metadata as the Hugging Face Hub reads them at the begin of a card."""
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def card_metadata(
+    name: str, recipe: SpeechRecipe, rated: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The metadata, as the hub reads them; error rates as `model-index`, in percent."""
+    corpus = recipe.data.corpus
+    metadata: dict[str, Any] = {"language": "en"} if corpus in ENGLISH else {}
+    metadata |= {
+        "library_name": "layernorm-asr",
+        "pipeline_tag": TASK["type"],
+        "tags": ["speech", recipe.model.kind, "layer-normalization"],
+    }
+    if corpus in DATASETS:
+        metadata["datasets"] = [DATASETS[corpus]]
+    metadata["metrics"] = ["wer", "cer"]
+    results = [_result(corpus, split, rates) for split, rates in rated.items()]
+    if results:
+        metadata["model-index"] = [{"name": name, "results": results}]
+    return metadata
+
+
+def _result(corpus: str | None, split: str, rates: Mapping[str, Any]) -> dict[str, Any]:
+    """The error rates of one split as an entry of `model-index`."""
+    dataset = {"name": f"{corpus} {split}" if corpus else split, "type": corpus or "other"}
+    part, dash, config = split.partition("-")  # test-clean
+    if corpus in DATASETS and dash:
+        split = "validation" if part == "dev" else part
+        dataset |= {"type": DATASETS[corpus], "config": config, "split": split}
+    metrics = [
+        {"type": kind, "value": round(100 * rates[kind], 2), "name": kind.upper()}
+        for kind in ("wer", "cer")
+    ]
+    return {"task": dict(TASK), "dataset": dataset, "metrics": metrics}
+
+
+def description(
+    run: Path,
+    recipe: SpeechRecipe,
+    steps: Sequence[int],
+    parameters: int,
+    rated: Mapping[str, Mapping[str, Any]],
+    address: str,
+) -> Iterator[str]:
+    """The lines on model, training cost and evaluations of these weights."""
+    curves = read_scalars(run, {HOURS, SECONDS})
+    cost = read_cost(Run(run, {}, curves, None, run.name)).at(max(steps))
+    millions = f"{parameters / 1e6:.2f} M parameters"
+    yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
+    if cost and all(cost):
+        hours, seconds = cost
+        yield (
+            f"Training took {duration(seconds)} up to this step, for {duration(3600 * hours)} of "
+            f"audio, repetitions counted ({3600 * hours / seconds:.0f} times real time)."
+        )
+    yield from ("", f"    python -m asr.transcribe {address} file.wav", "")
+    rows = [row for split, rates in rated.items() for row in _rows(split, rates)]
+    if rows:
+        yield "| split | part | words | WER | 95 % over utterances | over speakers |"
+        yield "|---|---|---:|---:|---|---|"
+    yield from rows
+    yield from ("", "`recipe.yaml` holds every setting, without the paths of manifests.")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text: 38 s, 4.3 min, 26.0 h."""
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def evaluations(run: Path, steps: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The splits on which the checkpoints of `steps` were evaluated, and their score.json.
+
+    Others are skipped with a printed line. UserError for a damaged one.
+    """
+    for file in sorted(run.glob("evaluate/*/score.json")):
+        try:
+            rates = read_json(file)
+            if (decoded := rates["about"].get("steps", steps)) != steps:
+                was, now = (" ".join(map(str, numbers[:9])) for numbers in (decoded, steps))
+                reason = f"is of step {was}, not {now}; evaluate and export again"
+                print(f"not in the card: {file} {reason}")
+                continue
+            list(_rows(file.parent.name, rates))
+            _result(None, file.parent.name, rates)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error)[:200]
+            raise UserError(f"{file}: damaged evaluation ({reason}); evaluate again") from None
+        yield file.parent.name, rates
+
+
+def _rows(split: str, rates: Mapping[str, Any]) -> Iterator[str]:
+    """A row for the split and one for each of its groups (asr.evaluate --by)."""
+    about = rates["about"]
+    decode = about["decode"]
+    keys = ("beam", "ctc_weight", *(["lm_weight"] if decode["lm"] else []))
+    settings = [f"{key} {decode[key]}" for key in keys]
+    if len(speeds := decode.get("speeds", [1.0])) > 1:
+        settings.append(f"speeds {' '.join(f'{speed:g}' for speed in speeds)}")
+    if others := decode.get("ensemble"):
+        settings.append(f"{len(others)} more in an ensemble")
+    parts = {", ".join(["all", *settings]): {**rates, **about}}
+    for column, groups in about["groups"].items():
+        parts |= {f"{column} {name}": group for name, group in groups.items()}
+    for name, part in parts.items():
+        names = map(markdown_text, (split, name[:200]))
+        cells = (*names, f"{part['words']:,}", percent(part["wer"]))
+        spans = (part.get("wer_interval"), part.get("wer_interval_over_speakers"))
+        yield f"| {' | '.join((*cells, *(between(s) if s else '-' for s in spans)))} |"

@@ -1,0 +1,100 @@
+"""Completion of commands, options, recipe keys and their values in the shell, by argcomplete.
+
+    eval "$(register-python-argcomplete layernorm-asr)"      # in ~/.bashrc or ~/.zshrc
+
+A recipe is read for its keys, for it decides on the task and the model.
+"""
+
+import argparse
+import importlib
+import os
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from asr.arguments import EXAMPLES, CommandParser, Completing, StoreOnce
+from asr.errors import UserError
+
+
+def complete() -> None:
+    """Print the completions of the command line in COMP_LINE, and exit."""
+    try:
+        import argcomplete
+    except ModuleNotFoundError:
+        raise SystemExit(1) from None  # the shell shows no message here
+    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+    words = argcomplete.split_line(line, point)[3]
+    names = [name for group in EXAMPLES.values() for name in group]
+    if len(words) > 1 and words[1] in names:
+        parser = _parser_of(words[1])
+        os.environ["_ARGCOMPLETE"] = "2"  # the words begin at the command
+    else:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("command", choices=names)
+    argcomplete.safe_actions.add(StoreOnce)  # else completers see no values
+    argcomplete.autocomplete(parser)
+
+
+def _parser_of(command: str) -> CommandParser:
+    """The parser of a command, with completers for recipes and their keys."""
+    from argcomplete.completers import FilesCompleter
+
+    from asr.shipped import recipe_names
+
+    def recipes(prefix: str, **_: Any) -> list[str]:
+        return [*recipe_names(), *FilesCompleter(["yaml"])(prefix)]
+
+    completers = {"recipe": recipes, "overrides": _settings, "grid": _settings}
+    CommandParser.completing = True
+    try:
+        importlib.import_module(f"asr.{command}").main()
+    except Completing as ended:
+        for action in ended.parser._actions:
+            if action.dest in completers:
+                action.completer = completers[action.dest]
+        return ended.parser
+    raise AssertionError(f"{command} parses no arguments")
+
+
+def _settings(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
+    """`key.path=` of every key of the recipe; after the = its values, where they are names."""
+    from asr.config.loader import read_recipe
+
+    place = vars(parsed_args)
+    try:
+        found = read_recipe(place.get("recipe") or place["run"] / "recipe.yaml")
+    except (UserError, OSError, KeyError, TypeError):  # none is named yet
+        return
+    key, equals, _ = prefix.partition("=")
+    for name, annotation in _keys(found):
+        if not equals:
+            yield f"{name}="
+        elif name == key:
+            yield from (f"{name}={value}" for value in _values(annotation))
+
+
+def _keys(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and type of every key of a recipe, or of a class of keys that it does not set."""
+    from asr.config.loader import groups_in
+    from asr.config.schema import Config
+
+    fields = group.model_fields if isinstance(group, type) else type(group).model_fields
+    for name, field in fields.items():
+        value = None if isinstance(group, type) else getattr(group, name)
+        if not isinstance(value, Config):
+            yield f"{path}{name}", field.annotation
+        for inner in [value] if isinstance(value, Config) else groups_in(field.annotation):
+            yield from _keys(inner, f"{path}{name}.")
+
+
+def _values(annotation: Any) -> Iterator[str]:
+    """The names that a type allows: of Literal[...], true and false, null."""
+    if get_origin(annotation) is Literal:
+        yield from map(str, get_args(annotation))
+    elif annotation is bool:
+        yield from ("true", "false")
+    elif annotation is NoneType:
+        yield "null"
+    else:
+        for part in get_args(annotation):
+            yield from _values(part)

@@ -1,0 +1,44 @@
+"""Recipes and trained runs that come with the package and are found by name: demo, las.
+
+In a checkout they are the folders recipes/ and pretrained/ beside asr/; a wheel puts them into it.
+A file or folder of the user's with that name comes first.
+"""
+
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+NAME = re.compile(r"\w{1,100}", re.ASCII)
+
+
+def _folder(name: str) -> Path:
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def recipe_names() -> list[str]:
+    """The names of the recipes, in alphabetical order."""
+    return sorted(path.stem for path in _folder("recipes").glob("*.yaml"))
+
+
+def find_recipe(path: Path, folder: Path = Path()) -> Path:
+    """The file of a recipe: `path`, relative to `folder`, or the shipped recipe of that name.
+
+    The name of a shipped run is that of its recipe, too.
+    """
+    if NAME.fullmatch(str(path)) and not (folder / path).is_file():
+        shipped = _folder("recipes") / f"{path}.yaml", _folder("pretrained") / path / "recipe.yaml"
+        return next(filter(Path.is_file, shipped), folder / path)
+    return folder / path
+
+
+def find_run(path: Path) -> Path:
+    """The folder of a run: `path`, or the shipped run of that name."""
+    shipped = _folder("pretrained") / path
+    named = NAME.fullmatch(str(path)) and not path.is_dir()
+    return shipped if named and (shipped / "recipe.yaml").is_file() else path
+
+
+def is_installed(run: Path) -> bool:
+    """Whether the run is in the installed package, where no command should write."""
+    return PACKAGE in run.absolute().parents
