@@ -37,11 +37,11 @@ def main() -> None:
     add("--about", type=Path, metavar="TEXT.md", help=about)
     add("--license", metavar="ID", help="of the weights, for the card: cc-by-4.0, mit, ...")
     args = parser.parse()
-    given = args.run, args.overrides, args.about, args.license
+    text = {"about": args.about, "licence": args.license}
     if args.push_to:
-        push(*given, args.push_to, args.private, args.to)
+        push(args.run, args.overrides, args.push_to, args.private, args.to, **text)
     elif args.to and not args.private:
-        export(*given, args.to)
+        export(args.run, args.overrides, args.to, **text)
         print(f"the run is in {args.to}")
     else:
         missing = "--private needs --push-to USER/NAME" if args.private else "name a folder"
@@ -51,11 +51,11 @@ def main() -> None:
 def push(
     run: Path,
     overrides: Sequence[str],
-    about: Path | None,
-    licence: str | None,
     repo: str,
     private: bool,
     to: Path | None = None,
+    about: Path | None = None,
+    licence: str | None = None,
 ) -> None:
     """Export the run, into a temporary folder unless `to` is given, and upload it to the hub."""
     from asr.inference.hub import check_repo, push_run
@@ -63,16 +63,16 @@ def push(
     check_repo(repo)
     with nullcontext() if to else TemporaryDirectory() as temporary:
         folder = to or Path(temporary) / repo.partition("/")[2]
-        export(run, overrides, about, licence, folder, f"hf:{repo}")
+        export(run, overrides, folder, about, licence, f"hf:{repo}")
         print(f"the run is at {push_run(folder, repo, private)}; load it as hf:{repo}")
 
 
 def export(
     run: Path,
     overrides: Sequence[str],
-    about: Path | None,
-    licence: str | None,
     to: Path,
+    about: Path | None = None,
+    licence: str | None = None,
     address: str = "THIS_FOLDER",
 ) -> None:
     """Write the exported run folder, whose card names it as `address`.

@@ -8,6 +8,7 @@ import pytest
 from hub_server import HubServer
 
 from asr import evaluate, export, transcribe
+from asr.analysis.model_card import evaluation_result
 from asr.errors import UserError
 from asr.inference import hub as ours
 from asr.inference.recognition import Recognizer
@@ -261,7 +262,7 @@ def test_the_card_has_the_metadata_of_the_hub(tiny_run, tiny, commands, tmp_path
 
 def test_librispeech_has_its_name_on_the_hub():
     rates = {"wer": 0.12345, "cer": 0.04}
-    result = export._result("librispeech", "dev-other", rates)
+    result = evaluation_result("librispeech", "dev-other", rates)
     assert result["dataset"] == {
         "name": "librispeech dev-other",
         "type": "openslr/librispeech_asr",

@@ -426,7 +426,7 @@ def test_without_the_library_its_extra_is_named(tmp_path, asr_prepare, monkeypat
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     monkeypatch.setitem(sys.modules, "datasets", None)
     code, _, err = asr_prepare("auto", tmp_path / "saved", "--to", tmp_path / "to")
-    assert code == 2 and len(err) == 1 and "the extra datasets" in err[0]
+    assert code == 2 and len(err) == 1 and "pip install datasets" in err[0]
 
 
 @pytest.mark.filterwarnings("ignore")

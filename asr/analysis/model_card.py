@@ -96,13 +96,13 @@ def card_metadata(
     if corpus in DATASETS:
         metadata["datasets"] = [DATASETS[corpus]]
     metadata["metrics"] = ["wer", "cer"]
-    results = [_result(corpus, split, rates) for split, rates in rated.items()]
+    results = [evaluation_result(corpus, split, rates) for split, rates in rated.items()]
     if results:
         metadata["model-index"] = [{"name": name, "results": results}]
     return metadata
 
 
-def _result(corpus: str | None, split: str, rates: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_result(corpus: str | None, split: str, rates: Mapping[str, Any]) -> dict[str, Any]:
     """The error rates of one split as an entry of `model-index`."""
     dataset = {"name": f"{corpus} {split}" if corpus else split, "type": corpus or "other"}
     part, dash, config = split.partition("-")  # test-clean
@@ -165,7 +165,7 @@ def evaluations(run: Path, steps: Sequence[int]) -> Iterator[tuple[str, dict[str
                 print(f"not in the card: {file} {reason}")
                 continue
             list(_rows(file.parent.name, rates))
-            _result(None, file.parent.name, rates)
+            evaluation_result(None, file.parent.name, rates)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = str(error)[:200]
             raise UserError(f"{file}: damaged evaluation ({reason}); evaluate again") from None
