@@ -30,6 +30,24 @@ KILLED = (
     "a process that reads data was killed, as the system does where memory is short, or /dev/shm "
     "is full; lower data.workers and start again, a training with --resume"
 )
+# What commands import beyond torch and numpy, and the packages of the extra `asr` of setup.cfg.
+ASR_PACKAGES = {
+    "google": "protobuf",  # of tensorboard
+    "jiwer": "jiwer",
+    "matplotlib": "matplotlib",
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "schedulefree": "schedulefree",
+    "scipy": "scipy",
+    "sentencepiece": "sentencepiece",
+    "sklearn": "scikit-learn",
+    "soundfile": "soundfile",
+    "tensorboard": "tensorboard",
+    "torchaudio": "torchaudio",
+    "yaml": "PyYAML",
+}
 # The messages of CUDA and of the CPU's allocator.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -173,6 +191,9 @@ def _user_message(error: Exception) -> str | None:
     """One line for an error that a user can act on; None for a bug of ours."""
     if isinstance(error, UserError | AudioError | StatisticsError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        package = ASR_PACKAGES.get((error.name or "").partition(".")[0])
+        return package and missing_package(package, "asr")
     cause = error.__context__
     if isinstance(error, RuntimeError) and getattr(cause, "errno", None) == errno.ELOOP:
         error = cause  # Path.resolve in a loop of links, up to Python 3.12
@@ -190,6 +211,14 @@ def _user_message(error: Exception) -> str | None:
             f"is validated or decoded): {reason}"
         )
     return None
+
+
+def missing_package(package: str, extra: str) -> str:
+    """One line: a package is not installed, and the extra of setup.cfg that brings it."""
+    return (
+        f"the package {package} is not installed; run: pip install '.[{extra}]' in the folder with "
+        "the project's setup.cfg"
+    )
 
 
 def is_killed(error: Exception) -> bool:

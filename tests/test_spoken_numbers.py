@@ -181,7 +181,7 @@ def test_a_missing_extra_is_named_with_its_remedy(tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"pip install 'layernorm-asr\[demo\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[demo\]'"):
         prepare(tmp_path / "corpus")
     assert list(tmp_path.iterdir()) == []
 

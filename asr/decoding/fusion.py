@@ -1,7 +1,7 @@
 """Scores of several models in one search: the mean of an ensemble, and n-gram language models.
 
-N-grams are read from ARPA files or kenlm's own (Heafield 2011; kenlm is an extra: pip install
-layernorm-asr[lm]). Their unit is set, not guessed:
+N-grams are read from ARPA files or kenlm's own (Heafield 2011; kenlm is the extra `lm`). Their unit
+is set, not guessed:
 
     word    A word's log-probability is added at the token that ends it: a space, a piece that
             begins a new word, or <eos>. All other tokens score 0. So a sentence scores exactly
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asr.data.tokenizer import EOS, SPECIAL
 from asr.decoding.scorer import Scorer
-from asr.errors import UserError
+from asr.errors import UserError, missing_package
 from asr.nn.attention import Memory
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
@@ -150,10 +150,8 @@ def load_ngrams(path: Path, surfaces: Sequence[str], unit: str) -> NgramScorer:
     try:
         import kenlm
     except ImportError:
-        raise UserError(
-            f"decode.lm = {path}: n-grams need the package kenlm, which is not installed: "
-            "pip install layernorm-asr[lm]"
-        ) from None
+        reason = missing_package("kenlm", "lm")
+        raise UserError(f"decode.lm = {path}: n-grams need kenlm: {reason}") from None
     try:
         ngrams = kenlm.Model(str(path))
     except (OSError, RuntimeError) as error:
