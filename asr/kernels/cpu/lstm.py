@@ -22,8 +22,6 @@ PER_WORKER = 4  # utterances, at least: fewer leave the matrix kernels half empt
 VECTORS = {"bias": 4, "gain_x": 4, "gain_h": 4} | dict.fromkeys(
     ("gain_c", "bias_c", "gain_hidden", "bias_hidden"), 1
 )
-
-
 Buffers = PooledBuffers | dict[str, Tensor | None]  # by the names of saved_sizes
 
 

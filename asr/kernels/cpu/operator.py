@@ -97,7 +97,8 @@ def backward(*given: Any) -> list[Tensor]:
     together = output, {"ax": None} | buffers
     upstream = [gradient.contiguous() for gradient in upstream]
     found = lstm.layer_backward(plan, batch, weights, together, upstream, with_dx=True)
-    return [part.clone() for part in found]  # parts of one tensor must not be results
+    # Vectors are parts of one tensor, which results of an operator must not be.
+    return [part.clone() if part.dim() == 1 else part for part in found]
 
 
 @backward.register_fake
