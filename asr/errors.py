@@ -30,6 +30,24 @@ KILLED = (
     "a process that reads data was killed, as the system does where memory is short, or /dev/shm "
     "is full; lower data.workers and start again, a training with --resume"
 )
+# What commands import beyond torch and numpy, and the packages of the extra `asr` of setup.cfg.
+ASR_PACKAGES = {
+    "google": "protobuf",  # of tensorboard
+    "jiwer": "jiwer",
+    "matplotlib": "matplotlib",
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "schedulefree": "schedulefree",
+    "scipy": "scipy",
+    "sentencepiece": "sentencepiece",
+    "sklearn": "scikit-learn",
+    "soundfile": "soundfile",
+    "tensorboard": "tensorboard",
+    "torchaudio": "torchaudio",
+    "yaml": "PyYAML",
+}
 # The messages of CUDA and of the CPU's allocator.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -43,11 +61,6 @@ class UserError(Exception):
 
 class WorkerKilled(UserError):
     """A data loader's worker was killed: the model is sound, the next batches are lost."""
-
-
-def how_to_install(extra: str, packages: str) -> str:
-    """How to install an extra of setup.cfg. No index has layernorm-asr, so it is not named."""
-    return f"pip install {packages}, or in the checkout pip install '.[{extra}]'"
 
 
 @contextmanager
@@ -178,6 +191,9 @@ def _user_message(error: Exception) -> str | None:
     """One line for an error that a user can act on; None for a bug of ours."""
     if isinstance(error, UserError | AudioError | StatisticsError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        package = ASR_PACKAGES.get((error.name or "").partition(".")[0])
+        return package and missing_package(package, "asr")
     cause = error.__context__
     if isinstance(error, RuntimeError) and getattr(cause, "errno", None) == errno.ELOOP:
         error = cause  # Path.resolve in a loop of links, up to Python 3.12
@@ -195,6 +211,15 @@ def _user_message(error: Exception) -> str | None:
             f"is validated or decoded): {reason}"
         )
     return None
+
+
+def missing_package(package: str, extra: str) -> str:
+    """One line: a package is not installed, and the extra of setup.cfg that brings it.
+
+    No index has layernorm-asr, so it is not named.
+    """
+    remedy = f"pip install {package}, or in the checkout pip install '.[{extra}]'"
+    return f"the package {package} is not installed: {remedy}"
 
 
 def is_killed(error: Exception) -> bool:

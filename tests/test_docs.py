@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import runpy
 import shlex
 from functools import cache
 from pathlib import Path
@@ -289,3 +290,10 @@ def test_the_examples_of_the_python_interface_run(tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, "docs/api.md", "exec"), names)  # the project's own home page
     assert names["result"].words == 6
+
+
+def test_the_example_of_the_layer_trains(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["layernorm_lstm.py", "--steps", "60"])
+    runpy.run_path(str(ROOT / "examples" / "layernorm_lstm.py"), run_name="__main__")
+    losses = re.findall(r"loss (\S+)", capsys.readouterr().out)
+    assert len(losses) == 3 and float(losses[-1]) < 1.1  # untrained: log 4

@@ -22,11 +22,13 @@ from asr.training.trainer import TrainState
 @pytest.mark.parametrize("norm", SETTINGS)
 def test_a_trace_is_what_the_lstm_computes(norm):
     torch.manual_seed(1)
-    lstm = LayerNormLSTM(3, 5, 2, bidirectional=True, backend="reference", **SETTINGS[norm])
+    lstm = LayerNormLSTM(
+        3, 5, 2, batch_first=True, bidirectional=True, backend="reference", **SETTINGS[norm]
+    )
     lstm.double()
     x, lengths = torch.randn(4, 7, 3).double(), torch.tensor([7, 2, 5, 7])
-    output, frames = trace(lstm, x, lengths)
-    torch.testing.assert_close(output, lstm(x, lengths)[0])
+    output, frames = trace(lstm, x, lengths=lengths)
+    torch.testing.assert_close(output, lstm(x, lengths=lengths)[0])
     assert [frame.place for frame in frames[::7]] == ["l0", "l0_reverse", "l1", "l1_reverse"]
     assert [frame.time for frame in frames[7:14]] == [6, 5, 4, 3, 2, 1, 0]
     first, second = frames[0], frames[1]

@@ -9,6 +9,12 @@ from asr.kernels.dispatch import backends
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
 
+def torch_like(layers, bidirectional, **settings):
+    return LayerNormLSTM(
+        3, 7, layers, batch_first=True, bidirectional=bidirectional, norm="none", **settings
+    )
+
+
 def as_judge(ours, layers, bidirectional):
     judge = nn.LSTM(3, 7, layers, batch_first=True, bidirectional=bidirectional)
     judge.load_state_dict(ours.state_dict())
@@ -18,18 +24,18 @@ def as_judge(ours, layers, bidirectional):
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_without_norm_it_is_torch_lstm(bidirectional):
     torch.manual_seed(1)
-    ours = LayerNormLSTM(3, 7, 2, bidirectional, norm="none", backend="reference").double()
+    ours = torch_like(2, bidirectional, backend="reference").double()
     judge = as_judge(ours, 2, bidirectional).double()
     x = torch.randn(5, 11, 3, dtype=torch.float64)
     start = torch.randn(2, 2 * (1 + bidirectional), 5, 7, dtype=torch.float64)
-    output, state = ours(x, None, tuple(start))
+    output, state = ours(x, tuple(start))
     expected, expected_state = judge(x, tuple(start))
     torch.testing.assert_close((output, *state), (expected, *expected_state))
 
 
 def test_weights_of_torch_lstm_load_both_ways():
     judge = nn.LSTM(3, 7, 2, batch_first=True, bidirectional=True)
-    ours = LayerNormLSTM(3, 7, 2, True, norm="none")
+    ours = torch_like(2, True)
     assert list(ours.state_dict()) == list(judge.state_dict())
     ours.load_state_dict(judge.state_dict())
     x = torch.randn(5, 11, 3)
@@ -39,13 +45,13 @@ def test_weights_of_torch_lstm_load_both_ways():
 
 def test_ragged_batch_is_torch_lstm_on_packed_sequences():
     torch.manual_seed(2)
-    ours = LayerNormLSTM(3, 7, 2, True, norm="none").eval()
+    ours = torch_like(2, True).eval()
     judge = as_judge(ours, 2, True)
     x, lengths = torch.randn(5, 11, 3), torch.tensor([4, 11, 1, 7, 7])
     packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     expected, (h, c) = judge(packed)
     padded, _ = nn.utils.rnn.pad_packed_sequence(expected, batch_first=True)
-    output, state = ours(x, lengths)
+    output, state = ours(x, lengths=lengths)
     torch.testing.assert_close((output, *state), (padded, h, c), atol=1e-6, rtol=1e-5)
 
 
@@ -61,6 +67,7 @@ def test_cell_without_norm_is_torch_cell():
 def test_cell_repeated_is_the_layer(norm):
     torch.manual_seed(3)
     layer, cell = (kind(3, 7, **SETTINGS[norm]) for kind in (LayerNormLSTM, LayerNormLSTMCell))
+    layer.batch_first = True
     cell.load_state_dict({k.removesuffix("_l0"): v for k, v in layer.state_dict().items()})
     x, state = torch.randn(5, 11, 3), None
     output, (h, c) = layer(x)
@@ -107,7 +114,7 @@ def test_a_perturbation_persists_with_full_recurrent_gain_only():
     left = {}
     for gain in (1.0, 0.1):
         torch.manual_seed(7)
-        lstm = LayerNormLSTM(11, 67, recurrent_gain=gain).double()
+        lstm = LayerNormLSTM(11, 67, batch_first=True, recurrent_gain=gain).double()
         x = torch.randn(1, 101, 11, dtype=torch.double)
         other = torch.cat([x[:, :1] + 1e-6, x[:, 1:]], dim=1)
         distance = (lstm(x)[0] - lstm(other)[0]).norm(dim=-1)[0]
@@ -128,7 +135,7 @@ def test_dropout_acts_between_layers_in_training_alone():
 
 def test_recurrent_dropout_keeps_one_mask_for_the_sequence():
     torch.manual_seed(5)
-    lstm = LayerNormLSTM(3, 17, recurrent_dropout=0.5, norm="none")
+    lstm = LayerNormLSTM(3, 17, batch_first=True, recurrent_dropout=0.5, norm="none")
     nn.init.zeros_(lstm.weight_hh_l0)
     x = torch.randn(2, 1, 3).expand(-1, 5, -1)
     _, (_, c) = lstm(x)
@@ -186,7 +193,7 @@ def test_the_normed_output_is_the_recurrent_input():
     h = cell(torch.randn(2, 3))[0]
     torch.testing.assert_close(h.mean(1), torch.zeros(2), atol=1e-5, rtol=0)
     torch.testing.assert_close(h.var(1, correction=0), torch.ones(2), atol=1e-2, rtol=0)
-    layer = LayerNormLSTM(3, 67, norm="joined", hidden_norm=True)
+    layer = LayerNormLSTM(3, 67, batch_first=True, norm="joined", hidden_norm=True)
     layer.load_state_dict({f"{k}_l0": v for k, v in cell.state_dict().items()})
     x = torch.randn(2, 2, 3)
     second = cell(x[:, 1], cell(x[:, 0]))[0]
@@ -200,8 +207,8 @@ def test_backends_lists_what_can_run():
 
 
 def call(**changes):
-    settings = {"x": torch.randn(2, 5, 3), "lengths": None, "state": None} | changes
-    LayerNormLSTM(3, 7, 2, True)(settings["x"], settings["lengths"], settings["state"])
+    given = {"input": torch.randn(2, 5, 3)} | changes
+    LayerNormLSTM(3, 7, 2, batch_first=True, bidirectional=True)(**given)
 
 
 MISTAKES = {
@@ -229,25 +236,27 @@ MISTAKES = {
     "backend 'gpu' is not known; choose one of auto": lambda: LayerNormLSTM(3, 7, backend="gpu"),
     "eps is -1": lambda: LayerNormLSTM(3, 7, eps=-1),
     "dropout 1.0 is not a rate": lambda: LayerNormLSTM(3, 7, dropout=1.0),
-    r"x has shape \(2, 5, 4\); expected \(B, T, 3\)": lambda: call(x=torch.randn(2, 5, 4)),
-    r"x has shape \(2, 0, 3\)": lambda: call(x=torch.randn(2, 0, 3)),
-    "x is torch.float64, the LSTM's weights are torch.float32": lambda: call(
-        x=torch.randn(2, 5, 3).double()
+    r"input has shape \(2, 5, 4\); expected \(B, T, 3\), or \(T, 3\) for": lambda: call(
+        input=torch.randn(2, 5, 4)
     ),
-    "x is on meta, the LSTM's weights are on cpu": lambda: call(
-        x=torch.randn(2, 5, 3, device="meta")
+    r"input has shape \(2, 0, 3\)": lambda: call(input=torch.randn(2, 0, 3)),
+    "input is torch.float64, the LSTM's weights are torch.float32": lambda: call(
+        input=torch.randn(2, 5, 3).double()
+    ),
+    "input is on meta, the LSTM's weights are on cpu": lambda: call(
+        input=torch.randn(2, 5, 3, device="meta")
     ),
     "length 6 of utterance 1 is not within 1 to 5": lambda: call(lengths=torch.tensor([5, 6])),
     "length 0 of utterance 0 is not": lambda: call(lengths=[0, 5]),
     "3 lengths for a batch of 2": lambda: call(lengths=[1, 2, 3]),
     r"c has shape \(4, 2, 8\); expected \(4, 2, 7\)": lambda: call(
-        state=(torch.zeros(4, 2, 7), torch.zeros(4, 2, 8))
+        hx=(torch.zeros(4, 2, 7), torch.zeros(4, 2, 8))
     ),
     "h is torch.float16, the LSTM's weights are torch.float32": lambda: call(
-        state=(torch.zeros(4, 2, 7).half(), torch.zeros(4, 2, 7))
+        hx=(torch.zeros(4, 2, 7).half(), torch.zeros(4, 2, 7))
     ),
     "c is on meta, the LSTM's weights are on cpu": lambda: call(
-        state=(torch.zeros(4, 2, 7), torch.zeros(4, 2, 7, device="meta"))
+        hx=(torch.zeros(4, 2, 7), torch.zeros(4, 2, 7, device="meta"))
     ),
 }
 

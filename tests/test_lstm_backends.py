@@ -32,7 +32,14 @@ def make(norm, backend, bidirectional=True, layers=1, gain=0.3, size=(3, 7), **s
     """An LSTM with all weights moved from their initial values. norm: a name in SETTINGS."""
     torch.manual_seed(1)
     settings = SETTINGS[norm] | settings
-    lstm = LayerNormLSTM(*size, layers, bidirectional, backend=backend, **settings)
+    lstm = LayerNormLSTM(
+        *size,
+        layers,
+        batch_first=True,
+        bidirectional=bidirectional,
+        backend=backend,
+        **settings,
+    )
     with torch.no_grad():
         for name, weight in lstm.named_parameters():
             if name.startswith("bias"):
@@ -73,7 +80,7 @@ def test_values_and_gradients_are_the_slow_loops(norm, bidirectional, backend):
     x = torch.randn(5, 11, 3, dtype=torch.float64, requires_grad=True)
     start = start_of(lstm).requires_grad_()
     inputs = (x, start, *lstm.parameters())
-    output, state = lstm(x, LENGTHS, tuple(start))
+    output, state = lstm(x, tuple(start), lengths=LENGTHS)
     judge = run_layer(x, LENGTHS, *start, weights_of(lstm), norm, default_eps(norm))
     torch.testing.assert_close((output, *state), judge, atol=1e-11, rtol=1e-11)
     ours, expected = gradients((output, *state), inputs), gradients(judge, inputs)
@@ -86,7 +93,7 @@ def test_recurrent_dropout_is_the_slow_loops(norm, backend):
     x = torch.randn(5, 11, 3, dtype=torch.float64, requires_grad=True)
     start, inputs = start_of(lstm), (x, *lstm.parameters())
     torch.manual_seed(4)
-    output, state = lstm(x, LENGTHS, tuple(start))
+    output, state = lstm(x, tuple(start), lengths=LENGTHS)
     torch.manual_seed(4)
     mask = lstm._dropout_mask(5)
     judge = run_layer(x, LENGTHS, *start, weights_of(lstm), norm, default_eps(norm), mask=mask)
@@ -112,7 +119,8 @@ def test_gradcheck(norm, bidirectional, backend):
 
     def function(x, start, *parameters):
         called = dict(zip(names, parameters, strict=True))
-        output, state = torch.func.functional_call(lstm, called, (x, [5, 2, 3], tuple(start)))
+        given = (x, tuple(start)), {"lengths": [5, 2, 3]}
+        output, state = torch.func.functional_call(lstm, called, *given)
         return output, *state
 
     assert gradcheck(function, (x, start, *lstm.parameters()), fast_mode=True)
@@ -148,7 +156,7 @@ def test_padding_and_batch_mates_change_nothing(norm, backend):
     for row, length in enumerate(LENGTHS):
         x[row, length:] = float("nan")
     x.requires_grad_()
-    output, (h, c) = lstm(x, LENGTHS)
+    output, (h, c) = lstm(x, lengths=LENGTHS)
     (gradient,) = gradients([output, h, c], [x])
     for row, length in enumerate(LENGTHS):
         assert (output[row, length:] == 0).all()
@@ -162,7 +170,7 @@ def test_padding_and_batch_mates_change_nothing(norm, backend):
 def test_gradients_of_padded_outputs_are_ignored(backend):
     lstm = make("ba", backend)
     x = torch.randn(5, 11, 3, requires_grad=True)
-    output, _ = lstm(x, LENGTHS)
+    output, _ = lstm(x, lengths=LENGTHS)
     upstream = torch.randn(output.shape)
     for row, length in enumerate(LENGTHS):
         upstream[row, length:] = 0
@@ -226,7 +234,7 @@ def test_segments_with_carried_state_equal_the_whole_sequence(norm, backend):
     full, (h, c) = lstm(x)
     parts, state = [], None
     for piece in x.split([4, 1, 6], dim=1):
-        part, state = lstm(piece, None, state)
+        part, state = lstm(piece, state)
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, dim=1), full, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(state, (h, c), atol=1e-6, rtol=1e-5)
@@ -239,7 +247,7 @@ def test_odd_shapes_and_strides(shape, backend):
     x = torch.randn(3, T, B).transpose(0, 2).requires_grad_()
     start = start_of(lstm, B, torch.float32)
     judge = run_layer(x, [T] * B, *start, weights_of(lstm), "ba", 1e-5)
-    output, state = lstm(x, None, tuple(start))
+    output, state = lstm(x, tuple(start))
     torch.testing.assert_close((output, *state), judge, atol=1e-5, rtol=1e-4)
     inputs = (x, *lstm.parameters())
     torch.testing.assert_close(
@@ -250,9 +258,9 @@ def test_odd_shapes_and_strides(shape, backend):
 def test_without_gradients_the_values_are_the_same(backend):
     lstm = make("ba", backend, layers=2)
     x = torch.randn(5, 11, 3)
-    tracked = lstm(x, LENGTHS)
+    tracked = lstm(x, lengths=LENGTHS)
     with torch.no_grad():
-        plain = lstm(x, LENGTHS)
+        plain = lstm(x, lengths=LENGTHS)
     assert tracked[0].requires_grad
     assert not plain[0].requires_grad
     torch.testing.assert_close(plain, tracked, atol=1e-6, rtol=1e-5)
@@ -274,5 +282,8 @@ def test_two_graphs_coexist_and_backward_runs_twice(backend):
 def test_a_run_repeats_bit_for_bit(backend):
     lstm = make("ba", backend, layers=2)
     x = torch.randn(5, 11, 3)
-    runs = [(y := lstm(x, LENGTHS)[0], *gradients([y], list(lstm.parameters()))) for _ in range(2)]
+    runs = [
+        (y := lstm(x, lengths=LENGTHS)[0], *gradients([y], list(lstm.parameters())))
+        for _ in range(2)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -91,7 +91,7 @@ def test_weights_on_another_device_than_the_forced_backend_are_reported():
 def test_bf16_is_close_and_its_gradients_have_the_same_direction(backend, norm):
     models = [make(norm, backend, size=(13, 37), precision=p) for p in ("fp32", "bf16")]
     x = torch.randn(5, 11, 13, requires_grad=True)
-    exact, half = (model(x, LENGTHS)[0] for model in models)
+    exact, half = (model(x, lengths=LENGTHS)[0] for model in models)
     torch.testing.assert_close(half, exact, atol=1e-2, rtol=0)
     results = [
         gradients([y], (x, *model.parameters()))
@@ -108,7 +108,8 @@ def test_bf16_is_close_and_its_gradients_have_the_same_direction(backend, norm):
 def test_bf16_rounds_the_factors_alone_at_every_edge_of_a_tile(rows, inputs, hidden):
     """Processors multiply bf16 in tiles of 16 rows, depth 32, width 16."""
     torch.manual_seed(rows)
-    ours = LayerNormLSTM(inputs, hidden, norm="none", backend="cpu", precision="bf16")
+    options = {"norm": "none", "backend": "cpu", "precision": "bf16"}
+    ours = LayerNormLSTM(inputs, hidden, batch_first=True, **options)
     judge = torch.nn.LSTM(inputs, hidden, batch_first=True)  # of factors rounded beforehand
     with torch.no_grad():
         for own, true in zip(ours.parameters(), judge.parameters(), strict=True):
@@ -117,7 +118,7 @@ def test_bf16_rounds_the_factors_alone_at_every_edge_of_a_tile(rows, inputs, hid
         torch.randn(*shape).bfloat16().float().requires_grad_()
         for shape in [(rows, 1, inputs), (1, rows, hidden), (1, rows, hidden)]
     )
-    outputs = ours(x, state=tuple(state))[0], judge(x, tuple(state))[0]
+    outputs = ours(x, tuple(state))[0], judge(x, tuple(state))[0]
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
     results = [
         gradients([y], (x, *state, *model.parameters()))

@@ -27,11 +27,11 @@ for norm in sys.argv[1:]:
     for name in ("reference", "cuda"):
         torch.manual_seed(1)
         keys = SETTINGS[norm] | {"backend": name, "recurrent_dropout": 0.3}
-        lstm = LayerNormLSTM(2, 3, 1, True, **keys).double()
+        lstm = LayerNormLSTM(2, 3, batch_first=True, bidirectional=True, **keys).double()
         for weight in lstm.parameters():
             torch.nn.init.normal_(weight)
         torch.manual_seed(2)
-        output, state = lstm(x, [2, 1], tuple(start))
+        output, state = lstm(x, tuple(start), lengths=[2, 1])
         inputs = (x, start, *lstm.parameters())
         found.append([output, *state, *gradients((output, *state), inputs)])
     torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11, msg=lambda m: norm + m)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asr.data.tokenizer import EOS, SPECIAL
 from asr.decoding.scorer import Scorer
-from asr.errors import UserError, how_to_install
+from asr.errors import UserError, missing_package
 from asr.nn.attention import Memory
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
@@ -150,10 +150,8 @@ def load_ngrams(path: Path, surfaces: Sequence[str], unit: str) -> NgramScorer:
     try:
         import kenlm
     except ImportError:
-        raise UserError(
-            f"decode.lm = {path}: n-grams need the package kenlm, which is not installed: "
-            + how_to_install("lm", "kenlm")
-        ) from None
+        reason = missing_package("kenlm", "lm")
+        raise UserError(f"decode.lm = {path}: n-grams need kenlm: {reason}") from None
     try:
         ngrams = kenlm.Model(str(path))
     except (OSError, RuntimeError) as error:

@@ -41,6 +41,7 @@ class RowClassifier(nn.Module):
             columns,
             config.hidden,
             config.layers,
+            batch_first=True,
             dropout=config.dropout,
             recurrent_dropout=config.recurrent_dropout,
             **lstm_options(config),

@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from asr.config.loader import MAX_BYTES
 from asr.data.tokenizer import MAX_MODEL
-from asr.errors import UserError, how_to_install
+from asr.errors import UserError, missing_package
 from asr.inference.load import STATISTICS
 from asr.io import atomic_write, new_folder, read_small_file
 from asr.shipped import find_run
@@ -168,8 +168,7 @@ def import_hub(place: str) -> ModuleType:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        remedy = how_to_install("hub", "huggingface_hub")
-        raise UserError(f"{place}: needs huggingface_hub, not installed: {remedy}") from None
+        raise UserError(f"{place}: {missing_package('huggingface_hub', 'hub')}") from None
     return huggingface_hub
 
 

@@ -27,7 +27,7 @@ class DeferredWeight:
 
     def linear(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x (..., K) -> x weight^T (..., N), multiplied in the dtype that deferred_linear uses."""
-        dtype = dtype or _product_dtype(x) or x.dtype
+        dtype = dtype or autocast_dtype(x.device.type) or x.dtype
         if torch.is_grad_enabled():
             return _Linear.apply(x, self.weight, self, dtype)
         return product(x, self.matrix(dtype).mT)
@@ -58,13 +58,15 @@ def deferred_linear(
     """
     if isinstance(weight, DeferredWeight):
         return weight.linear(x, dtype)
-    dtype = dtype or _product_dtype(x)
+    dtype = dtype or autocast_dtype(x.device.type)
     return functional.linear(x, weight) if dtype is None else product(x, weight.to(dtype).mT)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype | None:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on that kind of device, None where it is off or does not exist."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

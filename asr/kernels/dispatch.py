@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from asr.errors import UserError
-from asr.kernels import python, reference
-from asr.kernels.cpu import compiler, decoder, lstm
+from asr.kernels import python, reference, tracing
+from asr.kernels.cpu import compiler, decoder, lstm, operator
 from asr.kernels.cuda import lstm as cuda
+from asr.kernels.deferred import DeferredWeight, autocast_dtype
+from asr.kernels.tracing import is_traced
 from asr.kernels.types import (
     AttentionInput,
     DecoderConstants,
@@ -60,6 +62,15 @@ def _untraced(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def _constant(function: Callable[P, R]) -> Callable[P, R]:
+    """torch.compile calls the function once, with constants, and keeps the result.
+
+    As torch.compiler.assume_constant_result, whose import takes seconds.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def backends() -> dict[str, str | None]:
     """Every backend's name -> None where it can run on this machine, else the reason why not."""
     return {"reference": None, "python": None, "cpu": compiler.obstacle(), "cuda": cuda.obstacle()}
@@ -74,22 +85,46 @@ def check_name(name: str) -> str:
     return name
 
 
-@_untraced
 def run_layer(
     name: str, batch: LayerInput, weights: list[Weights], setting: LSTMOptions
 ) -> LayerOutput:
     """One layer, all directions. Raises UserError where the named backend cannot run."""
     own = weights[0].weight_hh
+    if is_traced(batch.x, batch.h, own):
+        return _trace_layer(name, batch, weights, setting)
     setting, mixed = _under_autocast(setting, own)
     chosen = choose_backend(name, setting, own)
     if not mixed or chosen == "reference":  # autocast applies to the reference's own operators
         return LAYERS[chosen](batch, weights, setting)
     with torch.autocast(own.device.type, enabled=False):
-        batch = LayerInput(*(_cast(part, own.dtype) for part in batch))
-        return LAYERS[chosen](batch, weights, setting)
+        return LAYERS[chosen](_cast(batch, own.dtype), weights, setting)
 
 
-@_untraced
+def _trace_layer(
+    name: str, batch: LayerInput, weights: list[Weights], setting: LSTMOptions
+) -> LayerOutput:
+    """In a graph: C++ is one node for torch.compile; else the layer consists of torch's operators,
+    which run everywhere, also without this package.
+    """
+    own = weights[0].weight_hh
+    compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    if compiled and own.device.type == "cpu" and _compiles_to_cpp(name, setting, own.dtype):
+        half = autocast_dtype("cpu") == torch.bfloat16
+        text = _setting_text(setting, "bf16" if half else setting.precision)
+        return operator.layer(_cast(batch, own.dtype), weights, text)
+    return tracing.layer(batch, weights, setting)
+
+
+@_constant
+def _compiles_to_cpp(name: str, setting: LSTMOptions, dtype: torch.dtype) -> bool:
+    return _choose(name, setting, torch.empty(0, dtype=dtype)) == "cpu"
+
+
+@_constant
+def _setting_text(setting: LSTMOptions, precision: str) -> str:
+    return operator.setting_text(setting._replace(precision=precision))
+
+
 def run_step(
     name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
 ) -> State:
@@ -103,13 +138,25 @@ def run_step(
         if one is not None:
             check_place(part, one, own)
             check_shape(part, one, (x.shape[0], own.shape[0] // 4))
+    deferred = isinstance(weights.weight_hh, DeferredWeight)  # torch.compile cannot trace one
+    if is_traced(x, *state, own) and not (deferred and torch.compiler.is_dynamo_compiling()):
+        return reference.step(x, state, mask, weights, setting)
+    return _run_step(name, x, state, mask, weights, setting)
+
+
+@_untraced
+def _run_step(
+    name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
+) -> State:
+    own = weights.bias_hh
     setting, mixed = _under_autocast(setting, own)
     if choose_backend(name, setting, own) != "cpu":  # the others are fast in loops only
         return reference.step(x, state, mask, weights, setting)
     if not mixed:
         return lstm.step(x, state, mask, weights, setting)
     with torch.autocast(own.device.type, enabled=False):
-        x, h, c, mask = (_cast(part, own.dtype) for part in (x, *state, mask))
+        x, h, c = (part.to(own.dtype) for part in (x, *state))
+        mask = None if mask is None else mask.to(own.dtype)
         return lstm.step(x, (h, c), mask, weights, setting)
 
 
@@ -162,13 +209,18 @@ def check_place(name: str, part: Tensor, own: Tensor) -> None:
     """Raises ValueError for another device than the weights', or dtype unless autocast is on."""
     if part.device != own.device:
         raise ValueError(f"{name} is on {part.device}, the LSTM's weights are on {own.device}")
-    if part.dtype != own.dtype and not torch.is_autocast_enabled(own.device.type):
+    if part.dtype != own.dtype and autocast_dtype(own.device.type) is None:
         raise ValueError(f"{name} is {part.dtype}, the LSTM's weights are {own.dtype}")
 
 
 @_untraced
 def choose_backend(name: str, setting: LSTMOptions, like: Tensor) -> str:
     """The backend for weights like `like`. Raises UserError where the named one cannot run."""
+    return "reference" if is_traced(like) else _choose(name, setting, like)
+
+
+def _choose(name: str, setting: LSTMOptions, like: Tensor) -> str:
+    """choose_backend; reads device and dtype of `like` alone."""
     if name == "auto":
         name = os.environ.get(VARIABLE) or "auto"
         if name not in NAMES:
@@ -218,15 +270,20 @@ def _cpu_obstacle(like: Tensor) -> str | None:
 
 def _under_autocast(setting: LSTMOptions, like: Tensor) -> tuple[LSTMOptions, bool]:
     """The setting with autocast's precision, and whether autocast is enabled."""
-    kind = like.device.type
-    if not torch.is_autocast_enabled(kind):
-        return setting, False
-    half = torch.get_autocast_dtype(kind) == torch.bfloat16
-    return (setting._replace(precision="bf16") if half else setting), True
+    dtype = autocast_dtype(like.device.type)
+    half = dtype == torch.bfloat16
+    return (setting._replace(precision="bf16") if half else setting), dtype is not None
 
 
-def _cast(part: object, dtype: torch.dtype) -> object:
-    return part.to(dtype) if isinstance(part, Tensor) else part
+def _cast(batch: LayerInput, dtype: torch.dtype) -> LayerInput:
+    """The batch with states and features in the dtype."""
+    return LayerInput(
+        batch.x.to(dtype),
+        batch.lengths,
+        batch.h.to(dtype),
+        batch.c.to(dtype),
+        None if batch.mask is None else batch.mask.to(dtype),
+    )
 
 
 @functools.cache

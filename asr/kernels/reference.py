@@ -99,9 +99,10 @@ def recur(
     return Recurred(c, h, normed if setting.carries_norm else c)
 
 
-def _next_state(
+def next_state(
     gates: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
 ) -> State:
+    """The result of input_part (B, 4H) and the state of two (B, H) -> the next state."""
     h, c = reversed(state) if setting.swap else state
     _, h, c = recur(add_state(gates, h, weights, setting), c, mask, weights, setting)
     if setting.hidden_norm:
@@ -114,7 +115,7 @@ def step(
 ) -> State:
     """One time step: x (B, I), state of two (B, H) -> the next state."""
     gates = input_part(deferred_linear(x, weights.weight_ih), weights, setting)
-    return _next_state(gates, state, mask, weights, setting)
+    return next_state(gates, state, mask, weights, setting)
 
 
 class Packed(NamedTuple):
@@ -177,7 +178,7 @@ def _run_direction(
         ended.append((h[size:], c[size:]))
         now = None if mask is None else mask[:size]
         part = gates[start : start + size]
-        h, c = _next_state(part, (h[:size], c[:size]), now, weights, setting)
+        h, c = next_state(part, (h[:size], c[:size]), now, weights, setting)
         outputs.append(h)
         start += size
     ended.append((h, c))

@@ -5,6 +5,7 @@ E encoder size, M embedding size, A attention size, D directions, L layers.
 The gates have nn.LSTM's order i, f, g, o along a dimension of 4H.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -162,11 +163,24 @@ def check_shape(name: str, part: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {tuple(part.shape)}; expected {expected}")
 
 
+def check_lengths(lengths: Tensor | Sequence[int], B: int, T: int) -> list[int] | None:
+    """Frame counts as a list, None where all are T. ValueError unless there are B in 1 .. T."""
+    counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    if len(counts) != B:
+        raise ValueError(f"{len(counts)} lengths for a batch of {B} utterances")
+    for row, count in enumerate(counts):
+        if not 1 <= count <= T:
+            raise ValueError(f"length {count} of utterance {row} is not within 1 to {T} frames")
+    return None if min(counts) == T else [int(count) for count in counts]
+
+
 class LayerInput(NamedTuple):
-    """The input of one layer. lengths: B frame counts on the CPU, None where all are T."""
+    """The input of one layer. lengths: B frame counts, None where all are T; a tensor in a graph
+    that torch records, where their values are not known.
+    """
 
     x: Tensor  # (B, T, I)
-    lengths: list[int] | None
+    lengths: list[int] | Tensor | None
     h: Tensor  # (D, B, H)  the initial state
     c: Tensor  # (D, B, H)
     mask: Tensor | None  # (D, B, H)  recurrent dropout: factors of the candidate g

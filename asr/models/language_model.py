@@ -49,6 +49,7 @@ class LSTMLanguageModel(nn.Module):
             embedding,
             hidden,
             config.layers,
+            batch_first=True,
             dropout=config.dropout,
             recurrent_dropout=config.recurrent_dropout,
             **lstm_options(config),

@@ -57,6 +57,7 @@ class Listener(nn.Module):
                 LayerNormLSTM(
                     2 * size if paired else size,
                     config.hidden,
+                    batch_first=True,
                     bidirectional=True,
                     recurrent_dropout=config.recurrent_dropout,
                     **options,
@@ -75,7 +76,7 @@ class Listener(nn.Module):
         for number, layer in enumerate(self.layers, start=1):
             if number in self.pyramid:
                 x, lengths = join_pairs(x, lengths)
-            x, _ = layer(x, lengths)  # (B, T', E), zero in the padding
+            x, _ = layer(x, lengths=lengths)  # (B, T', E), zero in the padding
             x = self.dropout(x)
         return Memory(x, valid_places(lengths, x.size(1)))
 

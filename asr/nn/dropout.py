@@ -6,14 +6,17 @@ kept for the backward pass instead of 4. The rate is thereby rounded to a multip
 factor 1 / (1 - rate) uses the rounded rate, so the expectation is exact.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from asr.config.schema import DropHeadSchedule
+from asr.kernels import dispatch
+
+if TYPE_CHECKING:
+    from asr.config.schema import DropHeadSchedule
 
 _LEVELS = 2**16
 
@@ -36,7 +39,8 @@ class Dropout(nn.Module):
         """Any shape to the same shape."""
         if not self.training or self.rate == 0.0:
             return x
-        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
+        plain = x.device.type == "cpu" and not dispatch.is_traced(x)
+        if plain and x.dtype in (torch.float32, torch.bfloat16):
             return _CpuDropout.apply(x, self.rate)
         return functional.dropout(x, self.rate)
 
@@ -82,15 +86,15 @@ class DropHead(nn.Module):
     DropHeadSchedule, whose rate is that of step 0 until `set_step` is called.
     """
 
-    def __init__(self, schedule: float | DropHeadSchedule) -> None:
+    def __init__(self, schedule: "float | DropHeadSchedule") -> None:
         super().__init__()
         self.schedule = schedule
         self.set_step(0)
 
     def set_step(self, step: int) -> None:
         """Use the rate of training step `step`, counted from 0."""
-        scheduled = isinstance(self.schedule, DropHeadSchedule)
-        self.rate = self.schedule.rate(step) if scheduled else self.schedule
+        constant = isinstance(self.schedule, float | int)
+        self.rate = self.schedule if constant else self.schedule.rate(step)
 
     def forward(self, heads: Tensor) -> Tensor:
         """heads (B, H, ...) -> the same shape."""

@@ -11,12 +11,13 @@ Legend: B utterances, T frames, I input size, H hidden size, D directions, L lay
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from asr.config.schema import LSTMConfig, check_norms_fit
+from asr.config.norms import check_norms_fit
 from asr.kernels import dispatch
 from asr.kernels.deferred import DeferredWeight
 from asr.kernels.dispatch import backends
@@ -25,11 +26,15 @@ from asr.kernels.types import (
     LSTMOptions,
     State,
     Weights,
+    check_lengths,
     check_shape,
     make_setting,
     weight_shapes,
 )
 from asr.nn.dropout import Dropout, check_rate, draw_mask
+
+if TYPE_CHECKING:  # the layer alone needs neither recipes nor pydantic
+    from asr.config.schema import LSTMConfig
 
 __all__ = ["LayerNormLSTM", "LayerNormLSTMCell", "backends"]
 
@@ -37,28 +42,36 @@ __all__ = ["LayerNormLSTM", "LayerNormLSTMCell", "backends"]
 def add_weights(
     module: nn.Module,
     setting: LSTMOptions,
-    input_size: int,
-    hidden_size: int,
-    recurrent_gain: float,
+    sizes: tuple[int, int],
     suffix: str = "",
+    bias: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Registers and initialises one direction's weights, named as in nn.LSTM."""
-    for name, shape in weight_shapes(setting, input_size, hidden_size).items():
-        module.register_parameter(name + suffix, nn.Parameter(torch.empty(shape)))
-    reset_weights(get_weights(module, setting, suffix), recurrent_gain)
+    """Registers one direction's weights, named as in nn.LSTM. sizes: I and H."""
+    for name, shape in weight_shapes(setting, *sizes).items():
+        if bias or name not in ("bias_ih", "bias_hh"):
+            weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            module.register_parameter(name + suffix, weight)
 
 
-def lstm_options(config: LSTMConfig, normed: bool = True) -> dict[str, Any]:
+def lstm_options(config: "LSTMConfig", normed: bool = True) -> dict[str, Any]:
     """The arguments of a LayerNormLSTM for norms and backend; without norms unless `normed`."""
+    from asr.config.schema import LSTMConfig
+
     plain = {"norm": "none", "cell_norm": None, "hidden_norm": False, "norm_kind": "layer"}
     options = config.model_dump(include=set(LSTMConfig.model_fields))
     return options if normed else options | plain
 
 
 def get_weights(module: nn.Module, setting: LSTMOptions, suffix: str = "") -> Weights:
-    """The weights that add_weights registered."""
+    """The weights that add_weights registered, zeros for biases that do not exist."""
     names = weight_shapes(setting, 1, 1)
-    return Weights(**{name: getattr(module, name + suffix) for name in names})
+    found = {name: getattr(module, name + suffix, None) for name in names}
+    if found["bias_ih"] is None:
+        zeros = found["weight_hh"].new_zeros(found["weight_hh"].shape[0])
+        found |= {"bias_ih": zeros, "bias_hh": zeros}
+    return Weights(**found)
 
 
 @torch.no_grad()
@@ -73,7 +86,8 @@ def reset_weights(weights: Weights, recurrent_gain: float) -> None:
     for block in weights.weight_ih.chunk(4):
         nn.init.xavier_uniform_(block)
     for block in weights.weight_hh.chunk(4):
-        nn.init.orthogonal_(block)
+        exact = torch.promote_types(block.dtype, torch.float32)  # no QR in half precision
+        block.copy_(nn.init.orthogonal_(torch.empty_like(block, dtype=exact)))
     for name, weight in weights._asdict().items():
         if weight is not None and name.startswith(("bias", "gain")):
             weight.fill_(1.0 if name.startswith("gain") else 0.0)
@@ -116,7 +130,8 @@ class LayerNormLSTMCell(nn.Module):
         self.input_size, self.hidden_size = input_size, hidden_size
         self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
         self.backend = dispatch.check_name(backend)
-        add_weights(self, self.setting, input_size, hidden_size, recurrent_gain)
+        add_weights(self, self.setting, (input_size, hidden_size))
+        reset_weights(get_weights(self, self.setting), recurrent_gain)
 
     def forward(
         self,
@@ -153,10 +168,22 @@ class LayerNormLSTMCell(nn.Module):
         return f"{self.input_size}, {self.hidden_size}, {describe_norms(self.setting)}"
 
 
-class LayerNormLSTM(nn.Module):
-    """Batch-first nn.LSTM with norm "none", "ba", "raw", "thesis", "per_gate", "cell" or "joined".
+class Sequences(NamedTuple):
+    """The arguments of LayerNormLSTM.forward, checked and in one layout."""
 
-    cell_norm, hidden_norm and norm_kind vary the norms of some of them (docs/normalization.md).
+    x: Tensor  # (B, T, I)
+    lengths: list[int] | Tensor | None  # (B,) frames, None where all are T
+    h: Tensor  # (L * D, B, H)  the initial state
+    c: Tensor  # (L * D, B, H)
+
+
+class LayerNormLSTM(nn.Module):
+    """nn.LSTM with norm "none", "ba", "raw", "thesis", "per_gate", "cell" or "joined".
+
+    Arguments, attributes, names of weights and forms of input are those of nn.LSTM, without
+    proj_size; only the initial values of the weights differ (reset_weights), and dropout 1.
+
+    cell_norm, hidden_norm and norm_kind vary the norms of some settings (docs/normalization.md).
     dropout acts between layers, recurrent_dropout on the candidate g with one mask per sequence
     (Semeniuta et al. 2016). eps and cell_norm None are what the norm fixes (CELLS). zero_variance
     "guard" normalises a row without variance to zero and passes no gradient there; "raw" keeps the
@@ -170,10 +197,16 @@ class LayerNormLSTM(nn.Module):
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
-        bidirectional: bool = False,
+        bias: bool = True,
+        batch_first: bool = False,
         dropout: float = 0.0,
-        recurrent_dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
         norm: str = "ba",
+        recurrent_dropout: float = 0.0,
         eps: float | None = None,
         zero_variance: str = "guard",
         recurrent_gain: float = 1.0,
@@ -187,35 +220,49 @@ class LayerNormLSTM(nn.Module):
         norms = cell_norm, hidden_norm, norm_kind
         self.setting = make_setting(norm, eps, zero_variance, precision, *norms)
         check_norms_fit(norm, *norms)
+        _check_sizes(input_size, hidden_size, num_layers, proj_size)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.proj_size = bias, batch_first, proj_size
+        self.dropout, self.bidirectional = dropout, bidirectional
         self.directions = 2 if bidirectional else 1
-        self.dropout = Dropout(dropout)
+        self.between_layers = Dropout(dropout)
         self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
-        self.backend = dispatch.check_name(backend)
+        self.recurrent_gain, self.backend = recurrent_gain, dispatch.check_name(backend)
         for layer in range(num_layers):
-            size = input_size if layer == 0 else hidden_size * self.directions
+            sizes = input_size if layer == 0 else hidden_size * self.directions, hidden_size
             for suffix in self._suffixes(layer):
-                add_weights(self, self.setting, size, hidden_size, recurrent_gain, suffix)
+                add_weights(self, self.setting, sizes, suffix, bias, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises all weights anew (reset_weights)."""
+        for layer in range(self.num_layers):
+            for suffix in self._suffixes(layer):
+                reset_weights(get_weights(self, self.setting, suffix), self.recurrent_gain)
+
+    def flatten_parameters(self) -> None:
+        """Does nothing: nn.LSTM arranges its weights for cuDNN here."""
 
     def forward(
-        self, x: Tensor, lengths: Tensor | Sequence[int] | None = None, state: State | None = None
-    ) -> tuple[Tensor, State]:
-        """x (B, T, I), lengths (B,) in frames, state (h, c) -> output (B, T, D * H), (h, c).
+        self,
+        input: Tensor | PackedSequence,
+        hx: State | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+    ) -> tuple[Tensor | PackedSequence, State]:
+        """input (T, B, I), with batch_first (B, T, I) -> output (T, B, D * H) or (B, T, D * H), and
+        the state (h, c), (L * D, B, H) each, layer by layer, forward before backward.
 
-        Each state is (L * D, B, H), layer by layer, forward before backward; None is zeros.
-        The returned one is that of each utterance's last frame (backward: its first). Padded
-        outputs are zero, and the padding of x is not read.
+        hx is the initial state, None for zeros. A single sequence (T, I) has states (L * D, H); a
+        PackedSequence returns one. With lengths (B,) in frames, shorter utterances are padded:
+        padding is not read, its outputs are zero, and the state returned is that of each
+        utterance's last frame (backward: its first), as for a PackedSequence.
         Raises ValueError where a shape, length, dtype or device does not fit.
         """
-        if x.dim() != 3 or x.shape[2] != self.input_size or 0 in x.shape:
-            raise ValueError(f"x has shape {tuple(x.shape)}; expected (B, T, {self.input_size})")
-        dispatch.check_place("x", x, self.weight_hh_l0)
-        frames = None if lengths is None else check_lengths(lengths, x.shape[0], x.shape[1])
-        h, c = self._initial_state(x.shape[0], state)
+        x, frames, h, c = self.read(input, hx, lengths)
         ends = []
         for layer in range(self.num_layers):
             if layer > 0:
-                x = self.dropout(x)
+                x = self.between_layers(x)
             now = slice(layer * self.directions, (layer + 1) * self.directions)
             mask = self._dropout_mask(x.shape[0])
             weights = [get_weights(self, self.setting, s) for s in self._suffixes(layer)]
@@ -223,7 +270,34 @@ class LayerNormLSTM(nn.Module):
             x, *end = dispatch.run_layer(self.backend, batch, weights, self.setting)
             ends.append(end)
         h, c = (torch.cat(parts) for parts in zip(*ends, strict=True))
-        return x, (h, c)
+        return self._as_given(input, Sequences(x, frames, h, c))
+
+    def read(
+        self,
+        input: Tensor | PackedSequence,
+        hx: State | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+    ) -> Sequences:
+        """The arguments of forward in the layout of the kernels. Raises ValueError as forward."""
+        if isinstance(input, PackedSequence):
+            return self._read_packed(input, hx, lengths)
+        single = input.dim() == 2
+        x = input.unsqueeze(0) if single else input
+        if input.dim() == 3 and not self.batch_first:
+            x = input.transpose(0, 1)
+        if x.dim() != 3 or x.shape[2] != self.input_size or x.shape[0] == 0 or x.shape[1] == 0:
+            form = f"B, T, {self.input_size}" if self.batch_first else f"T, B, {self.input_size}"
+            single_form = f"(T, {self.input_size}) for a single sequence"
+            raise ValueError(
+                f"input has shape {tuple(input.shape)}; expected ({form}), or {single_form}"
+            )
+        if single and lengths is not None:
+            raise ValueError("lengths belong to a batch, and the input is a single sequence")
+        dispatch.check_place("input", x, self.weight_hh_l0)
+        h, c = self._initial_state(() if single else (x.shape[0],), hx, x)
+        if single:
+            h, c = h.unsqueeze(1), c.unsqueeze(1)
+        return Sequences(x, self._frames(x, lengths), h, c)
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """One more frame in one direction, for a search: no dropout, nothing transposed.
@@ -241,10 +315,11 @@ class LayerNormLSTM(nn.Module):
         return x, (h, c)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}, "
-            f"bidirectional={self.directions == 2}, {describe_norms(self.setting)}"
-        )
+        defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0}
+        defaults |= {"bidirectional": False}
+        changed = [f"{k}={getattr(self, k)}" for k, v in defaults.items() if getattr(self, k) != v]
+        sizes = f"{self.input_size}, {self.hidden_size}"
+        return ", ".join((sizes, *changed, describe_norms(self.setting)))
 
     def _suffixes(self, layer: int) -> list[str]:
         return [f"_l{layer}", f"_l{layer}_reverse"][: self.directions]
@@ -253,23 +328,86 @@ class LayerNormLSTM(nn.Module):
         rate = self.recurrent_dropout if self.training else 0.0
         return draw_mask(self.weight_hh_l0, (self.directions, batch_size, self.hidden_size), rate)
 
-    def _initial_state(self, batch_size: int, state: State | None) -> State:
-        """The given state, checked, or zeros."""
-        shape = self.num_layers * self.directions, batch_size, self.hidden_size
-        if state is None:
-            return (self.weight_hh_l0.new_zeros(shape),) * 2
-        for name, part in zip("hc", state, strict=True):
+    def _read_packed(
+        self,
+        input: PackedSequence,
+        hx: State | None,
+        lengths: Tensor | Sequence[int] | None,
+    ) -> Sequences:
+        """In the order of the packed data, the longest first."""
+        if lengths is not None:
+            raise ValueError("a PackedSequence has its own lengths; lengths must be None")
+        if input.data.dim() != 2 or input.data.shape[1] != self.input_size:
+            shape = tuple(input.data.shape)
+            raise ValueError(f"packed data have shape {shape}; expected (N, {self.input_size})")
+        dispatch.check_place("input", input.data, self.weight_hh_l0)
+        in_order = PackedSequence(input.data, input.batch_sizes)
+        x, counts = pad_packed_sequence(in_order, batch_first=True)
+        h, c = self._initial_state((x.shape[0],), hx, x)
+        if hx is not None and input.sorted_indices is not None:
+            h, c = (part.index_select(1, input.sorted_indices) for part in (h, c))
+        return Sequences(x, check_lengths(counts, *x.shape[:2]), h, c)
+
+    def _frames(
+        self, x: Tensor, lengths: Tensor | Sequence[int] | None
+    ) -> list[int] | Tensor | None:
+        """The lengths, checked; a tensor in a graph that torch records, which has no values."""
+        if lengths is None:
+            return None
+        if isinstance(lengths, Tensor) and dispatch.is_traced(x, self.weight_hh_l0, lengths):
+            return lengths
+        counts = check_lengths(lengths, x.shape[0], x.shape[1])
+        if counts is not None and dispatch.is_traced(x, self.weight_hh_l0):
+            return torch.tensor(counts, device=x.device)
+        return counts
+
+    def _as_given(
+        self, input: Tensor | PackedSequence, result: Sequences
+    ) -> tuple[Tensor | PackedSequence, State]:
+        """Output and state in the form of the input."""
+        output, lengths, h, c = result
+        if isinstance(input, PackedSequence):
+            counts = lengths or [output.shape[1]] * output.shape[0]
+            data = pack_padded_sequence(output, torch.tensor(counts), batch_first=True).data
+            output = PackedSequence(
+                data, input.batch_sizes, input.sorted_indices, input.unsorted_indices
+            )
+            if input.unsorted_indices is not None:
+                h, c = (part.index_select(1, input.unsorted_indices) for part in (h, c))
+        elif input.dim() == 2:
+            output, h, c = output.squeeze(0), h.squeeze(1), c.squeeze(1)
+        elif not self.batch_first:
+            output = output.transpose(0, 1).contiguous()
+        return output, (h, c)
+
+    def _initial_state(self, batch: tuple[int, ...], hx: State | None, x: Tensor) -> State:
+        """The given state, checked, or zeros: (L * D, *batch, H)."""
+        shape = self.num_layers * self.directions, *batch, self.hidden_size
+        own = self.weight_hh_l0
+        if hx is None:
+            # From x, so that a graph has the batch size and a transform its level.
+            return (x.new_zeros(shape, dtype=own.dtype),) * 2
+        if isinstance(hx, Tensor) or len(hx) != 2:
+            raise ValueError("hx is not a pair (h, c) of tensors")
+        for name, part in zip("hc", hx, strict=True):
             check_shape(name, part, shape)
-            dispatch.check_place(name, part, self.weight_hh_l0)
-        return state
+            dispatch.check_place(name, part, own)
+        return tuple(hx)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise TypeError(
+            "torch.jit.script cannot compile LayerNormLSTM; use torch.jit.trace, torch.export or "
+            "torch.compile"
+        )
 
 
-def check_lengths(lengths: Tensor | Sequence[int], B: int, T: int) -> list[int] | None:
-    """Frame counts as a list, None where all are T. ValueError unless there are B in 1 .. T."""
-    counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    if len(counts) != B:
-        raise ValueError(f"{len(counts)} lengths for a batch of {B} utterances")
-    for row, count in enumerate(counts):
-        if not 1 <= count <= T:
-            raise ValueError(f"length {count} of utterance {row} is not within 1 to {T} frames")
-    return None if min(counts) == T else [int(count) for count in counts]
+def _check_sizes(input_size: int, hidden_size: int, num_layers: int, proj_size: int) -> None:
+    sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+    if proj_size != 0:
+        raise ValueError(
+            f"proj_size is {proj_size}; LayerNormLSTM has no projection: leave it 0 and apply an "
+            "nn.Linear to the output"
+        )

@@ -124,7 +124,8 @@ class Tracer:
         self.ids: tuple[str, ...] = ()
         self.history: deque[str] = deque(maxlen=HISTORY)
         self.tracked: dict[int, TrackedTensor] = {}
-        self.inputs: dict[str, tuple[Any, ...]] = {}  # of LSTMs
+        # Of LSTMs: positional and named arguments.
+        self.inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.outputs: dict[str, TrackedTensor] = {}  # of LSTMs
         self.gradients: dict[str, Tensor] = {}  # of those outputs
 
@@ -142,7 +143,7 @@ class Tracer:
             self.check(place, "the input of {} is", tensor)
             self._track(tensor).consumers.append(place)
         if isinstance(module, LayerNormLSTM):
-            self.inputs[place] = args
+            self.inputs[place] = args, named
 
     def after(self, place: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: checks outputs."""
@@ -189,7 +190,7 @@ class Tracer:
         lines = [fault, f"utterances: {' '.join(self.ids)}", "computed before it, the last below:"]
         lines += [f"  {entry}" for entry in self.history]
         if place in self.gradients and "backward" in what:
-            lines += describe_frames(module, self.inputs[place], self.gradients[place])
+            lines += describe_frames(module, *self.inputs[place], self.gradients[place])
         self.log("\n".join(lines))
         more = " ..." if len(self.ids) > MAX_IDS else ""
         raise NonFinite(
@@ -198,16 +199,19 @@ class Tracer:
         )
 
 
-def describe_frames(lstm: LayerNormLSTM, inputs: tuple[Any, ...], gradient: Tensor) -> list[str]:
-    """Repeat the backward pass of an LSTM step by step, given the gradient of its output -> lines.
+def describe_frames(
+    lstm: LayerNormLSTM, args: tuple[Any, ...], named: dict[str, Any], gradient: Tensor
+) -> list[str]:
+    """Repeat the backward pass of a batch-first LSTM step by step, given its arguments and the
+    gradient of its output -> lines.
 
     These are the last frames up to the first, in backward order, with a non-finite gradient. That
     of x has passed the frame's own norms; if the fault is in those of the first frame, it alone is
     not finite.
     """
     with torch.enable_grad():
-        x, *rest = inputs
-        output, frames = trace(lstm, x.detach().requires_grad_(), *rest)
+        x, *rest = args
+        output, frames = trace(lstm, x.detach().requires_grad_(), *rest, **named)
         # Without the weights: theirs are sums over all frames.
         parts = [part for frame in frames for part in (frame.h, frame.c, frame.x)]
         gradients = torch.autograd.grad((output * gradient).sum(), parts, allow_unused=True)

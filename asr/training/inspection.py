@@ -30,7 +30,7 @@ from asr.decoding.alignment import coverage, diagonality
 from asr.kernels import reference
 from asr.kernels.types import LayerInput, LSTMOptions, Weights
 from asr.nn.attention import Memory
-from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, check_lengths, get_weights
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, get_weights
 from asr.nn.norm import BatchNorm, BiasNorm, DynamicErf, DynamicTanh, RMSNorm, ScaleNorm
 from asr.training.losses import shift
 
@@ -85,17 +85,12 @@ def step_internals(
     return StepInternals(gates, entering, centred=setting.norm_kind == "layer")
 
 
-def trace(
-    lstm: LayerNormLSTM, x: Tensor, lengths: Tensor | None = None, state: State | None = None
-) -> tuple[Tensor, list[TracedStep]]:
-    """lstm(x, lengths, state) without dropout, by the reference backend, step by step.
+def trace(lstm: LayerNormLSTM, *args: Any, **named: Any) -> tuple[Tensor, list[TracedStep]]:
+    """lstm(*args, **named) without dropout, by the reference backend, step by step.
 
     -> output (B, T, D * H), frames in the order of their computation, on autograd's graph.
     """
-    (B, T, _), D = x.shape, lstm.directions
-    counts = None if lengths is None else check_lengths(lengths, B, T)
-    zeros = x.new_zeros(lstm.num_layers * D, B, lstm.hidden_size)
-    h, c = (zeros, zeros) if state is None else state
+    (x, counts, h, c), D = lstm.read(*args, **named), lstm.directions
     frames: list[TracedStep] = []
     for layer in range(lstm.num_layers):
         now, places = slice(layer * D, (layer + 1) * D), [f"l{layer}", f"l{layer}_reverse"][:D]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from asr.errors import UserError, how_to_install
+from asr.errors import UserError, missing_package
 
 PROJECT = "layernorm-asr"
 TAG = "layernorm_asr_id"  # of a run of MLflow, which chooses ids itself
@@ -37,8 +37,8 @@ def check_installed(names: Iterable[str]) -> None:
         spec = importlib.util.find_spec(name)
         # wandb writes into a folder ./wandb, which Python finds as a package without a file.
         if spec is None or spec.origin is None:
-            remedy = f"{how_to_install(name, name)}; or set train.trackers=[]"
-            raise UserError(f"train.trackers: {name} is not installed: {remedy}")
+            reason = missing_package(name, name)
+            raise UserError(f"train.trackers: {reason}; or set train.trackers=[]")
 
 
 class Tracker(Protocol):

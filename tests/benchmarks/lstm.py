@@ -74,13 +74,14 @@ def main() -> None:
 
 
 def contestant(name: str, I: int, H: int) -> nn.Module:  # noqa: E741
+    shape = {"batch_first": True, "bidirectional": True}
     if name.startswith(JUDGE):
-        return nn.LSTM(I, H, batch_first=True, bidirectional=True)
+        return nn.LSTM(I, H, **shape)
     if name in CELLS:
-        return LayerNormLSTM(I, H, bidirectional=True, backend="cpu", **CELLS[name])
+        return LayerNormLSTM(I, H, **shape, backend="cpu", **CELLS[name])
     precision = "bf16" if name.endswith("bf16") else "fp32"
     backend = "cpu" if name.startswith("ours") else name
-    return LayerNormLSTM(I, H, bidirectional=True, backend=backend, precision=precision)
+    return LayerNormLSTM(I, H, **shape, backend=backend, precision=precision)
 
 
 def passes(name: str, case: str) -> dict[str, Callable[[], None]]:

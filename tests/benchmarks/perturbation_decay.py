@@ -71,7 +71,7 @@ def main() -> None:
 def fresh(setting: dict, seed: int) -> Tensor:
     """The decay in an untrained layer."""
     torch.manual_seed(seed)
-    return decay(LayerNormLSTM(INPUT, HIDDEN, **setting))
+    return decay(LayerNormLSTM(INPUT, HIDDEN, batch_first=True, **setting))
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from typing import Any
 
 from asr.data.importers.audiofolder import SPLITS, choose_text_column
 from asr.data.importers.rows import SPEAKER_KEYS, Row, Split, text_of
-from asr.errors import UserError, how_to_install
+from asr.errors import UserError, missing_package
 
-EXTRA = f"reading Arrow needs the library datasets: {how_to_install('datasets', 'datasets')}"
+EXTRA = missing_package("datasets", "datasets")
 
 
 def recognise(source: Path) -> bool:

@@ -33,7 +33,7 @@ import torch
 from torchaudio.transforms import Resample
 
 from asr.data.corpus import Utterance, write_manifest
-from asr.errors import UserError, how_to_install, writing
+from asr.errors import UserError, missing_package, writing
 from asr.io import new_folder, read_json
 
 # From speak_lib.h: espeak_Synth returns at the end; a failure is returned, not exit().
@@ -92,8 +92,8 @@ def _loader() -> ModuleType:
     try:
         import espeakng_loader
     except ImportError:
-        remedy = how_to_install("demo", "espeakng-loader")
-        raise UserError(f"spoken numbers need espeakng-loader, not installed: {remedy}") from None
+        reason = missing_package("espeakng-loader", "demo")
+        raise UserError(f"spoken numbers need a speech engine: {reason}") from None
     return espeakng_loader
 
 

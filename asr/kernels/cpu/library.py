@@ -38,6 +38,8 @@ class BufferPool:
                 self._free = [b for b in self._free if b is not buffer]
             else:
                 buffer = torch.empty(count + count // 8, dtype=dtype)
+                # One without memory of its own, kept here, would fail in a later, unrelated call.
+                assert type(buffer) is Tensor, f"{type(buffer)} in the pool of the kernels"
             self._lent += buffer.nbytes
             self._most = max(self._most, self._lent)
             while self._free and self._lent + sum(b.nbytes for b in self._free) > self._most:

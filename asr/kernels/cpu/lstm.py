@@ -22,9 +22,10 @@ PER_WORKER = 4  # utterances, at least: fewer leave the matrix kernels half empt
 VECTORS = {"bias": 4, "gain_x": 4, "gain_h": 4} | dict.fromkeys(
     ("gain_c", "bias_c", "gain_hidden", "bias_hidden"), 1
 )
+Buffers = PooledBuffers | dict[str, Tensor | None]  # by the names of saved_sizes
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """The arguments of a layer's call that are not tensors."""
 
     setting: LSTMOptions
@@ -33,31 +34,43 @@ class _Plan(NamedTuple):
     threads: int
     blocks: int
 
+    @classmethod
+    def of(cls, batch: LayerInput, setting: LSTMOptions) -> "Plan":
+        """Raises compiler.BuildError without compiled kernels."""
+        B, T, _ = batch.x.shape
+        threads = torch.get_num_threads()
+        blocks = max(1, min(threads // len(batch.h), B // PER_WORKER))
+        kind = library.kind_of_products(batch.x, setting)
+        return cls(setting, batch.lengths or [T] * B, kind, threads, blocks)
+
 
 def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
     """All directions of one layer at once. Raises compiler.BuildError without compiled kernels."""
-    B, T, _ = batch.x.shape
-    threads = torch.get_num_threads()
-    blocks = max(1, min(threads // len(weights), B // PER_WORKER))
-    kind = library.kind_of_products(batch.x, setting)
-    plan = _Plan(setting, batch.lengths or [T] * B, kind, threads, blocks)
+    plan = Plan.of(batch, setting)
     flat = [w for one in weights for w in one if w is not None]
     tensors = [batch.x, batch.h, batch.c, *flat]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return LayerOutput(*_Layer.apply(plan, weights, *tensors[:3], batch.mask, *flat))
-    parts = batch._replace(x=_rows(batch.x), h=batch.h.contiguous(), c=batch.c.contiguous())
-    return _layer_forward(plan, parts, weights, None)
+    return layer_forward(plan, laid_out(batch), weights, None)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def laid_out(batch: LayerInput) -> LayerInput:
+    """The batch with the strides that the kernels read."""
+    x = batch.x if batch.x.stride(-1) == 1 else batch.x.contiguous()
+    return batch._replace(x=x, h=batch.h.contiguous(), c=batch.c.contiguous())
+
+
+def saved_sizes(setting: LSTMOptions, frames: int, H: int) -> dict[str, int]:
+    """Elements of each buffer that the backward pass needs, for the frames of all directions."""
+    sizes = {"ah": frames * 4 * H, "raw": frames * H, "stats": frames * STATS}
+    return sizes | {"ax": frames * 4 * H} if setting.gates == "split" else sizes
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: _Plan,
+        plan: Plan,
         weights: list[Weights],
         x: Tensor,
         h: Tensor,
@@ -65,13 +78,10 @@ class _Layer(torch.autograd.Function):
         mask: Tensor | None,
         *flat: Tensor,
     ) -> tuple[Tensor, ...]:
-        batch = LayerInput(_rows(x), plan.lengths, h.contiguous(), c.contiguous(), mask)
-        frames, gates = len(weights) * sum(plan.lengths), 4 * h.shape[-1]
-        counts = {"ah": frames * gates, "raw": frames * h.shape[-1], "stats": frames * STATS}
-        if plan.setting.gates == "split":
-            counts["ax"] = frames * gates
-        buffers = PooledBuffers(x.dtype, **counts)
-        result = _layer_forward(plan, batch, weights, buffers)
+        batch = laid_out(LayerInput(x, plan.lengths, h, c, mask))
+        frames = len(weights) * sum(plan.lengths)
+        buffers = PooledBuffers(x.dtype, **saved_sizes(plan.setting, frames, h.shape[-1]))
+        result = layer_forward(plan, batch, weights, buffers)
         ctx.plan, ctx.weights, ctx.buffers = plan, weights, buffers
         # Saved for their versions: changing one in place before the backward pass is an error.
         ctx.save_for_backward(batch.x, batch.h, batch.c, mask, result.output, *flat)
@@ -83,11 +93,13 @@ class _Layer(torch.autograd.Function):
         x, h, c, mask, output, *_ = ctx.saved_tensors
         batch = LayerInput(x, ctx.plan.lengths, h, c, mask)
         upstream = [doutput.contiguous(), dh.contiguous(), dc.contiguous()]
-        return None, None, *_layer_backward(ctx, batch, output, upstream)
+        saved, with_dx = (output, ctx.buffers), ctx.needs_input_grad[2]
+        dx, dh, dc, *flat = layer_backward(ctx.plan, batch, ctx.weights, saved, upstream, with_dx)
+        return None, None, dx, dh, dc, None, *flat
 
 
 def _describe_layer(
-    plan: _Plan, batch: LayerInput, weights: list[Weights], alive: list[Any]
+    plan: Plan, batch: LayerInput, weights: list[Weights], alive: list[Any]
 ) -> library.Call:
     """The part of a call that both passes share; `alive` keeps the tensors it points to."""
     B, T, I = batch.x.shape  # noqa: E741
@@ -120,7 +132,7 @@ def _norm_vectors(w: Weights) -> tuple[Tensor | None, ...]:
     return w.gain_ih, w.gain_recurrent, w.gain_c, w.bias_c, w.gain_hidden, w.bias_hidden
 
 
-def _point_saved(call: library.Call, buffers: PooledBuffers, frames: int, H: int) -> None:
+def _point_saved(call: library.Call, buffers: Buffers, frames: int, H: int) -> None:
     """Each direction's part of the saved buffers."""
     widths = {"ax": 4 * H, "ah": 4 * H, "raw": H, "stats": STATS}
     for d in range(call.D):
@@ -129,9 +141,10 @@ def _point_saved(call: library.Call, buffers: PooledBuffers, frames: int, H: int
                 library.point(call.direction[d], **{name: buffer[d * frames * width :]})
 
 
-def _layer_forward(
-    plan: _Plan, batch: LayerInput, weights: list[Weights], buffers: PooledBuffers | None
+def layer_forward(
+    plan: Plan, batch: LayerInput, weights: list[Weights], buffers: Buffers | None
 ) -> LayerOutput:
+    """The batch laid_out -> the layer's output; fills the buffers of saved_sizes, if given."""
     B, T, _ = batch.x.shape
     D, _, H = batch.h.shape
     alive: list[Any] = []
@@ -148,20 +161,28 @@ def _layer_forward(
     return LayerOutput(output, h, c)
 
 
-def _layer_backward(
-    ctx: Any, batch: LayerInput, output: Tensor, upstream: list[Tensor]
+def layer_backward(
+    plan: Plan,
+    batch: LayerInput,
+    weights: list[Weights],
+    saved: tuple[Tensor, Buffers],
+    upstream: list[Tensor],
+    with_dx: bool,
 ) -> tuple[Tensor | None, ...]:
-    plan, weights, x = ctx.plan, ctx.weights, batch.x
+    """The output with the buffers, and the gradients of output, h and c -> those of x (None
+    unless with_dx), of the initial h and c, and of the weights that are not None.
+    """
+    x, (output, buffers) = batch.x, saved
     D, _, H = batch.h.shape
     alive: list[Any] = []
     call = _describe_layer(plan, batch, weights, alive)
     doutput, dh, dc = upstream
     library.point(call, output=output, doutput=doutput)
-    _point_saved(call, ctx.buffers, sum(plan.lengths), H)
+    _point_saved(call, buffers, sum(plan.lengths), H)
     dh0, dc0 = torch.empty_like(dh), torch.empty_like(dc)
     # The kernels do not write the gradient of padding: zeros.
     new = x.new_zeros if min(plan.lengths) < x.shape[1] else x.new_empty
-    dx = [new(x.shape) if ctx.needs_input_grad[2] else None for _ in weights]
+    dx = [new(x.shape) if with_dx else None for _ in weights]
     sums = [cell_slots(w, plan.blocks) for w in weights]
     for d in range(D):
         library.point(call.direction[d], **sums[d])
@@ -170,7 +191,7 @@ def _layer_backward(
     if dx[0] is not None and D == 2:
         dx[0].add_(dx.pop())
     flat = [g for w, s in zip(weights, sums, strict=True) for g in gradients(w, s, H)]
-    return dx[0], dh0, dc0, None, *flat
+    return dx[0], dh0, dc0, *flat
 
 
 def cell_slots(w: Weights, blocks: int) -> dict[str, Tensor]:

@@ -1,0 +1,175 @@
+"""LayerNormLSTM in the place of nn.LSTM, which is the judge; of norms, the slow loops are."""
+
+import copy
+import inspect
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from reference_lstm import run_layer
+from test_lstm_backends import HERE, gradients, make, weights_of
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
+
+from asr.nn.lstm import LayerNormLSTM
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def pair(**options):
+    """The two layers with the weights of nn.LSTM."""
+    torch.manual_seed(1)
+    judge = nn.LSTM(3, 7, 2, **options, **DOUBLE)
+    ours = LayerNormLSTM(3, 7, 2, **options, **DOUBLE, norm="none")
+    assert list(ours.state_dict()) == list(judge.state_dict())
+    ours.load_state_dict(judge.state_dict())
+    return ours, judge
+
+
+OPTIONS = [
+    {},
+    {"batch_first": True, "bidirectional": True},
+    {"bidirectional": True, "bias": False},
+]
+
+
+FORMS = {
+    "batch": lambda batch, sequences: batch,
+    "single": lambda batch, sequences: sequences[0],
+    "packed": lambda batch, sequences: pack_sequence(sequences, enforce_sorted=False),
+    "sorted": lambda batch, sequences: pack_sequence(sorted(sequences, key=len, reverse=True)),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_input_is_torchs(form, with_state, options):
+    ours, judge = pair(**options)
+    sequences = [torch.randn(n, 3, **DOUBLE, requires_grad=True) for n in (4, 11, 1, 7, 7)]
+    batch = torch.randn(5, 11, 3, **DOUBLE, requires_grad=True)
+    size = {"single": (), "batch": (5 if judge.batch_first else 11,)}.get(form, (5,))
+    start = torch.randn(2, 2 * (1 + judge.bidirectional), *size, 7, **DOUBLE, requires_grad=True)
+    outputs, results = [], []
+    for lstm in (ours, judge):
+        given = FORMS[form](batch, sequences)
+        output, state = lstm(input=given, hx=tuple(start)) if with_state else lstm(given)
+        inputs = [batch, *sequences, start, *lstm.parameters()]
+        found = [output.data, *state]
+        results.append([*found, *gradients(found, inputs)])
+        outputs.append(output)
+    torch.testing.assert_close(*results, atol=1e-11, rtol=1e-11)
+    if "ed" in form:
+        for own, true in zip(*(output[1:] for output in outputs), strict=True):
+            assert own is true is None or torch.equal(own, true)
+    else:
+        assert outputs[0].is_contiguous()  # code for nn.LSTM may call .view
+
+
+def test_arguments_have_the_order_of_torchs():
+    theirs = list(inspect.signature(nn.RNNBase.__init__).parameters)[2:]
+    ours = inspect.signature(LayerNormLSTM.__init__).parameters
+    positional = [name for name, one in ours.items() if one.kind is not one.KEYWORD_ONLY]
+    assert positional[1:] == theirs
+    assert list(inspect.signature(LayerNormLSTM.forward).parameters)[:3] == ["self", "input", "hx"]
+    for name in theirs[2:]:
+        if name != "dropout":
+            judge = inspect.signature(nn.RNNBase.__init__).parameters[name].default
+            assert ours[name].default == judge
+    ours, judge = pair(bidirectional=True, batch_first=True, dropout=0.3, bias=False)
+    for name in theirs[:-2]:  # without device and dtype
+        assert getattr(ours, name) == getattr(judge, name), name
+    ours.flatten_parameters()
+
+
+def test_a_projection_is_refused():
+    with pytest.raises(ValueError, match="proj_size is 5; LayerNormLSTM has no projection: leave"):
+        LayerNormLSTM(3, 7, proj_size=5)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_a_normed_layer_on_packed_sequences_is_the_slow_loop(backend):
+    lstm = make("ba", backend).double()
+    x, lengths = torch.randn(5, 11, 3, **DOUBLE), [4, 11, 1, 7, 7]
+    start = torch.randn(2, 2, 5, 7, **DOUBLE)
+    expected, *states = run_layer(x, lengths, *start, weights_of(lstm), "ba", 1e-5)
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    output, state = lstm(packed, tuple(start))
+    judge = pack_padded_sequence(expected, lengths, batch_first=True, enforce_sorted=False)
+    torch.testing.assert_close((output.data, *state), (judge.data, *states), atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_have_the_dtype_and_device_asked_for(dtype):
+    lstm = LayerNormLSTM(3, 7, device="cpu", dtype=dtype)
+    gate = lstm.weight_hh_l0[:7].double()
+    torch.testing.assert_close(gate @ gate.T, torch.eye(7, **DOUBLE), atol=2e-2, rtol=0)
+    assert lstm(torch.randn(5, 2, 3, dtype=dtype))[0].dtype == dtype
+    empty = LayerNormLSTM(3, 7, device="meta", dtype=dtype)
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    empty.to_empty(device="cpu").reset_parameters()
+    assert empty(torch.randn(5, 2, 3, dtype=dtype))[0].isfinite().all()
+
+
+def test_copies_compute_the_same():
+    lstm, x = LayerNormLSTM(3, 7, 2, bidirectional=True), torch.randn(11, 5, 3)
+    output = lstm(x)[0]
+    output.sum().backward()
+    saved = io.BytesIO()
+    torch.save(lstm, saved)
+    saved.seek(0)
+    copies = copy.deepcopy(lstm), pickle.loads(pickle.dumps(lstm))
+    for other in (*copies, torch.load(saved, weights_only=False), nn.DataParallel(lstm)):
+        assert torch.equal(other(x)[0], output)
+
+
+def test_replicas_of_data_parallel_run_in_threads():
+    """As DataParallel on several GPUs: replicas whose weights are attributes, not parameters."""
+    lstm = LayerNormLSTM(3, 7, bidirectional=True)
+    chunks = torch.randn(4, 11, 5, 3).unbind()
+    replicas = []
+    for _ in chunks:
+        replicas.append(lstm._replicate_for_data_parallel())
+        for name, weight in lstm.named_parameters():
+            setattr(replicas[-1], name, weight * 1)
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda replica, x: replica(x)[0], replicas, chunks))
+    together = gradients(outputs, list(lstm.parameters()))
+    alone = gradients([lstm(x)[0] for x in chunks], list(lstm.parameters()))
+    torch.testing.assert_close((outputs, together), ([lstm(x)[0] for x in chunks], alone))
+
+
+def call(*given, **named):
+    return LayerNormLSTM(3, 7, bidirectional=True)(*given, **named)
+
+
+X, PACKED = torch.randn(5, 2, 3), pack_sequence([torch.randn(5, 3)])
+MISTAKES = {
+    r"input has shape \(5, 2, 3, 1\); expected \(T, B, 3\), or \(T, 3\) for a single": lambda: call(
+        X[..., None]
+    ),
+    r"packed data have shape \(5, 4\); expected \(N, 3\)": lambda: call(
+        pack_sequence([torch.randn(5, 4)])
+    ),
+    "a PackedSequence has its own lengths; lengths must be None": lambda: call(PACKED, lengths=[5]),
+    "lengths belong to a batch, and the input is a single sequence": lambda: call(
+        X[:, 0], lengths=[5]
+    ),
+    "3 lengths for a batch of 2": lambda: call(X, lengths=[5, 5, 5]),
+    r"h has shape \(2, 1, 7\); expected \(2, 7\)": lambda: call(
+        X[:, 0], (torch.zeros(2, 1, 7), torch.zeros(2, 1, 7))
+    ),
+    r"hx is not a pair \(h, c\) of tensors": lambda: call(X, torch.zeros(2, 2, 7)),
+    "num_layers is 0; it must be at least 1": lambda: LayerNormLSTM(3, 7, 0),
+    "input is torch.float64, the LSTM's weights are torch.float32": lambda: call(
+        pack_sequence([torch.randn(5, 3, **DOUBLE)])
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_wrong_arguments_are_reported(message):
+    with pytest.raises(ValueError, match=message):
+        MISTAKES[message]()
