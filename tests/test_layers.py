@@ -22,7 +22,7 @@ NOT_IMPORTED = {
     "asr.errors": set(ORDER) - {"features"},
     "asr.io": set(ORDER) - {"asr.errors"},
     "asr.config": set(ORDER) - {"asr.errors", "asr.io"},
-    "asr.kernels": set(ORDER) - {"asr.errors"},
+    "asr.kernels": set(ORDER) - {"asr.errors", "asr.io"},
     "asr.nn": {"features", "asr.io"},
     "asr.data": {"asr.kernels", "asr.nn"},
     "asr.decoding": {"features", "asr.io", "asr.kernels", "asr.models"},

@@ -44,7 +44,7 @@ from asr.inference.transcript import (
 from asr.nn.attention import Memory
 from asr.training.checkpoint import NotSaved, save_checkpoint
 from asr.training.distributed import choose_device
-from asr.training.oom import SHAPES_DECODING, limit_onednn_cache
+from asr.training.oom import SHAPES_DECODING, limit_onednn_cache, release_device_memory
 from features import AudioError, NoSamples
 from features.audio import from_samples
 from features.front_end import FrontEnd
@@ -322,6 +322,8 @@ def decode_in_halves(
     except (MemoryError, RuntimeError) as error:
         # A traceback keeps what its functions had in memory.
         failure = error.with_traceback(None) if is_out_of_memory(error) else error
+    if is_out_of_memory(failure):
+        release_device_memory()
     if len(items) == 1:
         return [failure]
     middle = len(items) // 2

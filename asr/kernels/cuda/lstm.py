@@ -28,7 +28,8 @@ from asr.kernels.reference import input_part, norm_rows
 from asr.kernels.types import MODES, LayerInput, LayerOutput, LSTMOptions, Weights
 
 Steps = Callable[..., tuple[Tensor, ...]]
-MOST = 32  # graphs kept; each holds the memory of its loop
+MOST = 64  # graphs kept; each holds the memory of its loop
+MEMORY_SHARE = 0.2  # of the GPU's memory that all kept graphs may hold
 BUCKET = 32  # frames
 
 
@@ -37,25 +38,53 @@ class Recorded(NamedTuple):
     inputs: list[Tensor | None]
     outputs: tuple[Tensor, ...]
 
+    @property
+    def bytes(self) -> int:
+        """Memory of its inputs and outputs; the rest of a loop is small."""
+        held = (*self.inputs, *self.outputs)
+        return sum(t.untyped_storage().nbytes() for t in held if t is not None)
 
-_recorded: OrderedDict[Hashable, Recorded] = OrderedDict()
+
+class GraphCache:
+    """Recorded loops, the last used last. The first are dropped beyond MOST or `room` bytes."""
+
+    def __init__(self, record: Callable[[Steps, list[Tensor | None]], Recorded]) -> None:
+        self.record = record
+        self.recorded: OrderedDict[Hashable, Recorded] = OrderedDict()
+
+    def replay(
+        self, key: Hashable, loop: Steps, room: float, *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """loop(*inputs); `key` identifies all shapes, dtypes, devices and options."""
+        if key not in self.recorded:
+            self.recorded[key] = self.record(loop, [t if t is None else t.clone() for t in inputs])
+        self.recorded.move_to_end(key)
+        self._drop_first(room)
+        recorded = self.recorded[key]
+        for own, given in zip(recorded.inputs, inputs, strict=True):
+            if own is not None:
+                own.copy_(given)
+        recorded.graph.replay()
+        return tuple(out.clone() for out in recorded.outputs)  # the next replay overwrites them
+
+    def _drop_first(self, room: float) -> None:
+        held = sum(recorded.bytes for recorded in self.recorded.values())
+        while len(self.recorded) > 1 and (len(self.recorded) > MOST or held > room):
+            held -= self.recorded.popitem(last=False)[1].bytes
 
 
 def replay(key: Hashable, loop: Steps, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """loop(*inputs), on a GPU from a graph; `key` identifies all shapes, dtypes and options."""
-    if not inputs[0].is_cuda:
+    """loop(*inputs), on a GPU from a graph, unless the caller records one itself."""
+    device = inputs[0].device
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return loop(*inputs)
-    if key not in _recorded:
-        _recorded[key] = _record(loop, [t if t is None else t.clone() for t in inputs])
-        if len(_recorded) > MOST:
-            _recorded.popitem(last=False)
-    _recorded.move_to_end(key)
-    recorded = _recorded[key]
-    for own, given in zip(recorded.inputs, inputs, strict=True):
-        if own is not None:
-            own.copy_(given)
-    recorded.graph.replay()
-    return tuple(out.clone() for out in recorded.outputs)  # the next replay overwrites them
+    room = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return _graphs.replay(key, loop, room, *inputs)
+
+
+def release_graphs() -> None:
+    """Free the memory of all recorded loops."""
+    _graphs.recorded.clear()
 
 
 def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
@@ -64,10 +93,22 @@ def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
     with torch.cuda.stream(side):
         loop(*inputs)  # compiles the kernels and lets cuBLAS choose: neither may be recorded
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = loop(*inputs)
+    graph, failures = torch.cuda.CUDAGraph(), []
+    try:
+        # thread_local: by default the calls of other threads, such as the one that pins batches,
+        # would end the recording.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            try:
+                outputs = loop(*inputs)
+            except RuntimeError as error:  # the end of the recording raises another one
+                failures.append(error)
+                raise
+    except RuntimeError as error:
+        raise (failures[0] if failures else error) from None
     return Recorded(graph, inputs, outputs)
+
+
+_graphs = GraphCache(_record)
 
 
 class CudaPlan(NamedTuple):
