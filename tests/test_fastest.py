@@ -186,6 +186,7 @@ def test_a_file_that_cannot_be_replaced_is_reported(cache):
 
 def choose_slowly(number, answers):
     """Each rank would measure another backend as the fastest."""
+    torch.set_num_threads(1)  # a parallel loop would hang in a fork of a process that had one
     machine = Machine(seconds=(1.0, 3.0) if number % 2 else (3.0, 1.0))
     clock = machine.chooser.seconds
     machine.chooser.seconds = lambda *args: (time.sleep(0.01), clock(*args))[1]
