@@ -153,7 +153,7 @@ def test_training_speech_loads_speech_alone(tiny, tmp_path):
     own = [name for name in modules if name in MODULES]
     lines = sum(len(MODULES[name].read_text().splitlines()) for name in own)
     print(len(own), "files,", lines, "lines")
-    assert len(own) <= 75 and lines <= 13_400
+    assert len(own) <= 75 and lines <= 13_900
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "__main__"])

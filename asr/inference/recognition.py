@@ -279,7 +279,7 @@ class Recognizer(SpeechDecoder):
         ctc, log_probs = self.model.ctc(memory), [None] * len(tokens)
         if ctc is not None:
             frames = memory.valid.sum(dim=1).tolist()
-            log_probs = [row[:end].float().cpu() for row, end in zip(ctc, frames, strict=True)]
+            log_probs = [row[:end] for row, end in zip(ctc.float().cpu(), frames, strict=True)]
         aligned = all(
             own is not None and has_ctc_path(ids, len(own))
             for ids, own in zip(tokens, log_probs, strict=True)
@@ -293,11 +293,10 @@ class Recognizer(SpeechDecoder):
         """Attention weights (U + 1, T) for U tokens of each utterance, with a last row for EOS."""
         rows = [torch.tensor([SOS, *ids]) for ids in tokens]
         padded = pad_sequence(rows, batch_first=True, padding_value=BLANK)
-        weights = self.model.attention(memory, padded.to(memory.states.device))
+        weights = self.model.attention(memory, padded.to(memory.states.device)).float().cpu()
         frames = memory.valid.sum(dim=1).tolist()
         return [
-            row[: len(own), :length].float().cpu()
-            for row, own, length in zip(weights, rows, frames, strict=True)
+            row[: len(own), :length] for row, own, length in zip(weights, rows, frames, strict=True)
         ]
 
     @property
