@@ -23,7 +23,7 @@ NOT_IMPORTED = {
     "asr.io": set(ORDER) - {"asr.errors"},
     "asr.shipped": set(ORDER),
     "asr.config": set(ORDER) - {"asr.errors", "asr.io", "asr.shipped"},
-    "asr.kernels": set(ORDER) - {"asr.errors"},
+    "asr.kernels": set(ORDER) - {"asr.errors", "asr.io"},
     "asr.nn": {"features", "asr.io"},
     "asr.data": {"asr.kernels", "asr.nn"},
     "asr.decoding": {"features", "asr.io", "asr.kernels", "asr.models"},

@@ -100,6 +100,9 @@ class FixedModel(nn.Module):
     def encode(self, features, lengths):
         return Memory(features, self.valid)
 
+    def memory_lengths(self, lengths):
+        return self.valid.sum(dim=1)
+
     def decode(self, memory, tokens):
         assert tokens[:, 0].eq(SOS).all()
         return self.logits
@@ -227,6 +230,9 @@ def test_both_views_are_trained_on_and_compared_in_training_only():
         def encode(self, features, lengths):
             self.features = features
             return Memory(features, self.valid[: len(features)])
+
+        def memory_lengths(self, lengths):
+            return self.valid.sum(dim=1)[: len(lengths)]
 
         def decode(self, memory, tokens):
             return self.logits[: len(tokens)]

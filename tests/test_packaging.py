@@ -37,7 +37,7 @@ def test_a_command_names_the_extra_that_it_lacks(command):
     name, argument = command.split()
     done = run(f"import runpy; runpy.run_module('asr.{name}', run_name='__main__')", argument)
     assert done.returncode == 2
-    pattern = r"error: the package \w+ is not installed: pip install \S+, or in the checkout pip install '\.\[asr\]'\n"
+    pattern = r"error: the package \w+ is not installed: pip install \S+, or in the checkout .+\n"
     assert re.fullmatch(pattern, done.stderr), done.stderr
 
 

@@ -8,7 +8,7 @@ million utterances cost little memory; a batch becomes a list of Items only when
 N utterances, B in a batch, T frames, F features, U tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -201,11 +201,23 @@ class Batch:
         return len(self.ids)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on another device; lengths too, since masks are made from them there."""
-        names = ("features", "lengths", "tokens", "token_lengths", "again")
-        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        return replace(self, **moved)
+        """The same on another device, but for the lengths, which are read on the CPU, and others.
+
+        The copy of pinned memory is not waited for.
+        """
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        """The same in pinned memory; torch's loader calls this."""
+        pinned = self._with_tensors(Tensor.pin_memory)
+        others = tuple((features.pin_memory(), lengths) for features, lengths in self.others)
+        return replace(pinned, others=others)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        again = None if self.again is None else change(self.again)
+        return replace(
+            self, features=change(self.features), tokens=change(self.tokens), again=again
+        )
 
     def both_views(self) -> "Batch":
         """A batch of 2 B rows: `features`, then `again`."""

@@ -250,9 +250,15 @@ class SentenceBatch:
         return len(self.ids)
 
     def to(self, device: torch.device) -> "SentenceBatch":
-        """The same on another device."""
-        names = ("tokens", "token_lengths", "words")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        """The same on another device, but for the lengths, which are read on the CPU."""
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "SentenceBatch":
+        """The same in pinned memory; torch's loader calls this."""
+        return self._with_tensors(Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "SentenceBatch":
+        return replace(self, tokens=change(self.tokens), words=change(self.words))
 
     def split(self) -> "list[SentenceBatch]":
         """Its two halves; itself if it has one sentence."""
@@ -329,6 +335,7 @@ class SentenceEpochs:
                 sampler=self.plan(epoch).batches[skip::every],
                 num_workers=self.workers,
                 worker_init_fn=start_worker,
+                pin_memory=torch.cuda.is_available(),
                 generator=torch.Generator(),  # its seed is not drawn from what dropout draws from
             )
         )

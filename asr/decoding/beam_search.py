@@ -38,7 +38,9 @@ from asr.decoding.scorer import (
     Hypothesis,
     Scorer,
     check_not_nan,
+    indices,
     length_limits,
+    rows_of_numbers,
     with_frames,
 )
 from asr.errors import UserError
@@ -118,7 +120,7 @@ def allowed_tokens(
 
 def _without_eos(scores: Tensor) -> Tensor:
     """scores (..., V), -inf for EOS and for the tokens that no hypothesis contains."""
-    return scores.index_fill(-1, torch.tensor([*NEVER, EOS], device=scores.device), -torch.inf)
+    return scores.index_fill(-1, indices([*NEVER, EOS], scores.device), -torch.inf)
 
 
 def repeated_ngrams(tokens: Tensor, n: int, vocabulary: int) -> Tensor:
@@ -186,18 +188,28 @@ class Candidates(NamedTuple):
     finished: Tensor  # (B, K) bool: AllowedTokens.finished
     scores: Tensor  # (B, K') the best continuations, best first
     indices: Tensor  # (B, K') of each: k * V + token
+    nan: Tensor  # (B,) bool: a log-probability of the model is NaN
 
-    def finish(self, b: int, k: int, score: float, covered: float) -> Hypothesis:
-        """Hypothesis k of utterance b with EOS."""
-        eos = torch.stack([scores[b, k, EOS] for scores in self.token_scores])  # (S,)
-        return Hypothesis(
-            tokens=tuple(self.state.tokens[b, k, 1:].tolist()),
-            score=score,
-            finished=bool(self.finished[b, k]),
-            log_probs=(*self.state.log_probs[b, k].tolist(), float(eos[0])),
-            parts=tuple((self.state.parts[b, k] + eos).tolist()),
-            covered=covered,
-        )
+    def finish(
+        self, places: Sequence[tuple[int, int]], scores: Sequence[float], covered: Sequence[float]
+    ) -> list[Hypothesis]:
+        """The hypotheses (b, k) with EOS, given their scores and coverage penalties."""
+        b, k = indices(places, self.eos_scores.device).unbind(1)
+        state, length = self.state, self.state.tokens.shape[2] - 1
+        eos = torch.stack([own[b, k, EOS] for own in self.token_scores], dim=1)  # (N, S)
+        tokens, parts = state.tokens[b, k, 1:], state.parts[b, k] + eos
+        columns = tokens, state.log_probs[b, k], eos[:, :1], parts, self.finished[b, k]
+        return [
+            Hypothesis(
+                tokens=tuple(map(int, row[:length])),
+                score=score,
+                finished=bool(row[-1]),
+                log_probs=tuple(row[length : 2 * length + 1]),
+                parts=tuple(row[2 * length + 1 : -1]),
+                covered=penalty,
+            )
+            for row, score, penalty in zip(rows_of_numbers(*columns), scores, covered, strict=True)
+        ]
 
     def select(self, scorers: Sequence[WeightedScorer], kept: Tensor) -> BeamState:
         """The best continuations of the utterances `kept` (B',) as the next state."""
@@ -238,14 +250,18 @@ class BeamSearch:
 
     def run(self, state: BeamState, finished: list[FinishedHypotheses]) -> None:
         """Search from the first state and fill the finished hypotheses of B utterances."""
+        max_lengths = state.max_length.tolist()
         while finished:
             candidates = self._step(state)
-            self._collect_finished(candidates, finished)
-            best = candidates.scores[:, 0].tolist()
-            kept = [b for b, f in enumerate(finished) if not self._done(candidates, b, best[b], f)]
-            rows = torch.tensor(kept, device=state.scores.device).long()
-            state = candidates.select(self.scorers, rows)
+            best = self._collect_finished(candidates, finished)
+            kept = [
+                b
+                for b, own in enumerate(finished)
+                if not self._done(candidates, b, best[b], max_lengths[b], own)
+            ]
+            state = candidates.select(self.scorers, indices(kept, state.scores.device))
             finished = [finished[b] for b in kept]
+            max_lengths = [max_lengths[b] for b in kept]
 
     def start(self, memory: Memory, min_length: Tensor, max_length: Tensor) -> BeamState:
         """The empty hypothesis of every utterance; lengths (B,) in tokens without EOS."""
@@ -265,7 +281,7 @@ class BeamSearch:
         )
 
     def _step(self, state: BeamState) -> Candidates:
-        token_scores, scorer_states = self._score(state)
+        token_scores, scorer_states, nan = self._score(state)
         # A weight of 0 is skipped, since 0 * -inf is NaN.
         pairs = zip(self.scorers, token_scores, strict=True)
         weighted = sum(weight * scores for (weight, _), scores in pairs if weight)
@@ -281,15 +297,17 @@ class BeamSearch:
                 )
             attention_sum = attention_sum + scorer_states[0].attention
         state = state._replace(scorer_states=scorer_states, attention_sum=attention_sum)
-        return Candidates(state, token_scores, allowed.eos, allowed.finished, *best)
+        return Candidates(state, token_scores, allowed.eos, allowed.finished, *best, nan)
 
-    def _score(self, state: BeamState) -> tuple[list[Tensor], list[Any]]:
-        """Each scorer's scores (B, K, V) of the next token, unweighted, and its next state."""
+    def _score(self, state: BeamState) -> tuple[list[Tensor], list[Any], Tensor]:
+        """Each scorer's scores (B, K, V) of the next token, unweighted, and its next state; and
+        which utterances (B,) have a NaN of the model.
+        """
         last = state.tokens[..., -1]
         pairs = zip(self.scorers, state.scorer_states, strict=True)
         results = [scorer.step(own, last) for (_, scorer), own in pairs]
         token_scores, states = map(list, zip(*results, strict=True))
-        token_scores[0] = check_not_nan(token_scores[0])
+        nan = token_scores[0].isnan().flatten(1).any(dim=1)
         if (temperature := self.config.temperature) != 1:
             token_scores[0] = (token_scores[0] / temperature).log_softmax(dim=2)
         for other in token_scores[1:]:
@@ -298,30 +316,48 @@ class BeamSearch:
                     f"decoding: a scorer has {other.shape[2]} tokens and the model "
                     f"{token_scores[0].shape[2]}; both must use one vocabulary"
                 )
-        return token_scores, states
+        return token_scores, states, nan
 
     def _collect_finished(
         self, candidates: Candidates, finished: Sequence[FinishedHypotheses]
-    ) -> None:
-        """Add the hypotheses that end among the `beam` best to those of their utterances."""
-        everything = torch.cat([candidates.eos_scores, candidates.scores], dim=1)  # (B, K + K')
+    ) -> list[float]:
+        """Add the hypotheses that end among the `beam` best to those of their utterances.
+
+        -> the best score of those that do not end (B). All numbers that decide are read from the
+        device at once, and a second time where a hypothesis has ended.
+        """
+        state, eos_scores = candidates.state, candidates.eos_scores
+        everything = torch.cat([eos_scores, candidates.scores], dim=1)  # (B, K + K')
         last = everything.topk(min(self.config.beam, everything.shape[1])).values[:, -1:]
-        ends = (candidates.eos_scores >= last) & candidates.eos_scores.isfinite()
-        ended = ends.nonzero().tolist()
-        if not ended:
-            return
-        state = candidates.state
-        covered = torch.zeros_like(candidates.eos_scores)
+        ends = (eos_scores >= last) & eos_scores.isfinite()
+        covered = torch.zeros_like(eos_scores)
         if state.attention_sum is not None:
             covered = coverage_penalty(state.attention_sum, state.valid)
-        final = self.ranking.final(candidates.eos_scores, state.tokens.shape[2], covered).tolist()
-        for b, k in ended:
-            finished[b].count += 1
-            if final[b][k] > finished[b].min_score:
-                finished[b].add(candidates.finish(b, k, final[b][k], float(covered[b, k])))
+        final = self.ranking.final(eos_scores, state.tokens.shape[2], covered)
+        K = eos_scores.shape[1]
+        rows = rows_of_numbers(candidates.scores[:, :1], candidates.nan, ends, final, covered)
+        check_not_nan(any(row[1] for row in rows))
+        entering = []  # b, k, score, coverage penalty
+        for b, row in enumerate(rows):
+            for k in (k for k in range(K) if row[2 + k]):
+                finished[b].count += 1
+                if (score := row[2 + K + k]) > finished[b].min_score:
+                    entering.append((b, k, score, row[2 + 2 * K + k]))
+        if entering:
+            *places, scores, penalties = zip(*entering, strict=True)
+            found = candidates.finish(list(zip(*places, strict=True)), scores, penalties)
+            for b, hypothesis in zip(places[0], found, strict=True):
+                if hypothesis.score > finished[b].min_score:
+                    finished[b].add(hypothesis)
+        return [row[0] for row in rows]
 
     def _done(
-        self, candidates: Candidates, b: int, best: float, finished: FinishedHypotheses
+        self,
+        candidates: Candidates,
+        b: int,
+        best: float,
+        max_length: int,
+        finished: FinishedHypotheses,
     ) -> bool:
         """Whether utterance b, with its best unfinished score, needs no further step."""
         state = candidates.state
@@ -333,7 +369,7 @@ class BeamSearch:
             return True
         if any(weight < 0 for weight, _ in self.scorers):
             return False  # scores may still rise: there is no bound
-        bound = self.ranking.bound(best, state.tokens.shape[2] + 1, int(state.max_length[b]) + 1)
+        bound = self.ranking.bound(best, state.tokens.shape[2] + 1, max_length + 1)
         return finished.min_score >= bound
 
 

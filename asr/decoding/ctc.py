@@ -34,7 +34,7 @@ from torch.nn.functional import pad
 from asr.data.tokenizer import BLANK, EOS
 from asr.decoding.scorer import Hypothesis
 from asr.errors import UserError
-from asr.nn.attention import Memory
+from asr.nn.attention import Memory, keeps_all
 
 PrefixTokens = tuple[int, ...]
 # Prefix -> log-probabilities of its paths that end in blank, and in its last token.
@@ -73,11 +73,10 @@ def ctc_beam_search(
     if tokens < 1:
         raise UserError(f"tokens is {tokens}; it must be 1 or more")
     best = log_probs.topk(min(tokens, log_probs.shape[2]), dim=2)
+    columns = [kept.cpu() for kept in (log_probs[..., BLANK], best.indices, best.values)]
     results = []
     for b, length in enumerate(valid.sum(dim=1).tolist()):
-        blanks, labels, scores = (
-            kept[b, :length].tolist() for kept in (log_probs[..., BLANK], best.indices, best.values)
-        )
+        blanks, labels, scores = (kept[b, :length].tolist() for kept in columns)
         prefixes: PrefixBeam = {(): (0.0, -math.inf)}
         for blank, *frame in zip(blanks, labels, scores, strict=True):
             prefixes = _best(_next_frame(prefixes, blank, *frame), beam)
@@ -173,8 +172,7 @@ class CTCPrefixScorer:
         """rows (B', K'): numbers b * K + k of hypotheses."""
         utterances = rows[:, 0] // state.prefix.shape[1]
         frames = state.frames
-        unchanged = torch.arange(len(frames.valid), device=rows.device)
-        if not torch.equal(utterances, unchanged):  # copy V x T only when utterances leave
+        if not keeps_all(utterances, len(frames.valid)):  # copy V x T only when utterances leave
             frames = CTCFrames(*(values[utterances] for values in frames))
         selected = (values.flatten(0, 1)[rows] for values in state[1:] if values is not None)
         return PrefixState(frames, *selected)

@@ -7,6 +7,7 @@ Hypotheses are kept in rows, K per utterance, and the memory once per utterance.
 Shapes: B utterances, K hypotheses of each, T memory frames, U tokens, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,11 +69,20 @@ def with_frames(*memories: Memory) -> tuple[Tensor, list[Memory]]:
     return kept, [Memory(memory.states[kept], memory.valid[kept]) for memory in memories]
 
 
-def check_not_nan(log_probs: Tensor) -> Tensor:
-    """Return log_probs unchanged. Raises UserError for NaN."""
-    if log_probs.isnan().any():
+def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64 numbers on a device, which is not waited for."""
+    return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
+
+
+def rows_of_numbers(*columns: Tensor) -> list[list[float]]:
+    """Columns (N,) or (N, ...) of any types side by side, as N lists: one wait for the device."""
+    return torch.cat([part.reshape(len(part), -1).double() for part in columns], dim=1).tolist()
+
+
+def check_not_nan(is_nan: bool) -> None:
+    """Raises UserError where a log-probability of the model is NaN."""
+    if is_nan:
         raise UserError("decoding: the model's log-probs are NaN; use an earlier checkpoint")
-    return log_probs
 
 
 @torch.no_grad()
@@ -90,26 +100,35 @@ def greedy(
     if len(active) == 0:
         return results
     limits = length_limits(memory.valid, max_ratio, max_constant)
-    never = torch.tensor(NEVER, device=limits.device)
+    never = indices(NEVER, limits.device)
     state = model.start(memory)
     tokens = torch.full_like(active[:, None], SOS)  # (B, 1 + U)
     each = torch.zeros(len(active), 0, device=limits.device)  # (B, U) log-probs of tokens
-    while len(active):
+    numbers = active.tolist()  # of the utterances still searched
+    while numbers:
         log_probs, state = model.step(state, tokens[:, -1:])
-        log_probs = check_not_nan(log_probs).squeeze(1).index_fill(1, never, -torch.inf)  # (B, V)
+        nan = log_probs.isnan().flatten(1).any(dim=1)
+        log_probs = log_probs.squeeze(1).index_fill(1, never, -torch.inf)  # (B, V)
         likeliest = log_probs.argmax(dim=1, keepdim=True)
         chosen = likeliest.masked_fill(limits[:, None] < tokens.shape[1], EOS)
         tokens = torch.cat([tokens, chosen], dim=1)
         each = torch.cat([each, log_probs.gather(1, chosen)], dim=1)
-        ended = (chosen == EOS).squeeze(1)
-        for row in ended.nonzero().squeeze(1).tolist():
-            ids, log_prob = tuple(tokens[row, 1:-1].tolist()), tuple(each[row].tolist())
-            finished, total = bool(likeliest[row] == EOS), sum(log_prob)
-            results[active[row]] = Hypothesis(ids, total, finished, log_prob, parts=(total,))
-        if ended.any():
-            rows = (~ended).nonzero().squeeze(1)
-            active, limits, tokens, each = active[rows], limits[rows], tokens[rows], each[rows]
-            state = model.select(state, rows[:, None]) if len(rows) else state
+        ends, nans = zip(*rows_of_numbers(chosen == EOS, nan), strict=True)
+        check_not_nan(any(nans))
+        if not any(ends):
+            continue
+        ended = indices([row for row, end in enumerate(ends) if end], tokens.device)
+        parts = tokens[ended, 1:-1], each[ended], likeliest[ended] == EOS
+        width = tokens.shape[1] - 2
+        names = (number for number, end in zip(numbers, ends, strict=True) if end)
+        for number, found in zip(names, rows_of_numbers(*parts), strict=True):
+            ids, log_prob = tuple(map(int, found[:width])), tuple(found[width:-1])
+            total = sum(log_prob)
+            results[number] = Hypothesis(ids, total, bool(found[-1]), log_prob, parts=(total,))
+        left = [row for row, end in enumerate(ends) if not end]
+        numbers, rows = [numbers[row] for row in left], indices(left, tokens.device)
+        limits, tokens, each = limits[rows], tokens[rows], each[rows]
+        state = model.select(state, rows[:, None]) if left else state
     return results
 
 
@@ -129,12 +148,13 @@ def sample(
         return []
     valid = torch.ones(count, 1, dtype=torch.bool, device=device)
     state = model.start(Memory(torch.zeros(count, 1, 1, device=device), valid))
-    never = torch.tensor(NEVER, device=device)
+    never = torch.tensor(NEVER)
     tokens = [torch.full((count, 1), SOS, device=device)]
     for _ in range(max_tokens):
         log_probs, state = model.step(state, tokens[-1])
-        log_probs = check_not_nan(log_probs)[:, 0].index_fill(1, never, -torch.inf)  # (count, V)
-        probs = log_probs.exp().float().cpu()
+        log_probs = log_probs[:, 0].cpu()  # (count, V)
+        check_not_nan(bool(log_probs.isnan().any()))
+        probs = log_probs.index_fill(1, never, -torch.inf).exp().float()
         tokens.append(torch.multinomial(probs, 1, generator=generator).to(device))
     sentences = torch.cat(tokens, dim=1)[:, 1:].tolist()
     return [ids[: ids.index(EOS)] if EOS in ids else ids for ids in sentences]

@@ -87,7 +87,9 @@ class ImageBatch:
 
     def to(self, device: torch.device) -> "ImageBatch":
         """The same on another device."""
-        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+        parts = {"images": self.images, "labels": self.labels}
+        moved = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
+        return replace(self, **moved)
 
     def split(self) -> "list[ImageBatch]":
         """Its two halves; itself if it has one image."""

@@ -57,7 +57,7 @@ class ClassObjective(nn.Module):
         )
         nll = functional.cross_entropy(logits.detach(), batch.labels, reduction="sum")
         correct = (logits.argmax(dim=1) == batch.labels).sum()
-        count = torch.tensor(len(batch), device=logits.device)
+        count = torch.full((), len(batch), device=logits.device)
         totals = {"objective": loss, "nll": nll, "accuracy": correct}
         return {name: Sum(total, count) for name, total in totals.items()}
 
@@ -73,7 +73,7 @@ class BoundObjective(nn.Module):
         """-> objective, nll, and its parts reconstruction and divergence."""
         reconstruction, divergence = (part.float().sum() for part in self.model(batch.images))
         bound = reconstruction + divergence
-        count = torch.tensor(len(batch), device=bound.device)
+        count = torch.full((), len(batch), device=bound.device)
         parts = {"nll": bound, "reconstruction": reconstruction, "divergence": divergence}
         logged = {name: Sum(total.detach(), count) for name, total in parts.items()}
         return {"objective": Sum(bound, count), **logged}

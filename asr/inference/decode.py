@@ -110,7 +110,7 @@ class SpeechDecoder:
     @torch.no_grad()
     def _encode(self, model: nn.Module, features: Tensor, lengths: Tensor) -> Memory:
         model.eval()
-        return model.encode(features.to(self.device), lengths.to(self.device))
+        return model.encode(features.to(self.device, non_blocking=True), lengths)
 
     def hypotheses(self, memory: Memory, others: Others = ()) -> list[Hypothesis]:
         """The best hypothesis of every utterance."""

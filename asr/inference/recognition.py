@@ -45,7 +45,7 @@ from asr.inference.transcript import (
 from asr.nn.attention import Memory
 from asr.training.checkpoint import NotSaved, save_checkpoint
 from asr.training.distributed import choose_device
-from asr.training.oom import SHAPES_DECODING, limit_onednn_cache
+from asr.training.oom import SHAPES_DECODING, limit_onednn_cache, release_device_memory
 from features import AudioError, NoSamples
 from features.audio import from_samples
 from features.front_end import FrontEnd
@@ -282,7 +282,7 @@ class Recognizer(SpeechDecoder):
         ctc, log_probs = self.model.ctc(memory), [None] * len(tokens)
         if ctc is not None:
             frames = memory.valid.sum(dim=1).tolist()
-            log_probs = [row[:end].float().cpu() for row, end in zip(ctc, frames, strict=True)]
+            log_probs = [row[:end] for row, end in zip(ctc.float().cpu(), frames, strict=True)]
         aligned = all(
             own is not None and has_ctc_path(ids, len(own))
             for ids, own in zip(tokens, log_probs, strict=True)
@@ -296,11 +296,10 @@ class Recognizer(SpeechDecoder):
         """Attention weights (U + 1, T) for U tokens of each utterance, with a last row for EOS."""
         rows = [torch.tensor([SOS, *ids]) for ids in tokens]
         padded = pad_sequence(rows, batch_first=True, padding_value=BLANK)
-        weights = self.model.attention(memory, padded.to(memory.states.device))
+        weights = self.model.attention(memory, padded.to(memory.states.device)).float().cpu()
         frames = memory.valid.sum(dim=1).tolist()
         return [
-            row[: len(own), :length].float().cpu()
-            for row, own, length in zip(weights, rows, frames, strict=True)
+            row[: len(own), :length] for row, own, length in zip(weights, rows, frames, strict=True)
         ]
 
     @property
@@ -325,6 +324,8 @@ def decode_in_halves(
     except (MemoryError, RuntimeError) as error:
         # A traceback keeps what its functions had in memory.
         failure = error.with_traceback(None) if is_out_of_memory(error) else error
+    if is_out_of_memory(failure):
+        release_device_memory()
     if len(items) == 1:
         return [failure]
     middle = len(items) // 2

@@ -3,7 +3,7 @@
 The only module that knows which backends exist. A caller names one, or "auto" for the fastest that
 can run; the environment variable LAYERNORM_LSTM_BACKEND replaces "auto". What a backend does not
 cover falls back to a slower one, with one warning; a backend requested by name that cannot run at
-all is an error. On a GPU "auto" is `python`, because the speed of `cuda` has not been measured.
+all is an error. On a GPU "auto" is what fastest.py measures there, `python` or `cuda`.
 """
 
 import functools
@@ -20,6 +20,7 @@ from asr.kernels import python, reference, tracing
 from asr.kernels.cpu import compiler, decoder, lstm, operator
 from asr.kernels.cuda import lstm as cuda
 from asr.kernels.deferred import DeferredWeight, autocast_dtype
+from asr.kernels.fastest import Case, FastestBackend, place_of
 from asr.kernels.tracing import is_traced
 from asr.kernels.types import (
     AttentionInput,
@@ -94,6 +95,8 @@ def run_layer(
         return _trace_layer(name, batch, weights, setting)
     setting, mixed = _under_autocast(setting, own)
     chosen = choose_backend(name, setting, own)
+    if own.device.type == "cuda" and chosen == "python" and _is_auto(name):
+        chosen = _fastest_on_gpu(Case.of(batch, weights, setting), own)
     if not mixed or chosen == "reference":  # autocast applies to the reference's own operators
         return LAYERS[chosen](batch, weights, setting)
     with torch.autocast(own.device.type, enabled=False):
@@ -205,6 +208,11 @@ def run_decoder(
     return decoder.run_decoder(given, cells, constants._replace(setting=setting))
 
 
+def release_memory() -> None:
+    """Free what backends keep between calls, before a batch that did not fit is tried again."""
+    cuda.release_graphs()
+
+
 def check_place(name: str, part: Tensor, own: Tensor) -> None:
     """Raises ValueError for another device than the weights', or dtype unless autocast is on."""
     if part.device != own.device:
@@ -240,6 +248,20 @@ def _choose(name: str, setting: LSTMOptions, like: Tensor) -> str:
             raise UserError(f"backend {name!r} of the LSTM cannot run: {reason}")
         _warn_once(f"the LSTM's slower backend 'python' is used: {reason}")
     return _as_reference(f"norm {setting.norm!r}") if setting.swap else "python"
+
+
+def _is_auto(name: str) -> bool:
+    return name == "auto" and os.environ.get(VARIABLE) in (None, "", "auto")
+
+
+def _fastest_on_gpu(case: Case, like: Tensor) -> str:
+    """`cuda` where it is right and fast, else `python`."""
+    if reason := cuda.obstacle(like):
+        _warn_once(f"the LSTM's slower backend 'python' is used: {reason}")
+        return "python"
+    if torch.cuda.is_current_stream_capturing():  # nothing can be timed
+        return "python"
+    return _fastest.choose(case, like.device, _place(like.device))
 
 
 def _as_reference(what: str) -> str:
@@ -289,3 +311,7 @@ def _cast(batch: LayerInput, dtype: torch.dtype) -> LayerInput:
 @functools.cache
 def _warn_once(message: str) -> None:
     logging.getLogger(__name__).warning(message)
+
+
+_place = functools.cache(place_of)
+_fastest = FastestBackend(LAYERS, ("cuda",), "python", _warn_once)

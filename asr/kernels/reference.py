@@ -136,8 +136,14 @@ def pack(batch: LayerInput, reverse: bool) -> Packed:
     running = times < lengths  # (T, B)
     at = lengths - 1 - times if reverse else times.expand_as(running)
     frames = (order * T + at)[running]
-    device = batch.x.device
-    return Packed(order.to(device), frames.to(device), running.sum(dim=1).tolist())
+    sizes = running.sum(dim=1).tolist()
+    return Packed(*(_moved(part, batch.x.device) for part in (order, frames)), sizes)
+
+
+def _moved(part: Tensor, device: torch.device) -> Tensor:
+    """On the device, which is not waited for."""
+    part = part.pin_memory() if device.type == "cuda" else part
+    return part.to(device, non_blocking=True)
 
 
 def run_packed(

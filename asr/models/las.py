@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from asr.config.schema import LasConfig, ListenerConfig
 from asr.kernels import dispatch
 from asr.kernels.types import DecoderConstants, DecoderInput, DeferredWeight, Weights
-from asr.nn.attention import Attention, AttentionState, Memory, initial_attention, valid_places
+from asr.nn.attention import (
+    Attention,
+    AttentionState,
+    Memory,
+    initial_attention,
+    keeps_all,
+    valid_places,
+)
 from asr.nn.dropout import Dropout, draw_mask
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, get_weights, lstm_options
 from asr.nn.subsampling import ConvSubsampling
@@ -67,18 +74,18 @@ class Listener(nn.Module):
 
     def forward(self, features: Tensor, lengths: Tensor) -> Memory:
         """features (B, T, F), lengths (B,) of at least 1 -> Memory, its padding zero."""
-        x = features
+        x, lengths = features, lengths.cpu()  # every LSTM layer reads their values
         if self.front is not None:
             x, lengths = self.front(x, lengths)
         # The padding may hold NaN, or the bias of the front, which must not enter a pair.
-        padding = ~valid_places(lengths, x.size(1))
+        padding = ~valid_places(lengths, x.size(1), x.device)
         x = x.masked_fill(padding.unsqueeze(-1), 0.0)
         for number, layer in enumerate(self.layers, start=1):
             if number in self.pyramid:
                 x, lengths = join_pairs(x, lengths)
             x, _ = layer(x, lengths=lengths)  # (B, T', E), zero in the padding
             x = self.dropout(x)
-        return Memory(x, valid_places(lengths, x.size(1)))
+        return Memory(x, valid_places(lengths, x.size(1), x.device))
 
     def output_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory for that many frames of features."""
@@ -200,8 +207,7 @@ class Speller(nn.Module):
             return x.flatten(0, 1)[flat].view(*rows.shape, *x.shape[2:])
 
         fixed = state.constants
-        every = torch.arange(len(fixed.keys), device=rows.device)
-        if not torch.equal(utterances, every):  # else nothing needs copying
+        if not keeps_all(utterances, len(fixed.keys)):
             memory = Memory(*(part[utterances] for part in fixed.memory))
             masks = tuple(None if mask is None else mask[utterances] for mask in fixed.masks)
             states, keys = DeferredWeight(memory.states.mT), fixed.keys[utterances]

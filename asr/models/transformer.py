@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from asr.config.schema import EncoderDecoderConfig, TransformerConfig
-from asr.nn.attention import Memory, valid_places
+from asr.nn.attention import Memory, keeps_all, valid_places
 from asr.nn.dropout import Dropout
 from asr.nn.norm import WordEmbedding
 from asr.nn.positions import make_positions
@@ -100,7 +100,7 @@ class Transformer(nn.Module):
     ) -> tuple[Memory, list[Tensor]]:
         """As encode, and log-probabilities (B, T', V) of CTC's symbols by intermediate layers."""
         x, lengths = self.front(features, lengths)
-        valid = valid_places(lengths, x.size(1))
+        valid = valid_places(lengths, x.size(1), x.device)
         x = self.dropout(x * math.sqrt(x.size(-1)) + self.frame_positions(0, x.size(1)))
         x = self.encoder.first_norm(x)
         intermediate = []
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
         """Keep and reorder hypotheses: rows (B', K') number them b * K + k, a row per utterance."""
         memory, valid, past, before, attention = state
         utterances = rows[:, 0] // before.size(1)
-        if not torch.equal(utterances, torch.arange(len(valid), device=rows.device)):
+        if not keeps_all(utterances, len(valid)):
             memory = [(keys[utterances], values[utterances]) for keys, values in memory]
             valid = valid[utterances]
         attention = None if attention is None else attention.flatten(0, 1)[rows]

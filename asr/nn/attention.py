@@ -26,9 +26,23 @@ from asr.kernels import dispatch
 from asr.kernels.types import AttentionInput
 
 
-def valid_places(lengths: Tensor, size: int) -> Tensor:
-    """The mask of right-padded sequences: lengths (B,), padded size T -> valid (B, T) bool."""
-    return torch.arange(size, device=lengths.device) < lengths.unsqueeze(1)
+def valid_places(lengths: Tensor, size: int, device: torch.device) -> Tensor:
+    """The mask of right-padded sequences: lengths (B,), padded size T -> valid (B, T) bool.
+
+    It is on `device`; lengths are best on the CPU, which then never waits for the device.
+    """
+    lengths = lengths.to(device, non_blocking=True)
+    return torch.arange(size, device=device) < lengths.unsqueeze(1)
+
+
+def keeps_all(utterances: Tensor, count: int) -> bool:
+    """Are `utterances` 0 .. count - 1, so that a search need not copy what it keeps of each?
+
+    Asked on a CPU only: a GPU copies faster than it answers.
+    """
+    if utterances.device.type != "cpu" or len(utterances) != count:
+        return False
+    return torch.equal(utterances, torch.arange(count))
 
 
 class Memory(NamedTuple):

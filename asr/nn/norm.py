@@ -126,18 +126,30 @@ class BatchNorm(nn.Module):
         """valid (B, T) bool: the frames that count."""
         wide = _at_least_float32(x)
         mean, variance = self.running_mean, self.running_var
-        if self.training and bool(valid.any()):
-            frames = wide[valid]  # (N, size)
-            variance, mean = torch.var_mean(frames, 0, correction=0)
-            self._track(mean.detach(), variance.detach(), len(frames))
+        if self.training:
+            count = valid.sum()
+            mean, variance = valid_moments(wide, valid, count)
+            self._track(mean.detach(), variance.detach(), count)
         scale = (variance + self.eps).rsqrt() * self.weight
         return ((wide - mean) * scale + self.bias).to(x.dtype)
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        unbiased = variance * (count / max(count - 1, 1))
-        self.running_mean.lerp_(mean.to(self.running_mean), self.MOMENTUM)
-        self.running_var.lerp_(unbiased.to(self.running_var), self.MOMENTUM)
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        unbiased = variance * (count / (count - 1).clamp_min(1))
+        weight = self.MOMENTUM * (count > 0)  # a batch without frames changes nothing
+        self.running_mean.lerp_(mean.to(self.running_mean), weight)
+        self.running_var.lerp_(unbiased.to(self.running_var), weight)
+
+
+def valid_moments(x: Tensor, valid: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance (size,) of the `count` frames of x (B, T, size) in valid (B, T).
+
+    In two passes over all frames: to select the valid ones would wait for the device.
+    """
+    padding, count = ~valid.unsqueeze(2), count.clamp_min(1)
+    mean = x.masked_fill(padding, 0.0).sum((0, 1)) / count
+    variance = (x - mean).masked_fill(padding, 0.0).square().sum((0, 1)) / count
+    return mean, variance
 
 
 def make_norm(kind: str, size: int, eps: float = EPS) -> nn.Module:

@@ -44,14 +44,14 @@ class ConvSubsampling(nn.Module):
         """
         if features.size(1) == 0:  # a convolution refuses an empty time axis
             return features.new_zeros(len(features), 0, self.out.out_features), lengths
-        valid = valid_places(lengths, features.size(1)).unsqueeze(-1)  # (B, T, 1)
+        valid = valid_places(lengths, features.size(1), features.device).unsqueeze(-1)  # (B, T, 1)
         # Filled, not multiplied: NaN times 0 is NaN.
         x = features.masked_fill(~valid, 0.0).unsqueeze(-1)  # (B, T, F, 1)
         x = x.permute(0, 3, 1, 2)  # (B, 1, T, F), channels last in memory: half the time on a CPU
         for conv, stride in zip(self.convs, self.strides, strict=True):
             lengths = _shorten(lengths, stride)
             x = conv(x)  # (B, C, T', F')
-            kept = valid_places(lengths, x.size(2))[:, None, :, None].to(x.dtype)
+            kept = valid_places(lengths, x.size(2), x.device)[:, None, :, None].to(x.dtype)
             # Multiplied here: x is finite, and masked_fill's backward pass loses channels last.
             x = self.activation(x.mul_(kept))  # ReLU maps 0 to 0
         return self.out(x.permute(0, 2, 3, 1).flatten(2)), lengths

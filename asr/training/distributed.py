@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from asr.errors import EXIT_USER_ERROR, UserError
 from asr.io import read_json, write_files
-from asr.training.losses import Sum, add
+from asr.training.losses import Sum, add, on_cpu
 
 Value = TypeVar("Value")
 
@@ -257,7 +257,7 @@ def add_sums(
     """The sums over all ranks, and the messages of all."""
     if world() == 1:
         return sums, messages
-    own = {name: (float(total), float(count)) for name, (total, count) in sums.items()}
+    own = {name: (float(total), float(count)) for name, (total, count) in on_cpu(sums).items()}
     totals: dict[str, Sum] = {}
     lines: list[str] = []
     for number, (part, texts) in enumerate(gather((own, messages))):

@@ -8,6 +8,7 @@ token without label smoothing, which is comparable between settings.
 B utterances, T frames, U tokens, V vocabulary.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -43,8 +44,23 @@ def add(sums: dict[str, Sum], more: dict[str, Sum]) -> None:
         sums[name] = Sum(old.total + total, old.count + count) if old else Sum(total, count)
 
 
+def read(values: Sequence[Tensor]) -> Tensor:
+    """Scalar tensors (N) as one of float64 on the CPU, with one wait for the device."""
+    device = values[0].device
+    return torch.stack([v.detach().double().to(device, non_blocking=True) for v in values]).cpu()
+
+
+def on_cpu(sums: dict[str, Sum]) -> dict[str, Sum]:
+    """The same sums on the CPU."""
+    if not sums:
+        return {}
+    pairs = read([value for own in sums.values() for value in own]).view(-1, 2)
+    return {name: Sum(*pair) for name, pair in zip(sums, pairs, strict=True)}
+
+
 def means(sums: dict[str, Sum]) -> dict[str, float]:
     """Total / count of every entry with a count; of a perplexity, the exponential of that."""
+    sums = on_cpu(sums)
     ratios = {name: total / count for name, (total, count) in sums.items() if count > 0}
     return {n: float(r.exp() if n.endswith("perplexity") else r) for n, r in ratios.items()}
 
@@ -56,7 +72,8 @@ def shift(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """
     inputs = functional.pad(tokens, (1, 0), value=SOS)
     targets = functional.pad(tokens, (0, 1), value=BLANK)
-    return inputs, targets.scatter(1, lengths.unsqueeze(1), EOS)
+    ends = lengths.to(tokens.device, non_blocking=True).unsqueeze(1)
+    return inputs, targets.scatter(1, ends, EOS)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> dict[str, Sum]:
@@ -66,11 +83,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> dict[str
     spreads its mass evenly over the whole vocabulary.
     """
     valid = targets != BLANK
-    log_probs = logits[valid].log_softmax(dim=-1)  # (tokens, V)
-    labels = targets[valid].unsqueeze(1)
-    nll = -log_probs.gather(1, labels).sum()
-    uniform = -log_probs.mean(dim=-1).sum()
-    correct = (log_probs.argmax(dim=-1, keepdim=True) == labels).sum()
+    # Padding is filled with 0, not left out: to count what is left would wait for the device.
+    log_probs = logits.log_softmax(dim=-1)
+    nll = -_sum_valid(log_probs.gather(2, targets.unsqueeze(2)).squeeze(2), valid)
+    uniform = -_sum_valid(log_probs.mean(dim=-1), valid)
+    correct = ((log_probs.argmax(dim=-1) == targets) & valid).sum()
     count = valid.sum()
     return {
         "objective": Sum((1 - smoothing) * nll + smoothing * uniform, count),
@@ -79,9 +96,15 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> dict[str
     }
 
 
+def _sum_valid(values: Tensor, valid: Tensor) -> Tensor:
+    """The sum of values (B, N) where valid (B, N)."""
+    return values.masked_fill(~valid, 0.0).sum()
+
+
 def ctc_loss(log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
     """log_probs (B, T, V), frames (B,), tokens (B, U), lengths (B,) -> summed over B.
 
+    frames and lengths are best on the CPU, where torch reads them.
     An utterance with more labels than frames has no CTC path and adds 0.
     """
     options = {"blank": BLANK, "reduction": "sum", "zero_infinity": True}
@@ -98,7 +121,7 @@ def off_diagonal(weights: Tensor, valid_tokens: Tensor, valid: Tensor, width: fl
     t = (valid.cumsum(1) - 1) / valid.sum(1, keepdim=True)  # (B, T)
     distance = u.unsqueeze(2) - t.unsqueeze(1)  # (B, U, T)
     cost = 1 - torch.exp(-distance.square() / (2 * width**2))
-    return (weights * cost)[valid_tokens].sum()
+    return _sum_valid((weights * cost).sum(2), valid_tokens)
 
 
 def symmetric_kl(log_probs: Tensor, valid: Tensor) -> Tensor:
@@ -108,9 +131,10 @@ def symmetric_kl(log_probs: Tensor, valid: Tensor) -> Tensor:
     target without gradient, as in CR-CTC.
     """
     valid, _ = valid.chunk(2)
-    a, b = (half[valid] for half in log_probs.chunk(2))
-    kl_div = partial(functional.kl_div, reduction="sum", log_target=True)
-    return kl_div(b, a.detach()) + kl_div(a, b.detach())
+    a, b = log_probs.chunk(2)
+    kl_div = partial(functional.kl_div, reduction="none", log_target=True)
+    both = kl_div(b, a.detach()) + kl_div(a, b.detach())
+    return _sum_valid(both.sum(2), valid)
 
 
 class SpeechObjective(nn.Module):
@@ -158,7 +182,7 @@ class SpeechObjective(nn.Module):
         log_probs = self.model.ctc(memory)
         if log_probs is None:
             return sums
-        log_probs, frames = log_probs.float(), memory.valid.sum(dim=1)
+        log_probs, frames = log_probs.float(), self.model.memory_lengths(batch.lengths)
         labels = frames, batch.tokens, batch.token_lengths
         loss, count = sums["objective"]
         sums["objective"] = Sum((1 - self.ctc_weight) * loss, count)

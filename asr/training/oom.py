@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from asr.errors import UserError, is_out_of_memory
+from asr.kernels import dispatch
 
 Result = TypeVar("Result")
 
@@ -45,6 +46,13 @@ def release_memory() -> None:
         trim(0)  # glibc keeps what Python has freed
 
 
+def release_device_memory() -> None:
+    """Return unused memory of the GPU, if there is one, after a lack of it."""
+    dispatch.release_memory()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def retry_in_halves(
     run: Callable[[Sequence[Any]], Result], group: Sequence[Any], log: Callable[[str], None]
 ) -> Result:
@@ -60,8 +68,7 @@ def retry_in_halves(
             raise
     # Not in the except clause: there the error still holds the frames and all tensors in them.
     halves = [half for batch in group for half in batch.split()]
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_device_memory()
     size_key, length_key = group[0].size_key, group[0].length_key
     if len(halves) == len(group):
         ids = " ".join(name for batch in group for name in batch.ids)

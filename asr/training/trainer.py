@@ -27,7 +27,7 @@ from asr.config.schema import TrainConfig
 from asr.data.batching import Broken, EpochPlan
 from asr.errors import UserError, WorkerKilled
 from asr.training.distributed import add_gradients, add_sums, gather, rank, world
-from asr.training.losses import Sum, add
+from asr.training.losses import Sum, add, read
 from asr.training.oom import retry_in_halves
 from asr.training.optim import Schedule
 
@@ -215,13 +215,14 @@ def take_step(
     gradients = [p.grad for p in objective.parameters() if p.grad is not None]
     if not gradients:  # every utterance of the step was unreadable
         return Step(sums, 0.0, lr, 0.0)
-    total, count = sums["objective"]
-    # Summed, then divided by the targets of the whole step: a short utterance weighs no more.
-    norm = float(nn.utils.get_total_norm(gradients) / count)
-    finite = math.isfinite(norm) and bool(total.isfinite())
+    # Summed, then divided by the targets of the whole step: a short utterance weighs no more. The
+    # only wait for the device in a step.
+    norm, total, count = read([nn.utils.get_total_norm(gradients), *sums["objective"]]).tolist()
+    norm = norm / count if count else math.nan
+    finite = math.isfinite(norm) and math.isfinite(total)
     step = Step(sums, norm, lr, sum(batch.seconds for batch in group), finite)
     if step.finite:
-        torch._foreach_mul_(gradients, min(1.0, config.clip / (norm + 1e-6)) / float(count))
+        torch._foreach_mul_(gradients, min(1.0, config.clip / (norm + 1e-6)) / count)
         for settings in optimizer.param_groups:
             settings["lr"] = lr
         optimizer.step()

@@ -109,10 +109,11 @@ def _library_path() -> Path:
     parts = [torch.__version__, platform.machine(), _processor(), _march(), *FLAGS]
     parts += [path.read_text() for path in sorted(SOURCES.glob("*.[hc]*")) if path.suffix != ".py"]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return _cache_folder() / f"layernorm_lstm_{key}.so"
+    return cache_folder() / f"layernorm_lstm_{key}.so"
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where the kernels are stored. Raises OSError or RuntimeError where there is no such place."""
     if chosen := os.environ.get("LAYERNORM_LSTM_CACHE"):
         return Path(chosen)
     try:

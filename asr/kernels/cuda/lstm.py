@@ -3,7 +3,9 @@
 torch computes the input's part of the gates for all steps at once, and autograd differentiates it;
 the recurrence has a manual backward pass. Its loop is recorded once as a CUDA graph and replayed,
 because launching a step's kernels takes longer than running them. With precision bf16 the products
-are bf16, all else is fp32. Tested on the CPU with TRITON_INTERPRET=1; not yet run on a GPU.
+are bf16, all else is fp32: the Triton kernels read and write the products' factors and results as
+they are, so that both directions of a step launch two kernels in either precision. Tested on the
+CPU with TRITON_INTERPRET=1; not yet run on a GPU.
 
 Legend: S steps, D directions, B utterances, H hidden size. A step's tensors have rows (D, B). The
 steps of a direction follow its own reading order, so that every utterance begins at step 0. S is
@@ -21,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from asr.kernels.deferred import product
 from asr.kernels.python import gate_product, norm
 from asr.kernels.reference import input_part, norm_rows
 from asr.kernels.types import MODES, LayerInput, LayerOutput, LSTMOptions, Weights
 
 Steps = Callable[..., tuple[Tensor, ...]]
-MOST = 32  # graphs kept; each holds the memory of its loop
+MOST = 64  # graphs kept; each holds the memory of its loop
+MEMORY_SHARE = 0.2  # of the GPU's memory that all kept graphs may hold
 BUCKET = 32  # frames
 
 
@@ -36,25 +38,53 @@ class Recorded(NamedTuple):
     inputs: list[Tensor | None]
     outputs: tuple[Tensor, ...]
 
+    @property
+    def bytes(self) -> int:
+        """Memory of its inputs and outputs; the rest of a loop is small."""
+        held = (*self.inputs, *self.outputs)
+        return sum(t.untyped_storage().nbytes() for t in held if t is not None)
 
-_recorded: OrderedDict[Hashable, Recorded] = OrderedDict()
+
+class GraphCache:
+    """Recorded loops, the last used last. The first are dropped beyond MOST or `room` bytes."""
+
+    def __init__(self, record: Callable[[Steps, list[Tensor | None]], Recorded]) -> None:
+        self.record = record
+        self.recorded: OrderedDict[Hashable, Recorded] = OrderedDict()
+
+    def replay(
+        self, key: Hashable, loop: Steps, room: float, *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """loop(*inputs); `key` identifies all shapes, dtypes, devices and options."""
+        if key not in self.recorded:
+            self.recorded[key] = self.record(loop, [t if t is None else t.clone() for t in inputs])
+        self.recorded.move_to_end(key)
+        self._drop_first(room)
+        recorded = self.recorded[key]
+        for own, given in zip(recorded.inputs, inputs, strict=True):
+            if own is not None:
+                own.copy_(given)
+        recorded.graph.replay()
+        return tuple(out.clone() for out in recorded.outputs)  # the next replay overwrites them
+
+    def _drop_first(self, room: float) -> None:
+        held = sum(recorded.bytes for recorded in self.recorded.values())
+        while len(self.recorded) > 1 and (len(self.recorded) > MOST or held > room):
+            held -= self.recorded.popitem(last=False)[1].bytes
 
 
 def replay(key: Hashable, loop: Steps, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """loop(*inputs), on a GPU from a graph; `key` identifies all shapes, dtypes and options."""
-    if not inputs[0].is_cuda:
+    """loop(*inputs), on a GPU from a graph, unless the caller records one itself."""
+    device = inputs[0].device
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return loop(*inputs)
-    if key not in _recorded:
-        _recorded[key] = _record(loop, [t if t is None else t.clone() for t in inputs])
-        if len(_recorded) > MOST:
-            _recorded.popitem(last=False)
-    _recorded.move_to_end(key)
-    recorded = _recorded[key]
-    for own, given in zip(recorded.inputs, inputs, strict=True):
-        if own is not None:
-            own.copy_(given)
-    recorded.graph.replay()
-    return tuple(out.clone() for out in recorded.outputs)  # the next replay overwrites them
+    room = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return _graphs.replay(key, loop, room, *inputs)
+
+
+def release_graphs() -> None:
+    """Free the memory of all recorded loops."""
+    _graphs.recorded.clear()
 
 
 def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
@@ -63,10 +93,22 @@ def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
     with torch.cuda.stream(side):
         loop(*inputs)  # compiles the kernels and lets cuBLAS choose: neither may be recorded
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = loop(*inputs)
+    graph, failures = torch.cuda.CUDAGraph(), []
+    try:
+        # thread_local: by default the calls of other threads, such as the one that pins batches,
+        # would end the recording.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            try:
+                outputs = loop(*inputs)
+            except RuntimeError as error:  # the end of the recording raises another one
+                failures.append(error)
+                raise
+    except RuntimeError as error:
+        raise (failures[0] if failures else error) from None
     return Recorded(graph, inputs, outputs)
+
+
+_graphs = GraphCache(_record)
 
 
 class CudaPlan(NamedTuple):
@@ -110,14 +152,15 @@ class Recurrence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dhs: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
         gates, hs, weight, _, _, mask, lengths, *vectors = ctx.saved_tensors
-        given = (gates, weight, ctx.cells, *ctx.saved, mask, lengths, *vectors, dhs, dh, dc)
+        upstream = (d.contiguous() for d in (dhs, dh, dc))  # Triton reads plain rows
+        given = (gates, weight, ctx.cells, *ctx.saved, mask, lengths, *vectors, *upstream)
         loop = functools.partial(_run_backward, ctx.plan)
         dh, dc, dz, dah, *normed = replay(_key(ctx.plan, "backward", *given), loop, *given)
         before = hs[:-1].transpose(0, 1).flatten(1, 2)  # (D, S * B, H)
         rows = dah.transpose(0, 1).flatten(1, 2).transpose(1, 2)  # (D, 4H, S * B)
-        dweight = product(rows, before.to(ctx.plan.dtype))
+        dweight = (rows @ before.to(ctx.plan.dtype)).to(weight.dtype)
         dvectors = _vector_gradients(ctx.plan.setting, gates, *ctx.saved, dz, *normed)
-        dgates = dah if ctx.plan.setting.norms_sum else dz
+        dgates = dah.to(dz.dtype) if ctx.plan.setting.norms_sum else dz
         return None, dgates, dweight, dh, dc, None, None, *dvectors
 
 
@@ -137,15 +180,17 @@ def _run_forward(
     H = h.shape[-1]
     hs, cs = gates.new_empty(S + 1, D, B, H), gates.new_empty(S + 1, D, B, H)
     hs[0], cs[0] = h, c
-    ah, raw = torch.empty_like(gates), gates.new_empty(S, D, B, H)
+    half = plan.dtype != gates.dtype
+    factor = h.to(plan.dtype)  # of the next product: h, rounded where it must be
+    ah, raw = torch.empty_like(gates, dtype=plan.dtype), gates.new_empty(S, D, B, H)
     raw_h = plan.for_hidden(raw)
     across = weight.transpose(1, 2).to(plan.dtype).contiguous()
     options = plan.options(H, mask)
     for s in range(S):
-        ah[s] = product(hs[s], across)
+        torch.bmm(factor if half else hs[s], across, out=ah[s])
         triton_step.forward_step[(D * B,)](
             gates[s], ah[s], hs[s], cs[s], hs if mask is None else mask, lengths, *vectors,
-            hs[s + 1], cs[s + 1], raw[s], raw_h[s], s, B, H, **options,
+            hs[s + 1], factor, cs[s + 1], raw[s], raw_h[s], s, B, H, HALF=half, **options,
         )  # fmt: skip
     return hs, cs, ah, raw, raw_h
 
@@ -168,19 +213,19 @@ def _run_backward(
     *vectors, dhs, dh, dc = vectors_and_slopes
     S, D, B, _ = gates.shape
     H = dh.shape[-1]
-    dz, dah = torch.empty_like(gates), torch.empty_like(gates)
-    dnormed, passing = torch.empty_like(raw), torch.empty_like(dh)
-    dhidden = plan.for_hidden(raw)
-    dh, dc, weight = dh.clone(), dc.clone(), weight.to(plan.dtype).contiguous()
+    dz, dah = torch.empty_like(gates), torch.empty_like(ah)
+    dnormed, dhidden = torch.empty_like(raw), plan.for_hidden(raw)
+    passing, dc, weight = dh.clone(), dc.clone(), weight.to(plan.dtype).contiguous()
+    through_w = torch.zeros_like(dh, dtype=plan.dtype)
     options = plan.options(H, mask)
     for s in reversed(range(S)):
         triton_step.backward_step[(D * B,)](
             gates[s], ah[s], cs[s], raw[s], raw_h[s], cs if mask is None else mask, lengths,
-            *vectors, dh, dhs[s], dc, dz[s], dah[s], dnormed[s], dhidden[s], passing,
+            *vectors, through_w, passing, dhs[s], dc, dz[s], dah[s], dnormed[s], dhidden[s],
             s, B, H, **options,
         )  # fmt: skip
-        dh = product(dah[s], weight).add_(passing)
-    return dh, dc, dz, dah, dnormed, dhidden
+        torch.bmm(dah[s], weight, out=through_w)
+    return passing.add_(through_w), dc, dz, dah, dnormed, dhidden
 
 
 def _vector_gradients(
@@ -194,7 +239,7 @@ def _vector_gradients(
     dhidden: Tensor,
 ) -> list[Tensor | None]:
     """Gradients of the six vectors of _vectors, None where the setting has none."""
-    gain_h = bias = None
+    ah, gain_h, bias = ah.to(gates.dtype), None, None
     if setting.gates == "split":
         gain_h = (dz * norm(ah, setting).normed).sum((0, 2))
     elif setting.norms_sum:
@@ -237,38 +282,45 @@ def _interpreted() -> bool:
 def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
     """All directions of one layer at once."""
     B, T, _ = batch.x.shape
-    lengths = torch.tensor(batch.lengths or [T] * B)
-    at, real = (part.to(batch.x.device) for part in _reading_order(lengths, T, len(weights)))
-    rows = batch.x.flatten(0, 1)[at].masked_fill(~real.unsqueeze(-1), 0.0)  # (S, D, B, I)
-    products = (gate_product(rows[:, d], w.weight_ih.t(), setting) for d, w in enumerate(weights))
-    parts = [input_part(p, w, setting) for p, w in zip(products, weights, strict=True)]
-    gates = torch.stack(parts, 1)  # (S, D, B, 4H)
-    plan = CudaPlan(setting, setting.product_dtype(gates.dtype))
-    mask = None if batch.mask is None else batch.mask.contiguous()
-    state = batch.h.contiguous(), batch.c.contiguous()
-    fixed = (torch.stack([w.weight_hh for w in weights]), *state, mask, lengths.to(batch.x.device))
-    hs, h, c = Recurrence.apply(plan, gates.contiguous(), *fixed, *_vectors(weights))
-    return LayerOutput(_in_time_order(hs, at, real, T), h, c)
+    counts, device = batch.lengths or [T] * B, batch.x.device
+    with torch.cuda.device_of(batch.x):  # Triton launches on the current device
+        lengths = torch.tensor(counts).to(device, non_blocking=True)
+        at = _reading_order(lengths, -(-max(counts) // BUCKET) * BUCKET, T, len(weights))
+        gates = _gates(batch.x, at, weights, setting)
+        plan = CudaPlan(setting, setting.product_dtype(gates.dtype))
+        mask = None if batch.mask is None else batch.mask.contiguous()
+        state = batch.h.contiguous(), batch.c.contiguous()
+        fixed = (torch.stack([w.weight_hh for w in weights]), *state, mask, lengths)
+        hs, h, c = Recurrence.apply(plan, gates, *fixed, *_vectors(weights))
+        return LayerOutput(_in_time_order(hs, at, T), h, c)
 
 
-def _reading_order(lengths: Tensor, T: int, directions: int) -> tuple[Tensor, Tensor]:
-    """The frame (row of B * T) that each step reads, and whether it is valid: (S, D, B)."""
-    S = -(-int(lengths.max()) // BUCKET) * BUCKET
-    step = torch.arange(S)[:, None]
-    real = step < lengths  # (S, B)
-    times = [step.expand_as(real), lengths - 1 - step][:directions]
-    first = torch.arange(len(lengths)) * T
-    at = torch.stack([torch.where(real, first + time, 0) for time in times], dim=1)
-    return at, real.unsqueeze(1).expand_as(at)
+def _reading_order(lengths: Tensor, S: int, T: int, directions: int) -> Tensor:
+    """The frame (row of B * T) that each step reads, B * T where it reads none: (D, S, B)."""
+    step = torch.arange(S, device=lengths.device)[:, None]
+    times = [step, lengths - 1 - step][:directions]
+    B = len(lengths)
+    first = torch.arange(B, device=lengths.device) * T
+    return torch.stack([torch.where(step < lengths, first + time, B * T) for time in times])
 
 
-def _in_time_order(hs: Tensor, at: Tensor, real: Tensor, T: int) -> Tensor:
+def _gates(x: Tensor, at: Tensor, weights: list[Weights], setting: LSTMOptions) -> Tensor:
+    """x (B, T, I) -> the input's part of the gates in reading order, (S, D, B, 4H)."""
+    frames = torch.nn.functional.pad(x.flatten(0, 1), (0, 0, 0, 1))  # padded steps read zeros
+    parts = []
+    for own, w in zip(at, weights, strict=True):
+        rows = frames.index_select(0, own.flatten()).view(*own.shape, -1)  # (S, B, I)
+        parts.append(input_part(gate_product(rows, w.weight_ih.t(), setting), w, setting))
+    return torch.stack(parts, 1)
+
+
+def _in_time_order(hs: Tensor, at: Tensor, T: int) -> Tensor:
     """hs (S, D, B, H) -> (B, T, D * H), zero where no frame was read."""
     _, D, B, H = hs.shape
     parts = []
-    for d in range(D):
-        flat = hs.new_zeros(B * T, H)
-        parts.append(flat.index_copy(0, at[:, d][real[:, d]], hs[:, d][real[:, d]]))
+    for d in range(D):  # steps without a frame write the last row, which is dropped
+        flat = hs.new_zeros(B * T + 1, H)
+        parts.append(flat.index_copy(0, at[d].flatten(), hs[:, d].flatten(0, 1))[:-1])
     return torch.cat(parts, dim=-1).view(B, T, D * H)
 
 

@@ -5,6 +5,9 @@ One program computes one row: one utterance in one direction, its 4H pre-activat
 Formulas: reference.py; backward of a norm: python.py. A row whose utterance has ended copies its
 state and adds no gradient.
 
+ah and the gradient that W_h returns may be bf16, as the matrix products read and write them; all
+arithmetic is in the dtype of the gates.
+
 MODE 0: z = gates + ah. 1: z = gates + gain N(ah). 2: z = gain N(gates + ah) + bias, by gate.
 3: the same over all gates. RMS: no norm subtracts a mean. SHOW, CARRY: the output, the next step
 reads the normed cell. HIDDEN: h is normalised.
@@ -113,18 +116,26 @@ def load4(base, row, H, j, real):
 
 
 @triton.jit
+def load_product(ah, gates, row, H, j, real):
+    """W_h h in the dtype of the gates."""
+    a, b, c, d = load4(ah, row, H, j, real)
+    kind = gates.dtype.element_ty
+    return a.to(kind), b.to(kind), c.to(kind), d.to(kind)
+
+
+@triton.jit
 def store4(base, row, H, j, real, a, b, c, d):
-    at = base + row * 4 * H + j
-    tl.store(at, a, real)
-    tl.store(at + H, b, real)
-    tl.store(at + 2 * H, c, real)
-    tl.store(at + 3 * H, d, real)
+    at, kind = base + row * 4 * H + j, base.dtype.element_ty
+    tl.store(at, a.to(kind), real)
+    tl.store(at + H, b.to(kind), real)
+    tl.store(at + 2 * H, c.to(kind), real)
+    tl.store(at + 3 * H, d.to(kind), real)
 
 
 @triton.jit
 def normed_gates(gates, ah, row, H, j, real, eps, MODE: tl.constexpr, RMS: tl.constexpr):
     """The normed pre-activations but in MODE 0, and their scales, which only MODE 2 has four of."""
-    a, b, c, d = load4(ah, row, H, j, real)
+    a, b, c, d = load_product(ah, gates, row, H, j, real)
     if MODE != 1:
         ga, gb, gc, gd = load4(gates, row, H, j, real)
         a, b, c, d = a + ga, b + gb, c + gc, d + gd
@@ -145,7 +156,7 @@ def activated(
     """sigmoid i, sigmoid f, tanh g, sigmoid o. own: the direction, a row of the weights."""
     if MODE == 0:
         a, b, c, d = load4(gates, row, H, j, real)
-        e, f, g, h = load4(ah, row, H, j, real)
+        e, f, g, h = load_product(ah, gates, row, H, j, real)
     else:
         a, b, c, d, _1, _2, _3, _4 = normed_gates(gates, ah, row, H, j, real, eps, MODE, RMS)
         e, f, g, h = load4(gain_h, own, H, j, real)
@@ -170,14 +181,17 @@ def affine_norm(
     return y, weight, normed, scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s"])
 def forward_step(
     gates, ah, h, c, mask, lengths, gain_h, bias, gain_c, bias_c, gain_hidden, bias_hidden,
-    h_next, c_next, raw, raw_h, s, B, H, eps, MODE: tl.constexpr, RMS: tl.constexpr,
+    h_next, h_factor, c_next, raw, raw_h, s, B, H, eps, MODE: tl.constexpr, RMS: tl.constexpr,
     NORM_C: tl.constexpr, SHOW: tl.constexpr, CARRY: tl.constexpr, HIDDEN: tl.constexpr,
-    DROP: tl.constexpr, BLOCK: tl.constexpr,
+    DROP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """gates, ah (D*B, 4H), h, c (D*B, H) -> the next h and c, and both before their norms."""
+    """gates, ah (D*B, 4H), h, c (D*B, H) -> the next h and c, and both before their norms.
+
+    HALF: also the next h in the dtype of h_factor, which the next product reads.
+    """
     row = tl.program_id(0)
     own = row // B
     j = tl.arange(0, BLOCK)
@@ -198,7 +212,10 @@ def forward_step(
     )
     runs = s < tl.load(lengths + row % B)
     tl.store(c_next + at, tl.where(runs, normed if CARRY else cell, c_old), real)
-    tl.store(h_next + at, tl.where(runs, hidden, tl.load(h + at, real, 0.0)), real)
+    hidden = tl.where(runs, hidden, tl.load(h + at, real, 0.0))
+    tl.store(h_next + at, hidden, real)
+    if HALF:
+        tl.store(h_factor + at, hidden.to(h_factor.dtype.element_ty), real)
 
 
 @triton.jit
@@ -218,17 +235,18 @@ def through_norm(
     return di, df, dg, do
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s"])
 def backward_step(
     gates, ah, c, raw, raw_h, mask, lengths, gain_h, bias, gain_c, bias_c, gain_hidden,
-    bias_hidden, dh, dh_new, dc, dz, dah, dnormed, dhidden, passing, s, B, H, eps,
+    bias_hidden, through_w, passing, dh_new, dc, dz, dah, dnormed, dhidden, s, B, H, eps,
     MODE: tl.constexpr, RMS: tl.constexpr, NORM_C: tl.constexpr, SHOW: tl.constexpr,
     CARRY: tl.constexpr, HIDDEN: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dh of the next step plus the output's dh_new, dc in place -> dz, dah (D*B, 4H), and the
-    gradients of the normed c and h.
+    """The gradients of h and the output, and dc in place -> dz, dah (D*B, 4H), and the gradients of
+    the normed c and h.
 
-    `passing` receives the dh of rows that have ended, which bypasses the product with W_h.
+    That of h is through_w, what W_h returned in the next step, plus `passing`, which is updated in
+    place: the part of rows that have ended, which bypasses the product with W_h.
     """
     row = tl.program_id(0)
     own = row // B
@@ -236,7 +254,9 @@ def backward_step(
     real = j < H
     at = row * H + j
     runs = s < tl.load(lengths + row % B)
-    dh_row, dc_row = tl.load(dh + at, real, 0.0), tl.load(dc + at, real, 0.0)
+    dc_row = tl.load(dc + at, real, 0.0)
+    dh_row = tl.load(through_w + at, real, 0.0).to(dc.dtype.element_ty)
+    dh_row += tl.load(passing + at, real, 0.0)
     tl.store(passing + at, tl.where(runs, 0.0, dh_row), real)
     d = tl.where(runs, dh_row + tl.load(dh_new + at, real, 0.0), 0.0)
     dc_live = tl.where(runs, dc_row, 0.0)

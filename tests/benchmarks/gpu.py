@@ -1,0 +1,678 @@
+"""All figures of one GPU in one run: checks, LSTM kernels, training steps, searches.
+
+    python tests/benchmarks/gpu.py --json gpu.json                # under eight minutes on one GPU
+    python tests/benchmarks/gpu.py --json tiny.json --tiny        # its own check, also on a CPU
+
+Checks come first; one that fails is printed, stored, and sets the exit code to 1, as does a section
+that ends with an error. A section that runs out of its share of --seconds skips the rest, which the
+table and the JSON file name. The file is written after each section. Triton's kernels are compiled
+by several processes into its cache before the first check. No network is used: the corpus of the
+training steps is noise in FLAC files with random texts, at the lengths of LibriSpeech. The sections
+checks and lstm need torch and triton only; training and search need the packages of setup.cfg and
+are skipped without them.
+
+Times are medians of interleaved rounds between events of the device, over two sets of random
+inputs, after a warm-up that includes compiling and recording. LSTM layers are bidirectional with as
+many inputs as hidden units. floor_ms is the larger of operations / measured rate of a large product
+and bytes / measured rate of a large copy, each input read and output written once.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from asr.kernels import dispatch, fastest  # noqa: E402
+from asr.kernels.fastest import Case  # noqa: E402
+from asr.kernels.types import make_setting  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Share of the time after which each section ends, and all before it.
+SHARES = {"checks": 0.25, "lstm": 0.6, "training": 0.85, "search": 1.0}
+KEY = (512, 32, 400)  # H, B, T at which all norms are compared
+NORMS: dict[str, dict[str, Any]] = {
+    **{norm: {"norm": norm} for norm in ("ba", "none", "joined", "per_gate", "raw", "cell")},
+    **{f"{norm} rms": {"norm": norm, "norm_kind": "rms"} for norm in ("ba", "joined", "per_gate")},
+    **{f"ba, c {c}": {"norm": "ba", "cell_norm": c} for c in ("none", "carried", "state")},
+    "joined, hidden": {"norm": "joined", "hidden_norm": True},
+    "ba, hidden": {"norm": "ba", "hidden_norm": True},
+    "cell rms": {"norm": "cell", "norm_kind": "rms"},
+}
+BOUNDS = {"fp32": 1e-3, "bf16": 5e-2}  # |difference| / |reference in float64|, recurrent gain 0.3
+ROUNDS, WARM_UP, SETS = 7, 2, 2
+BEAM_RATIO = 0.2  # tokens per frame of memory: the models are not trained and would not end
+
+
+class Budget(NamedTuple):
+    """The end of a section, and what it has skipped."""
+
+    end: float
+    skipped: list[str]
+
+    def allows(self, what: str) -> bool:
+        """Whether there is time for it; else it is listed."""
+        if time.monotonic() < self.end:
+            return True
+        self.skipped.append(what)
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser.add_argument("--seconds", type=float, default=440.0, help="for all sections together")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, also on a CPU")
+    parser.add_argument("--only", nargs="+", choices=SHARES, default=list(SHARES))
+    parser.add_argument("--compile", nargs=2, type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile:
+        compile_share(*options.compile)
+        return 0
+    if DEVICE.type == "cpu" and not options.tiny:
+        parser.error("torch sees no GPU; --tiny runs on a CPU")
+    begin = time.monotonic()
+    RATES.update(machine())
+    results: dict[str, Any] = {"machine": RATES, "skipped": {}, "errors": {}, "seconds": {}}
+    sections = {"checks": checks, "lstm": lstm, "training": training, "search": search}
+    for name in options.only:
+        start = time.monotonic()
+        budget = Budget(begin + SHARES[name] * options.seconds, [])
+        try:
+            results[name] = sections[name](options.tiny, budget)
+        except ImportError as error:
+            budget.skipped.append(f"{name}: {error}")
+        except Exception:  # the other sections still give their figures
+            results["errors"][name] = traceback.format_exc()
+            print(results["errors"][name], flush=True)
+        results["seconds"][name] = round(time.monotonic() - start, 1)
+        if budget.skipped:
+            results["skipped"][name] = budget.skipped
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    table(results)
+    failed = [row for row in results.get("checks", []) if not row["passed"]]
+    return int(bool(failed or results["errors"]))
+
+
+def machine() -> dict[str, Any]:
+    """Device and versions, and the measured rates that the floors are computed from."""
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+    found = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
+    found |= {"triton": fastest._version("triton"), "backends": dispatch.backends()}
+    size = 8192 if DEVICE.type == "cuda" else 256
+    a = torch.randn(size, size, device=DEVICE)
+    half, copied = a.bfloat16(), torch.empty_like(a)
+    for key, factor in (("bf16", half), ("fp32", a)):
+        took = statistics.median(seconds(partial(torch.mm, factor, factor)) for _ in range(5))
+        found[f"{key}_flops"] = 2 * size**3 / took
+    took = statistics.median(seconds(partial(copied.copy_, a)) for _ in range(9))
+    return found | {"bytes_per_second": 2 * a.nbytes / took}
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """The time of run() on the device."""
+    if DEVICE.type == "cpu":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def peak_mib(run: Callable[[], object]) -> float:
+    """The rise of allocated memory during run(), in MiB; 0 on a CPU."""
+    if DEVICE.type == "cpu":
+        run()
+        return 0.0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+# Checks -----------------------------------------------------------------------------------------
+
+
+def checks(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
+    """Each backend and norm against the reference in float64, and what else differs on a GPU."""
+    if "cuda" in layers_here():
+        compile_kernels()
+    general = masked_attention, ctc_gradient, waits_of_a_step
+    rows = [passed(run.__name__, run) for run in general]
+    norms = dict(islice(NORMS.items(), 3 if tiny else None))
+    for (norm, keys), precision in product(norms.items(), BOUNDS):
+        for backend in layers_here():
+            name = f"{backend}: {norm}, {precision}"
+            if budget.allows(name):
+                case = case_of(keys, precision, *((5, 3) if tiny else KEY[:2]), learns=True)
+                rows.append(passed(name, partial(layer_error, backend, case)))
+    return rows
+
+
+COMPILERS = 8  # processes
+
+
+def compile_kernels() -> None:
+    """Fill Triton's cache with the kernels of all checks and timings."""
+    count = min(COMPILERS, os.cpu_count() or 1)
+    command = [sys.executable, __file__, "--json", os.devnull, "--compile"]
+    started = [subprocess.Popen([*command, str(n), str(count)]) for n in range(count)]
+    for process in started:
+        process.wait()
+
+
+def compile_share(number: int, count: int) -> None:
+    """Run the kernels of every count-th job once; errors show in the checks."""
+    jobs = [(norm, precision, KEY[0]) for norm in NORMS for precision in BOUNDS]
+    jobs += list(product(("ba", "none"), BOUNDS, (256, 1024)))
+    for norm, precision, H in jobs[number::count]:
+        case = case_of(NORMS[norm], precision, H, KEY[1], learns=True)
+        with suppress(Exception):
+            fastest._run(dispatch.LAYERS["cuda"], case, *fresh_inputs(case, 7))
+
+
+def passed(name: str, run: Callable[[], float]) -> dict[str, Any]:
+    """One row: the error that run() returns, in units of its bound, must be at most 1."""
+    try:
+        error, reason = run(), None
+    except ImportError as missing:
+        return {"name": name, "passed": True, "error": None, "reason": f"skipped: {missing}"}
+    except Exception as failure:
+        error, reason = float("nan"), f"{type(failure).__name__}: {failure}"[:300]
+    return {"name": name, "passed": error <= 1.0, "error": error, "reason": reason}
+
+
+def layers_here() -> list[str]:
+    """The backends that can run on the device; reference is the judge."""
+    usable = [name for name, reason in dispatch.backends().items() if reason is None]
+    wrong = "reference", "cpu" if DEVICE.type == "cuda" else "cuda"
+    return [name for name in usable if name not in wrong]
+
+
+def case_of(keys: dict[str, Any], precision: str, H: int, B: int, learns: bool) -> Case:
+    """The case of a bidirectional layer."""
+    own = {"cell_norm": None, "hidden_norm": False, "norm_kind": "layer"} | keys
+    setting = make_setting(eps=None, zero_variance="guard", precision=precision, **own)
+    return Case(setting, 2, H, B, learns)
+
+
+def layer_error(backend: str, case: Case) -> float:
+    """The largest relative error of a ragged batch's results and gradients, per bound."""
+    T, lengths = 13, [13, *(1 + 5 * row % 13 for row in range(1, case.batch))]
+    batch, weights = fresh_inputs(case, T)
+    padding = torch.arange(T, device=DEVICE) >= torch.tensor(lengths, device=DEVICE)[:, None]
+    x = batch.x.detach().masked_fill(padding.unsqueeze(2), float("nan")).requires_grad_()
+    batch = batch._replace(x=x, lengths=lengths)
+    exact = case._replace(setting=case.setting._replace(precision="fp32"))
+    wide = [type(w)(*(t if t is None else doubled(t) for t in w)) for w in weights]
+    judge_batch = batch._replace(x=doubled(x), h=batch.h.double(), c=batch.c.double())
+    ours = run_layer(dispatch.LAYERS[backend], case, batch, weights, padding)
+    judge = run_layer(dispatch.LAYERS["reference"], exact, judge_batch, wide, padding)
+    errors = [
+        float((a.double() - b).norm() / b.norm().clamp_min(1e-9))
+        for a, b in zip(ours, judge, strict=True)
+    ]
+    worst = float("nan") if any(error != error for error in errors) else max(errors)
+    return worst / BOUNDS[case.setting.precision]
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().requires_grad_()
+
+
+def fresh_inputs(case: Case, T: int) -> tuple[Any, list[Any]]:
+    """New random inputs for every call, with recurrent weights small enough to be no chaos."""
+    batch, weights = fastest._inputs(case, T, DEVICE)
+    with torch.no_grad():
+        for w in weights:
+            for part in w:
+                if part is not None:
+                    part.add_(0.1 * torch.randn_like(part) * part.abs().mean())
+            gains = [gain for gain in (w.gain_recurrent,) if gain is not None]
+            for part in gains or [w.weight_hh]:
+                part.mul_(0.3)
+    x = torch.randn_like(batch.x).requires_grad_(case.learns)
+    return batch._replace(x=x), weights
+
+
+def run_layer(
+    layer: Any, case: Case, batch: Any, weights: list[Any], padding: Tensor
+) -> list[Tensor]:
+    """Output, states and gradients of a batch whose padding holds NaN."""
+    results = layer(batch, weights, case.setting)
+    learned = [batch.x, *(w for own in weights for w in own if w is not None)]
+    total = results.output.square().sum() + results.h.sum() + results.c.sum()
+    dx, *others = torch.autograd.grad(total, learned)
+    assert not results.output[padding].any(), "the output of padding must be 0"
+    return [*(part.detach() for part in results), dx[~padding], *others]
+
+
+def masked_attention() -> float:
+    """A query that may attend to nothing gets zeros, in every precision and in the gradient."""
+    for dtype in (torch.float32, torch.bfloat16):
+        query = torch.randn(2, 4, 7, 64, device=DEVICE, dtype=dtype, requires_grad=True)
+        valid = torch.tensor([[True] * 5 + [False] * 2, [False] * 7], device=DEVICE)
+        attend = nn.functional.scaled_dot_product_attention
+        out = attend(query, query, query, valid[:, None, None])
+        assert not out[1].any(), f"{dtype}: not 0 without a valid frame"
+        out.float().sum().backward()
+        assert query.grad.isfinite().all(), f"{dtype}: gradient not finite"
+    return 0.0
+
+
+def ctc_gradient() -> float:
+    """The CTC loss and its gradient on the device equal those on the CPU."""
+    from asr.training.losses import ctc_loss
+
+    logits, tokens = torch.randn(3, 41, 13), torch.randint(4, 13, (3, 7))
+    frames, lengths = torch.tensor([41, 29, 17]), torch.tensor([7, 5, 3])
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        own = logits.to(device).detach().requires_grad_()
+        loss = ctc_loss(own.log_softmax(-1), frames, tokens.to(device), lengths)
+        loss.backward()
+        found.append((loss.detach().cpu(), own.grad.cpu()))
+    return max(float((a - b).norm() / b.norm()) / 1e-4 for a, b in zip(*found, strict=True))
+
+
+def waits_of_a_step() -> float:
+    """A training step of LAS waits for the GPU once: torch reports each place."""
+    from asr.training import trainer
+
+    objective, batch, config = small_las()
+    optimizer = torch.optim.Adam(objective.parameters(), fused=True)
+    step = partial(trainer.take_step, objective, [batch], optimizer, 1e-3, config)
+    step()
+    if DEVICE.type == "cpu":
+        return 0.0
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", message=".*synchroniz")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    places = sorted({f"{Path(w.filename).name}:{w.lineno}" for w in caught})
+    print(f"waits of a step: {len(caught)}, at {', '.join(places)}", flush=True)
+    own = [w for w in caught if Path(w.filename).name != "functional.py"]  # there: torch's CTC loss
+    assert len(own) <= 1, f"waits at {', '.join(places)}"
+    return 0.0
+
+
+def small_las() -> tuple[nn.Module, Any, Any]:
+    from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig, TrainConfig
+    from asr.data.batching import Batch
+    from asr.models.las import LAS
+    from asr.training.losses import SpeechObjective
+
+    parts = {
+        "listener": ListenerConfig(layers=2, hidden=32, pyramid=(2,)),
+        "speller": SpellerConfig(hidden=32, embedding=16),
+    }
+    model = LAS(40, 31, LasConfig(kind="las", attention_size=16, ctc_weight=0.3, **parts))
+    sizes = torch.tensor([64, 48, 32]), torch.tensor([7, 5, 3])
+    tokens, features = torch.randint(4, 31, (3, 7)), torch.randn(3, 64, 40)
+    batch = Batch(("a", "b", "c"), features, sizes[0], tokens, sizes[1], 1.0)
+    objective = SpeechObjective(model, 0.3, 0.1).to(DEVICE)
+    return objective, batch.to(DEVICE), TrainConfig(precision="bf16")
+
+
+# LSTM layers ------------------------------------------------------------------------------------
+
+
+def lstm(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
+    """A row for each shape, precision, pass and contestant; the key shape with all norms first."""
+    H, B, T = (5, 3, 7) if tiny else KEY
+    rows = []
+    ours = [name for name in layers_here() if name != "python"]
+    for precision in ("bf16", "fp32"):
+        names = ["nn.LSTM", *(f"{b}: {norm}" for b in ours for norm in NORMS), "python: ba"]
+        rows += shape_rows([*names, "TorchScript"], precision, H, B, T, budget)
+    grid = [] if tiny else product((256, 512, 1024), (16, 64), (100, 400, 800), ("bf16", "fp32"))
+    for H, B, T, precision in sorted(grid, key=lambda shape: (shape[2] != 400, shape[2], shape[1])):
+        names = ["nn.LSTM", *(f"{b}: {norm}" for b in ours for norm in ("ba", "none"))]
+        names += ["TorchScript"] if (H, T) == (512, 400) else []
+        rows += shape_rows(names, precision, H, B, T, budget)
+    return rows
+
+
+def shape_rows(
+    names: list[str], precision: str, H: int, B: int, T: int, budget: Budget
+) -> list[dict[str, Any]]:
+    """Both passes of every contestant at one shape."""
+    shape = f"H{H} B{B} T{T} {precision}"
+    rows = []
+    for learns in (False, True):
+        runs: dict[str, list[Callable[[], object]]] = {}
+        for name in names:
+            what = f"{shape} {'forward+backward' if learns else 'forward'} {name}"
+            if budget.allows(what):
+                try:
+                    made = [contestant(name, precision, H, B, T, learns) for _ in range(SETS)]
+                    warmed = [run() for run in made for _ in range(WARM_UP)]
+                    del warmed
+                    runs[name] = made
+                except Exception as error:
+                    budget.skipped.append(f"{what}: {error!r}"[:300])
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(ROUNDS):
+            for name, made in runs.items():
+                times[name].append(seconds(made[number % SETS]))
+        fastest_judge = statistics.median(times.get("nn.LSTM") or [float("nan")])
+        floor = floor_seconds(precision, H, B, T, learns)
+        for name, own in times.items():
+            took = statistics.median(own)
+            rows.append(
+                {"H": H, "B": B, "T": T, "precision": precision, "name": name}
+                | {"pass": "forward+backward" if learns else "forward", "ms": 1e3 * took}
+                | {"min_ms": 1e3 * min(own), "max_ms": 1e3 * max(own)}
+                | {"ratio": took / fastest_judge, "floor_ms": 1e3 * floor}
+                | {"peak_mib": peak_mib(runs[name][0])}
+            )
+        dispatch.release_memory()
+    return rows
+
+
+def floor_seconds(precision: str, H: int, B: int, T: int, learns: bool) -> float:
+    """Operations and bytes of a bidirectional layer of H inputs, over the measured rates."""
+    size = 2 if precision == "bf16" else 4
+    flops = 2 * 2 * B * T * 4 * H * (H + H)  # two directions, W_x x and W_h h
+    moved = size * (B * T * H + 2 * 8 * H * H) + 4 * 2 * B * T * H
+    passes = 3 if learns else 1
+    return max(
+        passes * flops / RATES[f"{precision}_flops"], passes * moved / RATES["bytes_per_second"]
+    )
+
+
+RATES: dict[str, Any] = {}
+
+
+def contestant(
+    name: str, precision: str, H: int, B: int, T: int, learns: bool
+) -> Callable[[], object]:
+    """One pass over random inputs of its own."""
+    if ": " in name:
+        backend, _, norm = name.partition(": ")
+        case = case_of(NORMS[norm], precision, H, B, learns)
+        batch, weights = fresh_inputs(case, T)
+        return partial(fastest._run, dispatch.LAYERS[backend], case, batch, weights)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    x = torch.randn(B, T, H, device=DEVICE, dtype=dtype, requires_grad=learns)
+    if name == "nn.LSTM":
+        module: nn.Module = nn.LSTM(H, H, batch_first=True, bidirectional=True)
+    else:
+        module = torch.jit.script(ScriptedLSTM(H))
+    return partial(module_pass, module.to(DEVICE, dtype), x, learns)
+
+
+def module_pass(module: nn.Module, x: Tensor, learns: bool) -> object:
+    with torch.set_grad_enabled(learns):
+        output = module(x)
+        output = output[0] if isinstance(output, tuple) else output
+        return (
+            torch.autograd.grad(output.square().sum(), [x, *module.parameters()])
+            if learns
+            else output
+        )
+
+
+class ScriptedDirection(nn.Module):
+    """Ba et al.'s cell in a loop over time, as torch's own TorchScript benchmark writes it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.from_x, self.from_h = (nn.Linear(size, 4 * size, bias=False) for _ in range(2))
+        self.norm_x, self.norm_h = (nn.LayerNorm(4 * size) for _ in range(2))
+        self.norm_c = nn.LayerNorm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, B, H) -> (T, B, H)."""
+        gates = self.norm_x(self.from_x(x)).unbind(0)
+        h, c = torch.zeros_like(x[0]), torch.zeros_like(x[0])
+        outputs: list[Tensor] = []
+        for t in range(len(gates)):
+            i, f, g, o = (gates[t] + self.norm_h(self.from_h(h))).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * self.norm_c(c).tanh()
+            outputs += [h]
+        return torch.stack(outputs)
+
+
+class ScriptedLSTM(nn.Module):
+    """Both directions."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.forth, self.back = ScriptedDirection(size), ScriptedDirection(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, H) -> (B, T, 2 H)."""
+        x = x.transpose(0, 1)
+        both = [self.forth(x), self.back(x.flip(0)).flip(0)]
+        return torch.cat(both, 2).transpose(0, 1)
+
+
+# Training ---------------------------------------------------------------------------------------
+
+RECIPES = {"las": "", "transformer": "_transformer", "conformer": "_conformer"}
+SMALL = {
+    "las": ["model.listener.hidden=8", "model.speller.hidden=8", "model.attention_size=8"],
+    "transformer": ["model.encoder_layers=2", "model.decoder_layers=1"],
+    "conformer": ["model.encoder_layers=2", "model.decoder_layers=1"],
+}
+
+
+def training(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
+    """Steps of the librispeech100 recipes, with the loader of a run, on an artificial corpus."""
+    import soundfile  # noqa: F401
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_corpus(Path(folder), 24 if tiny else 700, tiny)
+        for family, precision in product(RECIPES, ("bf16", "fp32")):
+            if (precision == "bf16" or family == "las") and budget.allows(f"{family} {precision}"):
+                rows.append(steps_of(family, precision, Path(folder), tiny))
+    return rows
+
+
+def make_corpus(folder: Path, count: int, tiny: bool) -> None:
+    """Manifests train.tsv and valid.tsv of noise, 2 to 16 s, with 2.7 random words a second."""
+    generator = random.Random(0)
+    words = [
+        "".join(generator.choices("etaoinshrdlu", k=generator.randint(1, 8))) for _ in range(999)
+    ]
+    lines = ["id\tspeaker\taudio\tseconds\ttext"]
+    jobs = []
+    for number in range(count):
+        length = generator.uniform(0.5, 1.0) if tiny else min(16.0, generator.gauss(13.0, 3.0))
+        length = round(max(length, 0.5 if tiny else 2.0), 2)
+        text = " ".join(generator.choices(words, k=max(1, round((0.5 if tiny else 2.7) * length))))
+        lines.append(f"u{number}\ts{number % 40}\tu{number}.flac\t{length}\t{text}")
+        jobs.append((folder / f"u{number}.flac", length, number))
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(write_noise, jobs, chunksize=16))
+    for name, rows in (("train", lines), ("valid", lines[:9])):
+        (folder / f"{name}.tsv").write_text("\n".join(rows) + "\n")
+
+
+def write_noise(job: tuple[Path, float, int]) -> None:
+    import numpy as np
+    import soundfile
+
+    path, length, seed = job
+    noise = np.random.default_rng(seed).standard_normal(int(16000 * length))
+    soundfile.write(path, 0.1 * noise, 16000)
+
+
+def speech_task_of(family: str, precision: str, folder: Path, tiny: bool) -> Any:
+    """The task of a recipe over the artificial corpus."""
+    from asr.config.loader import read_recipe
+    from asr.tasks.speech import speech_task
+
+    workers = 1 if tiny else max(1, min(12, (os.cpu_count() or 2) - 2))
+    overrides = ["data.corpus=null", f"data.train={folder}/train.tsv"]
+    overrides += [f"data.valid={folder}/valid.tsv", "data.test={}", f"data.workers={workers}"]
+    overrides += [f"train.precision={precision}", "train.short_first=false"]
+    if tiny:
+        overrides += ["train.batch_seconds=4", "text.kind=characters", *SMALL[family]]
+    recipe = read_recipe(ROOT / "recipes" / f"librispeech100{RECIPES[family]}.yaml", overrides)
+    return speech_task(recipe, folder / family, False)
+
+
+def steps_of(family: str, precision: str, folder: Path, tiny: bool) -> dict[str, Any]:
+    """Speed with the loader and without, the loader's share of the time, and peak memory."""
+    from asr.training import optim, trainer
+
+    task = speech_task_of(family, precision, folder, tiny)
+    config = task.recipe.train
+    optimizer = optim.make_optimizer(config.optimizer, task.objective)
+    take = partial(trainer.take_step, task.objective, optimizer=optimizer, lr=1e-5, config=config)
+    batches = task.epochs.batches(1)
+    held = list(islice(batches, 2 if tiny else 4))
+    for batch in held:  # compiles and records
+        take([batch.to(DEVICE)])
+    audio, waited, steps = 0.0, 0.0, 0
+    begin = before = wait_for_device()
+    for batch in batches:
+        waited += time.perf_counter() - before
+        take([batch.to(DEVICE)])
+        audio, steps, before = audio + batch.seconds, steps + 1, time.perf_counter()
+    total = wait_for_device() - begin
+    begin = wait_for_device()
+    for batch in held:
+        take([batch.to(DEVICE)])
+    alone = wait_for_device() - begin
+    peak = peak_mib(lambda: take([held[0].to(DEVICE)]))
+    parameters = sum(p.numel() for p in task.objective.parameters())
+    return {
+        "family": family,
+        "precision": precision,
+        "parameters": parameters,
+        "steps": steps,
+        "audio_hours_per_hour": audio / total,
+        "without_loader": sum(batch.seconds for batch in held) / alone,
+        "loader_share": waited / total,
+        "peak_mib": peak,
+    }
+
+
+def wait_for_device() -> float:
+    """The time when all that was launched has ended."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# Search -----------------------------------------------------------------------------------------
+
+
+def search(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
+    """Greedy and beam search of untrained models over 16 utterances of 12 s."""
+    import soundfile  # noqa: F401
+
+    from asr.config.schema import DecodeConfig
+
+    B, T = (2, 40) if tiny else (16, 1200)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_corpus(Path(folder), 24 if tiny else 200, tiny)
+        for family in RECIPES:
+            if not budget.allows(f"search {family}"):
+                continue
+            model = speech_task_of(family, "fp32", Path(folder), tiny).objective.model.eval()
+            features = torch.randn(B, T, 80, device=DEVICE)
+            for beam, weight in ((1, 0.0), (10, 0.0), (10, 0.3)):
+                decode = DecodeConfig(beam=beam, ctc_weight=weight, max_ratio=BEAM_RATIO)
+                run = partial(search_once, model, features, decode)
+                if budget.allows(f"search {family} beam {beam} CTC {weight}"):
+                    run()
+                    took = statistics.median(seconds(run) for _ in range(1 if tiny else 3))
+                    rows.append(
+                        {"family": family, "beam": beam, "ctc_weight": weight, "seconds": took}
+                        | {"audio_hours_per_hour": B * T / 100 / took, "peak_mib": peak_mib(run)}
+                    )
+    return rows
+
+
+@torch.no_grad()
+def search_once(model: Any, features: Tensor, decode: Any) -> None:
+    """Encode and search B utterances of the same length."""
+    from asr.inference.decode import decode_memory
+
+    lengths = torch.full((len(features),), features.size(1))
+    decode_memory(model, model.encode(features, lengths), decode)
+
+
+# Table ------------------------------------------------------------------------------------------
+
+
+def table(results: dict[str, Any]) -> None:
+    """The figures as text, the most important ones last."""
+    for line in table_lines(results):
+        print(line)
+
+
+def table_lines(results: dict[str, Any]) -> Iterator[str]:
+    about = results["machine"]
+    yield f"{about['device']}, torch {about['torch']}, triton {about['triton']}"
+    rates = "  ".join(
+        f"{key} {about[key]:.3g}" for key in about if key.endswith(("flops", "second"))
+    )
+    yield rates
+    for row in results.get("lstm", []):
+        shape = f"H{row['H']} B{row['B']} T{row['T']} {row['precision']} {row['pass']}"
+        yield (
+            f"{shape:38} {row['name']:24} {row['ms']:9.3f} ms  {row['ratio']:6.2f} x nn.LSTM  "
+            f"floor {row['floor_ms']:.3f}  {row['peak_mib']:.0f} MiB"
+        )
+    for row in results.get("training", []):
+        yield (
+            f"training {row['family']} {row['precision']}: {row['audio_hours_per_hour']:.0f} h/h, "
+            f"without loader {row['without_loader']:.0f}, "
+            f"loader {100 * row['loader_share']:.0f} %, "
+            f"{row['peak_mib']:.0f} MiB, {row['steps']} steps"
+        )
+    for row in results.get("search", []):
+        yield (
+            f"search {row['family']} beam {row['beam']} CTC {row['ctc_weight']}: "
+            f"{row['audio_hours_per_hour']:.0f} h/h, {row['peak_mib']:.0f} MiB"
+        )
+    for name, skipped in results["skipped"].items():
+        yield f"skipped in {name}: {len(skipped)}: {'; '.join(skipped[:4])}"
+    failed = [row for row in results.get("checks", []) if not row["passed"]]
+    for row in failed:
+        yield f"FAILED {row['name']}: {row['error']:.3g} of its bound; {row['reason'] or ''}"
+    for name in results["errors"]:
+        yield f"ERROR in {name}: {results['errors'][name].splitlines()[-1]}"
+    yield f"{len(results.get('checks', [])) - len(failed)} checks passed, {len(failed)} failed"
+    yield "seconds: " + "  ".join(f"{name} {took}" for name, took in results["seconds"].items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
