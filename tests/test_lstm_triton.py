@@ -20,6 +20,7 @@ from test_lstm_backends import gradients
 
 assert backends()["cuda"] is None
 cuda.BUCKET = 3  # one step more than frames
+torch.manual_seed(3)
 """
 EXACT = """
 x = torch.randn(2, 2, 2, dtype=torch.float64)
@@ -49,7 +50,8 @@ for kind in ("layer", "rms"):  # silence: the guard
 """
 HALF = """
 # A value passes four products here, of the input and of h, forward and backward. Each rounds two
-# factors and a result, by at most 2^-9 of their size.
+# factors and a result, by at most 2^-9 of their size. Between them norms may enlarge an error, but
+# not of these inputs: the backend python, in bf16, errs as much.
 BOUND = 4 * 3 * 2**-9
 x = torch.randn(3, 2, 5, requires_grad=True)
 for norm in sys.argv[1:]:

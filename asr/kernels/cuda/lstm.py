@@ -58,8 +58,8 @@ class GraphCache:
         """loop(*inputs); `key` identifies all shapes, dtypes, devices and options."""
         if key not in self.recorded:
             self.recorded[key] = self.record(loop, [t if t is None else t.clone() for t in inputs])
+            self._drop_first(room)
         self.recorded.move_to_end(key)
-        self._drop_first(room)
         recorded = self.recorded[key]
         for own, given in zip(recorded.inputs, inputs, strict=True):
             if own is not None:
