@@ -67,7 +67,7 @@ def open_member(member: TarMember) -> Iterator["Window"]:
     """The content, open for reading. Raises PackedError as read_member does."""
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(_open_regular(member.tar))
+            file = stack.enter_context(open_regular(member.tar))
             size = os.fstat(file.fileno()).st_size
             if member.offset < BLOCK or member.offset + member.size > size:
                 raise PackedError(f"the tar ends before it, at {size} bytes")
@@ -116,7 +116,13 @@ class Window:
         return count
 
 
-def _open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+def name_of(path: str | os.PathLike[str]) -> str:
+    """The path on one line: quoted, with escapes, if it has a line break or no printable text."""
+    text = os.fspath(path)
+    return text if text.isprintable() else ascii(text)
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
     """A regular file, open for reading. OSError for a FIFO or a device, which might never end."""
 
     def opener(path: str, flags: int) -> int:
@@ -333,9 +339,8 @@ def audio_seconds(path: str | os.PathLike[str]) -> float:
 
 @contextmanager
 def _open(path: str | os.PathLike[str]) -> Iterator[tuple[soundfile.SoundFile, str]]:
-    """The open file, and its name for messages: on one line, whatever it holds."""
-    text = os.fspath(path)
-    name = text if text.isprintable() else ascii(text)
+    """The open file, and its name for messages."""
+    name = name_of(path)
     with ExitStack() as stack:
         try:
             source, beginning, size = _source(path, name, stack)
@@ -363,7 +368,7 @@ def _source(
     member = member_of(path)
     try:
         if member is None:
-            number = stack.enter_context(_open_regular(path)).fileno()
+            number = stack.enter_context(open_regular(path)).fileno()
             source = f"/dev/fd/{number}" if HAS_FILE_NAMES else number
             return source, os.pread(number, 4, 0), os.fstat(number).st_size
         window = stack.enter_context(open_member(member))

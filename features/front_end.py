@@ -14,6 +14,7 @@ from torch import Tensor
 
 from features.audio import read_audio, stream_audio
 from features.augment import SpecAugment, add_noise, change_speed
+from features.containers import container_of, stream_container
 from features.fbank import Frames
 from features.normalize import MeanVarianceNorm
 
@@ -52,7 +53,12 @@ class FrontEnd:
         return read_audio(path, self.sample_rate, self.max_seconds)
 
     def stream(self, path: str | os.PathLike[str]) -> Iterator[Tensor]:
-        """The waveform of a file of any length, in blocks (S,). Raises AudioError."""
+        """The waveform of a file of any length, in blocks (S,). Raises AudioError.
+
+        Here, but not in `load`, ffmpeg decodes what libsndfile cannot read.
+        """
+        if demuxer := container_of(path):
+            return stream_container(path, demuxer, self.sample_rate)
         return stream_audio(path, self.sample_rate)
 
     def to_measure(
