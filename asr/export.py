@@ -1,4 +1,4 @@
-"""A run to pass on: python -m asr.export RUN --to FOLDER [--about TEXT.md]
+"""A run to pass on: python -m asr.export RUN --to FOLDER [--about TEXT.md | --onnx]
 
 Imports beyond the command line's happen where they are used, so that --help is fast.
 """
@@ -28,7 +28,12 @@ def main() -> None:
     parser.add_overrides()
     add("--to", type=Path, required=True, help="folder of the exported run")
     add("--about", type=Path, metavar="TEXT.md", help="put into the card: data, licences, limits")
+    onnx = "write ONNX files and model.json instead of a run, see docs/api.md"
+    add("--onnx", action="store_true", help=onnx)
     args = parser.parse()
+    if args.onnx:
+        export_onnx(args.run, args.overrides, args.to, args.about)
+        return
     export(args.run, args.overrides, args.to, args.about)
 
 
@@ -62,6 +67,22 @@ def export(run: Path, overrides: Sequence[str], to: Path, about: Path | None = N
     for other in recipe.decode.ensemble:
         print(f"without {other} of its ensemble: pass it on as a run of its own")
     print(f"the run is in {to}")
+
+
+def export_onnx(run: Path, overrides: Sequence[str], to: Path, about: Path | None) -> None:
+    """Write the ONNX files of a run. UserError where they cannot be written."""
+    from asr.inference.load import load_run_recipe
+    from asr.inference.onnx_export import check_packages, write_onnx
+    from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder
+
+    if about:
+        raise UserError("--about is the text of a model card, which --onnx does not write")
+    recipe = load_run_recipe(run, overrides)
+    check_new_folder(to)
+    check_packages()
+    recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS, "train.device=cpu"])
+    write_onnx(recognizer, recipe, to)
+    print(f"{', '.join(sorted(path.name for path in to.iterdir()))} are in {to}")
 
 
 def exported_recipe(recipe: "SpeechRecipe", to: Path) -> "Recipe":
