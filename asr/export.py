@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_overrides()
     add("--to", type=Path, required=True, help="folder of the exported run")
     add("--about", type=Path, metavar="TEXT.md", help="put into the card: data, licences, limits")
-    onnx = "write ONNX files and model.json instead of a run, see docs/api.md"
+    onnx = "write ONNX files and model.json instead of a run, see docs/onnx.md"
     add("--onnx", action="store_true", help=onnx)
     args = parser.parse()
     if args.onnx:

@@ -2,12 +2,13 @@
 
 FOLDER is what `python -m asr.export RUN --onnx --to FOLDER` wrote. This program needs numpy,
 onnxruntime and soundfile (to read files), and nothing of layernorm-asr: copy it, or translate it
-into another language. Its text is that of
+into another language. Its text is that of asr.transcribe with these settings, and decode.search=ctc
+for --ctc:
 
-    python -m asr.transcribe RUN AUDIO decode.beam=1 decode.ctc_weight=0 decode.speeds=[1.0]
+    decode.beam=1 decode.ctc_weight=0 decode.eos_threshold=1.5 decode.speeds=[1.0]
 
-and with --ctc that of decode.search=ctc decode.beam=1. Audio must have the sample rate of the model
-and at most max_seconds of model.json; asr.transcribe resamples and splits it.
+Audio must have the sample rate of the model and at most max_seconds of model.json: asr.transcribe
+also resamples it and splits it at pauses.
 
 Shapes: S samples, T frames of features, T' of memory, V vocabulary.
 """
