@@ -14,7 +14,6 @@ from torch import Tensor
 
 from features.audio import read_audio, stream_audio
 from features.augment import SpecAugment, add_noise, change_speed
-from features.containers import container_of, stream_container
 from features.fbank import Frames
 from features.normalize import MeanVarianceNorm
 
@@ -57,6 +56,8 @@ class FrontEnd:
 
         Here, but not in `load`, ffmpeg decodes what libsndfile cannot read.
         """
+        from features.containers import container_of, stream_container  # not for training
+
         if demuxer := container_of(path):
             return stream_container(path, demuxer, self.sample_rate)
         return stream_audio(path, self.sample_rate)

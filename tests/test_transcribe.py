@@ -154,6 +154,9 @@ def test_recordings_of_one_name_keep_their_folders(recordings, commands, tmp_pat
         str(folder / name) for name in ("two.WAV", "a/one.wav", "b/deep/one.wav")
     ]
     shutil.copy(recordings["two"], folder / "a" / "one.flac")
+    assert commands(transcribe, "run", folder, "--out", tmp_path / "all")[0] == 0
+    written = {str(path.relative_to(tmp_path / "all")) for path in tmp_path.glob("all/**/*.*")}
+    assert written == {"a/one.flac.txt", "a/one.wav.txt", "b/deep/one.txt", "two.txt"}
     named = [folder / "a" / "one.wav", folder / "a" / "one.flac", folder / "b" / "deep" / "one.wav"]
     code, _, _ = commands(transcribe, "run", *named, recordings["two"], "--out", tmp_path / "two")
     texts = {

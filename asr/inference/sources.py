@@ -6,8 +6,7 @@ it needs room on the disk, and no more memory than any file.
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from tempfile import NamedTemporaryFile
@@ -54,29 +53,34 @@ def open_sources(names: Sequence[Path], faults: dict[Path, str]) -> Iterator[lis
 def targets(sources: Sequence[Source]) -> dict[Path, PurePath]:
     """The path of each source -> its transcript's place in a folder, without a suffix.
 
-    That is its own place. Where several are the same, it is the path below the folder that these
-    recordings share, and where those are the same too, with the suffix of the recording: a/x.wav,
-    b/x.wav and b/x.mp3 give a/x, b/x.wav and b/x.mp3. Raises UserError where nothing separates two.
+    That is its own place. Where several in different folders would have the same, it is the path
+    below the folder that they share; where several in one folder would, the name has the suffix of
+    the recording: a/x.wav, b/x.wav and b/x.mp3 give a/x, b/x.wav and b/x.mp3. Raises UserError
+    where that does not separate two.
     """
-    chosen = {source.path: source.place.parent / source.place.stem for source in sources}
-    meeting = _repeated(sources, chosen)
-    paths = {source.path: Path(os.path.abspath(source.name)) for source in meeting}  # noqa: PTH100
-    shared = os.path.commonpath([path.parent for path in paths.values()]) if paths else ""
-    for keeps_suffix in (False, True):
-        for source in _repeated(sources, chosen):
-            if path := paths.get(source.path):
-                place = path.relative_to(shared)
-                chosen[source.path] = place if keeps_suffix else place.parent / place.stem
-    if same := _repeated(sources, chosen):
-        both = " and ".join(name_of(source.name) for source in same[:2])
+    paths = {source: Path(os.path.abspath(source.name)) for source in sources}  # noqa: PTH100
+    chosen = {source: source.place.parent / source.place.stem for source in sources}
+    for _ in range(2):
+        for group in _sharing(chosen):
+            folders = {paths[source].parent for source in group}
+            for source in group:
+                if len(folders) == 1:
+                    chosen[source] = chosen[source].parent / paths[source].name
+                else:
+                    place = paths[source].relative_to(os.path.commonpath(folders))
+                    chosen[source] = place.parent / place.stem
+    for group in _sharing(chosen):
+        both = " and ".join(name_of(source.name) for source in group[:2])
         raise UserError(f"{both} would share a file in --out: give each call files of other names")
-    return chosen
+    return {source.path: place for source, place in chosen.items()}
 
 
-def _repeated(sources: Sequence[Source], chosen: dict[Path, PurePath]) -> list[Source]:
-    """Those whose place is another's too."""
-    counts = Counter(chosen.values())
-    return [source for source in sources if counts[chosen[source.path]] > 1]
+def _sharing(chosen: Mapping[Source, PurePath]) -> list[list[Source]]:
+    """The groups of sources that have one place."""
+    groups: dict[PurePath, list[Source]] = {}
+    for source, place in chosen.items():
+        groups.setdefault(place, []).append(source)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _is_folder(name: Path) -> bool:
