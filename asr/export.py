@@ -72,14 +72,13 @@ def export(run: Path, overrides: Sequence[str], to: Path, about: Path | None = N
 def export_onnx(run: Path, overrides: Sequence[str], to: Path, about: Path | None) -> None:
     """Write the ONNX files of a run. UserError where they cannot be written."""
     from asr.inference.load import load_run_recipe
-    from asr.inference.onnx_export import check_packages, write_onnx
+    from asr.inference.onnx_export import write_onnx
     from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder
 
     if about:
         raise UserError("--about is the text of a model card, which --onnx does not write")
     recipe = load_run_recipe(run, overrides)
     check_new_folder(to)
-    check_packages()
     recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS, "train.device=cpu"])
     write_onnx(recognizer, recipe, to)
     print(f"{', '.join(sorted(path.name for path in to.iterdir()))} are in {to}")

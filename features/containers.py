@@ -32,9 +32,6 @@ from features.audio import (
 
 MEMORY = 2 << 30  # bytes that ffmpeg may have
 AU = struct.Struct(">4sIIIII")  # magic, offset of the samples, bytes, encoding, rate, channels
-REMEDY = (
-    "install ffmpeg (apt-get install ffmpeg, brew install ffmpeg), or convert it to FLAC or WAV"
-)
 
 
 def container_of(path: str | os.PathLike[str]) -> str | None:
@@ -51,7 +48,7 @@ def container_of(path: str | os.PathLike[str]) -> str | None:
 def stream_container(
     path: str | os.PathLike[str], demuxer: str, sample_rate: int
 ) -> Iterator[Tensor]:
-    """The first audio track, its channels averaged, in blocks (S,), each decoded when asked for.
+    """The first audio track, its channels mixed, in blocks (S,), each decoded when asked for.
 
     Raises AudioError as features.audio.stream_audio does, and where ffmpeg is not installed.
     """

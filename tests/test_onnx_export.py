@@ -15,7 +15,7 @@ from asr import export, transcribe
 from asr.data.corpus import read_manifest
 from asr.data.tokenizer import SOS, SentencePieces
 from asr.inference import onnx_export
-from asr.inference.programs import speech_programs
+from asr.inference.programs import Features, speech_programs
 from asr.inference.recognition import Recognizer
 from features.fbank import Fbank, SlaneyMel
 from features.front_end import FrontEnd
@@ -58,11 +58,14 @@ def las(exported, tiny_run):
 def written(folder, model, front_end, *names):
     """As `las`, of some programs of a model."""
     programs = speech_programs(model, front_end)
+    written = {}
     for name in names:
-        onnx_export.write_program(programs[name], folder / f"{name}.onnx")
+        traced = onnx_export.write_program(programs[name], folder / f"{name}.onnx")
+        written[name] = session(folder / f"{name}.onnx")
+        written[f"traced {name}"] = traced.module()
     steps = {"constants": programs["decoder"].module.constants}
     steps["state"] = programs["decoder"].module.state
-    return model, front_end, steps, {name: session(folder / f"{name}.onnx") for name in names}
+    return model, front_end, steps, written
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +78,17 @@ def small_transformer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def conformer(tmp_path_factory):
-    """With rotary positions, BatchNorm and another front end."""
+    """With rotary positions and BatchNorm."""
     layers = {"encoder_layers": 1, "decoder_layers": 1}
     model = transformer(kind="conformer", heads=1, convolution_norm="batch", **layers)
+    return written(tmp_path_factory.mktemp("onnx"), model, front_end(), "encoder")
+
+
+def front_end():
+    """Of another kind than that of the tiny LAS."""
     norm = MeanVarianceNorm("global")
     norm.add(3 * torch.randn(50, F, generator=torch.Generator().manual_seed(1)) - 2)
-    front_end = FrontEnd(SlaneyMel(RATE, num_mel_bins=F), norm)
-    return written(tmp_path_factory.mktemp("onnx"), model, front_end, "features", "encoder")
+    return FrontEnd(SlaneyMel(RATE, num_mel_bins=F), norm)
 
 
 @pytest.fixture
@@ -135,27 +142,23 @@ def test_steps_of_the_decoder_equal_the_model(case):
         parents = torch.tensor([[2, 0, 1], [1, 1, 0]])
 
 
-@pytest.mark.parametrize("case", ["las", "conformer"], indirect=True)
-def test_features_equal_the_front_end(case):
-    _, front_end, _, programs = case
+def test_features_equal_the_front_end(las):
+    _, of_run, _, programs = las
+    other = front_end()
     waveform = torch.from_numpy(tones("abc cab" * 9, seed=3)).float() + 0.1
-    for samples in (len(waveform), front_end.extract.window, 1234):
+    for samples in (len(waveform), of_run.extract.window, 1234):
         part = waveform[:samples]
-        close(programs["features"](waveform=part)["features"], front_end.features(part))
+        close(programs["features"](waveform=part)["features"], of_run.features(part))
+        close(Features(other)(part), other.features(part))
 
 
 @torch.no_grad()
-def test_a_program_of_torch_export_equals_the_model(tmp_path):
-    """Of a LAS with an odd norm; saved and loaded, it runs without this project's code."""
-    from test_las import F, las
-
-    model = las(norm="per_gate", std=0.3).float()
-    front_end = FrontEnd(Fbank(RATE, num_mel_bins=F), MeanVarianceNorm())
-    torch.export.save(speech_programs(model, front_end)["encoder"].trace(), tmp_path / "las.pt2")
-    program = torch.export.load(tmp_path / "las.pt2").module()
-    features, lengths = torch.randn(3, 67, F), torch.tensor([29, 67, 2])
+@pytest.mark.parametrize("case", ["small_transformer", "conformer"], indirect=True)
+def test_programs_of_torch_export_equal_the_model(case):
+    model, front_end, _, programs = case
+    features, lengths = torch.randn(3, 67, front_end.size), torch.tensor([29, 67, 2])
     memory = model.encode(features, lengths)
-    states, valid, *_ = program(features, lengths)
+    states, valid, *_ = programs["traced encoder"](features, lengths)
     assert torch.equal(valid, memory.valid)
     close(states[valid], memory.states[valid])
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from asr.config.schema import TRAINING_ONLY_FEATURES, SpeechRecipe
 from asr.data.tokenizer import BLANK, EOS, SOS, UNK, Characters
@@ -31,7 +32,7 @@ from asr.io import new_folder
 PACKAGES = ("onnx", "onnxscript")
 
 
-def check_packages() -> None:
+def _check_packages() -> None:
     """Raise UserError where torch's export to ONNX lacks a package."""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise UserError(
@@ -43,9 +44,10 @@ def check_packages() -> None:
 def write_onnx(recognizer: Recognizer, recipe: SpeechRecipe, to: Path) -> None:
     """Write the files into the folder `to`, which is empty or does not exist.
 
-    Raises UserError for features that have no ONNX program, and where nothing can be written.
+    Raises UserError for a missing package, for features that have no ONNX program, and where the
+    files cannot be written.
     """
-    check_packages()
+    _check_packages()
     features = recipe.features
     if features.kind == "mfcc" or features.dither:
         setting = "features.kind=mfcc" if features.kind == "mfcc" else "features.dither"
@@ -63,12 +65,14 @@ def write_onnx(recognizer: Recognizer, recipe: SpeechRecipe, to: Path) -> None:
         raise UserError(f"--to {to}: cannot be written ({reason}); make room, try again") from None
 
 
-def write_program(program: Program, path: Path) -> None:
-    """Write one program as an ONNX file."""
+def write_program(program: Program, path: Path) -> ExportedProgram:
+    """Trace a program, write it as an ONNX file, and return what was traced."""
     # torch's exporter logs which packages it could use as well.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     names = {"input_names": program.inputs, "output_names": program.outputs}
-    torch.onnx.export(program.trace(), **names, verbose=False).save(path)
+    traced = program.trace()
+    torch.onnx.export(traced, **names, verbose=False).save(path)
+    return traced
 
 
 def describe(

@@ -34,13 +34,7 @@ from asr.models.las import LAS, SpellerState
 from asr.models.transformer import Transformer, TransformerState
 from asr.nn.attention import AttentionState, Memory, valid_places
 from asr.nn.lstm import LayerNormLSTM, get_weights
-from asr.nn.positions import (
-    RotaryPositions,
-    SinusoidalPositions,
-    rotate,
-    rotations,
-    sinusoids,
-)
+from asr.nn.positions import RotaryPositions, SinusoidalPositions, rotate, rotations, sinusoids
 from features.fbank import KALDI_SCALE, POWER_FLOOR, Fbank, SlaneyMel
 from features.front_end import FrontEnd
 
