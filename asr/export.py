@@ -1,8 +1,9 @@
-"""A run to pass on: python -m asr.export RUN --to FOLDER or --push-to USER/NAME [--about TEXT.md]
+"""A run to pass on: python -m asr.export RUN --to FOLDER, --push-to USER/NAME or --onnx --to FOLDER
 
 Imports beyond the command line's happen where they are used, so that --help is fast.
 """
 
+import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,16 +37,32 @@ def main() -> None:
     )
     add("--about", type=Path, metavar="TEXT.md", help=about)
     add("--license", metavar="ID", help="of the weights, for the card: cc-by-4.0, mit, ...")
+    onnx = "write ONNX files and model.json instead of a run, see docs/onnx.md"
+    add("--onnx", action="store_true", help=onnx)
     args = parser.parse()
+    check_combination(args)
     text = {"about": args.about, "licence": args.license}
-    if args.push_to:
+    if args.onnx:
+        export_onnx(args.run, args.overrides, args.to)
+    elif args.push_to:
         push(args.run, args.overrides, args.push_to, args.private, args.to, **text)
-    elif args.to and not args.private:
+    else:
         export(args.run, args.overrides, args.to, **text)
         print(f"the run is in {args.to}")
-    else:
-        missing = "--private needs --push-to USER/NAME" if args.private else "name a folder"
-        raise UserError(f"{missing}: --to FOLDER, or --push-to USER/NAME")
+
+
+def check_combination(args: argparse.Namespace) -> None:
+    """Raise UserError for arguments that do not fit together."""
+    if args.private and not args.push_to:
+        raise UserError("--private needs --push-to USER/NAME")
+    if not args.to and (args.onnx or not args.push_to):
+        raise UserError(
+            f"name a folder: --to FOLDER{'' if args.onnx else ', or --push-to USER/NAME'}"
+        )
+    if args.onnx:
+        of_runs = {"--push-to": args.push_to, "--about": args.about, "--license": args.license}
+        for name in filter(of_runs.get, of_runs):
+            raise UserError(f"{name} is for a run with its model card, which --onnx does not write")
 
 
 def push(
@@ -101,6 +118,19 @@ def export(
         print(f"without the language model {recipe.decode.lm}: pass it on as a run of its own")
     for other in recipe.decode.ensemble:
         print(f"without {other} of its ensemble: pass it on as a run of its own")
+
+
+def export_onnx(run: Path, overrides: Sequence[str], to: Path) -> None:
+    """Write the ONNX files of a run. UserError where they cannot be written."""
+    from asr.inference.load import load_run_recipe
+    from asr.inference.onnx_export import write_onnx
+    from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder
+
+    recipe = load_run_recipe(run, overrides)
+    check_new_folder(to)
+    recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS, "train.device=cpu"])
+    write_onnx(recognizer, recipe, to)
+    print(f"{', '.join(sorted(path.name for path in to.iterdir()))} are in {to}")
 
 
 def exported_recipe(recipe: "SpeechRecipe", to: Path) -> "Recipe":

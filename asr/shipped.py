@@ -21,7 +21,7 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in _folder("recipes").glob("*.yaml"))
 
 
-def find_recipe(path: Path, folder: Path = Path()) -> Path:
+def find_recipe(path: Path, folder: Path) -> Path:
     """The file of a recipe: `path`, relative to `folder`, or the shipped recipe of that name.
 
     The name of a shipped run is that of its recipe, too.

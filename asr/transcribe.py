@@ -8,9 +8,9 @@ import argparse
 import errno
 import re
 import sys
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from asr.arguments import CommandParser, check_overrides, positive, run_folder
@@ -18,6 +18,8 @@ from asr.errors import UserError, one_line, run_command
 from asr.io import atomic_write
 
 if TYPE_CHECKING:
+    from asr.inference.recognition import Recognizer
+    from asr.inference.sources import Source
     from asr.inference.transcript import Transcript
 
 OVERRIDE = re.compile(r"\w+(\.\w+)*=")  # the begin of a setting; a path has a slash before its =
@@ -32,40 +34,75 @@ def main() -> int:
         return transcribe_list(args, files, overrides)
     if not files:
         raise UserError("no audio file was named, only settings")
-    if args.out:
-        check_names(files)
-    elif len(files) > 1 and args.format in ("srt", "vtt"):
-        raise UserError(f"--format {args.format} makes a file of each recording: add --out FOLDER")
     from asr.inference.recognition import Recognizer
-    from asr.inference.transcript import name_of
+    from asr.inference.sources import open_sources, targets
 
-    recognizer = Recognizer.load(args.run, overrides)
     faults: dict[Path, str] = {}
-    for path, transcript in recognizer.transcribe_files(files, faults):
-        try:
-            report(path, transcript, args.format, args.out)
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            faults[path] = f"{name_of(path)}: its name is too long for a file in --out"
+    with open_sources(files, faults) as sources:
+        if len(sources) > 1 and not args.out and args.format in ("srt", "vtt"):
+            kind = f"--format {args.format}"
+            raise UserError(f"{kind} makes a file of each recording: add --out FOLDER")
+        places = targets(sources) if args.out else {}
+        recognizer = Recognizer.load(args.run, overrides)
+        transcribe(recognizer, sources, places, args, faults)
     for reason in faults.values():
         print(f"error: {one_line(reason)}", file=sys.stderr, flush=True)
     return 2 if faults else 0
 
 
-def report(path: Path, transcript: "Transcript", kind: str, out: Path | None) -> None:
-    """Print a transcript, or write it into a folder and print where it is."""
+def transcribe(
+    recognizer: "Recognizer",
+    sources: Sequence["Source"],
+    places: Mapping[Path, PurePath],
+    args: argparse.Namespace,
+    faults: dict[Path, str],
+) -> None:
+    """Report the transcript of every source, or add it to `faults`. places: in --out, if given."""
     from asr.inference.transcript import name_of
 
-    text = content(path, transcript, kind)
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-        target = out / f"{path.stem}.{SUFFIXES[kind]}"
+    names = {source.path: source.name for source in sources}
+    failed: dict[Path, str] = {}
+    for path, transcript in recognizer.transcribe_files(names, failed):
+        name = names[path]
+        if transcript.seconds < (least := recognizer.min_seconds):
+            reason = f"{transcript.seconds:.3f} seconds of audio, fewer than {least:g}"
+            line = f"warning: {name_of(name)}: {reason}; its transcript is empty"
+            print(line, file=sys.stderr, flush=True)
+        try:
+            report(name, transcript, args.format, args.out, places.get(path))
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            failed[path] = f"{name_of(name)}: its name is too long for a file in --out"
+    for path, reason in failed.items():
+        faults[path] = reason.replace(name_of(path), name_of(names[path]), 1)
+
+
+def report(
+    name: Path, transcript: "Transcript", kind: str, out: Path | None, place: PurePath | None
+) -> None:
+    """Print a transcript, or write it to its place in a folder and print where it is."""
+    from asr.inference.transcript import name_of
+
+    text = content(name, transcript, kind)
+    if out and place:
+        make_folders(out, place.parent)
+        target = out / place.parent / f"{place.name}.{SUFFIXES[kind]}"
         atomic_write(target, text)
-        text = f"{name_of(path)}: {name_of(target)}\n"
+        text = f"{name_of(name)}: {name_of(target)}\n"
     elif kind == "text":
-        text = f"{name_of(path)}: {text}"
+        text = f"{name_of(name)}: {text}"
     print(text, end="", flush=True)
+
+
+def make_folders(out: Path, inner: PurePath) -> None:
+    """Make out/inner. Raises UserError for a link in `inner`, which could lead out of `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    for part in inner.parts:
+        out = out / part
+        if out.is_symlink():
+            raise UserError(f"{out}: a symbolic link, through which nothing is written; remove it")
+        out.mkdir(exist_ok=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -78,11 +115,19 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("run", type=run_folder, help="a run folder, a shipped run (las) or hf:USER/NAME[@REVISION]")
-    add("audio", nargs="*", help="WAV, FLAC, OGG, Opus or MP3, any rate or length")
+    audio = (
+        "WAV, FLAC, OGG, Opus or MP3, with ffmpeg also M4A, MP4 and WebM, of any rate or length; a "
+        "folder of such files; - for standard input"
+    )
+    add("audio", nargs="*", help=audio)
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--format", choices=SUFFIXES, default="text", help="json, srt, vtt: times")
     one.add_argument("--json", dest="format", action="store_const", const="json")
-    add("--out", type=Path, help="folder for a file per recording")
+    add(
+        "--out",
+        type=Path,
+        help="folder for a file per recording; recordings of folders keep theirs",
+    )
     listed = (
         "a text file that names an audio file a line, or a manifest (.tsv): all transcripts in "
         "OUT/transcripts.tsv (.jsonl); the same command resumes it, under torchrun with any number "
@@ -141,14 +186,6 @@ def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list
     bulk.open_folder(job, bulk.identity(run, recipe))
     load = partial(Recognizer.load, run, overrides)
     return bulk.transcribe_all(job, load, ranks.number, ranks.count)
-
-
-def check_names(files: list[Path]) -> None:
-    """Raise UserError where two recordings would be written to one file."""
-    counts = Counter(path.stem for path in files)
-    if repeated := [stem for stem, count in counts.items() if count > 1]:
-        both = " and ".join(str(path) for path in files if path.stem == repeated[0])
-        raise UserError(f"{both} would share a file in --out: give each call files of other names")
 
 
 def content(path: Path, transcript: "Transcript", kind: str) -> str:

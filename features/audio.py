@@ -68,7 +68,7 @@ def open_member(member: TarMember) -> Iterator["Window"]:
     """The content, open for reading. Raises PackedError as read_member does."""
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(_open_regular(member.tar))
+            file = stack.enter_context(open_regular(member.tar))
             size = os.fstat(file.fileno()).st_size
             if member.offset < BLOCK or member.offset + member.size > size:
                 raise PackedError(f"the tar ends before it, at {size} bytes")
@@ -117,7 +117,13 @@ class Window:
         return count
 
 
-def _open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+def name_of(path: str | os.PathLike[str]) -> str:
+    """The path on one line: quoted, with escapes, if it has a line break or no printable text."""
+    text = os.fspath(path)
+    return text if text.isprintable() else ascii(text)
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
     """A regular file, open for reading. OSError for a FIFO or a device, which might never end."""
 
     def opener(path: str, flags: int) -> int:
@@ -340,8 +346,7 @@ def open_audio(path: Source) -> Iterator[tuple[soundfile.SoundFile, str]]:
 
     Raises AudioError for what is not audio, and at the end for a tar that cannot be read.
     """
-    text = IN_MEMORY if isinstance(path, bytes) else os.fspath(path)
-    name = text if text.isprintable() else ascii(text)
+    name = IN_MEMORY if isinstance(path, bytes) else name_of(path)
     with ExitStack() as stack:
         try:
             source, beginning, size = _source(path, name, stack)
@@ -369,7 +374,7 @@ def _source(path: Source, name: str, stack: ExitStack) -> tuple[str | int | Wind
     member = member_of(path)
     try:
         if member is None:
-            number = stack.enter_context(_open_regular(path)).fileno()
+            number = stack.enter_context(open_regular(path)).fileno()
             source = f"/dev/fd/{number}" if HAS_FILE_NAMES else number
             return source, os.pread(number, 4, 0), os.fstat(number).st_size
         window = stack.enter_context(open_member(member))

@@ -32,7 +32,7 @@ def audio_channels(path: Source) -> int:
 
 
 def cut_audio(
-    path: Source, start: float = 0.0, seconds: float | None = None, channel: int | None = None
+    path: Source, start: float, seconds: float | None, channel: int | None
 ) -> tuple[bytes, float]:
     """A part of a file as FLAC of the same rate, and its duration in seconds.
 

@@ -95,10 +95,10 @@ class Fbank(Frames):
         if num_mel_bins < 4:
             raise ValueError(f"num_mel_bins {num_mel_bins}: Kaldi's filterbank needs 4 or more")
         fft = 2 ** (self.window - 1).bit_length()
-        banks, _ = kaldi.get_mel_banks(
+        self.filters, _ = kaldi.get_mel_banks(
             num_mel_bins, fft, sample_rate, low_freq, high_freq, 100.0, -500.0, 1.0
         )
-        _check_filters(banks, sample_rate)
+        _check_filters(self.filters, sample_rate)
         self._options = {"sample_frequency": sample_rate, "num_mel_bins": num_mel_bins}
         self._options |= {"frame_length": frame_length, "frame_shift": frame_shift}
         self._options |= {"low_freq": low_freq, "high_freq": high_freq}

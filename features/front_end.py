@@ -52,7 +52,14 @@ class FrontEnd:
         return read_audio(path, self.sample_rate, self.max_seconds)
 
     def stream(self, path: str | os.PathLike[str]) -> Iterator[Tensor]:
-        """The waveform of a file of any length, in blocks (S,). Raises AudioError."""
+        """The waveform of a file of any length, in blocks (S,). Raises AudioError.
+
+        Here, but not in `load`, ffmpeg decodes what libsndfile cannot read.
+        """
+        from features.containers import container_of, stream_container  # not for training
+
+        if demuxer := container_of(path):
+            return stream_container(path, demuxer, self.sample_rate)
         return stream_audio(path, self.sample_rate)
 
     def to_measure(

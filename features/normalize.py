@@ -45,7 +45,7 @@ class Moments:
         """features (T, F), T at least 1."""
         frames = features.double()
         mean = frames.mean(dim=0)
-        return cls(len(frames), mean, (frames - mean).square().sum(dim=0))
+        return cls(frames.size(0), mean, (frames - mean).square().sum(dim=0))
 
     def __add__(self, other: "Moments") -> "Moments":
         """The moments of both sets of frames together (Chan et al. 1979, eq. 2.1)."""
@@ -92,7 +92,7 @@ class MeanVarianceNorm:
 
         Raises StatisticsError for `global` without statistics, or with those of another F.
         """
-        if self.kind == "none" or not len(features):
+        if self.kind == "none" or features.size(0) == 0:
             return features
         return self._moments(features, speaker).normalise(features, self.variance)
 

@@ -145,7 +145,7 @@ def known_keys():
 def test_the_keys_that_a_page_names_exist(page):
     for code, _ in CODE.findall(page.read_text(encoding="utf-8")):
         if re.fullmatch(r"(data|features|text|model|train|decode)(\.[a-z_]+)+", code):
-            assert code in known_keys() or code.endswith((".py", ".tsv")), (
+            assert code in known_keys() or code.endswith((".py", ".tsv", ".onnx", ".json")), (
                 f"{page.name}: no key {code}"
             )
 
@@ -153,7 +153,8 @@ def test_the_keys_that_a_page_names_exist(page):
 @pytest.mark.parametrize("page", CURRENT, ids=name_of)
 def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
-    kinds = r"(?:asr|features|recipes|tests|docs|pretrained)/[\w./-]*\.(?:py|yaml|md|png|h|cpp)"
+    folders = "asr|features|recipes|tests|docs|examples|pretrained"
+    kinds = rf"(?:{folders})/[\w./-]*\.(?:py|yaml|md|png|h|cpp)"
     for path in set(re.findall(rf"(?<![\w/]){kinds}", text)):
         assert (ROOT / path).is_file(), f"{page.name}: {path} does not exist"
 

@@ -8,7 +8,7 @@ import pytest
 import soundfile
 import torch
 from tiny_speech import RATE
-from tone_model import LETTER, spoken, tone_recognizer
+from tone_model import LETTER, ToneModel, spoken, tone_recognizer
 
 from asr.data.tokenizer import Characters, SentencePieces
 from asr.inference.recognition import Recognizer
@@ -256,3 +256,15 @@ def test_token_texts_add_up_to_the_text():
         for _ in range(50):  # any model output, including special tokens
             ids = torch.randint(tokenizer.size, (17,), generator=draw).tolist()
             assert "".join(token_texts(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_all_models_move_to_a_device():
+    recognizer = tone_recognizer()
+    member, recognizer.lm = ToneModel(), torch.nn.Linear(1, 1)
+    recognizer.ensemble = (member,)
+    assert recognizer.to("meta") is recognizer
+    weights = recognizer.model.unused, member.unused, recognizer.lm.weight, recognizer
+    assert {weight.device.type for weight in weights} == {"meta"}
+    recognizer = tone_recognizer()
+    recognizer.lm = object()  # n-grams are on no device
+    assert recognizer.to("cpu").device == torch.device("cpu")

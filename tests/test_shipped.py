@@ -50,7 +50,7 @@ def test_an_unknown_recipe_is_refused_with_the_name_that_was_meant(name, empty):
 
 @pytest.mark.parametrize("name", ["../setup", "recipes/../demo", "x" * 300, "däm", ""])
 def test_only_a_plain_name_is_looked_up(name):
-    assert find_recipe(Path(name)) == Path(name) and find_run(Path(name)) == Path(name)
+    assert find_recipe(Path(name), Path()) == Path(name) and find_run(Path(name)) == Path(name)
 
 
 def test_a_run_has_a_name(empty):

@@ -1,7 +1,10 @@
 """asr.transcribe's formats, read back by independent libraries, and its errors."""
 
+import io
 import json
 import os
+import shutil
+import subprocess
 import tarfile
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 import soundfile
 import srt
 import webvtt
-from tiny_speech import RATE
+from tiny_speech import RATE, tones
 from tone_model import spoken, tone_recognizer
 
 from asr import transcribe
@@ -101,7 +104,7 @@ def test_what_is_no_recording_is_one_line_and_the_others_are_transcribed(
         "x" * 300,
         "a\n.wav",
     ]
-    bad = [tmp_path, *(tmp_path / name for name in bad)]
+    bad = [tmp_path / name for name in bad]
     code, out, err = commands(
         transcribe, "run", recordings["one"], *bad, recordings["two"], "--json"
     )
@@ -136,10 +139,113 @@ def test_subtitles_of_several_recordings_need_a_folder(recordings, commands):
     assert line == "--format srt makes a file of each recording: add --out FOLDER"
 
 
-def test_two_recordings_of_one_name_are_refused(recordings, commands, tmp_path):
-    files = [recordings["one"], tmp_path / "other" / "one.wav"]
-    line = commands.refused(transcribe, "run", *files, "--out", tmp_path / "out")
-    assert "would share a file in --out" in line and not (tmp_path / "out").exists()
+def test_recordings_of_one_name_keep_their_folders(recordings, commands, tmp_path):
+    """Those of a named folder its own, others the ones in which they differ, or their suffix."""
+    folder = tmp_path / "in"
+    for name in ("a/one.wav", "b/deep/one.wav", "b/deep/.hidden.wav", ".git/one.wav", "two.WAV"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(recordings["one"], folder / name)
+    (folder / "notes.txt").write_text("no audio")
+    (folder / "again").symlink_to(folder)
+    code, out, _ = commands(transcribe, "run", folder, "--out", tmp_path / "out")
+    written = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*")}
+    assert code == 0 and written == {"a/one.txt", "b/deep/one.txt", "two.txt"}
+    assert [line.split(": ")[0] for line in out.splitlines()] == [
+        str(folder / name) for name in ("two.WAV", "a/one.wav", "b/deep/one.wav")
+    ]
+    shutil.copy(recordings["two"], folder / "a" / "one.flac")
+    assert commands(transcribe, "run", folder, "--out", tmp_path / "all")[0] == 0
+    written = {str(path.relative_to(tmp_path / "all")) for path in tmp_path.glob("all/**/*.*")}
+    assert written == {"a/one.flac.txt", "a/one.wav.txt", "b/deep/one.txt", "two.txt"}
+    named = [folder / "a" / "one.wav", folder / "a" / "one.flac", folder / "b" / "deep" / "one.wav"]
+    code, _, _ = commands(transcribe, "run", *named, recordings["two"], "--out", tmp_path / "two")
+    texts = {
+        str(p.relative_to(tmp_path / "two")): p.read_text() for p in tmp_path.glob("two/**/*.*")
+    }
+    assert texts == {
+        "a/one.wav.txt": "abc cab\n",
+        "a/one.flac.txt": "bca ac b\n",
+        "b/deep/one.txt": "abc cab\n",
+        "two.txt": "bca ac b\n",
+    }
+
+
+def test_a_folder_of_transcripts_is_not_left_through_a_link(recordings, commands, tmp_path):
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    recordings["one"].rename(tmp_path / "in" / "a" / "one.wav")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out" / "a").symlink_to(tmp_path / "elsewhere")
+    line = commands.refused(transcribe, "run", tmp_path / "in", "--out", tmp_path / "out")
+    assert "symbolic link" in line and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_folder_without_audio_is_one_line(recordings, commands, tmp_path):
+    (tmp_path / "empty").mkdir()
+    code, out, err = commands(transcribe, "run", tmp_path / "empty", recordings["one"])
+    assert code == 2 and out == f"{recordings['one']}: abc cab\n"
+    assert err == f"error: {tmp_path / 'empty'}: no audio file in this folder\n"
+
+
+def test_standard_input(recordings, commands, tmp_path, monkeypatch):
+    for content, code, words in (
+        (recordings["one"].read_bytes(), 0, "-: abc cab\n"),
+        (b"", 2, "error: -: the file is empty (0 bytes)\n"),
+        (b"RIFF no audio", 2, "error: -: not readable as audio ("),
+    ):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        result = commands(transcribe, "run", "-")
+        assert result[0] == code and result[1 if code == 0 else 2].startswith(words)
+    content = recordings["two"].read_bytes()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert commands(transcribe, "run", "-", "--json", "--out", tmp_path / "out")[0] == 0
+    result = json.loads((tmp_path / "out" / "stdin.json").read_text())
+    assert (result["audio"], result["text"]) == ("-", "bca ac b")
+    monkeypatch.setattr("asr.inference.sources.MAX_STDIN", 1000)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    code, _, err = commands(transcribe, "run", "-")
+    assert code == 2 and err.startswith("error: -: more than 1000 bytes")
+
+
+def test_audio_of_a_few_frames_has_no_text(recordings, commands, tmp_path):
+    """A model gives a letter for it."""
+    samples = tones("a", 0)
+    soundfile.write(tmp_path / "long.wav", samples[:920], RATE)  # 10 frames
+    soundfile.write(tmp_path / "short.wav", samples[:919], RATE)
+    code, out, err = commands(transcribe, "run", tmp_path / "long.wav", tmp_path / "short.wav")
+    assert code == 0 and out == f"{tmp_path}/long.wav: a\n{tmp_path}/short.wav: \n"
+    assert err.startswith(
+        f"warning: {tmp_path}/short.wav: 0.115 seconds of audio, fewer than 0.115"
+    )
+    assert err.endswith("its transcript is empty\n") and len(err.splitlines()) == 1
+
+
+FFMPEG = shutil.which("ffmpeg")
+CODECS = {"m4a": "aac", "mp4": "aac", "webm": "libopus"}
+
+
+@pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed")
+@pytest.mark.parametrize("kind", CODECS)
+def test_ffmpeg_decodes_what_libsndfile_cannot(kind, recordings, commands, tmp_path):
+    file = tmp_path / f"one.{kind}"
+    line = [FFMPEG, "-v", "error", "-i", recordings["one"], "-ar", "48000", "-ac", "2"]
+    subprocess.run([*line, "-c:a", CODECS[kind], file], check=True)
+    code, out, err = commands(transcribe, "run", file, "--json")
+    result = json.loads(out)
+    assert code == 0 and result["text"] == "abc cab"
+    assert result["seconds"] == pytest.approx(soundfile.info(recordings["one"]).duration, abs=0.1)
+    file.write_bytes(file.read_bytes()[:12] + bytes(700))
+    code, out, err = commands(transcribe, "run", file)
+    assert code == 2 and err.startswith(f"error: {file}: ") and len(err.splitlines()) == 1
+
+
+def test_without_ffmpeg_a_line_names_it(recordings, commands, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "one.m4a").write_bytes(b"\0\0\0\x20ftypM4A \0\0\0\0")
+    line = commands.refused(transcribe, "run", tmp_path / "one.m4a")
+    assert line.startswith(
+        f"{tmp_path}/one.m4a: M4A, MP4 and WebM need the program ffmpeg; install"
+    )
 
 
 def test_settings_are_not_taken_as_files(commands, tiny_run, tiny):

@@ -52,7 +52,7 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
     A shipped recipe can be given by name: `demo`. Raises RecipeError with one line on any mistake.
     """
-    path = find_recipe(Path(path))
+    path = find_recipe(Path(path), Path())
     tree = _with_bases(path)
     changed = set()
     for override in overrides:

@@ -5,6 +5,7 @@ Shapes: B utterances, T memory frames.
 
 from collections.abc import Sequence
 from itertools import product
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,9 @@ def _decode_ctc(model: nn.Module, memory: Memory, beam: int, nbest: int) -> list
     return [[Hypothesis(tuple(p), s, True)] for p, s in zip(paths, scores, strict=True)]
 
 
+Self = TypeVar("Self", bound="SpeechDecoder")  # typing has its own from Python 3.11 on
+
+
 class SpeechDecoder:
     """A model with its vocabulary and the search of a decode section.
 
@@ -92,6 +96,14 @@ class SpeechDecoder:
         self.model, self.tokenizer, self.decode, self.lm = model, tokenizer, decode, lm
         self.ensemble = tuple(ensemble)
         self.device = next(model.parameters()).device
+
+    def to(self: Self, device: torch.device | str) -> Self:
+        """Move all models to a device, such as "cuda:1"; errors as those of nn.Module.to."""
+        for model in (self.model, self.lm, *self.ensemble):
+            if isinstance(model, nn.Module):  # n-grams are on no device
+                model.to(device)
+        self.device = next(self.model.parameters()).device
+        return self
 
     def recognize(self, batch: Batch) -> tuple[Memory, list[Hypothesis]]:
         """The memory of a batch, and the best hypothesis of every utterance."""

@@ -103,6 +103,7 @@ def _finished(queue: deque[_Recording]) -> Iterator[_Recording]:
 
 
 MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
+FEWEST_FRAMES = 10  # of features: 0.1 s has no word, but a model gives a letter for it
 
 
 class Recognizer(SpeechDecoder):
@@ -151,7 +152,7 @@ class Recognizer(SpeechDecoder):
         """A file, or samples (S,) or (S, channels) in -1 to 1, at `rate` or the model's.
 
         Raises features.AudioError for a file or samples that cannot be read. Audio that is empty,
-        silent, or shorter than one frame gives an empty text.
+        silent, or shorter than `min_seconds` gives an empty text.
         """
         (recording,) = self._transcribe([_Recording(audio, self._blocks(audio, rate))])
         return self._result(recording)
@@ -241,12 +242,13 @@ class Recognizer(SpeechDecoder):
     def segments(self, blocks: Iterable[Tensor]) -> Iterator[tuple[Segment, Tensor]]:
         """The segments in which audio in blocks (S,) is decoded, and their samples.
 
-        A silent segment has none, for there is nothing to decode.
+        A segment that is silent or of a few frames has none, for there is nothing to decode.
         """
         longest, rate = self.max_segment_seconds, self.front_end.sample_rate
         overlap = min(self.decode.overlap, longest / 4)
         for segment, samples in split_at_pauses(blocks, rate, longest, overlap):
-            yield segment, torch.zeros(0) if is_silent(samples, rate) else samples
+            short = self.front_end.extract.num_frames(len(samples)) < FEWEST_FRAMES
+            yield segment, torch.zeros(0) if short or is_silent(samples, rate) else samples
 
     def segment_groups(self, blocks: Iterable[Tensor]) -> Iterator[list[tuple[Segment, Tensor]]]:
         """`segments`, as many at a time as fit into decode.batch_seconds, and one at least."""
@@ -301,6 +303,12 @@ class Recognizer(SpeechDecoder):
         return [
             row[: len(own), :length] for row, own, length in zip(weights, rows, frames, strict=True)
         ]
+
+    @property
+    def min_seconds(self) -> float:
+        """Shorter audio has an empty transcript."""
+        extract = self.front_end.extract
+        return (extract.window + (FEWEST_FRAMES - 1) * extract.shift) / extract.sample_rate
 
     @property
     def frame_seconds(self) -> float:

@@ -139,7 +139,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def start(self, memory: Memory) -> TransformerState:
         """One hypothesis per utterance, before SOS."""
-        batch, size = len(memory.states), memory.states.size(-1)
+        batch, _, size = memory.states.shape
         keys = [layer.cross_attention.project(memory.states) for layer in self.decoder.layers]
         past = memory.states.new_empty(0, batch, len(keys), 2, size)
         rows = torch.arange(batch, device=past.device).unsqueeze(1)
@@ -149,7 +149,7 @@ class Transformer(nn.Module):
     def step(self, state: TransformerState, tokens: Tensor) -> tuple[Tensor, TransformerState]:
         """tokens (B, K) -> log-probabilities (B, K, V) of the next ones, next state."""
         past, valid = extend_past(state.past, state.rows), state.valid[:, None, None]
-        x = self._embed(tokens, len(past) - 1)
+        x = self._embed(tokens, past.size(0) - 1)
         for i, layer in enumerate(self.decoder.layers):
             last = i == len(self.decoder.layers) - 1
             x, weights = layer.step(x, past[:, :, i], state.memory[i], valid, need_weights=last)

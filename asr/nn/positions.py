@@ -34,13 +34,13 @@ class SinusoidalPositions(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         # Not saved: it follows from the formula, and grows with the longest input.
-        self.register_buffer("table", _sinusoids(512, size), persistent=False)
+        self.register_buffer("table", sinusoids(0, 512, size), persistent=False)
 
     def forward(self, start: int, length: int) -> Tensor:
         """Encodings of the positions start .. start + length - 1: (length, E)."""
         stop = start + length
         if stop > len(self.table):
-            self.table = _sinusoids(2 * stop, self.table.size(1)).to(self.table)
+            self.table = sinusoids(0, 2 * stop, self.table.size(1)).to(self.table)
         return self.table[start:stop]
 
 
@@ -71,32 +71,39 @@ class RotaryPositions(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.register_buffer("table", _rotations(512, size), persistent=False)
+        self.register_buffer("table", rotations(0, 512, size), persistent=False)
 
     def forward(self, x: Tensor, start: int) -> Tensor:
         """x (B, H, T, D) at the positions start .. start + T - 1 -> the same shape."""
         stop = start + x.size(2)
         if stop > self.table.size(1):
-            self.table = _rotations(2 * stop, x.size(3)).to(self.table)
-        cos, sin = self.table[:, start:stop].to(x.dtype)  # (T, D/2) each
-        left, right = x.chunk(2, -1)
-        return torch.cat((left * cos - right * sin, left * sin + right * cos), -1)
+            self.table = rotations(0, 2 * stop, x.size(3)).to(self.table)
+        return rotate(x, self.table[:, start:stop])
 
 
-def _angles(length: int, size: int) -> Tensor:
-    """(length, ceil(size/2)) in float64: float32 angles would be off by 1e-4 at 1,000 frames."""
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """x (B, H, T, D), turns (2, T, D/2) as from `rotations` -> the same shape as x."""
+    cos, sin = turns.to(x.dtype).unbind()  # (T, D/2) each
+    left, right = x.chunk(2, -1)
+    return torch.cat((left * cos - right * sin, left * sin + right * cos), -1)
+
+
+def _angles(start: int, stop: int, size: int) -> Tensor:
+    """(T, ceil(size/2)) of the T positions start .. stop - 1, in float64: float32 angles would be
+    off by 1e-4 at 1,000 frames.
+    """
     exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
     rates = torch.exp(-math.log(10000.0) * exponent)
-    return torch.arange(length, dtype=torch.float64).unsqueeze(1) * rates
+    return torch.arange(start, stop, dtype=torch.float64).unsqueeze(1) * rates
 
 
-def _sinusoids(length: int, size: int) -> Tensor:
-    """(length, size): sine and cosine of each angle in turn."""
-    angles = _angles(length, size)
+def sinusoids(start: int, stop: int, size: int) -> Tensor:
+    """(stop - start, size): sine and cosine of each angle in turn."""
+    angles = _angles(start, stop, size)
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :size].float()
 
 
-def _rotations(length: int, size: int) -> Tensor:
-    """(2, length, size/2): cosine and sine of each angle."""
-    angles = _angles(length, size)
+def rotations(start: int, stop: int, size: int) -> Tensor:
+    """(2, stop - start, size/2): cosine and sine of each angle."""
+    angles = _angles(start, stop, size)
     return torch.stack((angles.cos(), angles.sin())).float()

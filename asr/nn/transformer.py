@@ -169,7 +169,7 @@ class SelfAttention(_MultiHead):
 
         past (T, N, 2, E): all keys and values so far, the last of which this call computes from x.
         """
-        query, keys, values = self._project(x.unsqueeze(1), len(past) - 1)
+        query, keys, values = self._project(x.unsqueeze(1), past.size(0) - 1)
         past[-1] = torch.stack([part.transpose(1, 2).flatten(1) for part in (keys, values)], 1)
         keys, values = (self._split(past[:, :, i].transpose(0, 1)) for i in range(2))
         return self._merge(self._attend(query, (keys, values), None))[:, 0]
@@ -228,7 +228,7 @@ def optional_norm(
 
 def extend_past(past: Tensor, rows: Tensor) -> Tensor:
     """The past (U, N, ...) of the hypotheses `rows` (B, K) of N, with room for one more token."""
-    extended = past.new_empty(len(past) + 1, rows.numel(), *past.shape[2:])
+    extended = past.new_empty(past.size(0) + 1, rows.numel(), *past.shape[2:])
     torch.index_select(past, 1, rows.flatten(), out=extended[:-1])
     return extended
 

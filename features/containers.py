@@ -1,0 +1,106 @@
+"""M4A, MP4, WebM and Matroska, which libsndfile cannot read -> waveform, decoded by ffmpeg.
+
+ffmpeg is a program of its own, used where it is installed. It runs as a process that may read the
+one file and no address of a network, and writes samples to a pipe, so memory is bounded for files
+of any length, as in features/audio.py. Which container a file is, its first bytes decide.
+
+Shapes: S samples.
+"""
+
+import os
+import resource
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from features import AudioError, NoSamples
+from features.audio import (
+    BLOCK_VALUES,
+    check_values,
+    name_of,
+    open_regular,
+    resample_blocks,
+    whole_rate,
+)
+
+MEMORY = 2 << 30  # bytes that ffmpeg may have
+AU = struct.Struct(">4sIIIII")  # magic, offset of the samples, bytes, encoding, rate, channels
+
+
+def container_of(path: str | os.PathLike[str]) -> str | None:
+    """The name of ffmpeg's demuxer for the file, None for files of other kinds or none at all."""
+    with suppress(OSError, ValueError), open_regular(path) as file:
+        start = file.read(12)
+        if start[4:8] == b"ftyp":
+            return "mov"
+        if start.startswith(b"\x1aE\xdf\xa3"):
+            return "matroska"
+    return None
+
+
+def stream_container(
+    path: str | os.PathLike[str], demuxer: str, sample_rate: int
+) -> Iterator[Tensor]:
+    """The first audio track, its channels mixed, in blocks (S,), each decoded when asked for.
+
+    Raises AudioError as features.audio.stream_audio does, and where ffmpeg is not installed.
+    """
+    name = name_of(path)
+    with _decoder(path, demuxer, name) as pipe:
+        start = pipe.read(AU.size)
+        if len(start) < AU.size:
+            raise AudioError(f"{name}: not readable as audio (ffmpeg finds no audio in it)")
+        _, offset, _, _, rate, _ = AU.unpack(start)
+        pipe.read(offset - AU.size)
+        rate = whole_rate(rate, name)
+        blocks = _blocks(pipe, max(1, int(BLOCK_VALUES * min(1.0, rate / sample_rate))), name)
+        for block in resample_blocks(blocks, rate, sample_rate):
+            yield block.clamp(-1.0, 1.0)
+
+
+@contextmanager
+def _decoder(path: str | os.PathLike[str], demuxer: str, name: str) -> Iterator[IO[bytes]]:
+    """A pipe with the samples in float32 in Sun's AU format, whose header has their rate."""
+    program = shutil.which("ffmpeg")
+    if program is None:
+        remedy = "install it (apt-get install ffmpeg), or convert the file to FLAC or WAV"
+        raise AudioError(f"{name}: M4A, MP4 and WebM need the program ffmpeg; {remedy}")
+    with open_regular(path) as file:
+        source = f"/dev/fd/{file.fileno()}"
+        line = [program, "-nostdin", "-v", "quiet", "-protocol_whitelist", "file", "-f", demuxer]
+        line += ["-i", source, "-map", "0:a:0", "-ac", "1", "-c:a", "pcm_f32be", "-f", "au", "-"]
+        process = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[file.fileno()]
+        )
+        try:
+            if hasattr(resource, "prlimit"):  # Linux
+                with suppress(OSError):
+                    resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
+            yield process.stdout
+            if process.wait():
+                raise AudioError(f"{name}: broken: ffmpeg cannot decode all of it")
+        finally:
+            process.kill()
+            process.stdout.close()
+            process.wait()
+
+
+def _blocks(pipe: IO[bytes], length: int, name: str) -> Iterator[Tensor]:
+    """All samples, (S,) at a time with S at most `length`, checked."""
+    empty = True
+    while content := pipe.read(4 * length):
+        samples = np.frombuffer(content, ">f4", len(content) // 4).astype(np.float32)
+        block = torch.from_numpy(samples)
+        if len(block):
+            check_values(block, name)
+            empty = False
+            yield block
+    if empty:
+        raise NoSamples(f"{name}: no audio, 0 samples")
