@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import asr
 from asr.arguments import EXAMPLES, call_of
 from asr.errors import UserError, run_command
 
@@ -24,10 +25,13 @@ def console() -> None:
 
 
 def main() -> int | None:
-    """Run the command that the first argument names, or print the list of commands."""
+    """Run the command that the first argument names, or print the version or all commands."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(*listing(), sep="\n")
+        return 0
+    if name == "--version":
+        print(f"layernorm-asr {asr.__version__}")
         return 0
     names = [name for group in EXAMPLES.values() for name in group]
     if name not in names:

@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_the_example_of_a_command_has_its_options(name, monkeypatch, capsys):
     assert ended.value.code == 0 and shown.startswith(f"usage: layernorm-asr {name} ")
     assert shown.endswith(f"\nexample:\n  layernorm-asr {name} {example}\n")
     assert parser_of(name, monkeypatch).parse_args(shlex.split(example))
+
+
+def test_the_version_is_that_of_setup_cfg(monkeypatch, capsys):
+    setup = ConfigParser()
+    setup.read(PACKAGE.parent / "setup.cfg")
+    monkeypatch.setattr("sys.argv", [str(CONSOLE), "--version"])
+    assert entry.main() == 0
+    assert capsys.readouterr().out == f"layernorm-asr {setup['metadata']['version']}\n"
 
 
 def parser_of(name, monkeypatch):
