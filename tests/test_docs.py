@@ -211,7 +211,7 @@ def test_the_file_tree_of_the_readme_exists():
     [
         ("README.md", 1000),
         ("docs/api.md", 1000),
-        ("docs/experiments.md", 4000),
+        ("docs/experiments.md", 4500),
         ("docs/real_speech.md", 1500),
     ],
 )
