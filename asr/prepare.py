@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from asr.arguments import CommandParser, above_zero, natural, share
+from asr.data.importers.text_normalization import CHOICES
 from asr.errors import UserError, print_line, run_command
 
 # Name of a corpus format -> its SOURCE, and its help: a summary and more.
@@ -138,7 +139,7 @@ def _add_format(kind: argparse.ArgumentParser, name: str, source: str) -> None:
     kind.add_argument("--skip-bad", action="store_true", help=text)
     text = "transcripts: keep them, in lower case, or in upper case with only A to Z, apostrophes "
     text += "and spaces; what is dropped is reported (default: %(default)s)"
-    kind.add_argument("--text", choices=("keep", "lower", "upper-az"), default="keep", help=text)
+    kind.add_argument("--text", choices=CHOICES, default="keep", help=text)
     if name in WITH_TEXT_COLUMN:
         kind.add_argument("--text-column", metavar="NAME", help="the column of the transcripts")
     text = "trust the audio files' headers: faster, but truncated files pass"

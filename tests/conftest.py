@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,22 @@ def tiny_run(tiny, tmp_path_factory) -> Path:
 def commands(monkeypatch, capsys) -> Commands:
     """Runs a command's main in this process."""
     return Commands(monkeypatch, capsys)
+
+
+@pytest.fixture
+def asr_prepare(monkeypatch, capsys):
+    """Runs asr.prepare: (exit code, standard output, lines of standard error)."""
+    from asr import errors, prepare
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            errors.run_command(prepare.main)
+        output = capsys.readouterr()
+        assert "Traceback" not in output.err
+        return caught.value.code, output.out, output.err.splitlines()
+
+    return run
 
 
 def pytest_collection_finish() -> None:

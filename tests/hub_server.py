@@ -125,14 +125,14 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == "Bearer hf_owner"
 
     def create(self, body: bytes) -> Answer:
-        wish = json.loads(body)
-        name = f"{wish['organization'] or 'owner'}/{wish['name']}"
+        details = json.loads(body)
+        name = f"{details['organization'] or 'owner'}/{details['name']}"
         if not self.is_owner():
             return FORBIDDEN
         if name in self.server.repos:
             return {"error": "exists", "url": f"{self.server.url}/{name}"}, 409, {}
         # Version 1 of the library sends `private`, version 2 `visibility`.
-        self.server.create(name, wish.get("private") or wish.get("visibility") == "private")
+        self.server.create(name, details.get("private") or details.get("visibility") == "private")
         return ok({"url": f"{self.server.url}/{name}"})
 
     def validate(self, body: bytes) -> Answer:
@@ -168,8 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def batch(self, name: str, body: bytes) -> Answer:
         objects = [
-            {**wish, "actions": {"upload": {"href": f"{self.server.url}/lfs/{wish['oid']}"}}}
-            for wish in json.loads(body)["objects"]
+            {**details, "actions": {"upload": {"href": f"{self.server.url}/lfs/{details['oid']}"}}}
+            for details in json.loads(body)["objects"]
         ]
         return ok({"transfer": "basic", "objects": objects})
 

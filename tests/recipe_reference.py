@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from asr.config.json_schema import meaning
 from asr.config.language import LanguageRecipe
+from asr.config.loader import groups_in
 from asr.config.schema import Config, Recipe, SpeechRecipe
 from asr.images.config import ImageRecipe
 
@@ -58,7 +59,7 @@ def reference() -> str:
 def rows(recipe: type[Config], path: str = "") -> Iterator[tuple[str, str]]:
     """Every key below `recipe` by its dotted path, with its meaning ("" where it has none)."""
     for key, field in recipe.model_fields.items():
-        groups = config_classes(field.annotation)
+        groups = groups_in(field.annotation)
         if not groups or _is_optional(field):
             yield f"{path}{key}", meaning(recipe, key)
         for group in groups:
@@ -67,7 +68,7 @@ def rows(recipe: type[Config], path: str = "") -> Iterator[tuple[str, str]]:
 
 def _section(path: str, config: type[Config], fields: dict[str, FieldInfo]) -> Iterator[str]:
     """The table of a group's own keys, then a section for each group within it."""
-    plain = {k: f for k, f in fields.items() if not config_classes(f.annotation) or _is_optional(f)}
+    plain = {k: f for k, f in fields.items() if not groups_in(f.annotation) or _is_optional(f)}
     if plain:
         yield from ("| key | type and bounds | default | meaning |", "|---|---|---|---|")
     for key, field in sorted(plain.items(), key=lambda item: item[0] != "kind"):
@@ -81,7 +82,7 @@ def _section(path: str, config: type[Config], fields: dict[str, FieldInfo]) -> I
     if plain:
         yield ""
     for key, field in fields.items():
-        groups = config_classes(field.annotation)
+        groups = groups_in(field.annotation)
         for group in groups:
             kind = f" (`kind: {kind_of(group)}`)" if len(groups) > 1 else ""
             about = re.sub("^Section `.*?`: ", "", inspect.getdoc(group) or "")
@@ -93,19 +94,12 @@ def _section(path: str, config: type[Config], fields: dict[str, FieldInfo]) -> I
 def _is_optional(field: FieldInfo) -> bool:
     """Whether a group may be null or a plain value, so that it needs its own row."""
     parts = get_args(field.annotation)
-    return not all(config_classes(part) for part in parts if get_origin(part) is not Literal)
+    return not all(groups_in(part) for part in parts if get_origin(part) is not Literal)
 
 
 def kind_of(config: type[Config]) -> str:
     """`las` for the group whose key `kind` must be `las`."""
     return get_args(config.model_fields["kind"].annotation)[0]
-
-
-def config_classes(annotation: Any) -> list[type[Config]]:
-    """The config classes within a type such as `SpecAugmentConfig | None`."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        return [annotation]
-    return [one for part in get_args(annotation) for one in config_classes(part)]
 
 
 def type_text(annotation: Any, metadata: Any = ()) -> str:
@@ -124,7 +118,7 @@ def type_text(annotation: Any, metadata: Any = ()) -> str:
         return f"list of ({type_text(parts[0])})" + _bounds(metadata, "length ")
     if origin is dict:
         return "some keys of that section" if parts[1] is Any else "mapping of names to paths"
-    if config_classes(annotation):
+    if groups_in(annotation):
         return "keys below"
     if annotation in (int, float):
         name = "integer" if annotation is int else "number"

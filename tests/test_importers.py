@@ -12,7 +12,7 @@ import pytest
 import soundfile
 from scipy.signal import resample_poly
 
-from asr import errors, prepare
+from asr import prepare
 from asr.data.corpus import read_manifest
 from asr.data.importers.convert import Options, convert
 from asr.data.importers.rows import Split
@@ -21,21 +21,6 @@ from asr.errors import UserError
 from features.audio import read_audio
 
 RATE = 22_050  # of the recordings, which the recogniser resamples
-
-
-@pytest.fixture
-def asr_prepare(monkeypatch, capsys):
-    """Runs the command: (exit code, standard output, lines of standard error)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            errors.run_command(prepare.main)
-        output = capsys.readouterr()
-        assert "Traceback" not in output.err
-        return caught.value.code, output.out, output.err.splitlines()
-
-    return run
 
 
 def noise(path, seconds=1.0, channels=1, rate=RATE, **options):

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import sys
 import tarfile
 import threading
 from functools import partial
@@ -13,24 +12,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from asr import errors, prepare
 from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.data.importers import convert, download, librispeech, spoken_numbers
-
-
-@pytest.fixture
-def asr_prepare(monkeypatch, capsys):
-    """Runs the command: (exit code, standard output, lines of standard error)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            errors.run_command(prepare.main)
-        output = capsys.readouterr()
-        assert "Traceback" not in output.err
-        return caught.value.code, output.out, output.err.splitlines()
-
-    return run
 
 
 def record(path, seconds=1.0, rate=16000):

@@ -82,7 +82,7 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
         details = error.errors(include_url=False)
     else:
         for number in range(len(recipe.stages)):
-            at_stage(recipe, number + 1, place)
+            at_stage(recipe, number + 1, f"{place}: stages[{number}]")
         return recipe
     first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
     keys = _recipe_keys(first["loc"], kind)
@@ -101,7 +101,7 @@ def at_stage(recipe: Recipe, stage: int, place: str = "recipe") -> Recipe:
     tree = recipe.model_dump(mode="json")
     for changes in tree.pop("stages")[:stage]:
         tree = _merge(tree, {key: value for key, value in changes.items() if key != "start"})
-    return validate(tree, f"{place}: stages[{stage - 1}]")
+    return validate(tree, place)
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:

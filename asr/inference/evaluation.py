@@ -42,10 +42,10 @@ from asr.decoding.scorer import Hypothesis
 from asr.decoding.segmentation import Segment
 from asr.errors import UserError
 from asr.inference.recognition import Recognizer, decode_in_halves, fault_line
-from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments, name_of
+from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
 from asr.nn.attention import Memory
 from features import AudioError
-from features.audio import member_of
+from features.audio import member_of, name_of
 from features.front_end import FrontEnd
 
 

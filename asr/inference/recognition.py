@@ -39,7 +39,6 @@ from asr.inference.transcript import (
     EMPTY_TRANSCRIPT,
     Transcript,
     merge_segments,
-    name_of,
     timed_transcript,
 )
 from asr.nn.attention import Memory
@@ -47,7 +46,7 @@ from asr.training.checkpoint import NotSaved, save_checkpoint
 from asr.training.distributed import choose_device
 from asr.training.oom import SHAPES_DECODING, limit_onednn_cache, release_device_memory
 from features import AudioError, NoSamples
-from features.audio import from_samples
+from features.audio import from_samples, name_of
 from features.front_end import FrontEnd
 
 Audio = str | os.PathLike[str] | np.ndarray | Tensor  # a path, or samples (S,) or (S, channels)

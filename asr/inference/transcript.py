@@ -4,7 +4,6 @@ Shapes: T memory frames, U tokens, V vocabulary; one utterance at a time.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
@@ -113,9 +112,3 @@ def json_line(row: dict[str, Any]) -> str:
     text = json.dumps(row, ensure_ascii=False).translate(_CONTROL)
     # A name's bytes that are not text become \udcXX, which JSON reads as Python wrote them.
     return text.encode(errors="backslashreplace").decode() + "\n"
-
-
-def name_of(path: str | os.PathLike[str]) -> str:
-    """The path on one line: quoted, with escapes, if it has a line break or no printable text."""
-    text = os.fspath(path)
-    return text if text.isprintable() else ascii(text)

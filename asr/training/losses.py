@@ -83,7 +83,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> dict[str
     spreads its mass evenly over the whole vocabulary.
     """
     valid = targets != BLANK
-    # Padding is filled with 0, not left out: to count what is left would wait for the device.
+    # Padding adds 0: to select the valid tokens would wait for the device.
     log_probs = logits.log_softmax(dim=-1)
     nll = -_sum_valid(log_probs.gather(2, targets.unsqueeze(2)).squeeze(2), valid)
     uniform = -_sum_valid(log_probs.mean(dim=-1), valid)

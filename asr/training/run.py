@@ -123,7 +123,7 @@ class Training:
             write_recipe(self.recipe, self.run / "recipe.yaml")
         total = trainer.planned_steps(self.task.epochs, self.config, self.state)
         settings = self.run, self.config.log_every, total, self.state.step
-        tracking = self.trackers, flat(self.task.recipe)
+        tracking = self.trackers, flat(self.recipe)
         with self.stop, Log(*settings, *tracking) if is_first() else NullLog() as self.log:
             self.log.info(*messages, *more, self._summary(start is not None))
             with suppress(Stopped):

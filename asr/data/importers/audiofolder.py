@@ -18,6 +18,7 @@ from asr.data.importers.records import (
     first_line,
     first_object,
     json_records,
+    rows_of,
 )
 from asr.data.importers.rows import SPEAKER_KEYS, Fault, Row, Split, text_of
 from asr.errors import UserError
@@ -96,18 +97,18 @@ def _split_of(about: dict[str, Any]) -> str | None:
 
 
 def _rows(table: Path, text_column: str, split: str | None) -> Iterator[Row | Fault]:
-    for found in _records(table):
-        if isinstance(found, Fault):
-            yield found
-            continue
-        line, about = found
-        if split is not None and (_split_of(about) or "") != split:
-            continue
-        audio = text_of(about, FILE)
-        name = text_of(about, "id") or str(PurePosixPath(audio).with_suffix("")) if audio else ""
-        yield Row(
-            table, line, name, audio, text_of(about, text_column), text_of(about, *SPEAKER_KEYS)
-        )
+    return rows_of(table, _records(table), partial(_row, table, text_column, split))
+
+
+def _row(
+    table: Path, text_column: str, split: str | None, line: int, about: dict[str, Any]
+) -> Iterator[Row]:
+    if split is not None and (_split_of(about) or "") != split:
+        return
+    audio = text_of(about, FILE)
+    name = text_of(about, "id") or str(PurePosixPath(audio).with_suffix("")) if audio else ""
+    speaker = text_of(about, *SPEAKER_KEYS)
+    yield Row(table, line, name, audio, text_of(about, text_column), speaker)
 
 
 def _records(table: Path) -> Iterator[Record | Fault]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from asr.data.importers.records import first_line, tsv_records
+from asr.data.importers.records import first_line, rows_of, tsv_records
 from asr.data.importers.rows import Fault, Row, Split
 from asr.errors import UserError
 
@@ -45,13 +45,12 @@ def _has_columns(table: Path) -> bool:
 
 
 def _rows(table: Path) -> Iterator[Row | Fault]:
-    for found in tsv_records(table, COLUMNS):
-        if isinstance(found, Fault):
-            yield found
-            continue
-        line, row = found
-        name = PurePosixPath(row["path"])
-        if row["path"] and not name.suffix:  # releases of 2019
-            name = PurePosixPath(f"{name}.mp3")
-        audio = str(name) if row["path"] else ""
-        yield Row(table, line, name.stem, audio, row["sentence"], row["client_id"])
+    return rows_of(table, tsv_records(table, COLUMNS), partial(_row, table))
+
+
+def _row(table: Path, line: int, row: dict[str, str]) -> Iterator[Row]:
+    name = PurePosixPath(row["path"])
+    if row["path"] and not name.suffix:  # releases of 2019
+        name = PurePosixPath(f"{name}.mp3")
+    audio = str(name) if row["path"] else ""
+    yield Row(table, line, name.stem, audio, row["sentence"], row["client_id"])

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asr.data.importers.records import first_object, json_records
+from asr.data.importers.records import first_object, json_records, rows_of
 from asr.data.importers.rows import Fault, Row, Split, number_of, text_of
 from asr.errors import UserError
 
@@ -48,17 +48,15 @@ def _name(path: Path) -> str:
 
 
 def _rows(manifest: Path) -> Iterator[Row | Fault]:
-    for found in json_records(manifest):
-        if isinstance(found, Fault):
-            yield found
-            continue
-        line, cut = found
-        try:
-            yield from _utterances(manifest, line, cut)
-        except ValueError as error:
-            yield Fault(manifest, line, str(error))
-        except (TypeError, AttributeError, KeyError):
-            yield Fault(manifest, line, "not a cut: a field of it has another type than Lhotse's")
+    return rows_of(manifest, json_records(manifest), partial(_checked_utterances, manifest))
+
+
+def _checked_utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Iterator[Row]:
+    try:
+        yield from _utterances(manifest, line, cut)
+    except (TypeError, AttributeError, KeyError):
+        fault = "not a cut: a field of it has another type than Lhotse's"
+        raise ValueError(fault) from None
 
 
 def _utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Iterator[Row]:

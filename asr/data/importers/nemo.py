@@ -7,8 +7,9 @@ offset, both in seconds, and speaker. SOURCE is a manifest, or a folder whose ma
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from asr.data.importers.records import first_object, json_records
+from asr.data.importers.records import first_object, json_records, rows_of
 from asr.data.importers.rows import SPEAKER_KEYS, Fault, Row, Split, number_of, text_of
 from asr.errors import UserError
 
@@ -34,20 +35,13 @@ def _manifests(source: Path) -> list[Path]:
 
 
 def _rows(manifest: Path) -> Iterator[Row | Fault]:
-    for found in json_records(manifest):
-        if isinstance(found, Fault):
-            yield found
-            continue
-        line, about = found
-        try:
-            start, length = number_of(about, "offset"), number_of(about, "duration")
-        except ValueError as error:
-            yield Fault(manifest, line, str(error))
-            continue
-        audio = text_of(about, "audio_filepath")
-        # The same file may be in several lines, each with another offset.
-        name = text_of(about, "id", "utt_id") or f"{manifest.stem}-{line}"
-        speaker = text_of(about, *SPEAKER_KEYS)
-        yield Row(
-            manifest, line, name, audio, text_of(about, "text"), speaker, "", start or None, length
-        )
+    return rows_of(manifest, json_records(manifest), partial(_row, manifest))
+
+
+def _row(manifest: Path, line: int, about: dict[str, Any]) -> Iterator[Row]:
+    start, length = number_of(about, "offset"), number_of(about, "duration")
+    audio, text = text_of(about, "audio_filepath"), text_of(about, "text")
+    # The same file may be in several lines, each with another offset.
+    name = text_of(about, "id", "utt_id") or f"{manifest.stem}-{line}"
+    speaker = text_of(about, *SPEAKER_KEYS)
+    yield Row(manifest, line, name, audio, text, speaker, "", start or None, length)

@@ -5,16 +5,32 @@ name ends in .gz is unpacked.
 """
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from asr.data.importers.rows import Fault
+from asr.data.importers.rows import Fault, Row
 from asr.data.manifest import open_table, read_rows
 from asr.errors import UserError
 from asr.io import parse_json
 
 Record = tuple[int, dict[str, Any]]
+
+
+def rows_of(
+    table: Path,
+    records: Iterable[Record | Fault],
+    read: Callable[[int, dict[str, Any]], Iterable[Row]],
+) -> Iterator[Row | Fault]:
+    """The rows that `read` makes of each record, and the faults: also its ValueError is one."""
+    for found in records:
+        if isinstance(found, Fault):
+            yield found
+            continue
+        try:
+            yield from read(*found)
+        except ValueError as error:
+            yield Fault(table, found[0], str(error))
 
 
 def first_line(path: Path) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from asr.data.importers.records import first_line, tsv_records
+from asr.data.importers.records import first_line, rows_of, tsv_records
 from asr.data.importers.rows import Fault, Row, Split
 from asr.data.manifest import COLUMNS, read_header
 
@@ -29,10 +29,9 @@ def read(source: Path) -> list[Split]:
 
 
 def _rows(table: Path, more: tuple[str, ...]) -> Iterator[Row | Fault]:
-    for found in tsv_records(table, REQUIRED):
-        if isinstance(found, Fault):
-            yield found
-        else:
-            line, row = found
-            own = {key: row.get(key, "") for key in COLUMNS}
-            yield Row(table, line, **own, more=tuple(row[name] for name in more))
+    return rows_of(table, tsv_records(table, REQUIRED), partial(_row, table, more))
+
+
+def _row(table: Path, more: tuple[str, ...], line: int, row: dict[str, str]) -> Iterator[Row]:
+    own = {key: row.get(key, "") for key in COLUMNS}
+    yield Row(table, line, **own, more=tuple(row[name] for name in more))

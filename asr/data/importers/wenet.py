@@ -8,8 +8,9 @@ which is a split. A list of shards names tars, which the format `webdataset` rea
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from asr.data.importers.records import first_line, first_object, json_records
+from asr.data.importers.records import first_line, first_object, json_records, rows_of
 from asr.data.importers.rows import SPEAKER_KEYS, Fault, Row, Split, number_of, text_of
 from asr.errors import UserError
 
@@ -45,21 +46,16 @@ def _name(path: Path) -> str:
 
 
 def _rows(path: Path) -> Iterator[Row | Fault]:
-    for found in json_records(path):
-        if isinstance(found, Fault):
-            yield found
-            continue
-        line, about = found
-        try:
-            start, end = number_of(about, "start"), number_of(about, "end")
-            if end is not None and end <= (start or 0):
-                raise ValueError(f"the segment from {start or 0:g} to {end:g} s has no length")
-        except ValueError as error:
-            yield Fault(path, line, str(error))
-            continue
-        if end is not None:
-            start = start or 0.0
-        length = None if end is None else end - (start or 0.0)
-        name, audio, text = (text_of(about, key) for key in ("key", "wav", "txt"))
-        speaker = text_of(about, *SPEAKER_KEYS)
-        yield Row(path, line, name, audio, text, speaker, "", start, length)
+    return rows_of(path, json_records(path), partial(_row, path))
+
+
+def _row(path: Path, line: int, about: dict[str, Any]) -> Iterator[Row]:
+    start, end, length = number_of(about, "start"), number_of(about, "end"), None
+    if end is not None:
+        start = start or 0.0
+        length = end - start
+        if length <= 0:
+            raise ValueError(f"the segment from {start:g} to {end:g} s has no length")
+    name, audio, text = (text_of(about, key) for key in ("key", "wav", "txt"))
+    speaker = text_of(about, *SPEAKER_KEYS)
+    yield Row(path, line, name, audio, text, speaker, "", start, length)
