@@ -63,7 +63,7 @@ def prune_run(
         raise UserError(f"{run}: a las model; only a transformer or conformer can be pruned")
     if recipe.model.depth_scaled:
         raise UserError(f"{run}: model.depth_scaled makes its norms depend on the layers before")
-    if getattr(recipe.model, "intermediate_ctc", None):
+    if recipe.model.intermediate_ctc:
         raise UserError(f"{run}: model.intermediate_ctc numbers its layers; it cannot be pruned")
     check_new_folder(to)
     recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS])

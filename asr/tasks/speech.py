@@ -236,7 +236,9 @@ def _ctc_remedy(recipe: SpeechRecipe) -> str:
 def build_speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> SpeechObjective:
     """The model with its objective, on the recipe's device."""
     train = recipe.train
-    intermediate_ctc = getattr(recipe.model, "intermediate_ctc", None)  # LAS has none
+    intermediate_ctc = None
+    if not isinstance(recipe.model, LasConfig):
+        intermediate_ctc = recipe.model.intermediate_ctc
     objective = SpeechObjective(
         build_speech_model(recipe.model, features, vocabulary),
         recipe.model.ctc_weight,
