@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import io
-import json
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 from scipy.signal import resample_poly
+from tiny_speech import json_lines
 
 from asr import prepare
 from asr.data.corpus import read_manifest
@@ -255,14 +255,6 @@ def test_speakers_are_held_out_whole(tmp_path, asr_prepare):
     train, valid = (read_manifest(tmp_path / f"all{end}.tsv") for end in ("", "-valid"))
     assert len(train) + len(valid) == 65 and len(valid) in (10, 15)
     assert not set(train.speakers) & set(valid.speakers)
-
-
-def json_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
-    )
-    return path
 
 
 def test_nemo_offsets_are_cut(tmp_path, asr_prepare):

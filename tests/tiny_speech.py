@@ -1,5 +1,6 @@
 """A corpus of a few tones, a recipe for the smallest LAS, and commands run in this process."""
 
+import json
 import sys
 
 import numpy as np
@@ -90,6 +91,15 @@ def make_recipe(folder):
     }
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def json_lines(path, rows):
+    """Write one JSON object a line; text as it is, to give a faulty line. -> path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return path
 
 

@@ -8,8 +8,8 @@
     OMP_NUM_THREADS=1 yard/bin/python tests/benchmarks/speechbrain_conformer.py \
         --run FOLDER --evaluate-only TEST.tsv
 
-The counterpart of recipes/small_corpus_conformer.yaml: about as many parameters (4.88M), the same
-data and the same CPU time. The same command resumes an interrupted run; CPU times add up. Imports,
+A yardstick for this project's Conformer on the same data in the same CPU time: 4.88M parameters at
+the default sizes. The same command resumes an interrupted run; CPU times add up. Imports,
 validation and checkpoints count towards the time, the final decoding does not. Ends with one line
 of JSON and a table of WER, also by the manifest's column `source` if it has several.
 
