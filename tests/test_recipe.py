@@ -302,6 +302,11 @@ def test_run_stays_under_runs(read, run):
     assert "must be a plain folder name" in actual
 
 
+def test_run_does_not_repeat_its_parent(read):
+    assert "run = 'runs/a/b': is put under runs/: run=a/b" in refusal(read, PLAIN, "run=runs/a/b")
+    assert read(PLAIN, "run=runs").run == "runs"
+
+
 def test_run_is_no_longer_than_file_systems_allow(read):
     assert read(PLAIN, "run=" + "a/" * 99 + "bb").run.endswith("/bb")
     for name in ("a" * 201, "\u00e9" * 101, "a/" * 100 + "b"):

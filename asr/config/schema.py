@@ -738,6 +738,8 @@ class Recipe(Config):
             raise ValueError(f"may have at most {MAX_NAME} bytes")
         if any(part.startswith((".", "-")) or not part for part in name.split("/")):
             raise ValueError("must be a plain folder name, it is put under runs/")
+        if name.startswith("runs/"):
+            raise ValueError(f"is put under runs/: run={name.removeprefix('runs/') or 'NAME'}")
         return name
 
 
