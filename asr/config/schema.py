@@ -739,7 +739,7 @@ class Recipe(Config):
         if any(part.startswith((".", "-")) or not part for part in name.split("/")):
             raise ValueError("must be a plain folder name, it is put under runs/")
         if name.startswith("runs/"):
-            raise ValueError(f"is put under runs/: run={name.removeprefix('runs/') or 'NAME'}")
+            raise ValueError(f"is put under runs/: run={name.removeprefix('runs/')}")
         return name
 
 
