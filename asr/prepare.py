@@ -68,7 +68,7 @@ WITH_TEXT_COLUMN = ("auto", "audiofolder", "datasets")
 # Names of validation splits; not Common Voice's "validated".
 VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
 LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is the better start
-SMALL_RECIPE, LARGE_RECIPE = "small_corpus_las_start", "librispeech100"
+SMALL_RECIPE, LARGE_RECIPE = "small_corpus_conformer", "librispeech100"
 
 # A function per kind; its docstring is the help of its command line. It imports what it needs
 # itself, since torch takes seconds, for which --help should not wait.

@@ -101,7 +101,7 @@ def test_kaldi_recordings_stay_where_they_are(tmp_path, asr_prepare):
     code, out, _ = asr_prepare(*call, "--text", "upper-az")
     assert code == 0
     train, dev = (tmp_path / "to" / f"{name}.tsv" for name in ("train", "dev"))
-    recipe = "small_corpus_las_start"
+    recipe = "small_corpus_conformer"
     assert out.endswith(f"next: python -m asr.train {recipe} data.train={train} data.valid={dev}\n")
     corpus = read_manifest(train)
     assert corpus.texts == ["WORDS OF CALL", "WORDS OF MONO"]
