@@ -79,7 +79,7 @@ def assert_same_losses(one, other, points):
     for name in ("train/nll", "train/objective", "valid/nll"):
         actual, expected = dict(curve(one, name)), dict(curve(other, name))
         assert len(actual) == points or name == "valid/nll"
-        assert 13 in actual and 13 in expected
+        assert 7 in actual and 7 in expected
         # The run with another world size validated when it was stopped and at its end.
         for step in actual.keys() & expected.keys():
             assert actual[step] == pytest.approx(expected[step], rel=1e-5), (name, step)
@@ -110,11 +110,11 @@ def errors_of(folder, name, ranks=2):
 
 
 class TestEqual:
-    """26 steps over the same global batches; each epoch's last step is uneven."""
+    """14 steps over the same global batches; each epoch's last step is uneven."""
 
     @pytest.mark.parametrize("ranks", ["2", "3"])
     def test_losses_are_those_of_one_process(self, ranks, runs):
-        assert_same_losses(runs / ranks, runs / "1", 26)
+        assert_same_losses(runs / ranks, runs / "1", 14)
 
     @pytest.mark.parametrize("ranks", ["2", "3"])
     def test_no_utterance_is_lost_or_repeated(self, ranks, runs):
@@ -122,7 +122,7 @@ class TestEqual:
         for name in ("step", "epoch", "batch", "utterances", "broken"):
             assert actual[name] == expected[name], name
         assert actual["audio_seconds"] == pytest.approx(expected["audio_seconds"])
-        assert expected["epoch"] > 10 and expected["utterances"] > 10 * 14
+        assert expected["epoch"] > 5 and expected["utterances"] > 5 * 14
 
     def test_the_rate_counts_the_audio_of_all_ranks(self, runs):
         for ranks in ("2", "3"):
@@ -130,7 +130,7 @@ class TestEqual:
             assert dict(actual) == pytest.approx(dict(expected))
 
     def test_another_world_size_resumes_and_is_reported(self, changed):
-        assert_same_losses(changed / "changed", changed / "1", 16)
+        assert_same_losses(changed / "changed", changed / "1", 10)
         log = (changed / "changed" / "train.log").read_text()
         assert "2 ranks trained so far, now 3: a step takes 3 x 2 batches" in log
         assert "14 utterances" in log and log.count("finished at step") == 2
@@ -140,7 +140,7 @@ class TestEqual:
             names = sorted(path.name.split(".")[0] for path in (runs / ranks).iterdir())
             assert names == sorted(path.name.split(".")[0] for path in (runs / "1").iterdir())
             log = (runs / ranks / "train.log").read_text()
-            assert log.count("step 26/26") == 1 and f", {ranks} ranks" in log
+            assert log.count("step 14/14") == 1 and f", {ranks} ranks" in log
             assert (runs / f"{ranks}.1.out").read_text() == ""
 
 
@@ -241,14 +241,6 @@ class TestEnds:
             "SIGTERM: stopped after step 4 and saved" in (folder / "validating.0.out").read_text()
         )
         assert seen["validating resumed"] == [0, 0] and seen["validating differs"] == []
-
-
-def test_torchrun_restarts_a_killed_rank(results_of):
-    """Without --resume: the second attempt resumes by itself."""
-    seen, _ = results_of("torchrun")
-    assert seen["code"] == 0, seen["err"]
-    assert "rank 0: exits because another was killed" in seen["err"]
-    assert seen["out"].count("\nresuming tiny: ") == 1 and seen["differs"] == []
 
 
 def test_ranks_resume_with_their_own_statistics_and_the_same_averages(results_of):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 PRELUDE = """
-import sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from asr.kernels.cuda import lstm as cuda
@@ -27,7 +26,7 @@ x = torch.randn(2, 2, 2, dtype=torch.float64)
 x[1, 1] = float("nan")  # padding
 x.requires_grad_()
 start = torch.randn(2, 2, 2, 3, dtype=torch.float64, requires_grad=True)
-for norm in sys.argv[1:]:
+for norm in ("ba", "per_gate", "cell", "joined state rms", "ba hidden", "per_gate output rms"):
     found = []
     for name in ("reference", "cuda"):
         torch.manual_seed(1)
@@ -54,7 +53,7 @@ HALF = """
 # not of these inputs: the backend python, in bf16, errs as much.
 BOUND = 4 * 3 * 2**-9
 x = torch.randn(3, 2, 5, requires_grad=True)
-for norm in sys.argv[1:]:
+for norm in ("none", "raw", "joined carried", "joined hidden rms", "per_gate state hidden", "ba"):
     found = []
     for name, precision in (("reference", "fp32"), ("cuda", "bf16")):
         torch.manual_seed(1)
@@ -101,26 +100,11 @@ for precision in ("fp32", "bf16"):
 """
 
 
-def run(script, *norms):
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels_are_the_reference():
+    """In a separate process, since TRITON_INTERPRET is read as triton is imported."""
     here = Path(__file__).parent
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}:{here}"}
-    command = [sys.executable, "-c", PRELUDE + script, *norms]
+    command = [sys.executable, "-c", PRELUDE + EXACT + HALF]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
-
-
-@needs_triton
-def test_triton_kernels_are_the_reference():
-    norms = ["ba", "per_gate", "cell", "joined state rms", "ba hidden", "per_gate output rms"]
-    run(EXACT, *norms)
-
-
-@needs_triton
-def test_bf16_is_the_reference_within_its_rounding_in_two_launches_a_step():
-    norms = ["none", "raw", "joined carried", "joined hidden rms", "per_gate state hidden"]
-    run(HALF, *norms, "ba")

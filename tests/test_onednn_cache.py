@@ -27,7 +27,7 @@ layer = nn.Conv1d(3, 16, 11, padding=5)
 for length in range(100, 200):
     layer(torch.ones(2, 3, length))
 before = held()
-for length in range(200, 900):
+for length in range(200, 500):
     layer(torch.ones(2, 3, length))
 print(held() - before)
 """
@@ -57,9 +57,9 @@ def ask(script, *arguments):
     return list(map(int, finished.stdout.split()))
 
 
-def test_convolutions_of_seven_hundred_lengths_need_little_memory():
+def test_convolutions_of_three_hundred_lengths_need_little_memory():
     (bound,), (unbound,), (rounded,) = (ask(GROWN, how) for how in ("bound", "unbound", "rounded"))
-    assert unbound > 15e6, "the caches that are to be bound keep nothing here"
+    assert unbound > 6e6, "the caches that are to be bound keep nothing here"
     assert bound < 0.3 * unbound
     assert rounded > 0.7 * unbound  # all are cached when the lengths repeat
 

@@ -29,7 +29,7 @@ NOT_RUN = {
     "tensorboard --logdir runs": "serves until it is stopped",
 }
 # Every training is of one step, and what is not the demo's is smaller than its recipe says.
-SHORT = ["train.steps=1"]
+SHORT = ["train.steps=1", "train.samples=1"]
 SMALL = {
     "small_corpus_conformer": ["model.d_model=8", "model.heads=2", "model.feed_forward=8"],
     "librispeech100": ["model.listener.hidden=8", "model.speller.hidden=8"],
