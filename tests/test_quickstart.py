@@ -75,7 +75,7 @@ def run(line: str, commands, more=()) -> None:
     if words[:2] == ["python", "-m"]:
         name = words[2].removeprefix("asr.")
         module = importlib.import_module(f"asr.{name}")
-        short = SHORT if name in ("train", "sweep") else ()
+        short = {"train": SHORT, "sweep": SHORT, "evaluate": ["--pictures", "1"]}.get(name, ())
         code, out, err = commands(module, *words[3:], *short, *more)
         assert code == 0, f"{line}\n{out}\n{err}"
     elif line not in NOT_RUN:
