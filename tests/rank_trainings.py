@@ -194,9 +194,9 @@ def end(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def unlike_straight(folder: Path) -> list[str]:
-    """The differences between this run's final state and that of PLACE/straight."""
-    return differences(state(folder), state(PLACE / "straight"))
+def unlike_straight(folder: Path, name: str) -> list[str]:
+    """The differences between the final states of that run and of the uninterrupted one."""
+    return differences(state(folder / name), state(folder / "straight"))
 
 
 def ends(folder: Path) -> dict:
@@ -206,7 +206,7 @@ def ends(folder: Path) -> dict:
     def fail() -> None:
         raise ValueError("a fault of our own")
 
-    seen: dict = {"straight": run(2, PLACE, "straight", *common)}
+    seen: dict = {"straight": run(2, folder, "straight", *common)}
     for name, what in {"failed": fail, "killed": end(signal.SIGKILL)}.items():
         begin = time.monotonic()
         seen[name] = run(2, folder, name, *common, patch=at(5, what))
@@ -216,7 +216,7 @@ def ends(folder: Path) -> dict:
     seen["validating"] = run(2, folder, "validating", *common, patch=ask)
     for name in ("killed", "signalled", "validating"):
         seen[f"{name} resumed"] = run(2, folder, name, *common, "--resume")
-        seen[f"{name} differs"] = unlike_straight(folder / name)
+        seen[f"{name} differs"] = unlike_straight(folder, name)
     return seen
 
 
@@ -232,7 +232,7 @@ def averages(folder: Path) -> dict:
     means = [name for name in trained[0][0] if name.endswith("running_mean")]
     return seen | {
         "losses": [end.loss for end in ends],
-        "differs": differences(state(folder / "stopped"), state(folder / "straight")),
+        "differs": unlike_straight(folder, "stopped"),
         "differs between ranks": differences(*trained[0]),
         "statistics": means,
         "trained differs": [differences(*pair) for pair in zip(*trained, strict=True)],

@@ -71,7 +71,7 @@ def written(folder, model, front_end, *names):
 @pytest.fixture(scope="module")
 def small_transformer(tmp_path_factory):
     windows = {"offsets": [-1.5, 2], "width": 0.7}
-    model = transformer(encoder_layers=1, decoder_layers=1, encoder_windows=windows)
+    model = transformer(encoder_layers=1, decoder_layers=2, encoder_windows=windows)
     front_end = FrontEnd(Fbank(RATE, num_mel_bins=F), MeanVarianceNorm())
     return written(tmp_path_factory.mktemp("onnx"), model, front_end, "encoder", "decoder")
 

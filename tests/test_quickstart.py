@@ -29,7 +29,8 @@ NOT_RUN = {
     "tensorboard --logdir runs": "serves until it is stopped",
 }
 # Every training is of one step, and what is not the demo's is smaller than its recipe says.
-SHORT = ["train.steps=1", "train.samples=1"]
+TRAINING = ["train.steps=1", "train.samples=1"]
+SHORT = {"train": TRAINING, "sweep": TRAINING, "evaluate": ["--pictures", "1"]}
 SMALL = {
     "small_corpus_conformer": ["model.d_model=8", "model.heads=2", "model.feed_forward=8"],
     "librispeech100": ["model.listener.hidden=8", "model.speller.hidden=8"],
@@ -75,8 +76,7 @@ def run(line: str, commands, more=()) -> None:
     if words[:2] == ["python", "-m"]:
         name = words[2].removeprefix("asr.")
         module = importlib.import_module(f"asr.{name}")
-        short = {"train": SHORT, "sweep": SHORT, "evaluate": ["--pictures", "1"]}.get(name, ())
-        code, out, err = commands(module, *words[3:], *short, *more)
+        code, out, err = commands(module, *words[3:], *SHORT.get(name, ()), *more)
         assert code == 0, f"{line}\n{out}\n{err}"
     elif line not in NOT_RUN:
         where = str(Path(sys.executable).parent)
