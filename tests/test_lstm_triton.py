@@ -19,6 +19,7 @@ from test_lstm_backends import gradients
 
 assert backends()["cuda"] is None
 cuda.BUCKET = 3  # one step more than frames
+cuda.PROGRAMS = 2  # fewer than rows
 torch.manual_seed(3)
 """
 EXACT = """
@@ -81,8 +82,9 @@ class Kernel:
     def __getitem__(self, grid):
         return lambda *args, **options: calls.append("triton")
 
-from asr.kernels.cuda import triton_step
+from asr.kernels.cuda import triton_norm, triton_step
 triton_step.forward_step = triton_step.backward_step = Kernel()
+triton_norm.norm_rows_forward = triton_norm.norm_rows_backward = Kernel()
 for precision in ("fp32", "bf16"):
     counts = []
     for frames in (3, 6):
@@ -98,13 +100,80 @@ for precision in ("fp32", "bf16"):
     three_steps = [late - early for early, late in zip(*counts, strict=True)]
     assert three_steps == [3 * 2, 3 * 2], (precision, three_steps)
 """
+COMPILE = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from asr.kernels.cuda import lstm as cuda, triton_norm, triton_step
+from asr.kernels.types import LayerInput
+from asr.nn.lstm import LayerNormLSTM, get_weights
+from reference_lstm import SETTINGS
+
+DTYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+NUMBERS = {int: "i32", bool: "i32", float: "fp32"}
+
+class Compiling:
+    # In the place of a kernel: its first launch compiles it for a GPU, none runs it.
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps=4, **named):
+        named = dict(zip(self.kernel.arg_names, args, strict=False)) | named
+        fixed = {name: value for name, value in named.items() if name.isupper() and len(name) > 1}
+        if (key := (self.kernel.fn.__name__, *fixed.values())) in compiled:
+            return
+        kinds = {name: kind_of(value) for name, value in named.items()}
+        kinds |= dict.fromkeys(fixed, "constexpr")
+        source = triton.compiler.ASTSource(self.kernel, kinds, fixed)
+        options = {"num_warps": num_warps}
+        compiled[key] = triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["cubin"]
+
+def kind_of(value):
+    return DTYPES[value.dtype] if torch.is_tensor(value) else NUMBERS[type(value)]
+
+compiled = {}
+KERNELS = ("norm_rows_forward", "norm_rows_backward", "forward_step", "backward_step")
+for module in (triton_norm, triton_step):
+    for name in KERNELS:
+        if name in module.__dict__:
+            setattr(module, name, Compiling(getattr(module, name)))
+for norm in ("ba hidden", "per_gate"):
+    lstm = LayerNormLSTM(5, 7, **SETTINGS[norm] | {"precision": "bf16"})
+    weights = [get_weights(lstm, lstm.setting, "_l0")]
+    mask = torch.ones(1, 2, 7) if norm == "ba hidden" else None
+    batch = LayerInput(torch.randn(2, 3, 5), None, *torch.zeros(2, 1, 2, 7), mask)
+    output, *_ = cuda.layer(batch, weights, lstm.setting)
+    output.sum().backward()
+assert {name for name, *_ in compiled} == set(KERNELS)
+"""
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_are_the_reference():
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+def run(program: str, interpret: str) -> subprocess.CompletedProcess[str]:
     """In a separate process, since TRITON_INTERPRET is read as triton is imported."""
     here = Path(__file__).parent
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}:{here}"}
-    command = [sys.executable, "-c", PRELUDE + EXACT + HALF]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "TRITON_INTERPRET": interpret,
+        "PYTHONPATH": f"{here.parent}:{here}",
+    }
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_triton_kernels_are_the_reference():
+    done = run(PRELUDE + EXACT + HALF, "1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_triton_kernels_compile_for_a_gpu():
+    """What the interpreter accepts may be no Triton; the compiler needs no GPU."""
+    done = run(COMPILE, "0")
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,11 @@
 """Backend "cuda": in each time step one cuBLAS product for all directions and one Triton kernel.
 
-torch computes the input's part of the gates for all steps at once, and autograd differentiates it;
-the recurrence has a manual backward pass. Its loop is recorded once as a CUDA graph and replayed,
+The input's part of the gates is computed for all steps at once: a product and one Triton kernel for
+norm, gain, bias and layout. The recurrence's loop is recorded once as a CUDA graph and replayed,
 because launching a step's kernels takes longer than running them. With precision bf16 the products
 are bf16, all else is fp32: the Triton kernels read and write the products' factors and results as
 they are, so that both directions of a step launch two kernels in either precision. Tested on the
-CPU with TRITON_INTERPRET=1; not yet run on a GPU.
+CPU with TRITON_INTERPRET=1, on a GPU by tests/benchmarks/gpu.py.
 
 Legend: S steps, D directions, B utterances, H hidden size. A step's tensors have rows (D, B). The
 steps of a direction follow its own reading order, so that every utterance begins at step 0. S is
@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from asr.kernels.python import gate_product, norm
-from asr.kernels.reference import input_part, norm_rows
 from asr.kernels.types import MODES, LayerInput, LayerOutput, LSTMOptions, Weights
 
 Steps = Callable[..., tuple[Tensor, ...]]
 MOST = 64  # graphs kept; each holds the memory of its loop
 MEMORY_SHARE = 0.2  # of the GPU's memory that all kept graphs may hold
 BUCKET = 32  # frames
+PROGRAMS = 264  # of a kernel that sums over all rows: two for each multiprocessor of an H100
 
 
 class Recorded(NamedTuple):
@@ -159,7 +158,8 @@ class Recurrence(torch.autograd.Function):
         before = hs[:-1].transpose(0, 1).flatten(1, 2)  # (D, S * B, H)
         rows = dah.transpose(0, 1).flatten(1, 2).transpose(1, 2)  # (D, 4H, S * B)
         dweight = (rows @ before.to(ctx.plan.dtype)).to(weight.dtype)
-        dvectors = _vector_gradients(ctx.plan.setting, gates, *ctx.saved, dz, *normed)
+        needed = ctx.needs_input_grad[-len(vectors) :]
+        dvectors = _vector_gradients(ctx.plan.setting, needed, gates, *ctx.saved, dz, *normed)
         dgates = dah.to(dz.dtype) if ctx.plan.setting.norms_sum else dz
         return None, dgates, dweight, dh, dc, None, None, *dvectors
 
@@ -230,6 +230,7 @@ def _run_backward(
 
 def _vector_gradients(
     setting: LSTMOptions,
+    needed: tuple[bool, ...],
     gates: Tensor,
     ah: Tensor,
     raw: Tensor,
@@ -239,18 +240,32 @@ def _vector_gradients(
     dhidden: Tensor,
 ) -> list[Tensor | None]:
     """Gradients of the six vectors of _vectors, None where the setting has none."""
-    ah, gain_h, bias = ah.to(gates.dtype), None, None
-    if setting.gates == "split":
-        gain_h = (dz * norm(ah, setting).normed).sum((0, 2))
-    elif setting.norms_sum:
-        normed = norm(norm_rows(gates + ah, setting), setting).normed.view_as(dz)
-        gain_h, bias = (dz * normed).sum((0, 2)), dz.sum((0, 2))
-    found = [gain_h, bias]
-    states = (setting.norms_cell, raw, dnormed), (setting.hidden_norm, raw_h, dhidden)
-    for is_normed, before, d in states:
-        gain = (d * norm(before, setting).normed).sum((0, 2)) if is_normed else None
-        found += [gain, d.sum((0, 2)) if is_normed else None]
+    found: list[Tensor | None] = []
+    added = gates if setting.norms_sum else None
+    parts = 4 if setting.gates == "per_gate" else 1
+    for wanted, *rows in ((needed[0], ah, added, dz, parts), (needed[2], raw, None, dnormed, 1),
+                          (needed[4], raw_h, None, dhidden, 1)):  # fmt: skip
+        found += _affine_gradients(setting, *rows) if wanted else (None, None)
+    if setting.gates == "split":  # the bias is added to the input's part
+        found[1] = None
     return found
+
+
+def _affine_gradients(
+    setting: LSTMOptions, x: Tensor, added: Tensor | None, dy: Tensor, parts: int
+) -> tuple[Tensor, Tensor]:
+    """dy (S, D, B, N) of y = gain N(x + added) + bias -> gradients of gain and bias, (D, N) each;
+    the norm takes N elements or each of `parts`.
+    """
+    D, N = x.shape[1], x.shape[-1]
+    size = N // parts
+    sums = dy.new_empty(2, D, N)
+    for d in range(D):
+        for first in range(0, N, size):
+            own = (slice(None), d, slice(None), slice(first, first + size))
+            given = x[own], None if added is None else added[own], None, dy[own], None
+            sums[:, d, first : first + size] = _norm_backward(setting, True, *given)
+    return sums[0], sums[1]
 
 
 def _key(plan: CudaPlan, name: str, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -307,11 +322,99 @@ def _reading_order(lengths: Tensor, S: int, T: int, directions: int) -> Tensor:
 def _gates(x: Tensor, at: Tensor, weights: list[Weights], setting: LSTMOptions) -> Tensor:
     """x (B, T, I) -> the input's part of the gates in reading order, (S, D, B, 4H)."""
     frames = torch.nn.functional.pad(x.flatten(0, 1), (0, 0, 0, 1))  # padded steps read zeros
-    parts = []
+    dtype = setting.product_dtype(x.dtype)
+    products = []
     for own, w in zip(at, weights, strict=True):
         rows = frames.index_select(0, own.flatten()).view(*own.shape, -1)  # (S, B, I)
-        parts.append(input_part(gate_product(rows, w.weight_ih.t(), setting), w, setting))
-    return torch.stack(parts, 1)
+        products.append(rows.to(dtype) @ w.weight_ih.t().to(dtype))
+    gains = None if weights[0].gain_ih is None else torch.stack([w.gain_ih for w in weights])
+    biases = torch.stack([w.bias_ih + w.bias_hh for w in weights])
+    return InputPart.apply(setting, gains, biases, *products)
+
+
+class InputPart(torch.autograd.Function):
+    """gains, biases (D, 4H), a product W_x x (S, B, 4H) for each direction -> (S, D, B, 4H), as
+    reference.input_part. The gains may be None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, setting: LSTMOptions, gains: Tensor | None, biases: Tensor, *products: Tensor
+    ) -> Tensor:
+        ctx.setting = setting
+        ctx.save_for_backward(gains, *products)
+        S, B, N = products[0].shape
+        gates = biases.new_empty(S, len(products), B, N)
+        for d, product in enumerate(products):
+            gain = None if gains is None else gains[d]
+            bias = None if setting.norms_sum else biases[d]  # else the bias follows the sum
+            _norm_forward(setting, setting.gates == "split", product, gain, bias, gates[:, d])
+        return gates
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dgates: Tensor) -> tuple[Any, ...]:
+        setting, (gains, *products) = ctx.setting, ctx.saved_tensors
+        dproducts = [torch.empty_like(product) for product in products]
+        sums = dgates.new_empty(2, len(products), dgates.shape[-1])
+        for d, product in enumerate(products):
+            gain = None if gains is None else gains[d]
+            given = product, None, gain, dgates[:, d], dproducts[d]
+            sums[:, d] = _norm_backward(setting, setting.gates == "split", *given)
+        dgains = None if gains is None else sums[0]
+        return None, dgains, None if setting.norms_sum else sums[1], *dproducts
+
+
+def _norm_forward(
+    setting: LSTMOptions,
+    normed: bool,
+    x: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+) -> None:
+    """y = gain N(x) + bias, without the norm where not `normed`: x, y (S, B, N), gain, bias (N)."""
+    from asr.kernels.cuda import triton_norm
+
+    S, B, N = x.shape
+    triton_norm.norm_rows_forward[(S * B,)](
+        x, x if gain is None else gain, x if bias is None else bias, y, B, N, *x.stride()[:2],
+        *y.stride()[:2], setting.eps, NORM=normed, RMS=setting.norm_kind == "rms",
+        GAIN=gain is not None, BIAS=bias is not None, **_row_options(N),
+    )  # fmt: skip
+
+
+def _norm_backward(
+    setting: LSTMOptions,
+    normed: bool,
+    x: Tensor,
+    added: Tensor | None,
+    gain: Tensor | None,
+    dy: Tensor,
+    dx: Tensor | None,
+) -> Tensor:
+    """dy of y = gain N(x + added) + bias -> gradients of gain and bias (2, N); dx is filled.
+
+    x, added, dy, dx (S, B, N); x, added and dx have the same strides.
+    """
+    from asr.kernels.cuda import triton_norm
+
+    S, B, N = x.shape
+    programs = min(S * B, PROGRAMS)
+    sums = dy.new_empty(2, programs, N)
+    triton_norm.norm_rows_backward[(programs,)](
+        x, x if added is None else added, x if gain is None else gain, dy,
+        x if dx is None else dx, *sums, S * B, B, N, *x.stride()[:2], *dy.stride()[:2],
+        setting.eps, NORM=normed, RMS=setting.norm_kind == "rms", GAIN=gain is not None,
+        ADD=added is not None, DX=dx is not None, **_row_options(N),
+    )  # fmt: skip
+    return sums.sum(1)
+
+
+def _row_options(N: int) -> dict[str, int]:
+    """A block holds a row; 8 elements a thread and more."""
+    block = 1 << max(4, (N - 1).bit_length())
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
 
 
 def _in_time_order(hs: Tensor, at: Tensor, T: int) -> Tensor:

@@ -125,11 +125,11 @@ def load_product(ah, gates, row, H, j, real):
 
 @triton.jit
 def store4(base, row, H, j, real, a, b, c, d):
-    at, kind = base + row * 4 * H + j, base.dtype.element_ty
-    tl.store(at, a.to(kind), real)
-    tl.store(at + H, b.to(kind), real)
-    tl.store(at + 2 * H, c.to(kind), real)
-    tl.store(at + 3 * H, d.to(kind), real)
+    at = base + row * 4 * H + j
+    tl.store(at, a.to(base.dtype.element_ty), real)
+    tl.store(at + H, b.to(base.dtype.element_ty), real)
+    tl.store(at + 2 * H, c.to(base.dtype.element_ty), real)
+    tl.store(at + 3 * H, d.to(base.dtype.element_ty), real)
 
 
 @triton.jit
