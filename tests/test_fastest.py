@@ -230,18 +230,27 @@ def test_calls_of_one_size_share_a_case():
 class OnGpu:
     """What dispatch reads of weights on a GPU."""
 
-    device, dtype = torch.device("cuda:0"), torch.float32
+    device, dtype, shape = torch.device("cuda:0"), torch.float32, (2048, 512)
 
 
 def test_auto_asks_the_chooser_and_explains_a_missing_triton(monkeypatch, caplog):
-    machine = Machine()
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    monkeypatch.setattr(dispatch, "_fastest", machine.chooser)
-    monkeypatch.setattr(machine.chooser, "choose", lambda case, device, place: (str(device), place))
+    for chooser in dispatch._fastest:
+        own = chooser.candidates
+        choose = lambda case, device, place, own=own: (own, str(device), place)  # noqa: E731
+        monkeypatch.setattr(chooser, "choose", choose)
     monkeypatch.setattr(dispatch, "_place", lambda device: PLACE)
     monkeypatch.setattr(dispatch.cuda, "obstacle", lambda like: None)
+    monkeypatch.setattr(dispatch.cluster, "obstacle", lambda like: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert dispatch._fastest_on_gpu(CASE, OnGpu()) == ("cuda:0", PLACE)
+    half = CASE._replace(setting=CASE.setting._replace(precision="bf16"))
+    for case, candidates in ((CASE, ("cuda",)), (half, ("cluster", "cuda"))):
+        assert dispatch._fastest_on_gpu(case, OnGpu()) == (candidates, "cuda:0", PLACE)
+    monkeypatch.setattr(OnGpu, "shape", (2052, 513))
+    assert dispatch._fastest_on_gpu(half, OnGpu())[0] == ("cuda",)
+    monkeypatch.setattr(dispatch.cluster, "obstacle", lambda like: "an older GPU")
+    monkeypatch.setattr(OnGpu, "shape", (8, 2))
+    assert dispatch._fastest_on_gpu(half, OnGpu())[0] == ("cuda",)
     dispatch._warn_once.cache_clear()
     monkeypatch.setattr(dispatch.cuda, "obstacle", lambda like: "triton is not installed")
     assert dispatch._fastest_on_gpu(CASE, OnGpu()) == "python"

@@ -60,6 +60,7 @@ def _check_name(name: str) -> str:
     return name
 
 
+Backend = Literal["auto", "reference", "python", "cpu", "cuda", "cluster"]  # of an LSTM
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$")]
 RecipePath = Annotated[Path, BeforeValidator(_check_path)]
 Name = Annotated[str, AfterValidator(_check_name)]
@@ -162,7 +163,7 @@ class LSTMConfig(Config):
     eps: Positive | None = None  # of the norms; null: 1e-3 for raw and thesis, else 1e-5
     # A row of zero variance: guard gives 0 with zero gradient, raw the textbook formula.
     zero_variance: Literal["guard", "raw"] = "guard"
-    backend: Literal["auto", "reference", "python", "cpu", "cuda"] = "auto"  # implementation
+    backend: Backend = "auto"  # implementation
 
     @model_validator(mode="after")
     def _norms_fit(self) -> "LSTMConfig":

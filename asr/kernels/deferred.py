@@ -96,16 +96,16 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeight, dtype: torch.dtype
     ) -> Tensor:
-        matrix = deferred.matrix(dtype)
+        rows, matrix = x.to(dtype), deferred.matrix(dtype)
         ctx.deferred, ctx.dtype = deferred, dtype
         # The weight is saved for its version: changing it in place before backward is an error.
-        ctx.save_for_backward(x.to(matrix.dtype), weight)
-        return product(x, matrix.mT)
+        ctx.save_for_backward(rows, weight)
+        return (rows @ matrix.mT).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         x, _ = ctx.saved_tensors
-        matrix = ctx.deferred.matrix(ctx.dtype)
-        ctx.deferred.add(x, dy.to(matrix.dtype))
-        return product(dy, matrix), None, None, None
+        rows, matrix = dy.to(ctx.dtype), ctx.deferred.matrix(ctx.dtype)
+        ctx.deferred.add(x, rows)
+        return (rows @ matrix).to(dy.dtype), None, None, None

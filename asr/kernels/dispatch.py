@@ -3,7 +3,7 @@
 The only module that knows which backends exist. A caller names one, or "auto" for the fastest that
 can run; the environment variable LAYERNORM_LSTM_BACKEND replaces "auto". What a backend does not
 cover falls back to a slower one, with one warning; a backend requested by name that cannot run at
-all is an error. On a GPU "auto" is what fastest.py measures there, `python` or `cuda`.
+all is an error. On a GPU "auto" is what fastest.py measures there: `cluster`, `cuda` or `python`.
 """
 
 import functools
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from asr.errors import UserError
 from asr.kernels import python, reference, tracing
 from asr.kernels.cpu import compiler, decoder, lstm, operator
+from asr.kernels.cuda import cluster
 from asr.kernels.cuda import lstm as cuda
 from asr.kernels.deferred import DeferredWeight, autocast_dtype
 from asr.kernels.fastest import Case, FastestBackend, place_of
@@ -41,7 +42,10 @@ LAYERS = {
     "python": python.layer,
     "cpu": lstm.layer,
     "cuda": cuda.layer,
+    "cluster": cluster.layer,
 }
+ON_GPU = {"cuda": cuda.obstacle, "cluster": cluster.obstacle}
+
 NAMES = ("auto", *LAYERS)
 VARIABLE = "LAYERNORM_LSTM_BACKEND"
 PLAIN = make_setting("none", None, "guard", "fp32", None, hidden_norm=False, norm_kind="layer")
@@ -74,7 +78,8 @@ def _constant(function: Callable[P, R]) -> Callable[P, R]:
 
 def backends() -> dict[str, str | None]:
     """Every backend's name -> None where it can run on this machine, else the reason why not."""
-    return {"reference": None, "python": None, "cpu": compiler.obstacle(), "cuda": cuda.obstacle()}
+    found = {"reference": None, "python": None, "cpu": compiler.obstacle()}
+    return found | {name: obstacle() for name, obstacle in ON_GPU.items()}
 
 
 def check_name(name: str) -> str:
@@ -97,6 +102,9 @@ def run_layer(
     chosen = choose_backend(name, setting, own)
     if own.device.type == "cuda" and chosen == "python" and _is_auto(name):
         chosen = _fastest_on_gpu(Case.of(batch, weights, setting), own)
+    if chosen == "cluster" and (reason := cluster.limit(setting, own)):
+        _warn_once(f"the LSTM's slower backend 'cuda' is used: {reason}")
+        chosen = "cuda"
     if not mixed or chosen == "reference":  # autocast applies to the reference's own operators
         return LAYERS[chosen](batch, weights, setting)
     with torch.autocast(own.device.type, enabled=False):
@@ -240,8 +248,8 @@ def _choose(name: str, setting: LSTMOptions, like: Tensor) -> str:
         return name
     if not setting.guard:
         return _as_reference("zero_variance 'raw'")
-    if name in ("auto", "cpu") or (name == "cuda" and not setting.swap):
-        reason = cuda.obstacle(like) if name == "cuda" else _cpu_obstacle(like)
+    if name in ("auto", "cpu") or (name in ON_GPU and not setting.swap):
+        reason = ON_GPU.get(name, _cpu_obstacle)(like)
         if reason is None:
             return "cpu" if name == "auto" else name
         if name != "auto":
@@ -255,13 +263,14 @@ def _is_auto(name: str) -> bool:
 
 
 def _fastest_on_gpu(case: Case, like: Tensor) -> str:
-    """`cuda` where it is right and fast, else `python`."""
+    """The fastest one that is right here."""
     if reason := cuda.obstacle(like):
         _warn_once(f"the LSTM's slower backend 'python' is used: {reason}")
         return "python"
     if torch.cuda.is_current_stream_capturing():  # nothing can be timed
         return "python"
-    return _fastest.choose(case, like.device, _place(like.device))
+    covered = cluster.obstacle(like) is None and cluster.limit(case.setting, like) is None
+    return _fastest[covered].choose(case, like.device, _place(like.device))
 
 
 def _as_reference(what: str) -> str:
@@ -314,4 +323,8 @@ def _warn_once(message: str) -> None:
 
 
 _place = functools.cache(place_of)
-_fastest = FastestBackend(LAYERS, ("cuda",), "python", _warn_once)
+# By whether the backend cluster covers the case.
+_fastest = [
+    FastestBackend(LAYERS, candidates, "python", _warn_once)
+    for candidates in (("cuda",), ("cluster", "cuda"))
+]

@@ -3,7 +3,8 @@
 A candidate is used only where a small layer's output and gradients equal those of `reference`
 within a bound; of those that pass and of the fallback, which is not checked, the fastest is taken.
 A choice holds for a Case: the layer's options and size, the batch size rounded up to a power of 2,
-and whether gradients are computed. Time grows with the number of frames in all backends alike.
+and whether gradients are computed. Times are of TIMED_FRAMES frames, as few as an utterance has
+after subsampling: with fewer, launching a layer takes longer than computing it.
 
 Choices are stored in fastest_backends.json in the cache folder of the compiled kernels, under the
 device's name and the versions of torch, triton and this package. Failed checks are not stored,
@@ -14,6 +15,7 @@ file lock, so all ranks of a machine compute alike. No random number of the trai
 import fcntl
 import hashlib
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,8 +38,9 @@ Layer = Callable[[LayerInput, list[Weights], LSTMOptions], LayerOutput]
 
 FILE = "fastest_backends.json"
 LIMIT = 1 << 20  # bytes of that file
-CHECKED_FRAMES, TIMED_FRAMES = 7, 64
+CHECKED_FRAMES, TIMED_FRAMES = 7, 256
 WARM_UP, ROUNDS = 2, 5
+SLOWER = 3  # times the fastest: not timed again after the warm-up
 # Largest |difference| / |reference| of a result. A TF32 product errs by 3e-4; with bf16 products a
 # value of the check passes up to 14, each of which rounds three numbers by at most 2^-9.
 BOUNDS = {"fp32": 4e-3, "bf16": 0.05}
@@ -137,15 +140,16 @@ class FastestBackend:
         return name
 
     def _times(self, names: list[str], case: Case, device: torch.device) -> dict[str, float]:
-        """Medians of interleaved rounds, in seconds."""
+        """Medians of interleaved rounds, in seconds; of far slower ones the end of the warm-up."""
         inputs = _inputs(case, TIMED_FRAMES, device)
         times: dict[str, list[float]] = {name: [] for name in names}
         for number in range(WARM_UP + ROUNDS):
-            for name in names:
-                took = self.seconds(partial(_run, self.layers[name], case, *inputs), device)
-                if number >= WARM_UP:
-                    times[name].append(took)
-        return {name: statistics.median(own) for name, own in times.items()}
+            best = min(own[-1] for own in times.values()) if number >= WARM_UP else math.inf
+            for name, own in times.items():
+                if number < WARM_UP or own[-1] <= SLOWER * best:
+                    run = partial(_run, self.layers[name], case, *inputs)
+                    own.append(self.seconds(run, device))
+        return {n: statistics.median(own[WARM_UP:] or own[-1:]) for n, own in times.items()}
 
 
 def check(layer: Layer, case: Case, device: torch.device) -> None:
@@ -193,9 +197,8 @@ def _run(layer: Layer, case: Case, batch: LayerInput, weights: list[Weights]) ->
 
 def place_of(device: torch.device) -> str:
     """The device's name and all versions on which a time depends."""
-    sources = sorted(Path(__file__).parent.glob("*.py")) + sorted(
-        Path(__file__).parent.glob("cuda/*.py")
-    )
+    folder = Path(__file__).parent
+    sources = sorted(path for pattern in ("*.py", "cuda/*.*") for path in folder.glob(pattern))
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     names = ("triton", "layernorm-asr")
     versions = [f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in names)]

@@ -110,25 +110,48 @@ def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
 _graphs = GraphCache(_record)
 
 
+class Loops(NamedTuple):
+    """How all steps are computed. Plain functions, since a plan is part of a graph's key.
+
+    forward(plan, learns, gates, ...), with the tensors of Recurrence -> h and c of all steps and
+    the initial ones (S + 1, D, B, H), and what backward needs of `saved`.
+    backward(plan, needed, gates, weight, cs, saved, mask, lengths, vectors, dhs, dh, dc) -> the
+    gradients of h and c, of the gates, of W_h h in the products' dtype, and of the vectors.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor, tuple[Tensor, ...]]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor | None]]]
+    bucket: int  # frames: the number of steps is rounded up to a multiple
+
+
 class CudaPlan(NamedTuple):
-    """The options of a loop, which its graph fixes beside the inputs' shapes."""
+    """The options of a layer's recurrence."""
 
     setting: LSTMOptions
     dtype: torch.dtype  # of the products
+    loops: Loops
 
     def options(self, H: int, mask: Tensor | None) -> dict[str, Any]:
-        """The keyword arguments of both Triton kernels."""
-        own = self.setting
-        return {
-            "eps": own.eps, "MODE": MODES[own.gates], "RMS": own.norm_kind == "rms",
-            "NORM_C": own.norms_cell, "SHOW": own.shows_norm, "CARRY": own.carries_norm,
-            "HIDDEN": own.hidden_norm, "DROP": mask is not None,
-            "BLOCK": 1 << max(4, (H - 1).bit_length()),
-        }  # fmt: skip
+        """The keyword arguments of both Triton kernels of a step."""
+        block = 1 << max(4, (H - 1).bit_length())
+        return {"eps": self.setting.eps, "BLOCK": block} | kernel_options(self.setting, mask)
 
     def for_hidden(self, like: Tensor) -> Tensor:
         """A new tensor for each step's h before its norm; without that norm nothing reads it."""
         return like.new_empty(like.shape if self.setting.hidden_norm else (len(like), 4))
+
+
+def kernel_options(setting: LSTMOptions, mask: Tensor | None) -> dict[str, int]:
+    """The constants by which all kernels know what to compute."""
+    return {
+        "MODE": MODES[setting.gates],
+        "RMS": setting.norm_kind == "rms",
+        "NORM_C": setting.norms_cell,
+        "SHOW": setting.shows_norm,
+        "CARRY": setting.carries_norm,
+        "HIDDEN": setting.hidden_norm,
+        "DROP": mask is not None,
+    }
 
 
 class Recurrence(torch.autograd.Function):
@@ -140,9 +163,8 @@ class Recurrence(torch.autograd.Function):
     def forward(
         ctx: Any, plan: CudaPlan, gates: Tensor, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
-        key = _key(plan, "forward", gates, *inputs)
-        loop = functools.partial(_run_forward, plan)
-        hs, cs, *ctx.saved = replay(key, loop, gates, *inputs)
+        learns = any(ctx.needs_input_grad)
+        hs, cs, ctx.saved = plan.loops.forward(plan, learns, gates, *inputs)
         ctx.plan, ctx.cells = plan, cs
         ctx.save_for_backward(gates, hs, *inputs)
         return hs[1:], hs[-1].clone(), cs[-1].clone()
@@ -151,17 +173,41 @@ class Recurrence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dhs: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
         gates, hs, weight, _, _, mask, lengths, *vectors = ctx.saved_tensors
-        upstream = (d.contiguous() for d in (dhs, dh, dc))  # Triton reads plain rows
-        given = (gates, weight, ctx.cells, *ctx.saved, mask, lengths, *vectors, *upstream)
-        loop = functools.partial(_run_backward, ctx.plan)
-        dh, dc, dz, dah, *normed = replay(_key(ctx.plan, "backward", *given), loop, *given)
+        upstream = (d.contiguous() for d in (dhs, dh, dc))  # the kernels read plain rows
+        needed = ctx.needs_input_grad[-len(vectors) :]
+        given = gates, weight, ctx.cells, ctx.saved, mask, lengths, vectors, *upstream
+        dh, dc, dgates, dah, dvectors = ctx.plan.loops.backward(ctx.plan, needed, *given)
         before = hs[:-1].transpose(0, 1).flatten(1, 2)  # (D, S * B, H)
         rows = dah.transpose(0, 1).flatten(1, 2).transpose(1, 2)  # (D, 4H, S * B)
         dweight = (rows @ before.to(ctx.plan.dtype)).to(weight.dtype)
-        needed = ctx.needs_input_grad[-len(vectors) :]
-        dvectors = _vector_gradients(ctx.plan.setting, needed, gates, *ctx.saved, dz, *normed)
-        dgates = dah.to(dz.dtype) if ctx.plan.setting.norms_sum else dz
         return None, dgates, dweight, dh, dc, None, None, *dvectors
+
+
+def _forward(
+    plan: CudaPlan, _learns: bool, *inputs: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    loop = functools.partial(_run_forward, plan)
+    hs, cs, *saved = replay(_key(plan, "forward", *inputs), loop, *inputs)
+    return hs, cs, tuple(saved)
+
+
+def _backward(
+    plan: CudaPlan,
+    needed: tuple[bool, ...],
+    gates: Tensor,
+    weight: Tensor,
+    cs: Tensor,
+    saved: tuple[Tensor, ...],
+    mask: Tensor | None,
+    lengths: Tensor,
+    vectors: list[Tensor],
+    *upstream: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor | None]]:
+    given = (gates, weight, cs, *saved, mask, lengths, *vectors, *upstream)
+    loop = functools.partial(_run_backward, plan)
+    dh, dc, dz, dah, *normed = replay(_key(plan, "backward", *given), loop, *given)
+    dvectors = _vector_gradients(plan.setting, needed, gates, *saved, dz, *normed)
+    return dh, dc, dah.to(dz.dtype) if plan.setting.norms_sum else dz, dah, dvectors
 
 
 def _run_forward(
@@ -296,13 +342,21 @@ def _interpreted() -> bool:
 
 def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
     """All directions of one layer at once."""
+    return run_loops(batch, weights, setting, Loops(_forward, _backward, BUCKET))
+
+
+def run_loops(
+    batch: LayerInput, weights: list[Weights], setting: LSTMOptions, loops: Loops
+) -> LayerOutput:
+    """All directions of one layer at once, their steps by `loops`."""
     B, T, _ = batch.x.shape
     counts, device = batch.lengths or [T] * B, batch.x.device
     with torch.cuda.device_of(batch.x):  # Triton launches on the current device
         lengths = torch.tensor(counts).to(device, non_blocking=True)
-        at = _reading_order(lengths, -(-max(counts) // BUCKET) * BUCKET, T, len(weights))
+        steps = -(-max(counts) // loops.bucket) * loops.bucket
+        at = _reading_order(lengths, steps, T, len(weights))
         gates = _gates(batch.x, at, weights, setting)
-        plan = CudaPlan(setting, setting.product_dtype(gates.dtype))
+        plan = CudaPlan(setting, setting.product_dtype(gates.dtype), loops)
         mask = None if batch.mask is None else batch.mask.contiguous()
         state = batch.h.contiguous(), batch.c.contiguous()
         fixed = (torch.stack([w.weight_hh for w in weights]), *state, mask, lengths)
