@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asr.kernels import dispatch, fastest, python
+from asr.kernels.cuda import cluster
 from asr.kernels.fastest import FILE, Case, FastestBackend, check
 from asr.kernels.types import make_setting
 
@@ -241,14 +242,14 @@ def test_auto_asks_the_chooser_and_explains_a_missing_triton(monkeypatch, caplog
         monkeypatch.setattr(chooser, "choose", choose)
     monkeypatch.setattr(dispatch, "_place", lambda device: PLACE)
     monkeypatch.setattr(dispatch.cuda, "obstacle", lambda like: None)
-    monkeypatch.setattr(dispatch.cluster, "obstacle", lambda like: None)
+    monkeypatch.setattr(cluster, "obstacle", lambda like: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     half = CASE._replace(setting=CASE.setting._replace(precision="bf16"))
     for case, candidates in ((CASE, ("cuda",)), (half, ("cluster", "cuda"))):
         assert dispatch._fastest_on_gpu(case, OnGpu()) == (candidates, "cuda:0", PLACE)
     monkeypatch.setattr(OnGpu, "shape", (2052, 513))
     assert dispatch._fastest_on_gpu(half, OnGpu())[0] == ("cuda",)
-    monkeypatch.setattr(dispatch.cluster, "obstacle", lambda like: "an older GPU")
+    monkeypatch.setattr(cluster, "obstacle", lambda like: "an older GPU")
     monkeypatch.setattr(OnGpu, "shape", (8, 2))
     assert dispatch._fastest_on_gpu(half, OnGpu())[0] == ("cuda",)
     dispatch._warn_once.cache_clear()

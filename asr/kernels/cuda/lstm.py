@@ -107,6 +107,16 @@ def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
     return Recorded(graph, inputs, outputs)
 
 
+def record_steps(run: Callable[[], None]) -> Callable[[], None]:
+    """Run it once, record it, and return what replays it."""
+
+    def loop() -> tuple[Tensor, ...]:
+        run()
+        return ()
+
+    return _record(loop, []).graph.replay
+
+
 _graphs = GraphCache(_record)
 
 
