@@ -147,7 +147,7 @@ static void start() {
   pause();
 }
 
-// Run all clusters, one after the other; 1 if the threads of one wait for each other for ever.
+// Run all clusters, one after the other; 1 after a deadlock of its threads.
 static int emulate(void (*run)(), int clusters, int blocks, int bytes) {
   kernel = run;
   std::mt19937 random(1);

@@ -52,13 +52,13 @@ def _cluster_obstacle(like: Tensor | None = None) -> str | None:
         return reason
     from asr.kernels.cuda import cluster
 
-    return cluster.obstacle(like)
+    return cluster.obstacle()
 
 
 def _cluster_limit(setting: LSTMOptions, like: Tensor) -> str | None:
     from asr.kernels.cuda import cluster
 
-    return cluster.limit(setting, like)
+    return cluster.limit(setting, like.shape[1])
 
 
 LAYERS = {

@@ -429,8 +429,9 @@ def lstm(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
 def ours_in(precision: str, H: int) -> list[str]:
     """The backends that compute such a layer; on a GPU the fastest first."""
     names = [name for name in layers_here() if name not in ("python", "cluster")]
-    covers = precision == "bf16" and H <= cluster.UNITS * cluster.MOST_BLOCKS
-    return ["cluster", *names] if covers and "cluster" in layers_here() else names
+    setting = case_of(NORMS["none"], precision, H, 1, learns=False).setting
+    covered = "cluster" in layers_here() and cluster.limit(setting, H) is None
+    return ["cluster", *names] if covered else names
 
 
 def shape_rows(

@@ -342,7 +342,8 @@ KERNEL void lstm_forward(Arguments a) {
 // Backward ------------------------------------------------------------------------------------------
 
 struct BackwardShared {
-  alignas(16) float parts[2][BLOCKS][ROWS][UNITS];  // each block's share of W_h^T dah, after odd and even steps
+  // Each block's share of W_h^T dah, after odd and even steps
+  alignas(16) float parts[2][BLOCKS][ROWS][UNITS];
   alignas(16) bf16 d[ROWS * D_PITCH];             // this block's 128 gradients of each row
   alignas(16) float tile[WARPS][ROWS * T_PITCH];
   Exchange<GATE_PARTS> gates;

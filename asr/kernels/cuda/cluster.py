@@ -49,22 +49,9 @@ class Kernel(NamedTuple):
     bytes: int
 
 
-def obstacle(like: Tensor | None = None) -> str | None:
-    """Why the backend cannot run here, or not on weights like these; None where it can."""
-    return lstm.obstacle(like) or _missing()
-
-
-def limit(setting: LSTMOptions, weight: Tensor) -> str | None:
-    """Why it does not cover a layer with these recurrent weights (4H, H); None where it does."""
-    if setting.precision != "bf16":
-        return f"backend 'cluster' computes products in bf16, not in {setting.precision}"
-    if weight.shape[1] > UNITS * MOST_BLOCKS:
-        return f"backend 'cluster' has room for {UNITS * MOST_BLOCKS} units, not {weight.shape[1]}"
-    return None
-
-
 @functools.cache
-def _missing() -> str | None:
+def obstacle() -> str | None:
+    """Why the backend cannot run where "cuda" can; None where it can."""
     if importlib.util.find_spec("cuda.bindings") is None:
         return "cuda-bindings is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
@@ -72,9 +59,18 @@ def _missing() -> str | None:
     return None
 
 
+def limit(setting: LSTMOptions, H: int) -> str | None:
+    """Why it does not cover a layer of H units; None where it does."""
+    if setting.precision != "bf16":
+        return f"backend 'cluster' computes products in bf16, not in {setting.precision}"
+    if H > UNITS * MOST_BLOCKS:
+        return f"backend 'cluster' has room for {UNITS * MOST_BLOCKS} units, not {H}"
+    return None
+
+
 def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
     """All directions of one layer at once. Raises ValueError where `limit` has a reason."""
-    if reason := limit(setting, weights[0].weight_hh):
+    if reason := limit(setting, batch.h.shape[-1]):
         raise ValueError(reason)
     return lstm.run_loops(batch, weights, setting, lstm.Loops(_forward, _backward, 1))
 

@@ -89,7 +89,7 @@ class _Loop(torch.autograd.Function):
         U = len(given[0])
         runner.forward(U)
         history = [own[: U + 1].clone() for own in runner.history]
-        ctx.loop, ctx.counts, ctx.autocast = loop, counts, runner.autocast
+        ctx.runner, ctx.counts = runner, counts
         ctx.save_for_backward(*constants, *history, *given)
         return tuple(own[1:] for own in history)
 
@@ -97,12 +97,8 @@ class _Loop(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dhistory: Tensor) -> tuple[Tensor | None, ...]:
         constants, history, given = _parts(ctx.saved_tensors, ctx.counts)
-        state = [own[0] for own in history]
-        with _autocast(given[0], ctx.autocast):
-            runner = ctx.loop.runner(constants, state, given)
-        runner.load(constants, given, history)
-        found = runner.backward(dhistory)
-        return None, None, *found
+        ctx.runner.load(constants, given, history)  # another batch may have used its buffers
+        return None, None, *ctx.runner.backward(dhistory)
 
 
 def _parts(tensors: Tensors, counts: tuple[int, int, int]) -> tuple[Tensors, Tensors, Tensors]:
