@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "benchmarks"), str(HERE.parent)]
 
@@ -26,10 +28,13 @@ from run_state import differences, state  # noqa: E402
 from tiny_speech import make_corpus, make_recipe  # noqa: E402
 
 from asr import train  # noqa: E402
+from asr.config.schema import OptimizerConfig  # noqa: E402
+from asr.training import distributed, trainer  # noqa: E402
 from asr.training import run as training_run  # noqa: E402
-from asr.training import trainer  # noqa: E402
 from asr.training.checkpoint import list_checkpoints, read_training  # noqa: E402
+from asr.training.distributed import process_group  # noqa: E402
 from asr.training.losses import SpeechObjective  # noqa: E402
+from asr.training.optim import make_optimizer  # noqa: E402
 
 PLACE = Path(sys.argv[1])
 RECIPE = PLACE / "tiny.yaml"
@@ -59,18 +64,29 @@ def command_line(*more: str) -> list[str]:
 
 def start(count: int, folder: Path, name: str, *more: str, patch: Patch = id) -> list[Process]:
     """`count` ranks of the tiny recipe -> their processes; output in FOLDER/NAME.RANK."""
+    line = [*command_line(*more), "--run", str(folder / name)]
+
+    def main(rank: int) -> int:
+        patch(rank)
+        return train.main()
+
+    return fork_ranks(count, folder, name, main, line)
+
+
+def fork_ranks(
+    count: int, folder: Path, name: str, work: Callable[[int], int], line: list[str]
+) -> list[Process]:
+    """Processes that call work(rank), with the environment that torchrun gives to ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line = [*command_line(*more), "--run", str(folder / name)]
 
     def main_of(rank: int) -> Callable[[], int]:
         def main() -> int:
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ |= {key: str(value) for key, value in variables.items()}
-            patch(rank)
-            return train.main()
+            return work(rank)
 
         return main
 
@@ -280,6 +296,28 @@ def half(folder: Path) -> dict:
     }
 
 
+def muon(folder: Path) -> dict:
+    """Steps of Muon with given gradients by 1 and by 3 ranks; of each the weights and moments."""
+
+    def work(rank: int) -> int:
+        torch.manual_seed(0)
+        sizes = [(3, 5), (7, 2), (11, 13), (5, 5)]
+        module = torch.nn.ModuleList(torch.nn.Linear(*size) for size in sizes)
+        optimizer = make_optimizer(OptimizerConfig(kind="muon", lr=0.03), module)
+        with process_group("cpu"):
+            for step in range(4):
+                for number, parameter in enumerate(module.parameters()):
+                    absent = step == 1 and number % 4 == 0
+                    parameter.grad = None if absent else torch.randn_like(parameter)
+                optimizer.step()
+            count = distributed.world()
+        saved = {"weights": module.state_dict(), "state": optimizer.state_dict()["state"]}
+        torch.save(saved, folder / f"{count}.{rank}.pt")
+        return 0
+
+    return {count: wait(fork_ranks(count, folder, f"{count}", work, [])) for count in (1, 3)}
+
+
 SCENARIOS = {
     "las": lambda folder: equal(folder, "las"),
     "transformer": lambda folder: equal(folder, "transformer"),
@@ -288,6 +326,7 @@ SCENARIOS = {
     "drops": drops,
     "half": half,
     "averages": averages,
+    "muon": muon,
 }
 
 

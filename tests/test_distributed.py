@@ -1,5 +1,6 @@
 """Several ranks train as one process does; an event on one rank stops all ranks in order."""
 
+import itertools
 import json
 import os
 import socket
@@ -267,6 +268,27 @@ def test_bf16_by_two_is_bf16_by_one(results_of):
     assert seen == {"1": [0], "2": [0, 0]}
     actual, expected = (curve(folder / ranks, "train/nll") for ranks in ("2", "1"))
     assert actual == [(step, pytest.approx(value, rel=1e-3)) for step, value in expected]
+
+
+def test_ranks_that_share_the_work_of_muon_take_the_steps_of_one_process(results_of):
+    codes, folder = results_of("muon")
+    assert codes == {"1": [0], "3": [0, 0, 0]}
+    alone, *ranks = (torch.load(folder / f"{name}.pt") for name in ("1.0", "3.0", "3.1", "3.2"))
+    assert len(alone["state"]) == 8
+    for one in ranks:
+        torch.testing.assert_close(one, alone, rtol=0.0, atol=0.0)
+
+
+def test_the_largest_share_of_the_work_is_at_most_a_third_above_the_best(monkeypatch):
+    monkeypatch.setattr(distributed, "world", lambda: 3)
+    for costs in itertools.combinations_with_replacement([1, 2, 3, 7], 6):
+        chosen = distributed.owners(costs)
+        best = min(largest_load(costs, owners) for owners in itertools.product(range(3), repeat=6))
+        assert largest_load(costs, chosen) <= 4 / 3 * best
+
+
+def largest_load(costs, owners):
+    return max(sum(c for c, one in zip(costs, owners, strict=True) if one == n) for n in range(3))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 64])

@@ -286,6 +286,31 @@ def add_gradients(module: nn.Module) -> None:
             parameter.grad = part.view_as(parameter)
 
 
+def owners(costs: Sequence[float]) -> list[int]:
+    """For each piece of work the rank that does it, such that all have about the same to do."""
+    loads, chosen = [0.0] * world(), [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        chosen[piece] = loads.index(min(loads))
+        loads[chosen[piece]] += costs[piece]
+    return chosen
+
+
+def broadcast(tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    """Copy each tensor from the rank that owns it to all others; all of one dtype and device."""
+    if world() == 1:
+        return
+    for owner in range(world()):
+        owned = [t.detach() for t, one in zip(tensors, owners, strict=True) if one == owner]
+        for bucket in _buckets(owned):
+            flat = torch.cat([t.flatten() for t in bucket])
+            _collective(dist.broadcast, flat, owner)
+            if owner != rank():
+                for tensor, part in zip(
+                    bucket, flat.split([t.numel() for t in bucket]), strict=True
+                ):
+                    tensor.copy_(part.view_as(tensor))
+
+
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     for parameter in parameters:

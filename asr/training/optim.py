@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from asr.config.schema import OptimizerConfig, ScheduleConfig
+from asr.training import distributed
 
 Schedule = Callable[[int, float], float]  # (step, progress from 0 to 1) -> learning rate
 
@@ -114,9 +115,11 @@ class Muon:
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self) -> None:
-        """One update of all weights."""
-        for part in self.parts:
-            part.step()
+        """One update of all weights; every rank calls it."""
+        adamw, *muon = self.parts
+        adamw.step()
+        for part in muon:
+            _step_by_shares(part)
 
     def state_dict(self) -> dict[str, Any]:
         """As of one optimizer, whose parameters are those of both in turn."""
@@ -140,6 +143,30 @@ class Muon:
             own = [{**group, "params": [n - first for n in group["params"]]} for group in own]
             part.load_state_dict({"state": moments, "param_groups": own})
             first += len(numbers)
+
+
+def _step_by_shares(muon: optim.Muon) -> None:
+    """One update of all its weights; each rank computes a share of them for all.
+
+    Making the matrices orthogonal can take a third of a training step. All ranks have the same
+    momenta, because they have the same gradients.
+    """
+    (group,) = muon.param_groups
+    used = [p for p in group["params"] if p.grad is not None]
+    # Multiplications of one Newton-Schulz iteration, up to a factor.
+    owners = distributed.owners([max(p.shape) * min(p.shape) ** 2 for p in used])
+    gradients = {
+        p: p.grad for p, owner in zip(used, owners, strict=True) if owner != distributed.rank()
+    }
+    for parameter in gradients:
+        parameter.grad = None  # so that torch's Muon leaves it out
+    muon.step()
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+        state = muon.state[parameter]
+        momentum = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
+        momentum.lerp_(gradient, 1 - group["momentum"])
+    distributed.broadcast(used, owners)
 
 
 def load_moments(optimizer: "optim.Optimizer | Muon", state: dict[str, Any]) -> None:
