@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 # Of collectives: rank 0 may make a corpus or measure statistics while the others wait. Connections
 # and torchrun detect a dead rank sooner.
 TIMEOUT = timedelta(hours=3)
-BUCKET = 8 << 20  # numbers that are summed at once: 32 MB of gradients
+BUCKET = 8 << 20  # numbers that one collective sums or sends: 32 MB
 POLL = 0.02  # seconds
 REPORT_WAIT = 2.0  # seconds; ranks that fail for one reason fail together
 REPORTED = "reported"  # key in the store: number of ranks that have failed; the first reports
@@ -278,12 +278,9 @@ def add_gradients(module: nn.Module) -> None:
     for parameter in used:
         if parameter.grad is None:  # LayerDrop, or no batch
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets(used):
-        flat = torch.cat([p.grad.flatten() for p in bucket])
-        _collective(dist.all_reduce, flat)
-        parts = flat.split([p.numel() for p in bucket])
-        for parameter, part in zip(bucket, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+    gradients = (p.grad for p in used)
+    for parameter, total in zip(used, _joined(gradients, dist.all_reduce), strict=True):
+        parameter.grad = total
 
 
 def owners(costs: Sequence[float]) -> list[int]:
@@ -301,23 +298,26 @@ def broadcast(tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         return
     for owner in range(world()):
         owned = [t.detach() for t, one in zip(tensors, owners, strict=True) if one == owner]
-        for bucket in _buckets(owned):
-            flat = torch.cat([t.flatten() for t in bucket])
-            _collective(dist.broadcast, flat, owner)
-            if owner != rank():
-                for tensor, part in zip(
-                    bucket, flat.split([t.numel() for t in bucket]), strict=True
-                ):
-                    tensor.copy_(part.view_as(tensor))
+        for tensor, new in zip(owned, _joined(owned, dist.broadcast, owner), strict=True):
+            tensor.copy_(new)
 
 
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _joined(tensors: Iterable[Tensor], call: Callable[..., Any], *args: Any) -> Iterator[Tensor]:
+    """What the collective makes of each tensor; it is called once for many of them."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        _collective(call, flat, *args)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        yield from (part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
-    for parameter in parameters:
-        if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:
+    for tensor in tensors:
+        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
             yield bucket
             bucket = []
-        bucket.append(parameter)
+        bucket.append(tensor)
     if bucket:
         yield bucket
 
