@@ -1,4 +1,4 @@
-"""Recipes and trained runs that come with the package and are found by name: demo, las.
+"""Recipes and trained runs that come with the package and are found by name: demo, conformer.
 
 In a checkout they are the folders recipes/ and pretrained/ beside asr/; a wheel puts them into it.
 A file or folder of the user's with that name comes first.

@@ -114,7 +114,11 @@ def arguments() -> argparse.Namespace:
         "Exit code 2 if any file could not be read.",
     )
     add = parser.add_argument
-    add("run", type=run_folder, help="a run folder, a shipped run (las) or hf:USER/NAME[@REVISION]")
+    add(
+        "run",
+        type=run_folder,
+        help="a run folder, a shipped run (conformer) or hf:USER/NAME[@REVISION]",
+    )
     audio = (
         "WAV, FLAC, OGG, Opus or MP3, with ffmpeg also M4A, MP4 and WebM, of any rate or length; a "
         "folder of such files; - for standard input"

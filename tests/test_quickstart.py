@@ -76,7 +76,10 @@ def run(line: str, commands, more=()) -> None:
     if words[:2] == ["python", "-m"]:
         name = words[2].removeprefix("asr.")
         module = importlib.import_module(f"asr.{name}")
-        code, out, err = commands(module, *words[3:], *SHORT.get(name, ()), *more)
+        short = SHORT.get(name, ())
+        replaced = tuple(text.partition("=")[0] + "=" for text in short)
+        given = [word for word in words[3:] if not word.startswith(replaced)]
+        code, out, err = commands(module, *given, *short, *more)
         assert code == 0, f"{line}\n{out}\n{err}"
     elif line not in NOT_RUN:
         where = str(Path(sys.executable).parent)

@@ -38,8 +38,8 @@ def test_a_file_of_the_user_comes_before_a_shipped_recipe(empty):
     (empty / "demo").rmdir()
     (empty / "demo").write_text("base: demo_transformer\nrun: mine\n")
     assert read_recipe("demo").run == "mine"
-    (empty / "las").mkdir()
-    assert find_run(Path("las")) == Path("las")
+    (empty / "conformer").mkdir()
+    assert find_run(Path("conformer")) == Path("conformer")
 
 
 @pytest.mark.parametrize("name", ["demoo", "recipes/demo.yaml", "demo.yaml"])
@@ -54,16 +54,19 @@ def test_only_a_plain_name_is_looked_up(name):
 
 
 def test_a_run_has_a_name(empty):
-    assert list_checkpoints(find_run(Path("las")))
-    assert Recognizer.load("las").tokenizer.size == 100
-    assert read_recipe("las").model == read_recipe(ROOT / "pretrained/las/recipe.yaml").model
+    assert list_checkpoints(find_run(Path("conformer")))
+    assert Recognizer.load("conformer").tokenizer.size == 100
+    assert (
+        read_recipe("conformer").model
+        == read_recipe(ROOT / "pretrained/conformer/recipe.yaml").model
+    )
 
 
 def test_an_installed_run_is_not_written_to(empty, monkeypatch, commands):
     monkeypatch.setattr(shipped, "PACKAGE", ROOT)  # as if pretrained/ were within the package
-    assert is_installed(find_run(Path("las"))) and not is_installed(empty)
+    assert is_installed(find_run(Path("conformer"))) and not is_installed(empty)
     for more in ([], ["--tune"]):
-        line = commands.refused(evaluate, "las", "--split", "valid", *more)
+        line = commands.refused(evaluate, "conformer", "--split", "valid", *more)
         assert "add --out" in line
 
 
@@ -90,9 +93,9 @@ def test_the_wheel_has_all_packages_and_data():
         if path.is_file()
     }
     here = {path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").iterdir()}
-    las = {
+    model = {
         path.relative_to(ROOT / "pretrained")
-        for path in (ROOT / "pretrained" / "las").rglob("*")
+        for path in (ROOT / "pretrained" / "conformer").rglob("*")
         if path.is_file() and "evaluate" not in path.parts
     }
-    assert files == here | las
+    assert files == here | model
