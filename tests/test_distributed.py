@@ -282,7 +282,7 @@ def test_ranks_that_share_the_work_of_muon_take_the_steps_of_one_process(results
 def test_the_largest_share_of_the_work_is_at_most_a_third_above_the_best(monkeypatch):
     monkeypatch.setattr(distributed, "world", lambda: 3)
     for costs in itertools.combinations_with_replacement([1, 2, 3, 7], 6):
-        chosen = distributed.owners(costs)
+        chosen = distributed.assign_owners(costs)
         best = min(largest_load(costs, owners) for owners in itertools.product(range(3), repeat=6))
         assert largest_load(costs, chosen) <= 4 / 3 * best
 

@@ -283,7 +283,7 @@ def add_gradients(module: nn.Module) -> None:
         parameter.grad = total
 
 
-def owners(costs: Sequence[float]) -> list[int]:
+def assign_owners(costs: Sequence[float]) -> list[int]:
     """For each piece of work the rank that does it, such that all have about the same to do."""
     loads, chosen = [0.0] * world(), [0] * len(costs)
     for piece in sorted(range(len(costs)), key=lambda i: -costs[i]):

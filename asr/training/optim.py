@@ -154,7 +154,7 @@ def _step_by_shares(muon: optim.Muon) -> None:
     (group,) = muon.param_groups
     used = [p for p in group["params"] if p.grad is not None]
     # Multiplications of one Newton-Schulz iteration, up to a factor.
-    owners = distributed.owners([max(p.shape) * min(p.shape) ** 2 for p in used])
+    owners = distributed.assign_owners([max(p.shape) * min(p.shape) ** 2 for p in used])
     gradients = {
         p: p.grad for p, owner in zip(used, owners, strict=True) if owner != distributed.rank()
     }
