@@ -2,18 +2,33 @@
 
 import pytest
 import torch
-from small_transformer import batch, config, model
+from small_transformer import F, V, batch, config, model
 from torch.nn import functional
 
 from asr.config.loader import RecipeError, read_recipe
+from asr.config.schema import LasConfig
 from asr.data.batching import Batch
+from asr.models.las import LAS, join_pairs
 from asr.training.losses import SpeechObjective
 
 KINDS = [{"norm_position": "post"}, {"kind": "conformer", "heads": 1}]
+LAS_KIND = {"kind": "las"}
 LAYERS = {"layers": [1, 2], "weight": 0.3}
 
 
+def las(listener=None, **settings):
+    """In evaluation mode, with biases and norms moved from their initial values."""
+    torch.manual_seed(0)
+    listener = {"layers": 3, "hidden": 7, "pyramid": [1], "convolution": 2} | (listener or {})
+    made = LAS(F, V, LasConfig(kind="las", listener=listener, **settings)).eval()
+    for parameter in made.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return made
+
+
 def made(kind, **intermediate):
+    if kind == LAS_KIND:
+        return las(intermediate_ctc=LAYERS | intermediate)
     rates = {"dropout": 0.0, "attention_dropout": 0.0, "feed_forward_dropout": 0.0}
     return model(encoder_layers=3, intermediate_ctc=LAYERS | intermediate, **rates, **kind)
 
@@ -40,8 +55,33 @@ def test_the_encoder_reads_its_own_predictions(kind):
 
 
 @torch.no_grad()
-def test_without_self_conditioning_the_memory_is_that_of_the_plain_model():
-    plain, network = model(encoder_layers=3), made({}, self_conditioning=False)
+def test_the_listener_reads_its_own_predictions():
+    network = made(LAS_KIND).double()
+    features, lengths, _ = batch()
+    poisoned = features.double()
+    for row, length in enumerate(lengths):
+        poisoned[row, length:] = torch.nan
+    memory, inner = network.encode_with_intermediate_ctc(poisoned, lengths)
+    listener = network.listener
+    for row, length in enumerate(lengths):
+        x, _ = listener.front(features[row : row + 1, :length].double(), lengths[row : row + 1])
+        x, _ = join_pairs(x, torch.tensor([x.size(1)]))
+        for number, layer in enumerate(listener.layers):
+            x, _ = layer(x)
+            if number < 2:
+                predictions = network.ctc_head(x).softmax(-1)
+                torch.testing.assert_close(inner[number][row, : x.size(1)].exp(), predictions[0])
+                x = x + predictions @ network.conditioning.weight.T + network.conditioning.bias
+        torch.testing.assert_close(memory.states[row, : x.size(1)], x[0])
+        assert not memory.states[row, x.size(1) :].any()
+    assert memory.valid.sum(1).tolist() == network.memory_lengths(lengths).tolist()
+
+
+@pytest.mark.parametrize("kind", [{}, LAS_KIND])
+@torch.no_grad()
+def test_without_self_conditioning_the_memory_is_that_of_the_plain_model(kind):
+    plain = las() if kind else model(encoder_layers=3)
+    network = made(kind, self_conditioning=False)
     network.load_state_dict(plain.state_dict())
     features, lengths, _ = batch()
     memory, inner = network.encode_with_intermediate_ctc(features, lengths)
@@ -49,7 +89,7 @@ def test_without_self_conditioning_the_memory_is_that_of_the_plain_model():
     assert [each.shape for each in inner] == [plain.ctc(memory).shape] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, LAS_KIND])
 def test_the_loss_weighs_the_last_layer_and_the_mean_of_the_others(kind):
     network = made(kind)
     features, lengths, tokens = batch(tokens=3)
@@ -106,6 +146,20 @@ def test_layers_that_do_not_exist_are_refused(overrides, words):
     assert words in str(error.value)
 
 
-def test_without_a_ctc_head_it_is_refused():
+@pytest.mark.parametrize(
+    ("listener", "layers", "words"),
+    [
+        ({}, [3], r"layers = 3 with pyramid = \[1\] choose 1 to 2"),
+        ({"pyramid": [2]}, [1, 2], r"choose 2 to 2"),  # layer 1 has twice the frames
+        ({"pyramid": [2, 3]}, [2], r"set model\.intermediate_ctc=null"),
+    ],
+)
+def test_listener_layers_of_another_frame_rate_are_refused(listener, layers, words):
+    with pytest.raises(ValueError, match=words):
+        las(listener, intermediate_ctc={"layers": layers})
+
+
+@pytest.mark.parametrize("build", [las, config])
+def test_without_a_ctc_head_it_is_refused(build):
     with pytest.raises(ValueError, match=r"set model\.ctc_weight=0\.3"):
-        config(ctc_weight=0, intermediate_ctc=LAYERS)
+        build(ctc_weight=0, intermediate_ctc=LAYERS)

@@ -210,6 +210,34 @@ class SpellerConfig(LSTMConfig):
     tied: bool = False  # the output layer shares the embedding's weights
 
 
+class IntermediateCtcConfig(Config):
+    """Section `model.intermediate_ctc:`: CTC of encoder layers before the last one, by its head.
+
+    Lee & Watanabe 2021 (arXiv:2102.03216); with `self_conditioning` Nozaki & Komatsu 2021
+    (arXiv:2104.02724).
+    """
+
+    layers: Annotated[tuple[Depth, ...], Field(min_length=1)]  # encoder layers, from 1
+    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3  # share of the CTC loss, of their mean
+    self_conditioning: bool = True  # the layers after each of these read its predictions
+
+
+def check_intermediate_ctc(
+    inner: IntermediateCtcConfig | None, ctc_weight: float, first: int, last: int, key: str
+) -> None:
+    """Raise ValueError unless all its layers are `first` to `last`, and there is a CTC head."""
+    if inner is None:
+        return
+    if not ctc_weight:
+        raise ValueError(
+            "model.intermediate_ctc needs a CTC head, which model.ctc_weight = 0 removes: set "
+            "model.ctc_weight=0.3 or model.intermediate_ctc=null"
+        )
+    if min(inner.layers) < first or max(inner.layers) > last:
+        choice = f"choose {first} to {last}" if first <= last else "set model.intermediate_ctc=null"
+        raise ValueError(f"model.intermediate_ctc.layers = {list(inner.layers)}: of {key} {choice}")
+
+
 class LasConfig(Config):
     """Section `model:` with `kind: las`: Listen, Attend and Spell."""
 
@@ -220,6 +248,16 @@ class LasConfig(Config):
     attention_size: Count = 128  # size in which queries and keys are compared
     speller: SpellerConfig = SpellerConfig()
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
+    # null: CTC of the last layer alone. Layers before the pyramid's last one have other frames.
+    intermediate_ctc: IntermediateCtcConfig | None = None
+
+    @model_validator(mode="after")
+    def _intermediate_ctc_fits(self) -> "LasConfig":
+        layers, pyramid = self.listener.layers, self.listener.pyramid
+        key = f"model.listener.layers = {layers} with pyramid = {list(pyramid)}"
+        first = max(pyramid, default=1)
+        check_intermediate_ctc(self.intermediate_ctc, self.ctc_weight, first, layers - 1, key)
+        return self
 
 
 def _one_line_error(message: str) -> WrapValidator:
@@ -378,18 +416,6 @@ class TransformerLayersConfig(Config):
             )
 
 
-class IntermediateCtcConfig(Config):
-    """Section `model.intermediate_ctc:`: CTC of encoder layers before the last one, by its head.
-
-    Lee & Watanabe 2021 (arXiv:2102.03216); with `self_conditioning` Nozaki & Komatsu 2021
-    (arXiv:2104.02724).
-    """
-
-    layers: Annotated[tuple[Depth, ...], Field(min_length=1)]  # encoder layers, from 1
-    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3  # share of the CTC loss, of their mean
-    self_conditioning: bool = True  # the layers after each of these read its predictions
-
-
 class EncoderDecoderConfig(TransformerLayersConfig):
     """Keys of both speech models with a Transformer's decoder."""
 
@@ -411,19 +437,8 @@ class EncoderDecoderConfig(TransformerLayersConfig):
 
     @model_validator(mode="after")
     def _intermediate_ctc_fits(self) -> "EncoderDecoderConfig":
-        if self.intermediate_ctc is None:
-            return self
-        if not self.ctc_weight:
-            raise ValueError(
-                "model.intermediate_ctc needs a CTC head, which model.ctc_weight = 0 removes: set "
-                "model.ctc_weight=0.3 or model.intermediate_ctc=null"
-            )
-        layers, last = self.intermediate_ctc.layers, self.encoder_layers - 1
-        if max(layers) > last:
-            raise ValueError(
-                f"model.intermediate_ctc.layers = {list(layers)}: of model.encoder_layers = "
-                f"{self.encoder_layers} choose 1 to {last}"
-            )
+        key, last = f"model.encoder_layers = {self.encoder_layers}", self.encoder_layers - 1
+        check_intermediate_ctc(self.intermediate_ctc, self.ctc_weight, 1, last, key)
         return self
 
 

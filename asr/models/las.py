@@ -7,13 +7,14 @@
 
 We differ in four ways. The last frame of an odd length is paired with zeros instead of dropped;
 strided convolutions may precede the listener; the layers outside `pyramid` keep the frame rate; an
-optional CTC head (Graves et al. 2006) reads the memory.
+optional CTC head (Graves et al. 2006) reads the memory, and with `intermediate_ctc` some layers
+before it (Lee & Watanabe 2021), whose predictions later ones may read (Nozaki & Komatsu 2021).
 
 B utterances, K hypotheses per utterance, T frames, U tokens, F features, H hidden size (in the
 listener of one direction), E encoder size (2 H of the listener), A attention size, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,8 +75,16 @@ class Listener(nn.Module):
             )
             size = self.size
 
-    def forward(self, features: Tensor, lengths: Tensor) -> Memory:
-        """features (B, T, F), lengths (B,) of at least 1 -> Memory, its padding zero."""
+    def forward(
+        self,
+        features: Tensor,
+        lengths: Tensor,
+        after: Callable[[int, Tensor], Tensor] = lambda number, x: x,
+    ) -> Memory:
+        """features (B, T, F), lengths (B,) of at least 1 -> Memory, its padding zero.
+
+        `after` may change the output (B, T', E) of each layer, by its number from 1.
+        """
         x, lengths = features, lengths.cpu()  # every LSTM layer reads their values
         if self.front is not None:
             x, lengths = self.front(x, lengths)
@@ -86,7 +95,7 @@ class Listener(nn.Module):
             if number in self.pyramid:
                 x, lengths = join_pairs(x, lengths)
             x, _ = layer(x, lengths=lengths)  # (B, T', E), zero in the padding
-            x = self.dropout(x)
+            x = after(number, self.dropout(x))
         return Memory(x, valid_places(lengths, x.size(1), x.device))
 
     def output_lengths(self, lengths: Tensor) -> Tensor:
@@ -286,10 +295,32 @@ class LAS(nn.Module):
         self.scheduled_sampling = config.speller.scheduled_sampling
         has_ctc = config.ctc_weight > 0
         self.ctc_head = nn.Linear(self.listener.size, vocabulary) if has_ctc else None
+        inner = config.intermediate_ctc
+        self.ctc_layers = frozenset(inner.layers) if inner else frozenset()
+        self.conditioning = None
+        if inner and inner.self_conditioning:
+            self.conditioning = nn.Linear(vocabulary, self.listener.size)
 
     def encode(self, features: Tensor, lengths: Tensor) -> Memory:
         """features (B, T, F), lengths (B,) -> what the speller attends over."""
-        return self.listener(features, lengths)
+        return self.encode_with_intermediate_ctc(features, lengths)[0]
+
+    def encode_with_intermediate_ctc(
+        self, features: Tensor, lengths: Tensor
+    ) -> tuple[Memory, list[Tensor]]:
+        """As encode, and log-probabilities (B, T', V) of CTC's symbols by intermediate layers."""
+        intermediate = []
+
+        def predict(number: int, x: Tensor) -> Tensor:
+            if number not in self.ctc_layers:
+                return x
+            log_probs = self.ctc_head(x).log_softmax(-1)
+            intermediate.append(log_probs)
+            if self.conditioning is None:
+                return x
+            return x + self.conditioning(log_probs.exp().to(x.dtype))
+
+        return self.listener(features, lengths, predict), intermediate
 
     def memory_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory (B,) for that many frames of features (B,)."""

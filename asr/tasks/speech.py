@@ -235,10 +235,7 @@ def _ctc_remedy(recipe: SpeechRecipe) -> str:
 
 def build_speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> SpeechObjective:
     """The model with its objective, on the recipe's device."""
-    train = recipe.train
-    intermediate_ctc = None
-    if not isinstance(recipe.model, LasConfig):
-        intermediate_ctc = recipe.model.intermediate_ctc
+    train, intermediate_ctc = recipe.train, recipe.model.intermediate_ctc
     objective = SpeechObjective(
         build_speech_model(recipe.model, features, vocabulary),
         recipe.model.ctc_weight,
