@@ -70,6 +70,15 @@ def test_after_the_first_signal_the_default_handlers_are_back(name):
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+def test_a_worker_of_torchrun_survives_the_cluster_s_sigterm_and_torchrun_s(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == "SIGTERM"
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
 class Signals:
     """Sends a signal as it is deleted, where Python ignores what a handler raises."""
 

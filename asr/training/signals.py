@@ -1,10 +1,12 @@
 """Stop a run on SIGTERM (a cluster, `kill`), SIGINT (Ctrl-C) or SIGHUP (a closed terminal).
 
 The first signal lets the current step finish, the second ends the process at once. SIGHUP counts
-only once, since both shell and system send it, and not at all under nohup. Worker processes of the
-loader handle signals themselves (asr/data/loader.py).
+only once, since both shell and system send it, and not at all under nohup. Under torchrun SIGTERM
+counts only once, since a cluster sends it to all processes, and torchrun to its workers again.
+Worker processes of the loader handle signals themselves (asr/data/loader.py).
 """
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -84,6 +86,9 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The system itself handles the second one: Python would first finish a backward pass.
+        once = {signal.SIGHUP}
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            once.add(signal.SIGTERM)
         for each in SIGNALS:
-            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if each in once else signal.SIG_DFL)
         self.signal = signal.Signals(number).name
