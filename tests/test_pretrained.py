@@ -26,10 +26,10 @@ def test_it_is_small_and_complete_and_has_a_card(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("conformer", 0.35), ("las", 0.35), ("transformer", 0.5)]
+    ("name", "most"), [("conformer", 0.35), ("las", 0.35), ("transformer", 0.35)]
 )
 def test_it_recognises_unseen_speakers(name, most, shared):
-    """Character errors by jiwer; on all of dev they are 16, 17 and 25 %."""
+    """Character errors by jiwer; on all of dev they are 16, 17 and 18 %."""
     some = read_manifest(shared("speech/dev.tsv"))[:300:100]
     assert len(some.speakers) == 3
     recognizer = Recognizer.load(ROOT / "pretrained" / name)
