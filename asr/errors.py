@@ -144,15 +144,18 @@ def _printable_streams() -> Iterator[None]:
                     stream.detach()
 
 
+def is_started_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's main and exit with what it returns, 0 for None."""
     try:
         os.environ["MPLBACKEND"] = "agg"  # no command opens a window; another value may not exist
         with _printable_streams():
             code = _exit_code(main)
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                # Under torchrun: at once, for the connections between ranks may abort at Python's
-                # exit.
+            if is_started_by_torchrun():
+                # At once, for the connections between ranks may abort at Python's exit.
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)

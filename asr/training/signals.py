@@ -6,7 +6,6 @@ counts only once, since a cluster sends it to all processes, and torchrun to its
 Worker processes of the loader handle signals themselves (asr/data/loader.py).
 """
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from asr.errors import WorkerKilled
+from asr.errors import WorkerKilled, is_started_by_torchrun
 from asr.training.distributed import gather
 
 Result = TypeVar("Result")
@@ -87,7 +86,7 @@ class Stop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The system itself handles the second one: Python would first finish a backward pass.
         once = {signal.SIGHUP}
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if is_started_by_torchrun():
             once.add(signal.SIGTERM)
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN if each in once else signal.SIG_DFL)
