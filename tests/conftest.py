@@ -71,5 +71,8 @@ def asr_prepare(monkeypatch, capsys):
     return run
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports() -> None:
+    """Keep what is imported by now from later collections of garbage: each validation has one."""
+    gc.collect()
     gc.freeze()

@@ -80,7 +80,7 @@ def assert_same_losses(one, other, points):
     for name in ("train/nll", "train/objective", "valid/nll"):
         actual, expected = dict(curve(one, name)), dict(curve(other, name))
         assert len(actual) == points or name == "valid/nll"
-        assert 7 in actual and 7 in expected
+        assert 4 in actual and 4 in expected
         # The run with another world size validated when it was stopped and at its end.
         for step in actual.keys() & expected.keys():
             assert actual[step] == pytest.approx(expected[step], rel=1e-5), (name, step)
@@ -111,11 +111,11 @@ def errors_of(folder, name, ranks=2):
 
 
 class TestEqual:
-    """14 steps over the same global batches; each epoch's last step is uneven."""
+    """8 steps over the same global batches; each epoch's last step is uneven."""
 
     @pytest.mark.parametrize("ranks", ["2", "3"])
     def test_losses_are_those_of_one_process(self, ranks, runs):
-        assert_same_losses(runs / ranks, runs / "1", 14)
+        assert_same_losses(runs / ranks, runs / "1", 8)
 
     @pytest.mark.parametrize("ranks", ["2", "3"])
     def test_no_utterance_is_lost_or_repeated(self, ranks, runs):
@@ -123,7 +123,7 @@ class TestEqual:
         for name in ("step", "epoch", "batch", "utterances", "broken"):
             assert actual[name] == expected[name], name
         assert actual["audio_seconds"] == pytest.approx(expected["audio_seconds"])
-        assert expected["epoch"] > 5 and expected["utterances"] > 5 * 14
+        assert expected["epoch"] > 3 and expected["utterances"] > 3 * 14
 
     def test_the_rate_counts_the_audio_of_all_ranks(self, runs):
         for ranks in ("2", "3"):
@@ -131,7 +131,7 @@ class TestEqual:
             assert dict(actual) == pytest.approx(dict(expected))
 
     def test_another_world_size_resumes_and_is_reported(self, changed):
-        assert_same_losses(changed / "changed", changed / "1", 10)
+        assert_same_losses(changed / "changed", changed / "1", 6)
         log = (changed / "changed" / "train.log").read_text()
         assert "2 ranks trained so far, now 3: a step takes 3 x 2 batches" in log
         assert "14 utterances" in log and log.count("finished at step") == 2
@@ -141,7 +141,7 @@ class TestEqual:
             names = sorted(path.name.split(".")[0] for path in (runs / ranks).iterdir())
             assert names == sorted(path.name.split(".")[0] for path in (runs / "1").iterdir())
             log = (runs / ranks / "train.log").read_text()
-            assert log.count("step 14/14") == 1 and f", {ranks} ranks" in log
+            assert log.count("step 8/8") == 1 and f", {ranks} ranks" in log
             assert (runs / f"{ranks}.1.out").read_text() == ""
 
 

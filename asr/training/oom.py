@@ -31,8 +31,8 @@ CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 def limit_onednn_cache(shapes: int) -> None:
     """Keep the code of so many shapes, unless the environment sets a number.
 
-    oneDNN crashes with a capacity of 0 or text. To be called before torch's first convolution,
-    which reads the environment once.
+    oneDNN crashes with a capacity of 0 or text. To be called before torch.set_num_threads and
+    torch's first convolution, which read the environment once.
     """
     for name in CAPACITIES:
         if not re.fullmatch("[1-9][0-9]{0,8}", os.environ.get(name, "")):
