@@ -30,8 +30,6 @@ def main() -> int:
     if on_hub and args.tune:
         raise UserError(f"--tune writes into the run: copy {run} to a folder, and tune that")
     recipe = load_run_recipe(run, args.overrides)
-    if recipe.train.threads:
-        torch.set_num_threads(recipe.train.threads)
     name = evaluation_name(args.split)
     corpus = splits.load_split(recipe.data, args.split)
     if args.against:
@@ -39,6 +37,8 @@ def main() -> int:
     labels = {column: evaluation.groups_of(corpus, column) for column in args.by}
     other = evaluation.score_of_run(args.against, name, corpus) if args.against else None
     recognizer = Recognizer.load(run, args.overrides)
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)
     unknown = [recognizer.tokenizer.unknown(text) for text in corpus.texts]
     if note := splits.check_vocabulary_coverage(corpus.texts, unknown, corpus.path):
         print(note, flush=True)

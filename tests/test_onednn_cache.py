@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from asr import evaluate
 from asr.inference.recognition import Recognizer
 from asr.training.oom import CAPACITIES, SHAPES, SHAPES_DECODING, limit_onednn_cache
 
@@ -94,3 +96,16 @@ def test_loading_a_model_replaces_a_capacity_that_is_no_number(tiny_run, monkeyp
         monkeypatch.setenv(name, value)
     Recognizer.load(tiny_run)
     assert [os.environ[name] for name in CAPACITIES] == [str(SHAPES_DECODING)] * 2
+
+
+def test_evaluation_sets_the_threads_after_the_capacity(tiny_run, commands, monkeypatch, tmp_path):
+    """torch.set_num_threads reads it, and the first convolution crashes."""
+    seen = []
+
+    def set_threads(threads):
+        seen.append((threads, os.environ[CAPACITIES[0]]))
+
+    monkeypatch.setattr(torch, "set_num_threads", set_threads)
+    monkeypatch.setenv(CAPACITIES[0], "x")
+    assert commands(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "out")[0] == 0
+    assert seen == [(1, str(SHAPES_DECODING))]
