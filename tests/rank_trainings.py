@@ -43,7 +43,7 @@ PATIENCE = 60.0  # seconds
 STILL = ["model.listener.dropout=0", "model.listener.recurrent_dropout=0"]
 STILL += ["model.speller.dropout=0", "model.speller.scheduled_sampling=0"]
 SMALL = "kind: transformer, d_model: 8, heads: 2, feed_forward: 11, decoder_layers: 1"
-# With large Adam steps, rounding errors would change the training within 8 steps.
+# Small Adam steps: with large ones rounding errors grow from step to step.
 SLOW = ["train.optimizer.lr=1e-3", "train.schedule={kind: constant, warmup: 2}"]
 FAMILIES = {
     # With features of mean 0, SpecAugment masks are rows of zeros, where a LayerNorm amplifies
