@@ -15,6 +15,7 @@ from tiny_speech import json_lines
 from asr import prepare
 from asr.data.corpus import read_manifest
 from asr.data.importers.convert import Options, convert
+from asr.data.importers.hold_out import hold_out
 from asr.data.importers.rows import Split
 from asr.data.importers.text_normalization import TextNormalizer
 from asr.errors import UserError
@@ -143,6 +144,18 @@ def test_each_fault_of_a_kaldi_directory(tmp_path, asr_prepare, name, line, word
     assert code == 0 and "4 utterances" in out and err[0].startswith(f"skipped: {folder}/{words}")
 
 
+def test_segments_of_a_command_do_not_hide_its_fault(tmp_path, asr_prepare):
+    folder = tmp_path / "train"
+    kaldi(folder, folder / "audio")
+    command = f"sph2pipe -f wav {folder}/call.sph |"
+    (folder / "wav.scp").write_text(f"call {command}\nmono {folder}/audio/mono.flac\n")
+    code, _, err = asr_prepare("kaldi", folder, "--to", tmp_path / "to")
+    assert code == 2 and len(err) == 2
+    assert err[0].startswith(f"{folder}/wav.scp:1: is a command") and "new.scp" in err[0]
+    code, out, err = asr_prepare("kaldi", folder, "--to", tmp_path / "to", "--skip-bad")
+    assert code == 0 and "1 utterances" in out and len(err) == 1
+
+
 @pytest.mark.parametrize(
     ("segment", "words"),
     [
@@ -244,6 +257,16 @@ def test_ljspeech_to_a_held_out_split(tmp_path, asr_prepare):
     code, _, err = asr_prepare(*call)
     assert code == 2 and err[0].startswith(f"{folder}/metadata.csv:8: 4 fields between |")
     assert err[1].startswith(f"{folder}/metadata.csv:9: ") and "no such file" in err[1]
+
+
+@pytest.mark.parametrize("large", range(12))
+def test_a_speaker_of_half_the_corpus_is_not_held_out(tmp_path, large):
+    names = [f"s{n}" for n in range(12) for _ in range(29 if n == large else 2)]
+    rows = "".join(f"u{n}\t{name}\ta.wav\t1.0\ttext\n" for n, name in enumerate(names))
+    manifest = tmp_path / "all.tsv"
+    manifest.write_text("id\tspeaker\taudio\tseconds\ttext\n" + rows)
+    train, valid = (path.read_text().splitlines()[1:] for path in hold_out(manifest, 0.05))
+    assert len(train) + len(valid) == len(names) and 1 <= len(valid) <= 4
 
 
 def test_speakers_are_held_out_whole(tmp_path, asr_prepare):
@@ -396,6 +419,25 @@ def test_data_sets_saved_by_the_library(tmp_path, asr_prepare):
     (tmp_path / "all" / "data-00000-of-00001.arrow").write_bytes(b"no arrow")
     code, _, err = asr_prepare("datasets", tmp_path / "all", "--to", tmp_path / "to")
     assert code == 2 and "the datasets library cannot read it" in err[-1]
+
+
+@pytest.mark.skipif(DATASETS is None, reason=NO_DATASETS)
+@pytest.mark.filterwarnings("ignore")
+def test_columns_that_are_no_text_are_left_out(tmp_path, asr_prepare):
+    from datasets import Audio, Dataset
+
+    path = str(tmp_path / "0.wav")
+    judge = noise(tmp_path / "0.wav")
+    table = {"audio": [path], "noisy": [path], "text": ["a"], "speaker": [{"id": 3, "age": 5}]}
+    data = Dataset.from_dict(table).cast_column("audio", Audio())
+    data.cast_column("noisy", Audio()).save_to_disk(str(tmp_path / "saved"))
+    call = ("datasets", tmp_path / "saved", "--to", tmp_path / "to")
+    assert asr_prepare(*call)[0] == 0
+    corpus = read_manifest(tmp_path / "to" / "saved.tsv")
+    assert corpus.texts == ["a"]
+    check_audio(corpus[0], judge)
+    code, _, err = asr_prepare(*call, "--text-column", "speaker")
+    assert code == 2 and "speaker" in err[-1] and "text" in err[-1]
 
 
 def test_without_the_library_its_extra_is_named(tmp_path, asr_prepare, monkeypatch):

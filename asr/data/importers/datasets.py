@@ -50,17 +50,20 @@ def _load(source: Path) -> Any:
 
 
 def _split(name: str, dataset: Any, place: Path, text_column: str | None) -> Split:
-    from datasets import Audio
+    from datasets import Audio, Value
 
-    columns = list(dataset.column_names)
-    audio = next((name for name in columns if isinstance(dataset.features[name], Audio)), None)
+    features = dataset.features
+    audio = next((name for name, kind in features.items() if isinstance(kind, Audio)), None)
     if audio is None:
-        kinds = ", ".join(columns[:50])
+        kinds = ", ".join(list(features)[:50])
         raise UserError(f"{place}: no column of the type Audio; it has {kinds}; use cast_column")
+    columns = [name for name, kind in features.items() if isinstance(kind, Value)]
     text = choose_text_column(columns, text_column, place)
-    # As two columns: paths are read without the contents, of which each is read when asked for.
-    encoded = dataset.cast_column(audio, Audio(decode=False)).flatten()
     kept = [name for name in dict.fromkeys((text, "id", *SPEAKER_KEYS)) if name in columns]
+    # Audio as two columns: paths are read without the contents, of which each is read when asked
+    # for. Columns of other types, which flatten may refuse or rename, are left out before.
+    part = dataset.select_columns([audio, *kept])
+    encoded = part.cast_column(audio, Audio(decode=False)).flatten()
     about = encoded.select_columns([f"{audio}.path", *kept])
     contents = encoded.select_columns([f"{audio}.bytes"])
     return Split(name, place, place, partial(_rows, about, contents, f"{audio}.path", text, place))

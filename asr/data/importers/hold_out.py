@@ -34,15 +34,15 @@ def hold_out(manifest: Path, share: float) -> tuple[Path, Path]:
 
 
 def _choose(counts: Counter[str], share: float) -> set[str]:
-    """Names with about `share` of the utterances, at least one, in an order by their hashes."""
+    """Names with about `share` of the utterances in an order by their hashes, else the smallest."""
     rest, chosen = share * counts.total(), set()
     for name in sorted(counts, key=lambda name: sha256(name.encode()).digest()):
-        if rest >= counts[name] / 2 or not chosen:
+        if rest >= counts[name] / 2:
             chosen.add(name)
             rest -= counts[name]
         if rest <= 0:
             break
-    return chosen
+    return chosen or {min(counts, key=counts.__getitem__)}
 
 
 def _write_part(source: Path, to: Path, is_part: Callable[[Mapping[str, str]], bool]) -> None:

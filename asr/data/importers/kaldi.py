@@ -117,17 +117,18 @@ def _recordings(folder: Path) -> Iterator[Row | Fault]:
 
 
 def _segments(folder: Path) -> Iterator[Row | Fault]:
-    path, recordings = folder / "segments", {}
-    for row in _recordings(folder):
-        if isinstance(row, Fault):
-            yield row
-        else:
-            recordings[row.id] = row.audio
+    path = folder / "segments"
+    # wav.scp has a fault of its own for each entry that is not a file: one would be lost here in
+    # those of its segments.
+    recordings = {name: audio for _, name, audio in _lines(folder / "wav.scp")}
+    yield from (row for row in _recordings(folder) if isinstance(row, Fault))
     for number, name, rest in _lines(path):
         try:
             recording, start, length, channel = _segment(rest)
             if recording not in recordings:
                 raise ValueError(f"recording {recording!r} has no file in wav.scp")
+            if _path_fault(recordings[recording]):
+                continue
         except ValueError as error:
             yield Fault(path, number, str(error))
         else:
