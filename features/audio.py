@@ -138,6 +138,8 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
 
 STDERR = 2
 _stderr_lock = threading.Lock()
+_discarding = 0  # threads in suppress_stderr
+_saved_stderr: int | None = None  # a copy of its descriptor while there are any
 
 
 @contextmanager
@@ -145,26 +147,37 @@ def suppress_stderr(needed: bool) -> Iterator[None]:
     """Discard what is written to stderr meanwhile, by other threads too, so keep it short.
 
     libmpg123, by which libsndfile decodes MP3, prints a line for every damaged frame and cannot be
-    silenced through libsndfile. Threads take turns: otherwise one would save and restore the null
-    device of another.
+    silenced through libsndfile. Of several threads the first redirects stderr, and the last
+    restores it.
     """
+    global _discarding, _saved_stderr
     if not needed:
         yield
         return
     with _stderr_lock:
-        try:
-            saved = os.dup(STDERR)
-        except OSError:  # a process without stderr
-            yield
-            return
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, STDERR)
-        os.close(null)
-        try:
-            yield
-        finally:
-            os.dup2(saved, STDERR)
-            os.close(saved)
+        if not _discarding:
+            _saved_stderr = _redirect_stderr()
+        _discarding += 1
+    try:
+        yield
+    finally:
+        with _stderr_lock:
+            _discarding -= 1
+            if not _discarding and _saved_stderr is not None:
+                os.dup2(_saved_stderr, STDERR)
+                os.close(_saved_stderr)
+
+
+def _redirect_stderr() -> int | None:
+    """Let stderr write to the null device -> a copy of it, None in a process without stderr."""
+    try:
+        saved = os.dup(STDERR)
+    except OSError:
+        return None
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, STDERR)
+    os.close(null)
+    return saved
 
 
 SAMPLE_RATES = (1_000, 1_000_000)  # a header may claim 1 Hz, which would turn 1 MB into 30 GB

@@ -7,6 +7,7 @@ import tarfile
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from features.audio import (
     from_samples,
     read_audio,
     stream_audio,
+    suppress_stderr,
 )
 
 SECONDS, RATE = 0.73, 16_000
@@ -447,6 +449,21 @@ def test_a_damaged_mp3_prints_nothing(tmp_path, capfd):
     os.write(2, b"and is printed again")
     assert capfd.readouterr().err == "and is printed again"
     assert os.fstat(2).st_ino == stderr.st_ino
+
+
+def test_threads_suppress_stderr_at_the_same_time(capfd):
+    both = Barrier(2, timeout=60)
+
+    def write(number):
+        with suppress_stderr(True):
+            both.wait()
+            os.write(2, b"discarded")
+            both.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(write, range(2)))
+    os.write(2, b"printed")
+    assert capfd.readouterr().err == "printed"
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "OPUS", "MP3", "AIFF"])
