@@ -32,6 +32,8 @@ def main() -> int:
     recipe = load_run_recipe(run, args.overrides)
     name = evaluation_name(args.split)
     corpus = splits.load_split(recipe.data, args.split)
+    if not (args.out or args.tune):
+        splits.check_result_name(recipe.data, args.split, name)
     if args.against:
         check_run_folder(args.against)
     labels = {column: evaluation.groups_of(corpus, column) for column in args.by}

@@ -23,8 +23,10 @@ from asr.analysis.score_files import evaluation_name, write_evaluation
 from asr.analysis.wer import score
 from asr.config.loader import read_recipe
 from asr.data.corpus import Utterance, read_manifest, write_manifest
+from asr.data.splits import check_result_name
 from asr.inference import evaluation
 from asr.inference.evaluation import batches, decode_long, decode_split
+from asr.inference.load import load_run_recipe
 from asr.inference.recognition import Recognizer
 from asr.models import build
 from asr.tasks.speech import speech_task
@@ -122,7 +124,7 @@ def test_a_split_is_read_at_every_speed(mvn, tiny):
     recognizer.front_end = front_end = build.build_front_end(recipe.features)
     waves = {u.id: front_end.load(u.audio) for u in corpus}
     (batch,) = batches(recognizer, corpus, recipe)
-    for speed, (features, lengths) in zip((0.9, 1.1), batch.others, strict=True):
+    for speed, (features, lengths) in zip((0.9, 1.1), batch.other_speeds, strict=True):
         raw = {name: front_end.extract(change_speed(wave, speed)) for name, wave in waves.items()}
         for row, name in enumerate(batch.ids):
             speaker = next(u.speaker for u in corpus if u.id == name)
@@ -402,6 +404,17 @@ def test_pictures_are_counted_from_0(count, tiny_run, commands):
 )
 def test_every_split_has_a_folder_of_its_own(split, name):
     assert evaluation_name(split) == name
+
+
+def test_another_manifest_does_not_replace_the_results_of_a_split(
+    tiny, tiny_run, commands, tmp_path
+):
+    (tmp_path / "test.tsv").write_text((tiny.parent / "valid.tsv").read_text())
+    line = commands.refused(evaluate, tiny_run, "--split", tmp_path / "test.tsv")
+    assert f"--split {tmp_path}/test.tsv: its results would replace" in line and "--out" in line
+    own = load_run_recipe(tiny_run).data
+    for split, name in ((str(own.test["test"]), "test"), ("x.tsv", "x"), ("test", "test")):
+        check_result_name(own, split, name)
 
 
 def test_the_page_names_the_language_model(tiny_run, commands, tmp_path):

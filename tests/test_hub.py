@@ -3,12 +3,14 @@
 import json
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 from hub_server import HubServer
 
 from asr import evaluate, export, transcribe
-from asr.analysis.model_card import evaluation_result
+from asr.analysis.model_card import card_metadata, evaluation_result
+from asr.config.loader import read_recipe
 from asr.errors import UserError
 from asr.inference import hub as ours
 from asr.inference.recognition import Recognizer
@@ -270,6 +272,18 @@ def test_librispeech_has_its_name_on_the_hub():
         "split": "validation",
     }
     assert result["metrics"][0] == {"type": "wer", "value": 12.35, "name": "WER"}
+    # A part that the hub does not have.
+    result = evaluation_result("mini-librispeech", "dev-clean-2", rates)
+    assert result["dataset"] == {"name": "mini-librispeech dev-clean-2", "type": "mini-librispeech"}
+
+
+def test_a_manifest_of_ones_own_is_not_called_librispeech():
+    recipe = read_recipe(Path(__file__).parents[1] / "recipes" / "librispeech100.yaml")
+    rated = {split: {"wer": 0.1, "cer": 0.1} for split in ("test-clean", "own-other")}
+    (entry,) = card_metadata("las", recipe, rated)["model-index"]
+    one, other = (result["dataset"] for result in entry["results"])
+    assert one["type"] == "openslr/librispeech_asr"
+    assert other == {"name": "own-other", "type": "other"}
 
 
 def test_metadata_that_are_none(tiny_run, commands, tmp_path):

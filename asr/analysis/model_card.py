@@ -60,7 +60,7 @@ def model_card(
 
 
 def read_about(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The metadata at the begin of a text for the card, if there are any, and the text's lines.
+    """The metadata at the beginning of a text for the card, if there are any, and the text's lines.
 
     Raises UserError where it cannot be read.
     """
@@ -78,7 +78,7 @@ def read_about(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def front_matter(metadata: Mapping[str, Any]) -> str:
-    """Metadata as the Hugging Face Hub reads them at the begin of a card."""
+    """Metadata as the Hugging Face Hub reads them at the beginning of a card."""
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n"
 
 
@@ -96,7 +96,11 @@ def card_metadata(
     if corpus in DATASETS:
         metadata["datasets"] = [DATASETS[corpus]]
     metadata["metrics"] = ["wer", "cer"]
-    results = [evaluation_result(corpus, split, rates) for split, rates in rated.items()]
+    own = ("train", "valid", *recipe.data.test)  # others are manifests that may be of any corpus
+    results = [
+        evaluation_result(corpus if split in own else None, split, rates)
+        for split, rates in rated.items()
+    ]
     if results:
         metadata["model-index"] = [{"name": name, "results": results}]
     return metadata
@@ -105,8 +109,8 @@ def card_metadata(
 def evaluation_result(corpus: str | None, split: str, rates: Mapping[str, Any]) -> dict[str, Any]:
     """The error rates of one split as an entry of `model-index`."""
     dataset = {"name": f"{corpus} {split}" if corpus else split, "type": corpus or "other"}
-    part, dash, config = split.partition("-")  # test-clean
-    if corpus in DATASETS and dash:
+    part, dash, config = split.partition("-")  # test-clean; dev-clean-2 is not on the hub
+    if corpus in DATASETS and dash and config in ("clean", "other"):
         split = "validation" if part == "dev" else part
         dataset |= {"type": DATASETS[corpus], "config": config, "split": split}
     metrics = [

@@ -43,6 +43,19 @@ def load_split(data: DataConfig, name: str) -> Corpus:
     raise UserError(f"--split {name}: neither a manifest (.tsv) nor one of {', '.join(splits)}")
 
 
+def check_result_name(data: DataConfig, split: str, name: str) -> None:
+    """Raise UserError if NAME, by which results of a manifest are stored, is another split's."""
+    own = {"train": data.train, "valid": data.valid, **data.test}
+    if split in own or name not in own:
+        return
+    path = own[name]
+    if path is None or path.resolve() != Path(split).resolve():
+        raise UserError(
+            f"--split {split}: its results would replace those of the recipe's split {name}; add "
+            "--out FOLDER"
+        )
+
+
 def load_split_manifest(data: DataConfig, path: Path | None, role: str) -> Corpus:
     """The manifest at `path`; a missing one raises UserError with the command that makes it."""
     if path is None:
