@@ -1,7 +1,7 @@
 """Random changes of training utterances: SpecAugment, speed perturbation, noise.
 
-All randomness comes from the generator that is passed in, and every call draws the same number
-of values whatever the length of the utterance.
+All randomness comes from the generator that is passed in. SpecAugment draws the same number of
+values whatever the length of the utterance.
 
 Shapes: S samples, T frames, F features per frame.
 """
@@ -37,7 +37,7 @@ class SpecAugment:
     time_masks: int
     time_width: int
     time_fraction: float
-    time_warp: int = 0
+    time_warp: int
 
     def __post_init__(self) -> None:
         for name in ("freq_masks", "freq_width", "time_masks", "time_width", "time_warp"):

@@ -24,7 +24,7 @@ TEXTS = {
 def spec_augment(**settings):
     """The masks of Park et al.'s policy LD, unlimited by the utterance's length, except these."""
     policy = {"freq_masks": 2, "freq_width": 27, "time_masks": 2, "time_width": 100}
-    return SpecAugment(**{**policy, "time_fraction": 1.0, **settings})
+    return SpecAugment(**{**policy, "time_fraction": 1.0, "time_warp": 0, **settings})
 
 
 def tones(text, seed):

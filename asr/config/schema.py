@@ -118,6 +118,7 @@ class SpecAugmentConfig(Config):
     time_masks: Annotated[int, Field(ge=0, le=100)] = 2  # time masks an utterance
     time_width: Natural = 100  # largest width of a time mask, frames of 10 ms
     time_fraction: Weight = 0.2  # largest width of a time mask, share of its utterance
+    time_warp: Natural = 0  # largest shift of one frame, others stretched to fit; ESPnet has 5
 
 
 TRAINING_ONLY_FEATURES = {"spec_augment", "speed_perturb", "noise"}  # keys of FeaturesConfig
@@ -657,7 +658,7 @@ class DecodeConfig(BeamConfig):
     overlap: NotNegative = 2.0  # seconds shared by segments that are cut without a pause
 
     @property
-    def others(self) -> list[float]:
+    def other_speeds(self) -> list[float]:
         """The speeds besides 1."""
         return [speed for speed in self.speeds if speed != 1.0]
 
