@@ -1,4 +1,6 @@
-"""Cut a part, or a channel, out of an audio file without a loss: asr.prepare makes utterances so.
+"""Cut a part, or a channel, out of an audio file as asr.prepare makes utterances.
+
+Up to 24 bits a sample are kept; floating-point audio is clipped to full scale.
 
 Shapes: S samples, C channels.
 """

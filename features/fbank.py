@@ -26,7 +26,7 @@ BLOCK_FRAMES = 600
 POWER_FLOOR = 1e-10  # of Slaney-mel energy before the logarithm: -100 dB
 
 
-class Frames:
+class FeatureExtractor:
     """Base of all kinds: samples are cut into overlapping frames."""
 
     size: int
@@ -71,7 +71,7 @@ class Frames:
         raise NotImplementedError
 
 
-class Fbank(Frames):
+class Fbank(FeatureExtractor):
     """Kaldi's log-mel filterbank energies: (S,) -> (T, num_mel_bins).
 
     Lengths in milliseconds, frequencies in Hz; `high_freq` 0 or below counts from the Nyquist
@@ -137,7 +137,7 @@ class Mfcc(Fbank):
         self.size = num_ceps * (1 + deltas)
 
     def __call__(self, waveform: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """As `Frames.__call__`; deltas need frames of neighbouring pieces, so they come last."""
+        """As `FeatureExtractor.__call__`; deltas need neighbouring frames, so they come last."""
         features = super().__call__(waveform, generator)
         return add_deltas(features, self.deltas) if self.deltas and len(features) else features
 
@@ -158,7 +158,7 @@ def add_deltas(features: Tensor, order: int) -> Tensor:
     return torch.cat(parts)[:, reach : reach + len(features)].T.contiguous()
 
 
-class SlaneyMel(Frames):
+class SlaneyMel(FeatureExtractor):
     """The natural logarithm of librosa's mel power spectrogram: (S,) -> (T, num_mel_bins).
 
     Agrees with log(max(1e-10, melspectrogram(n_fft=window, hop_length=shift, center=False,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from features.audio import read_audio, stream_audio
 from features.augment import SpecAugment, add_noise, change_speed
-from features.fbank import Frames
+from features.fbank import FeatureExtractor
 from features.normalize import MeanVarianceNorm
 
 
@@ -27,7 +27,7 @@ class FrontEnd:
 
     def __init__(
         self,
-        extract: Frames,
+        extract: FeatureExtractor,
         norm: MeanVarianceNorm,
         spec_augment: SpecAugment | None = None,
         noise: tuple[float, float] | None = None,
@@ -62,7 +62,7 @@ class FrontEnd:
             return stream_container(path, demuxer, self.sample_rate)
         return stream_audio(path, self.sample_rate)
 
-    def to_measure(
+    def features_for_statistics(
         self, waveform: Tensor, speaker: str | None, speeds: Iterable[float]
     ) -> list[tuple[Tensor, str | None]]:
         """(S,) -> features (T, F) and their speaker, for the normalisation's statistics."""

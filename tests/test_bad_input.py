@@ -144,13 +144,13 @@ def test_an_invalid_manifest(split, content, message, tiny, run, commands, tmp_p
 
 def test_training_text_that_is_empty(tiny, run, commands, manifest):
     line = commands.refused(train, tiny, "--run", run, f"data.train={manifest(rows(3, text=''))}")
-    assert "training text is empty" in line
+    assert "data.train: every text is empty" in line
 
 
 def test_too_few_subwords(tiny, run, commands, manifest):
     path = manifest(rows(3, text="abcdefg hij"))
     more = ["text={kind: bpe, size: 9}", f"data.train={path}"]
-    assert "9 pieces are too few" in commands.refused(train, tiny, "--run", run, *more)
+    assert "text.size = 9: too few pieces" in commands.refused(train, tiny, "--run", run, *more)
 
 
 def test_text_with_no_known_characters(tiny, run, tiny_run, commands, manifest):

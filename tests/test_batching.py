@@ -155,19 +155,21 @@ def test_other_speeds_are_padded_separately():
     a, c = (example(name, frames, [4]) for name, frames in (("a", 3), ("c", 7)))
     slow, fast = ([torch.randn(n, 5) for n in lengths] for lengths in ((4, 8), (2, 6)))
     others = list(zip(slow, fast, strict=True))
-    batch = collate([a._replace(others=others[0]), Broken("b", "x"), c._replace(others=others[1])])
-    for own, features in ((slow, batch.others[0]), (fast, batch.others[1])):
+    batch = collate(
+        [a._replace(other_speeds=others[0]), Broken("b", "x"), c._replace(other_speeds=others[1])]
+    )
+    for own, features in ((slow, batch.other_speeds[0]), (fast, batch.other_speeds[1])):
         padded, lengths = features
         assert lengths.tolist() == [len(x) for x in own] and len(padded) == 2
         for row, x in zip(padded, own, strict=True):
             assert torch.equal(row[: len(x)], x) and not row[len(x) :].any()
-    assert collate([a, c]).others == collate([Broken("b", "x")]).others == ()
+    assert collate([a, c]).other_speeds == collate([Broken("b", "x")]).other_speeds == ()
 
 
 def test_both_views_are_the_rows_of_one_batch():
     a, c = (example(name, frames, [4] * frames) for name, frames in (("a", 3), ("c", 7)))
     views = [torch.randn(n, 5) for n in (3, 7)]
-    a, c = (x._replace(again=view) for x, view in zip((a, c), views, strict=True))
+    a, c = (x._replace(second_view=view) for x, view in zip((a, c), views, strict=True))
     batch = collate([a, Broken("b", "x"), c], grid=0.1)
     both = batch.both_views()
     assert both.ids == ("a", "c", "a", "c") and both.seconds == batch.seconds
@@ -177,8 +179,8 @@ def test_both_views_are_the_rows_of_one_batch():
         assert not both.features[row, len(x) :].any() and both.features.size(1) == 10
         assert both.tokens[row].tolist() == batch.tokens[row % 2].tolist()
         assert both.token_lengths[row] == batch.token_lengths[row % 2]
-    assert batch.to(torch.device("cpu")).again is not None
-    assert collate([a._replace(again=None)]).again is None
+    assert batch.to(torch.device("cpu")).second_view is not None
+    assert collate([a._replace(second_view=None)]).second_view is None
 
 
 def test_a_batch_of_unreadable_utterances_is_empty():
@@ -270,11 +272,11 @@ def test_a_second_view_changes_nothing_else(utterances):
     batches = list(epochs(twice).batches(2))
     assert_same(read(batches), read(epochs(u).batches(2)))
     batches = [batch for batch in batches if len(batch)]
-    again = {name: view for b in batches for name, view in zip(b.ids, b.again, strict=True)}
-    assert all(batch.again.shape == batch.features.shape for batch in batches)
-    assert any(not torch.equal(batch.again, batch.features) for batch in batches)
+    again = {name: view for b in batches for name, view in zip(b.ids, b.second_view, strict=True)}
+    assert all(batch.second_view.shape == batch.features.shape for batch in batches)
+    assert any(not torch.equal(batch.second_view, batch.features) for batch in batches)
     for batch in (b for b in epochs(twice, workers=2).batches(2, skip=1) if len(b)):
-        for name, view in zip(batch.ids, batch.again, strict=True):
+        for name, view in zip(batch.ids, batch.second_view, strict=True):
             assert torch.equal(view, again[name])
 
 

@@ -225,7 +225,7 @@ class Counted:
     def load(self, path):
         return path.stem
 
-    def to_measure(self, name, speaker, speeds):
+    def features_for_statistics(self, name, speaker, speeds):
         return [(name, speaker)] * len(speeds)
 
     def add(self, features, speaker):

@@ -101,7 +101,7 @@ def test_statistics_are_measured_over_the_corpus(kind):
         with pytest.raises(StatisticsError, match="no statistics were measured"):
             front.features(waveforms[0], "ann")
     for waveform in waveforms:
-        for features, whose in front.to_measure(waveform, "ann", (1.0,)):
+        for features, whose in front.features_for_statistics(waveform, "ann", (1.0,)):
             front.norm.add(features, whose)
     frames = torch.cat([front.extract(waveform) for waveform in waveforms]).double()
     judge = (front.extract(waveforms[0]) - frames.mean(0)) / frames.std(0, correction=0)
@@ -113,7 +113,7 @@ def test_a_speaker_has_statistics_of_each_speed():
     front = FrontEnd(Fbank(), MeanVarianceNorm("speaker"))
     ann, bob = 0.1 * torch.randn(2, 7_919, generator=seeded())
     for speaker, waveform in (("ann", ann), ("ann", -bob), ("bob", bob)):
-        for features, whose in front.to_measure(waveform, speaker, (0.9, 1.0)):
+        for features, whose in front.features_for_statistics(waveform, speaker, (0.9, 1.0)):
             front.norm.add(features, whose)
     for speed in (0.9, 1.0):
         mine, other = (front.extract(change_speed(w, speed)) for w in (ann, -bob))

@@ -93,7 +93,7 @@ def speech_batch():
     features, tokens = torch.randn(3, 37, F), torch.randint(4, V, (3, 5))
     lengths, sizes = torch.tensor([37, 23, 31]), torch.tensor([5, 3, 4])
     again = torch.randn(3, 37, F)
-    return Batch(("a", "b", "c"), features, lengths, tokens, sizes, 1.0, again=again)
+    return Batch(("a", "b", "c"), features, lengths, tokens, sizes, 1.0, second_view=again)
 
 
 def las(**keys):
@@ -226,7 +226,7 @@ def test_a_batch_keeps_its_lengths_on_the_cpu():
     moved = speech_batch().to(META)
     tensors = {name: part for name, part in vars(moved).items() if isinstance(part, torch.Tensor)}
     places = {name: part.device.type for name, part in tensors.items()}
-    on_device = dict.fromkeys(("features", "tokens", "again"), "meta")
+    on_device = dict.fromkeys(("features", "tokens", "second_view"), "meta")
     assert places == on_device | dict.fromkeys(("lengths", "token_lengths"), "cpu")
 
 
@@ -240,9 +240,9 @@ def test_the_loader_pins_what_is_copied(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     pin = torch.utils.data._utils.pin_memory.pin_memory
-    batch = replace(speech_batch(), others=((torch.rand(3, 5, F), torch.tensor([5, 4, 3])),))
+    batch = replace(speech_batch(), other_speeds=((torch.rand(3, 5, F), torch.tensor([5, 4, 3])),))
     ours = pin(batch)
-    copied = ours.features, ours.tokens, ours.again, ours.others[0][0]
+    copied = ours.features, ours.tokens, ours.second_view, ours.other_speeds[0][0]
     assert {id(part) for part in pinned} == {id(part) for part in copied}
     torch.testing.assert_close(ours.features, batch.features)
     sentences = FAMILIES["language lstm"]()[1]

@@ -73,9 +73,9 @@ def test_a_sentence_has_the_mean_score_of_the_single_runs(tiny, tiny_run, tmp_pa
     models = [Recognizer.load(run).model.eval() for run in (tiny_run, other)]
     compared = 0
     for batch in batches(ours, corpus, recipe):  # of one utterance each
-        (actual,) = ours.hypotheses(ours.encode(batch), ours.encode_others(batch))
+        (actual,) = ours.hypotheses(ours.encode(batch), ours.encode_other_speeds(batch))
         if actual.tokens:
-            memories = [(m, m.encode(f, n)) for m in models for f, n in batch.readings]
+            memories = [(m, m.encode(f, n)) for m in models for f, n in batch.all_speeds]
             alone = [score_alone(m, memory, actual.tokens) for m, memory in memories]
             assert len(set(alone)) == 6
             assert actual.score == pytest.approx(sum(alone) / 6, abs=1e-3)

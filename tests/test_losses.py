@@ -224,7 +224,7 @@ def test_both_views_are_trained_on_and_compared_in_training_only():
     raw = torch.randn(2 * B, T, V).log_softmax(-1)
     valid = (torch.arange(T) < torch.tensor([13, 7, 3])[:, None]).repeat(2, 1)
     targets = shift(TOKENS, LENGTHS)[1].repeat(2, 1)
-    two = replace(batch(), again=torch.ones(B, T, F))
+    two = replace(batch(), second_view=torch.ones(B, T, F))
 
     class TwoViews(FixedModel):
         def encode(self, features, lengths):
@@ -249,7 +249,7 @@ def test_both_views_are_trained_on_and_compared_in_training_only():
         torch.testing.assert_close(value, once[name])
     assert torch.equal(model.features, two.features)
     sums = objective.train()(two)
-    assert torch.equal(model.features, torch.cat([two.features, two.again]))
+    assert torch.equal(model.features, torch.cat([two.features, two.second_view]))
     decoder, frames = (
         symmetric_kl(logits.log_softmax(-1), targets != BLANK),
         symmetric_kl(raw, valid),

@@ -108,11 +108,11 @@ def test_other_errors_are_not_swallowed():
 @pytest.mark.parametrize("size", [2, 5, 7])
 def test_halves_have_all_rows(size):
     full = batch(1, size=size)
-    full = replace(full, again=torch.randn_like(full.features))
+    full = replace(full, second_view=torch.randn_like(full.features))
     first, second = full.split()
     assert first.ids + second.ids == full.ids and len(first) - len(second) in (0, 1)
     assert torch.equal(torch.cat([first.features, second.features]), full.features)
-    assert torch.equal(torch.cat([first.again, second.again]), full.again)
+    assert torch.equal(torch.cat([first.second_view, second.second_view]), full.second_view)
     assert torch.equal(torch.cat([first.token_lengths, second.token_lengths]), full.token_lengths)
     assert first.seconds + second.seconds == pytest.approx(full.seconds)
 

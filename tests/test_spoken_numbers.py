@@ -20,7 +20,7 @@ from asr.data.importers import spoken_numbers
 from asr.data.importers.spoken_numbers import (
     ACCENTS,
     VARIANTS,
-    add_room,
+    add_silence_and_noise,
     cardinal,
     phrases,
     prepare,
@@ -224,7 +224,9 @@ def test_room_noise_and_gain_are_within_their_limits():
     speech = np.sin(np.arange(16000) / 5).astype(np.float32)
     silent = np.zeros(4000, np.float32)
     for seed in range(20):
-        recording = add_room(np.concatenate([silent, speech, silent]), np.random.default_rng(seed))
+        recording = add_silence_and_noise(
+            np.concatenate([silent, speech, silent]), np.random.default_rng(seed)
+        )
         before_and_after = len(recording) - 16000
         assert 2 * 800 - 10 <= before_and_after < 2 * 4000
         assert 0.09 < np.abs(recording).max() < 0.9

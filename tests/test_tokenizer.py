@@ -97,11 +97,11 @@ def test_training_is_repeatable_and_fingerprints_differ():
 
 def test_a_text_that_gives_no_vocabulary_is_refused():
     for train in (Characters.train, lambda t: SentencePieces.train(t, 50, "bpe")):
-        with pytest.raises(UserError, match="training text is empty"):
+        with pytest.raises(UserError, match="every text is empty"):
             train([])
-        with pytest.raises(UserError, match="training text is empty"):
+        with pytest.raises(UserError, match="every text is empty"):
             train(["", ""])
-    with pytest.raises(UserError, match=r"^5 pieces are too few.*needs 8 or more"):
+    with pytest.raises(UserError, match=r"^text.size = 5: too few pieces.*needs 8 or more"):
         SentencePieces.train(["ABC"], 5, "bpe")
 
 

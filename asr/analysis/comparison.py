@@ -374,7 +374,8 @@ def draw_losses(
 
 def draw_figures(out: Path, settings: Sequence[SettingRuns], curve: str) -> Picture:
     """Every figure of every run: seeds.png and seeds.svg."""
-    ordered = sorted(settings, key=lambda s: not s.comparable)  # those with curves first
+    # Those with curves first, so that each has the colour it has in draw_losses.
+    ordered = sorted((s for s in settings if s.members), key=lambda s: not s.comparable)
     runs = [(s.short, m.seed, _figures_of(m, s, curve)) for s in ordered for m in s.members]
     strips: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for name, seed, figures in runs:

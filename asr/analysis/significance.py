@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import erfc, sqrt
 from operator import attrgetter
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +42,6 @@ from asr.analysis.wer import Edit, Score, Units, UtteranceScore, align, between,
 from asr.errors import UserError
 
 Utterances = Sequence[UtteranceScore]
-Segments = Literal["phrases", "utterances", "speakers"]
 ALPHA = 0.05  # a smaller p is significant
 _GOOD_WORDS = 2  # so many words right in both runs end a phrase: a word LM's memory is two words
 _MOST_IN_PAIRS = 10  # settings: 45 pairs
@@ -82,18 +80,14 @@ def paired_bootstrap(
     )
 
 
-def matched_pairs(first: Score, second: Score, *, segments: Segments = "phrases") -> Difference:
+def matched_pairs(first: Score, second: Score) -> Difference:
     """Matched-pairs test of two scores of the same utterances.
 
-    "phrases" are stretches with errors of either run between two or more words that both have
-    right; `units` counts only those. With fewer than about 50 segments p is a rough guide.
+    Its segments are stretches with errors of either run between two or more words that both have
+    right; `units` counts them. With fewer than about 50, p is a rough guide.
     Raises UserError where the utterances differ.
     """
-    pairs = _paired(first, second)
-    if segments == "phrases":
-        wrong = np.array(_phrases(*pairs), dtype=np.int64).reshape(-1, 2)
-    else:
-        wrong = _unit_counts(*pairs, segments)[:, 1:]
+    wrong = np.array(_phrases(*_paired(first, second)), dtype=np.int64).reshape(-1, 2)
     differences = wrong[:, 1] - wrong[:, 0]
     total, sd = int(differences.sum()), sqrt(int(np.sum(differences**2)))
     words = max(first.words, 1)
@@ -110,7 +104,7 @@ def _paired(first: Score, second: Score) -> tuple[Utterances, Utterances]:
     of_second = {utterance.id: utterance for utterance in second.utterances}
     if odd := of_second.keys() ^ {utterance.id for utterance in first.utterances}:
         raise UserError(
-            f"utterance {min(odd)!r} is in one run only, as are {len(odd) - 1} more: "
+            f"{len(odd)} utterances are in one run only, say {min(odd)!r}: "
             "evaluate both runs on the same split"
         )
     ours = sorted(first.utterances, key=attrgetter("id"))

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from asr.data.tokenizer import BLANK
 
 CHUNK = 1 << 20  # utterances converted to Python's numbers at a time
+FRAME_SECONDS = 0.01  # of the features
 TOKEN_GRID = 8  # a batch on a grid of seconds is padded to a multiple of so many tokens, too
 
 
@@ -154,14 +155,14 @@ def _cuts(length: np.ndarray, cap: float) -> Iterator[int]:
 class Example(NamedTuple):
     """One utterance, read: features (T, F), tokens (U,).
 
-    others: features at other speeds; again: a second view of the features with other masks.
+    other_speeds: features at other speeds. second_view: the features with other masks.
     """
 
     id: str
     features: Tensor
     tokens: Tensor
-    others: Sequence[Tensor] = ()
-    again: Tensor | None = None
+    other_speeds: Sequence[Tensor] = ()
+    second_view: Tensor | None = None
 
 
 class Broken(NamedTuple):
@@ -176,8 +177,8 @@ class Batch:
     """features (B, T, F), lengths (B,), tokens (B, U) without <sos> and <eos>, token_lengths (B,).
 
     Padding is 0 in features and <blank> in tokens. seconds: audio of the real frames. broken:
-    utterances that could not be read. others: features (B, T', F) and lengths (B,) of the same
-    utterances at each other speed. again (B, T, F): a second view of the features with other masks.
+    utterances that could not be read. other_speeds: features (B, T', F) and lengths (B,) of the
+    same utterances at each other speed. second_view (B, T, F): the features with other masks.
     """
 
     size_key: ClassVar = "train.batch_seconds"
@@ -189,47 +190,52 @@ class Batch:
     token_lengths: Tensor
     seconds: float
     broken: tuple[Broken, ...] = ()
-    others: tuple[tuple[Tensor, Tensor], ...] = ()
-    again: Tensor | None = None
+    other_speeds: tuple[tuple[Tensor, Tensor], ...] = ()
+    second_view: Tensor | None = None
 
     @property
-    def readings(self) -> list[tuple[Tensor, Tensor]]:
+    def all_speeds(self) -> list[tuple[Tensor, Tensor]]:
         """Features and lengths at speed 1, then at each other speed."""
-        return [(self.features, self.lengths), *self.others]
+        return [(self.features, self.lengths), *self.other_speeds]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on another device, but for the lengths, which are read on the CPU, and others.
+        """The same on another device, but for the lengths, which are read on the CPU.
 
-        The copy of pinned memory is not waited for.
+        `other_speeds` stay where they are. The copy of pinned memory is not waited for.
         """
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """The same in pinned memory; torch's loader calls this."""
         pinned = self._with_tensors(Tensor.pin_memory)
-        others = tuple((features.pin_memory(), lengths) for features, lengths in self.others)
-        return replace(pinned, others=others)
+        other_speeds = tuple(
+            (features.pin_memory(), lengths) for features, lengths in self.other_speeds
+        )
+        return replace(pinned, other_speeds=other_speeds)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        again = None if self.again is None else change(self.again)
+        second_view = None if self.second_view is None else change(self.second_view)
         return replace(
-            self, features=change(self.features), tokens=change(self.tokens), again=again
+            self,
+            features=change(self.features),
+            tokens=change(self.tokens),
+            second_view=second_view,
         )
 
     def both_views(self) -> "Batch":
-        """A batch of 2 B rows: `features`, then `again`."""
+        """A batch of 2 B rows: `features`, then `second_view`."""
         names = ("lengths", "tokens", "token_lengths")
         twice = {name: torch.cat([getattr(self, name)] * 2) for name in names}
-        features = torch.cat([self.features, self.again])
-        return replace(self, ids=self.ids * 2, features=features, again=None, **twice)
+        features = torch.cat([self.features, self.second_view])
+        return replace(self, ids=self.ids * 2, features=features, second_view=None, **twice)
 
     def split(self) -> "list[Batch]":
-        """Its two halves, for training, where it has no `others`; itself if it has one row."""
+        """Its two halves, for training, without `other_speeds`; itself if it has one row."""
         names = ["ids", "features", "lengths", "tokens", "token_lengths"]
-        return halves(self, names if self.again is None else [*names, "again"])
+        return halves(self, names if self.second_view is None else [*names, "second_view"])
 
 
 def halves(batch: Any, names: Sequence[str]) -> list[Any]:
@@ -247,9 +253,7 @@ def halves(batch: Any, names: Sequence[str]) -> list[Any]:
     return parts
 
 
-def collate(
-    examples: Sequence[Example | Broken], frame_seconds: float = 0.01, grid: float = 0.0
-) -> Batch:
+def collate(examples: Sequence[Example | Broken], grid: float = 0.0) -> Batch:
     """Pad examples to one batch; the broken ones go into `Batch.broken`.
 
     A `grid` above 0 pads to a multiple of so many seconds and of TOKEN_GRID tokens.
@@ -257,21 +261,21 @@ def collate(
     good = [example for example in examples if isinstance(example, Example)]
     broken = tuple(example for example in examples if isinstance(example, Broken))
     features = [example.features for example in good] or [torch.zeros(0, 0)]
-    again = [example.again for example in good if example.again is not None]
+    second_view = [example.second_view for example in good if example.second_view is not None]
     tokens = [example.tokens for example in good] or [torch.zeros(0, dtype=torch.long)]
-    others = zip(*(example.others for example in good), strict=True)
+    other_speeds = zip(*(example.other_speeds for example in good), strict=True)
     lengths = _lengths([example.features for example in good])
-    multiple = max(round(grid / frame_seconds), 1)
+    multiple = max(round(grid / FRAME_SECONDS), 1)
     return Batch(
         tuple(example.id for example in good),
         _pad(features, multiple),
         lengths,
         _pad(tokens, TOKEN_GRID if grid else 1),
         _lengths([example.tokens for example in good]),
-        int(lengths.sum()) * frame_seconds,
+        int(lengths.sum()) * FRAME_SECONDS,
         broken,
-        tuple((_pad(speed), _lengths(speed)) for speed in others),
-        _pad(again, multiple) if again else None,
+        tuple((_pad(speed), _lengths(speed)) for speed in other_speeds),
+        _pad(second_view, multiple) if second_view else None,
     )
 
 

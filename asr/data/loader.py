@@ -99,7 +99,7 @@ class UtteranceDataset(Dataset):
     front_end: FrontEnd
     tokenizer: Tokenizer
     seed: int
-    others: Sequence[float] = ()  # further speeds at which evaluation reads every utterance
+    other_speeds: Sequence[float] = ()  # further speeds at which evaluation reads every utterance
     views: int = 1  # 2 if training compares two maskings of each utterance
 
     def __len__(self) -> int:
@@ -107,21 +107,21 @@ class UtteranceDataset(Dataset):
 
     def __getitem__(self, item: Item) -> Example | Broken:
         utterance, front_end = self.corpus[item.index], self.front_end
-        speaker, others, again = utterance.speaker, (), ()
+        speaker, other_speeds, second_view = utterance.speaker, (), ()
         try:
             waveform = front_end.load(utterance.audio)
             if item.epoch == 0:
-                features, *others = front_end.at_speeds(waveform, speaker, self.others)
+                features, *other_speeds = front_end.at_speeds(waveform, speaker, self.other_speeds)
             else:
                 random = utterance_generator(self.seed, item.epoch, utterance.id)
                 views = front_end.augmented(waveform, speaker, item.speed, random, self.views)
-                features, *again = views
+                features, *second_view = views
         except AudioError as error:
             return Broken(utterance.id, str(error))
         if len(features) == 0:
             return Broken(utterance.id, f"{utterance.audio}: shorter than one frame")
         tokens = torch.tensor(self.tokenizer.encode(utterance.text), dtype=torch.long)
-        return Example(utterance.id, features, tokens, others, *again)
+        return Example(utterance.id, features, tokens, other_speeds, *second_view)
 
 
 def utterance_generator(seed: int, epoch: int, name: str) -> torch.Generator:
@@ -191,7 +191,7 @@ class _RawFeatures(Dataset):
             waveform = self.front_end.load(utterance.audio)
         except AudioError:
             return []
-        return self.front_end.to_measure(waveform, utterance.speaker, self.speeds)
+        return self.front_end.features_for_statistics(waveform, utterance.speaker, self.speeds)
 
 
 def measure_statistics(

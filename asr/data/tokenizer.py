@@ -66,7 +66,7 @@ class Characters:
         """All characters of the texts. Raises UserError if there is none."""
         symbols = sorted(set().union(*texts))
         if not symbols:
-            raise UserError("the training text is empty: no vocabulary can be made from it")
+            raise UserError("data.train: every text is empty, no vocabulary can be made from it")
         return cls(symbols)
 
     @property
@@ -123,10 +123,12 @@ class SentencePieces:
 
         kept = [text for text in texts if text.strip(" ▁")]  # "▁" is its own mark for a space
         if not kept:
-            raise UserError("the training text is empty: no vocabulary can be made from it")
+            raise UserError("data.train: every text is empty, no vocabulary can be made from it")
         least = len(SPECIAL) + len(set().union(*map(set, kept)) - {" "}) + 1  # and the space mark
         if size < least:
-            raise UserError(f"{size} pieces are too few: this training text needs {least} or more")
+            raise UserError(
+                f"text.size = {size}: too few pieces, this training text needs {least} or more"
+            )
         ids: dict[str, int | str] = {"pad_id": BLANK, "unk_id": UNK, "bos_id": SOS, "eos_id": EOS}
         pieces = {name.replace("id", "piece"): SPECIAL[int(token)] for name, token in ids.items()}
         model = io.BytesIO()

@@ -181,7 +181,7 @@ def find(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
-    remedy = "download it with python -m asr.prepare mnist"
+    remedy = f"download it with python -m asr.prepare mnist --to {folder}"
     raise UserError(f"{folder / name}: not found, nor with .gz; {remedy}")
 
 

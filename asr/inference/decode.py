@@ -108,15 +108,15 @@ class SpeechDecoder:
     def recognize(self, batch: Batch) -> tuple[Memory, list[Hypothesis]]:
         """The memory of a batch, and the best hypothesis of every utterance."""
         memory = self.encode(batch)
-        return memory, self.hypotheses(memory, self.encode_others(batch))
+        return memory, self.hypotheses(memory, self.encode_other_speeds(batch))
 
     def encode(self, batch: Batch) -> Memory:
         """The model's memory at speed 1, without dropout."""
         return self._encode(self.model, batch.features, batch.lengths)
 
-    def encode_others(self, batch: Batch) -> Others:
+    def encode_other_speeds(self, batch: Batch) -> Others:
         """Every model of the ensemble with its memory at every speed, except that of `encode`."""
-        _, *more = product((self.model, *self.ensemble), batch.readings)
+        _, *more = product((self.model, *self.ensemble), batch.all_speeds)
         return [(model, self._encode(model, *reading)) for model, reading in more]
 
     @torch.no_grad()

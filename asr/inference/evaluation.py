@@ -167,7 +167,7 @@ def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Ite
         _measure_long(corpus.take(np.flatnonzero(long)), front_end, decode.speeds)
     recognizer.front_end = front_end
     dataset = UtteranceDataset(
-        chosen, front_end, recognizer.tokenizer, recipe.seed, others=decode.others
+        chosen, front_end, recognizer.tokenizer, recipe.seed, other_speeds=decode.other_speeds
     )
     plan = plan_evaluation(chosen.seconds, decode.batch_seconds)
     return load_batches(dataset, plan.batches, workers)
@@ -178,7 +178,9 @@ def _measure_long(corpus: Corpus, front_end: FrontEnd, speeds: Sequence[float]) 
     for utterance in corpus:
         with suppress(AudioError):
             for block in front_end.stream(utterance.audio):
-                for features, speaker in front_end.to_measure(block, utterance.speaker, speeds):
+                for features, speaker in front_end.features_for_statistics(
+                    block, utterance.speaker, speeds
+                ):
                     front_end.norm.add(features, speaker)
 
 

@@ -267,7 +267,7 @@ class Recognizer(SpeechDecoder):
         self, waveforms: Sequence[Tensor], speaker: str | None = None
     ) -> tuple[list[int], Batch]:
         """The indices of the waveforms (S,) that have a frame at least, and these as a batch."""
-        speeds, no_tokens = self.decode.others, torch.zeros(0, dtype=torch.long)
+        speeds, no_tokens = self.decode.other_speeds, torch.zeros(0, dtype=torch.long)
         inputs: dict[int, Example] = {}
         for row, waveform in enumerate(waveforms):
             if len(waveform):

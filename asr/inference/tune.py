@@ -150,7 +150,7 @@ def nbests(
     for batch in batches(recognizer, corpus, recipe):
         faults |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
-            memory, others = recognizer.encode(batch), recognizer.encode_others(batch)
+            memory, others = recognizer.encode(batch), recognizer.encode_other_speeds(batch)
             for own, decode in zip(results, decodes, strict=True):
                 model, lm, nbest = recognizer.model, recognizer.lm, decode.beam
                 ranked = decode_memory(model, memory, decode, lm, nbest, others)

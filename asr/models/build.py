@@ -10,7 +10,7 @@ from asr.config.language import LanguageModelConfig
 from asr.config.schema import FeaturesConfig, SpeechModelConfig
 from asr.errors import UserError
 from features.augment import SpecAugment
-from features.fbank import Fbank, Frames, Mfcc, SlaneyMel
+from features.fbank import Fbank, FeatureExtractor, Mfcc, SlaneyMel
 from features.front_end import FrontEnd
 from features.normalize import MeanVarianceNorm
 
@@ -44,7 +44,7 @@ def build_front_end(features: FeaturesConfig, max_seconds: float | None = None) 
         return FrontEnd(build_extractor(features), norm, augment, features.noise, max_seconds)
 
 
-def build_extractor(features: FeaturesConfig) -> Frames:
+def build_extractor(features: FeaturesConfig) -> FeatureExtractor:
     """Log-mel (Kaldi's or Slaney's) or MFCC."""
     rate, bins, dither = features.sample_rate, features.mel_bins, features.dither
     if features.kind == "mfcc":

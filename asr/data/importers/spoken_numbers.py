@@ -284,7 +284,7 @@ def _record(job: tuple[Script, Path]) -> Utterance:
     text, rate = script.text.lower(), script.words_per_minute
     spoken = engine.synthesise(text, script.voice, rate, script.pitch)
     speech = resample(torch.from_numpy(spoken / np.float32(32768))).numpy()
-    samples = add_room(speech, np.random.default_rng(script.seed))
+    samples = add_silence_and_noise(speech, np.random.default_rng(script.seed))
     path = folder / f"{script.id}.flac"
     content = BytesIO()  # written by Python, whose errors name their cause, as a full disk
     soundfile.write(content, samples, SAMPLE_RATE, subtype="PCM_16", format="FLAC")
@@ -293,7 +293,7 @@ def _record(job: tuple[Script, Path]) -> Utterance:
     return Utterance(script.id, script.voice, path, len(samples) / SAMPLE_RATE, script.text)
 
 
-def add_room(speech: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+def add_silence_and_noise(speech: np.ndarray, draw: np.random.Generator) -> np.ndarray:
     """Silence around the speech (S,), noise 15 to 40 dB below it, and a gain."""
     loud = np.flatnonzero(np.abs(speech) > 0.01 * np.abs(speech).max())
     speech = speech[loud[0] : loud[-1] + 1]
