@@ -217,6 +217,8 @@ def _save(
         training |= {"recipe": as_yaml(recipe), "optimizer": optimizer.state_dict()}
         # validated -1: the metrics were those of the unpruned model.
         training |= {"content": content, "validated": -1, "metrics": {}}
+        # The averaged weights of the unpruned model and its runs in trackers are not this run's.
+        training |= {"trained": [], "trackers": {}}
     write_run(to, recipe, recognizer, training, source.step, loss)
 
 

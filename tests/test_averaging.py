@@ -8,6 +8,7 @@ from torch import nn
 
 from asr.config.loader import RecipeError, read_recipe
 from asr.config.schema import OptimizerConfig
+from asr.training import averaging
 from asr.training.averaging import EvaluationWeights
 from asr.training.checkpoint import list_checkpoints, read_training
 from asr.training.optim import load_moments, make_optimizer
@@ -105,8 +106,38 @@ def test_without_an_average_nothing_is_copied():
     weights = EvaluationWeights(module, optimizer, None)
     before = values(module)
     with weights.applied():
-        assert weights.state() == {}
+        assert weights.state() == [{}]
     assert all(map(torch.equal, values(module), before))
+
+
+def test_only_batch_statistics_are_saved_for_each_rank(monkeypatch):
+    """Else the state of eight ranks would exceed what a checkpoint may have."""
+
+    def module():
+        return torch.nn.Sequential(layer(), torch.nn.BatchNorm1d(7))
+
+    def on_ranks(own):
+        return [own, *({name: tensor + n for name, tensor in own.items()} for n in (1, 2))]
+
+    ours = module()
+    weights = EvaluationWeights(ours, torch.optim.SGD(ours.parameters(), 0.1), 0.5)
+    ours[0].weight.data += 1
+    trained = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    monkeypatch.setattr(averaging, "gather", on_ranks)
+    with weights.applied():
+        assert torch.equal(ours[1].running_mean, trained["1.running_mean"] + 1)  # of 0, 1 and 2
+        first, *others = weights.state()
+        evaluated = ours.state_dict()
+    assert {"0.weight", "1.running_mean"} < first.keys()
+    assert [set(own) for own in others] == [{"1.running_mean", "1.running_var"}] * 2
+    for rank, expected in ((0, 0), (2, 2), (5, 2)):
+        monkeypatch.setattr(averaging, "rank", lambda rank=rank: rank)
+        theirs = module()
+        theirs.load_state_dict(evaluated)
+        optimizer = torch.optim.SGD(theirs.parameters(), 0.1)
+        EvaluationWeights(theirs, optimizer, 0.5).load([first, *others])
+        assert torch.equal(theirs[0].weight, trained["0.weight"])
+        assert torch.equal(theirs[1].running_mean, trained["1.running_mean"] + expected)
 
 
 CHOICES = {

@@ -27,7 +27,7 @@ def example(name, value=1.0):
 def test_a_batch_of_unreadable_utterances_is_not_dumped(tmp_path, objective):
     lost = collate([Broken("gone", "no such file")])
     bad = collate([example("fine"), example("bad\x1b", math.nan)])
-    folder = tmp_path / "evidence" / "00000002"
+    folder = tmp_path / "bad_batches" / "00000002"
     line = dump_bad_batch(folder, [lost, bad], objective)
     assert line.startswith(f"Saved for inspection: {folder}/report.txt")
     report = (folder / "report.txt").read_text()
@@ -39,19 +39,21 @@ def test_a_batch_of_unreadable_utterances_is_not_dumped(tmp_path, objective):
 @pytest.mark.parametrize("limit", [10, 1000])
 def test_a_failure_to_write_is_one_line(tmp_path, objective, limit):
     with full_disk(limit):
-        line = dump_bad_batch(tmp_path / "evidence" / "2", [collate([example("a")])], objective)
+        line = dump_bad_batch(tmp_path / "bad_batches" / "2", [collate([example("a")])], objective)
     assert line.startswith("The bad batches could not be saved: ") and "\n" not in line
-    names = [path.name for path in (tmp_path / "evidence" / "2").iterdir()]
+    names = [path.name for path in (tmp_path / "bad_batches" / "2").iterdir()]
     assert names == (["model.safetensors"] if limit == 1000 else [])  # no part of a file
 
 
-@pytest.mark.parametrize("link", ["evidence", "evidence/00000002", "evidence/00000002/report.txt"])
+@pytest.mark.parametrize(
+    "link", ["bad_batches", "evidence/00000002", "evidence/00000002/report.txt"]
+)
 def test_nothing_is_written_through_a_link(link, tmp_path, objective):
     other, path = tmp_path / "other", tmp_path / "run" / link
     path.parent.mkdir(parents=True)
     other.mkdir()
     path.symlink_to(other)
-    folder = tmp_path / "run" / "evidence" / "00000002"
+    folder = tmp_path / "run" / "bad_batches" / "00000002"
     line = dump_bad_batch(folder, [collate([example("a")])], objective)
     assert line.startswith(f"The bad batches could not be saved: {path}: a symbolic link, ")
     assert not list(other.iterdir())

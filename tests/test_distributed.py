@@ -164,7 +164,7 @@ class TestFaults:
         assert seen["stopped"] == [2, 2]
         (line,) = "".join(errors_of(folder, "stopped")).splitlines()
         assert "step 4: 2 steps in a row without a finite gradient" in line
-        evidence = folder / "stopped" / "evidence" / "00000004"
+        evidence = folder / "stopped" / "bad_batches" / "00000004"
         own = {"batch.pt", "batch-rank1.pt", "report.txt", "report-rank1.txt"}
         assert {path.name for path in evidence.iterdir()} == {"model.safetensors", *own}
         assert "features of a batch" in (evidence / "report-rank1.txt").read_text()

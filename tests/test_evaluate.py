@@ -103,8 +103,10 @@ def test_validation_normalises_speakers_as_evaluation_does(tiny, tmp_path):
     other = speech_task(read_recipe(tiny), tmp_path, resume=False)
     decoder, front_end = task.decoder, task.epochs.utterances.front_end
     recognizer = Recognizer(decoder.model, decoder.tokenizer, front_end, decoder.decode, 30.0)
-    judge = batches(recognizer, task.held_out.corpus, task.recipe)
-    for ours, expected, by_itself in zip(task.valid(), judge, other.valid(), strict=True):
+    judge = batches(recognizer, task.validation.corpus, task.recipe)
+    for ours, expected, by_itself in zip(
+        task.validation_batches(), judge, other.validation_batches(), strict=True
+    ):
         assert torch.equal(ours.features, expected.features) and ours.ids == by_itself.ids
         assert not torch.allclose(ours.features, by_itself.features, atol=0.1)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from asr.config.loader import read_recipe
 from asr.data.tokenizer import EOS, SOS, Characters, load_tokenizer
 from asr.decoding.scorer import sample
 from asr.inference.load import load_language_model
+from asr.shipped import find_run
 from asr.tasks.language import language_task
 from asr.training.checkpoint import list_checkpoints
 
@@ -136,6 +138,13 @@ def test_the_vocabulary_of_a_run_is_reused(commands, folder):
     assert read_recipe(run / "recipe.yaml").text.run == speech
 
 
+def test_the_vocabulary_of_a_shipped_run_is_reused(commands, folder):
+    run = folder / "shipped"
+    arguments = ["text.run=las", "train.steps=1", "--run", run]
+    assert commands(train, make_recipe(folder), *arguments)[0] == 0
+    assert load_tokenizer(run).fingerprint() == load_tokenizer(find_run(Path("las"))).fingerprint()
+
+
 def test_two_runs_must_agree_on_the_vocabulary(commands, folder):
     recipe, first = make_recipe(folder), folder / "first"
     assert commands(train, recipe, "train.steps=1", "--run", first)[0] == 0
@@ -219,7 +228,7 @@ def test_learned_positions_do_not_hide_that_every_line_is_too_long(commands, fol
 def test_health_figures_use_unpadded_sentences(folder):
     """Sentences from the whole text, not its shortest ones."""
     task = language_task(read_recipe(make_recipe(folder)), folder / "run", resume=False)
-    batches = list(task.samples())
+    batches = list(task.health_batches())
     assert len(batches) == 4 and all(len(batch) == 1 for batch in batches)
     assert all(batch.tokens.shape[1] == int(batch.token_lengths) for batch in batches)
     assert [batch.ids for batch in batches] == [("0",), ("2",), ("5",), ("8",)]

@@ -259,12 +259,12 @@ def test_both_views_are_trained_on_and_compared_in_training_only():
     expected = 0.7 * (loss + 1.3 * decoder) + 0.3 * (ctc + 0.7 * frames)
     torch.testing.assert_close(sums["objective"].total, expected)
     torch.testing.assert_close(
-        (sums["decoder_apart"].total, sums["ctc_apart"].total), (decoder, frames)
+        (sums["decoder_symmetric_kl"].total, sums["ctc_symmetric_kl"].total), (decoder, frames)
     )
     assert {int(s.count) for s in sums.values()} == {20}  # every token in both views
     model.log_probs = None
     model.ctc = lambda memory: None
-    assert "ctc_apart" not in objective(two)
+    assert "ctc_symmetric_kl" not in objective(two)
 
 
 def test_sums_add_up_before_they_are_divided():

@@ -83,6 +83,16 @@ def test_training_resumes_from_a_pruned_run(tiny, run, commands, tmp_path):
     )
 
 
+def test_averaged_weights_of_the_unpruned_model_are_not_resumed(tiny, commands, tmp_path):
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    overrides = [f"{MODEL}}}", "train.steps=2", "train.ema=0.5"]
+    training.train(read_recipe(tiny, overrides), whole)
+    assert commands(prune, whole, "--to", half, "--encoder", 3)[0] == 0
+    arguments = (half / "recipe.yaml", "--run", half, "--resume", "train.steps=3")
+    assert commands(train, *arguments)[0] == 0
+    assert list_checkpoints(half)[-1].step == 3
+
+
 def test_a_pruned_run_is_measured_as_it_is_now(tiny, run, commands, tmp_path):
     """Not with the scores of the unpruned run, although no training step is left."""
     half, valid = tmp_path / "half", tmp_path / "fewer.tsv"

@@ -1,15 +1,18 @@
 """`stages:` of a recipe: keys that change in the course of a run."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors import safe_open
 from test_train import Killed, assert_same_state, last_state
 
 from asr import train
-from asr.config.loader import RecipeError, at_stage, read_recipe
+from asr.config.loader import RecipeError, at_stage, flat, read_recipe
 from asr.config.schema import STAGE_KEYS, TrainConfig
+from asr.inference.load import STATISTICS
 from asr.training import run as training_run
 from asr.training.trainer import TrainState, due_stage
 
@@ -125,6 +128,33 @@ def test_a_stage_that_does_not_fit_is_refused(stages, words, tiny):
     with pytest.raises(RecipeError) as error:
         read_recipe(tiny, [f"stages={stages}"])
     assert words in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["demo_lm", "mnist_rows"])
+def test_other_tasks_have_stages_too(name):
+    change = "{model: {dropout: 0.3}}" if name == "demo_lm" else "{train: {optimizer: {lr: 0.01}}}"
+    recipe = read_recipe(name, [f"stages=[{{start: 0.5, {change[1:-1]}}}]"])
+    before, now = (at_stage(recipe, number) for number in (0, 1))
+    changed = {key for key, value in flat(now).items() if flat(before)[key] != value}
+    assert changed == {"model.dropout" if name == "demo_lm" else "train.optimizer.lr"}
+
+
+def test_a_stage_of_the_command_line_is_named_so(tiny):
+    with pytest.raises(RecipeError, match=r"^command line: stages\[0\]: model.dropout is not a"):
+        read_recipe(tiny, ["stages=[{start: 0.5, model: {dropout: 0.2}}]"])
+
+
+def test_speeds_of_every_stage_are_measured_and_checked_at_the_start(tiny, commands, tmp_path):
+    faster = staged(0.5, features={"speed_perturb": [1.0, 1.3]})
+    run = tmp_path / "run"
+    options = [tiny, "features.mvn=speaker", "train.epochs=2"]
+    assert commands(train, *options, faster, "--run", run)[0] == 0
+    with safe_open(run / STATISTICS, "pt") as saved:
+        groups = json.loads(saved.metadata()["groups"])
+    assert {group.partition("\t")[2] for group in groups} == {"", "0.9", "1.1", "1.3"}
+    fast = staged(0.5, features={"speed_perturb": [2.0]})
+    line = commands.refused(train, tiny, "model.listener.convolution=4", fast, "--run", tmp_path)
+    assert "have more CTC labels than frames" in line
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_non_finite_losses_stop_the_run_and_the_batches_are_kept(
 
     monkeypatch.setattr(SpeechObjective, "forward", poisoned)
     line = commands.refused(train, tiny, "--run", tmp_path, "train.bad_steps=2")
-    folder = tmp_path / "evidence" / "00000002"
+    folder = tmp_path / "bad_batches" / "00000002"
     assert "step 2: 2 steps in a row without a finite gradient" in line
     assert f"{folder}/report.txt names what is not finite" in line
     (first, *_) = torch.load(folder / "batch.pt", weights_only=True)

@@ -54,12 +54,13 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """
     path = find_recipe(Path(path), Path())
     tree = _with_bases(path)
-    changed = set()
+    changed, changes = set(), {}
     for override in overrides:
         keys, change = _parse_override(override)
-        tree = _merge(tree, change)
+        changes = _merge(changes, change, top=False)
         changed.add(keys)
-    return validate(tree, str(path), changed)
+    # Together, for model.kind replaces the model of the file, but no other override.
+    return validate(_merge(tree, changes), str(path), changed)
 
 
 def parse_recipe(text: str, place: str) -> Recipe:
@@ -81,8 +82,9 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
     except ValidationError as error:
         details = error.errors(include_url=False)
     else:
+        where = COMMAND_LINE if any(keys[:1] == ("stages",) for keys in overridden) else place
         for number in range(len(recipe.stages)):
-            at_stage(recipe, number + 1, f"{place}: stages[{number}]")
+            at_stage(recipe, number + 1, f"{where}: stages[{number}]")
         return recipe
     first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
     keys = _recipe_keys(first["loc"], kind)
@@ -100,7 +102,8 @@ def at_stage(recipe: Recipe, stage: int, place: str = "recipe") -> Recipe:
     """
     tree = recipe.model_dump(mode="json")
     for changes in tree.pop("stages")[:stage]:
-        tree = _merge(tree, {key: value for key, value in changes.items() if key != "start"})
+        # A group without changes may be none of the task's.
+        tree = _merge(tree, {k: group for k, group in changes.items() if k != "start" and group})
     return validate(tree, place)
 
 
@@ -308,6 +311,15 @@ def _explain(detail: ErrorDetails, keys: tuple[str, ...], recipe: type[Recipe]) 
     if detail["type"] == "missing":
         return f"{name} is missing."
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")[:MAX_MESSAGE]
+    if detail["type"] == "union_tag_invalid":
+        kinds = ", ".join(_model_kinds(recipe))
+        return f"{name}.kind = {_shown(detail['ctx']['tag'])}: must be one of {kinds}."
+    if detail["type"] == "path_type":
+        message = "should be a path, as text in quotes"
+    if detail["type"] in ("int_parsing", "float_parsing") and detail["input"] in ("True", "False"):
+        return f"{name} = {detail['input'].lower()}: should be a number."
+    if detail["type"] == "value_error" and isinstance(detail["input"], Mapping):
+        return f"{message}."  # of several keys, which the message names
     if detail["type"] in ("model_type", "model_attributes_type"):
         inner = _sibling_keys((*detail["loc"], ""), recipe)
         message = f"should hold keys of its own, {{{inner[0]}: VALUE, ...}}"

@@ -22,6 +22,7 @@ from torch.nn import functional
 from asr.analysis.plots import confusion_picture, tiles
 from asr.analysis.statistics import confusion, mean_interval, wilson_interval
 from asr.analysis.wer import percent
+from asr.config.loader import at_stage
 from asr.errors import UserError
 from asr.images import data as mnist
 from asr.images.config import ImageDataConfig, ImageRecipe
@@ -92,14 +93,14 @@ class ImageTask(Task):
     recipe: ImageRecipe
     objective: ClassObjective | BoundObjective
     epochs: ImageEpochs
-    held_out: Images
+    validation: Images
     test: Images
     about: dict[str, str]
 
     @cached_property
     def content(self) -> Content:
         """The number and hash of the training and validation images."""
-        training, valid = self.epochs.images, self.held_out
+        training, valid = self.epochs.images, self.validation
         parts = (training.pixels, training.labels, valid.pixels, valid.labels)
         count = len(training) + len(valid)
         return {"data.folder": {"images": count, SHA256: sha256_of_tensors(*parts)}}
@@ -109,19 +110,19 @@ class ImageTask(Task):
         return (
             f"{len(self.epochs.images)} training images of {rows} x {columns}, "
             f"{len(self.epochs.plan(1).batches)} batches an epoch, "
-            f"{len(self.held_out)} for validation, {len(self.test)} for the test"
+            f"{len(self.validation)} for validation, {len(self.test)} for the test"
         )
 
-    def valid(self, share: slice = slice(None)) -> Iterator[ImageBatch]:
+    def validation_batches(self, share: slice = slice(None)) -> Iterator[ImageBatch]:
         torch.manual_seed(self.recipe.seed)  # every validation has the same noise in DRAW
-        return islice(in_order(self.held_out, BATCH), share.start, share.stop, share.step)
+        return islice(in_order(self.validation, BATCH), share.start, share.stop, share.step)
 
-    def nothing_valid(self) -> str:
+    def no_validation_data(self) -> str:
         return "no image for validation"
 
-    def samples(self) -> Iterator[ImageBatch]:
+    def health_batches(self) -> Iterator[ImageBatch]:
         """The first validation images, in one batch."""
-        return in_order(self.held_out.part("valid", slice(None, INSPECTED)), INSPECTED)
+        return in_order(self.validation.part("valid", slice(None, INSPECTED)), INSPECTED)
 
     def finish(self, run: Path, log: Log, state: TrainState) -> dict[str, float]:
         """Test the best checkpoint and write score.json."""
@@ -153,7 +154,7 @@ class ClassTask(ImageTask):
     def report(self, log: Log, state: TrainState) -> dict[str, float]:
         """Log the confusion matrix of the validation images."""
         self.objective.eval()
-        counts, _ = self._confusion(self.held_out)
+        counts, _ = self._confusion(self.validation)
         title = f"validation, step {state.step}"
         log.picture("valid_confusion", confusion_picture(counts, title), state.step)
         return {}
@@ -210,16 +211,17 @@ class DrawTask(ImageTask):
         return {"nll": nll}, {"nll_interval": interval, "images": len(bounds)}, line
 
 
-def image_task(recipe: ImageRecipe, run: Path, resume: bool) -> ImageTask:
+def image_task(recipe: ImageRecipe, run: Path, resume: bool, stage: int = 0) -> ImageTask:
     """Read the images and build the model. Raises UserError where they are missing or damaged."""
+    recipe = at_stage(recipe, stage)
     training, test = read(recipe.data)
     kept = len(training) - max(1, round(recipe.data.valid * len(training)))
     if not kept:
         raise UserError("data.folder: one training image; two are needed, one to validate on")
-    held_out = training.part("valid", slice(kept, None))
+    validation = training.part("valid", slice(kept, None))
     training = training.part("train", slice(None, kept))
     size, classes = tuple(test.pixels.shape[1:]), int(training.labels.max()) + 1
-    if max(held_out.labels.max(), test.labels.max()) >= classes:
+    if max(validation.labels.max(), test.labels.max()) >= classes:
         raise UserError(
             f"data.folder: the first {kept} images, for training, only have classes 0 to "
             f"{classes - 1}, the others more; shuffle the training images"
@@ -233,7 +235,7 @@ def image_task(recipe: ImageRecipe, run: Path, resume: bool) -> ImageTask:
     objective.to(choose_device(recipe.train.device))
     epochs = ImageEpochs(training, recipe.data.batch, recipe.seed, recipe.data.shift)
     about = {"images": f"Size({list(size)})"}
-    return kind(recipe, objective, epochs, held_out, test, about)
+    return kind(recipe, objective, epochs, validation, test, about)
 
 
 def read(data: ImageDataConfig) -> tuple[Images, Images]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from asr.config.language import LanguageDataConfig, LanguageModelConfig, LanguageRecipe
+from asr.config.loader import at_stage
 from asr.config.missing_run import missing_run
 from asr.data import splits
 from asr.data.text_corpus import SentenceBatch, SentenceEpochs, Sentences, read_lines
@@ -19,6 +20,7 @@ from asr.errors import UserError
 from asr.inference.load import load_init_tokenizer
 from asr.io import sha256_of_files
 from asr.models.build import build_language_model
+from asr.shipped import find_run
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
 from asr.training.losses import Sum, cross_entropy, shift
@@ -61,7 +63,7 @@ class LanguageTask(Task):
     recipe: LanguageRecipe
     objective: LanguageObjective
     epochs: SentenceEpochs
-    held_out: SentenceEpochs
+    validation: SentenceEpochs
     tokenizer: Tokenizer
     about: dict[str, str]
 
@@ -69,7 +71,7 @@ class LanguageTask(Task):
     def content(self) -> Content:
         """The number and hash of the training and validation sentences."""
         data = self.recipe.data
-        parts = ("train", self.epochs, data.train), ("valid", self.held_out, data.valid)
+        parts = ("train", self.epochs, data.train), ("valid", self.validation, data.valid)
         return {
             f"data.{role}": {"sentences": len(epochs.sentences), SHA256: sha256_of_files(paths)}
             for role, epochs, paths in parts
@@ -91,10 +93,10 @@ class LanguageTask(Task):
         """Write the vocabulary, so that a speech model can check that it is its own."""
         self.tokenizer.save(run)
 
-    def valid(self, share: slice = slice(None)) -> Iterator[SentenceBatch]:
-        return self.held_out.batches(0, share.start or 0, share.step or 1)
+    def validation_batches(self, share: slice = slice(None)) -> Iterator[SentenceBatch]:
+        return self.validation.batches(0, share.start or 0, share.step or 1)
 
-    def nothing_valid(self) -> str:
+    def no_validation_data(self) -> str:
         return "no sentence for validation"
 
     def report(self, log: Log, state: TrainState) -> dict[str, float]:
@@ -108,24 +110,25 @@ class LanguageTask(Task):
         log.text("samples", "\n\n".join(map(self.tokenizer.decode, sentences)), state.step)
         return {}
 
-    def samples(self) -> Iterator[SentenceBatch]:
-        sentences = self.held_out.sentences
+    def health_batches(self) -> Iterator[SentenceBatch]:
+        sentences = self.validation.sentences
         return (sentences[[row]] for row in sentences.spread(INSPECTED))
 
 
-def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTask:
+def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 0) -> LanguageTask:
     """Read the texts, make or load the vocabulary, build the model.
 
     Raises UserError for a text that is missing or does not fit the recipe.
     """
+    recipe = at_stage(recipe, stage)
     data = recipe.data
     training, valid = (_read(data, role) for role in ("train", "valid"))
     tokenizer = load_tokenizer(run) if resume else _vocabulary(recipe, training)
-    epochs, held_out = (
+    epochs, validation = (
         SentenceEpochs(part, data.batch_bytes, longest, recipe.seed, data.workers)
         for part, longest in ((training, data.max_bytes), (valid, ANY_LENGTH))
     )
-    for part, path in ((epochs, data.train[0]), (held_out, data.valid[0])):
+    for part, path in ((epochs, data.train[0]), (validation, data.valid[0])):
         lines = part.sentences.sample(CHECKED_LINES)
         unknown = [tokenizer.unknown(line) for line in lines]
         print_first(splits.check_vocabulary_coverage(lines, unknown, path))
@@ -136,7 +139,7 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool) -> LanguageTa
     model = build_language_model(recipe.model, tokenizer.size)
     objective = LanguageObjective(model, recipe.train.label_smoothing)
     objective.to(choose_device(recipe.train.device))
-    return LanguageTask(recipe, objective, epochs, held_out, tokenizer, about(tokenizer))
+    return LanguageTask(recipe, objective, epochs, validation, tokenizer, about(tokenizer))
 
 
 def _check_positions(model: LanguageModelConfig, part: SentenceEpochs, path: Path) -> None:
@@ -162,10 +165,11 @@ def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
         if init is None:
             return train_tokenizer(recipe.text, training.sample(VOCABULARY_LINES))
         return load_init_tokenizer(init, recipe.text)
-    if not given.exists():
+    place = find_run(given)
+    if not place.exists():
         raise missing_run(given, "text.run")
-    tokenizer = load_tokenizer(given)
-    if init and load_tokenizer(init).fingerprint() != tokenizer.fingerprint():
+    tokenizer = load_tokenizer(place)
+    if init and load_tokenizer(find_run(init)).fingerprint() != tokenizer.fingerprint():
         raise UserError(
             f"text.run = {given}: its vocabulary is not that of train.init = {init}; "
             "start from a run with that vocabulary, or without train.init"

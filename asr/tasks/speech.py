@@ -14,6 +14,7 @@ import torch
 
 from asr.analysis.plots import attention_picture, feature_picture
 from asr.analysis.wer import score
+from asr.config.loader import at_stage
 from asr.config.schema import LasConfig, SpeechRecipe
 from asr.data import loader, splits
 from asr.data.batching import Batch, Item, collate, plan_evaluation
@@ -49,7 +50,7 @@ class SpeechTask(Task):
     recipe: SpeechRecipe
     objective: SpeechObjective
     epochs: SpeechEpochs
-    held_out: UtteranceDataset  # the validation split
+    validation: UtteranceDataset  # the validation split
     decoder: SpeechDecoder
     about: dict[str, str]
     max_unreadable: float
@@ -67,7 +68,7 @@ class SpeechTask(Task):
     @cached_property
     def content(self) -> Content:
         """Size and hash of the training and validation manifests; no audio is read."""
-        corpora = {"train": self.epochs.utterances.corpus, "valid": self.held_out.corpus}
+        corpora = {"train": self.epochs.utterances.corpus, "valid": self.validation.corpus}
         return {
             f"data.{role}": {
                 "utterances": len(corpus),
@@ -77,26 +78,26 @@ class SpeechTask(Task):
             for role, corpus in corpora.items()
         }
 
-    def valid(self, share: slice = slice(None)) -> Iterator[Batch]:
-        plan = plan_evaluation(self.held_out.corpus.seconds, self.recipe.decode.batch_seconds)
-        return load_batches(self.held_out, plan.batches[share], self.recipe.data.workers)
+    def validation_batches(self, share: slice = slice(None)) -> Iterator[Batch]:
+        plan = plan_evaluation(self.validation.corpus.seconds, self.recipe.decode.batch_seconds)
+        return load_batches(self.validation, plan.batches[share], self.recipe.data.workers)
 
-    def nothing_valid(self) -> str:
-        return self.held_out.corpus.unreadable
+    def no_validation_data(self) -> str:
+        return self.validation.corpus.unreadable
 
     def report(self, log: Log, state: TrainState) -> dict[str, float]:
         """-> word error rates and diagonality of attention; logs pictures and texts.
 
         Over the first train.wer_utterances of the manifest.
         """
-        train, corpus = self.recipe.train, self.held_out.corpus
+        train, corpus = self.recipe.train, self.validation.corpus
         seconds = corpus.seconds[: train.wer_utterances]
         plan = plan_evaluation(seconds, self.recipe.decode.batch_seconds)
         texts: dict[str, str] = {}
         ctc_texts: dict[str, str] = {}
         slopes = []
         shown = set(corpus[: train.samples].ids)
-        for batch in load_batches(self.held_out, plan.batches, self.recipe.data.workers):
+        for batch in load_batches(self.validation, plan.batches, self.recipe.data.workers):
             if not len(batch):
                 continue
             memory = self.decoder.encode(batch)
@@ -114,14 +115,14 @@ class SpeechTask(Task):
         rates = {"wer": self._rate(texts), "diagonality": float(np.mean(slopes))}
         return rates | ({"ctc_wer": self._rate(ctc_texts)} if ctc_texts else {})
 
-    def samples(self) -> Iterator[Batch]:
-        for number in range(min(INSPECTED, len(self.held_out))):
-            batch = collate([self.held_out[Item(number, 0, 1.0)]])
+    def health_batches(self) -> Iterator[Batch]:
+        for number in range(min(INSPECTED, len(self.validation))):
+            batch = collate([self.validation[Item(number, 0, 1.0)]])
             if len(batch):
                 yield batch
 
     def _rate(self, texts: dict[str, str]) -> float:
-        corpus = self.held_out.corpus[: self.recipe.train.wer_utterances]
+        corpus = self.validation.corpus[: self.recipe.train.wer_utterances]
         references = {utterance.id: utterance.text for utterance in corpus}
         return score([references[name] for name in texts], list(texts.values()), draws=1).wer
 
@@ -129,25 +130,30 @@ class SpeechTask(Task):
         name = batch.ids[row]
         tokens = batch.tokens[row, : batch.token_lengths[row]].tolist()
         features = batch.features[row, : batch.lengths[row]].numpy()
-        front_end, labels = self.held_out.front_end, labels_of(tokens, self.decoder.tokenizer)
+        front_end, labels = self.validation.front_end, labels_of(tokens, self.decoder.tokenizer)
         seconds = len(features) * front_end.extract.shift / front_end.sample_rate
         attention = attention_picture(weights, labels, seconds, name)
         log.picture(f"valid_attention/{name}", attention, step)
         log.picture(f"valid_features/{name}", feature_picture(features, seconds, name), step)
 
     def _texts(self, log: Log, step: int, texts: dict[str, str], ctc_texts: dict[str, str]) -> None:
-        for utterance in self.held_out.corpus[: self.recipe.train.samples]:
-            lines = [f"reference: {utterance.text}", f"attention: {texts.get(utterance.id)}"]
+        for utterance in self.validation.corpus[: self.recipe.train.samples]:
+            if utterance.id not in texts:  # unreadable, or beyond train.wer_utterances
+                continue
+            lines = [f"reference: {utterance.text}", f"attention: {texts[utterance.id]}"]
             if ctc_texts:
                 lines.append(f"CTC: {ctc_texts.get(utterance.id)}")
             log.text(f"decoded/{utterance.id}", "\n\n".join(lines), step)
 
 
-def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
-    """Read the corpus, make or load vocabulary and statistics, build the model.
+def speech_task(recipe: SpeechRecipe, run: Path, resume: bool, stage: int = 0) -> SpeechTask:
+    """Read the corpus, make or load vocabulary and statistics, build the model of a stage.
 
-    Raises UserError for a corpus that is missing or does not fit the recipe.
+    Raises UserError for a corpus that is missing or does not fit the recipe at any stage.
     """
+    stages = [at_stage(recipe, number) for number in range(len(recipe.stages) + 1)]
+    every_speed = sorted({speed for each in stages for speed in each.features.speed_perturb})
+    recipe = stages[stage]
     data, speeds = recipe.data, recipe.features.speed_perturb
     whole = splits.load_split_manifest(data, data.train, "train")
     training, note = splits.filter_by_duration(whole, data.min_seconds, data.max_seconds)
@@ -164,15 +170,15 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
         part = training.sample(VOCABULARY_UTTERANCES)
         tokenizer = load_init_tokenizer(init, text) if init else train_tokenizer(text, part.texts)
         if front_end.norm.needs_statistics:
-            print(f"measuring features for mvn: {recipe.features.mvn}", flush=True)
-            loader.measure_statistics(training, front_end, data.workers, speeds)
+            print_first(f"measuring features for mvn: {recipe.features.mvn}")
+            loader.measure_statistics(training, front_end, data.workers, every_speed)
     for part in (training, valid):
         texts = part.sample(CHECKED_TEXTS).texts
         unknown = [tokenizer.unknown(text) for text in texts]
         print_first(splits.check_vocabulary_coverage(texts, unknown, part.path))
     torch.manual_seed(recipe.seed)
     objective = build_speech_objective(recipe, front_end.size, tokenizer.size)
-    check_ctc_lengths(recipe, training, tokenizer, front_end, objective)
+    check_ctc_lengths(recipe, training, tokenizer, front_end, objective, every_speed[-1])
     lm = load_language_scorer(recipe.decode, tokenizer, choose_device(recipe.train.device))
     train = recipe.train
     views = 2 if train.consistency else 1
@@ -185,10 +191,10 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool) -> SpeechTask:
         train.round_seconds,
     )
     valid_front_end = loader.with_split_statistics(front_end, valid, data.workers, (1.0,))
-    held_out = UtteranceDataset(valid, valid_front_end, tokenizer, recipe.seed)
+    validation = UtteranceDataset(valid, valid_front_end, tokenizer, recipe.seed)
     decoder = SpeechDecoder(objective.model, tokenizer, recipe.decode, lm)
     return SpeechTask(
-        recipe, objective, epochs, held_out, decoder, about(tokenizer), data.max_unreadable
+        recipe, objective, epochs, validation, decoder, about(tokenizer), data.max_unreadable
     )
 
 
@@ -198,15 +204,15 @@ def check_ctc_lengths(
     tokenizer: Tokenizer,
     front_end: FrontEnd,
     objective: SpeechObjective,
+    fastest: float,
 ) -> None:
     """Print the utterances with more CTC labels than frames of memory, which have no CTC path.
 
-    Raises UserError where they are more than 1 %.
+    fastest: the highest speed of training. Raises UserError where they are more than 1 %.
     """
     if not recipe.model.ctc_weight:
         return
     part = corpus.sample(CHECKED_LENGTHS)
-    fastest = max(recipe.features.speed_perturb)
     frames = torch.tensor([front_end.num_frames(u.seconds, fastest) for u in part])
     lengths = objective.model.memory_lengths(frames).tolist()
     sized = zip(part, lengths, strict=True)
@@ -218,7 +224,7 @@ def check_ctc_lengths(
     line = f"{count} have more CTC labels than frames: {names}"
     if len(short) > 0.01 * len(part):
         raise UserError(f"{line}; {_ctc_remedy(recipe)}")
-    print(f"{line}; the CTC loss skips them", flush=True)
+    print_first(f"{line}; the CTC loss skips them")
 
 
 def _ctc_remedy(recipe: SpeechRecipe) -> str:

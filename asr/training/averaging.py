@@ -7,14 +7,14 @@
 Without any of these, both are the same and nothing is copied.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from asr.training.distributed import gather
+from asr.training.distributed import gather, rank
 from asr.training.optim import is_finite_tensor
 
 
@@ -56,16 +56,21 @@ class EvaluationWeights:
             self._set(self.trained)
             self.trained = None
 
-    def state(self) -> dict[str, Any]:
-        """Within `applied`: the tensors that a resume needs beside the model's."""
-        trained = self.trained or {}
-        return {name: trained[name].cpu() for name in sorted(trained)}
+    def state(self) -> list[dict[str, Tensor]]:
+        """Within `applied`, on all ranks: the tensors that a resume needs beside the model's.
 
-    def load(self, trained: Mapping[str, Tensor]) -> None:
-        """Resume: the model has the weights for evaluation; `trained` is from `state`.
+        On rank 0 an entry for each rank. Parameters, equal on all ranks, are in the first alone.
+        """
+        trained = {name: tensor.cpu() for name, tensor in sorted((self.trained or {}).items())}
+        ranks = gather({name: trained[name] for name in self.statistics if name in trained})
+        return [trained, *ranks[1:]]
+
+    def load(self, ranks: Sequence[Mapping[str, Tensor]]) -> None:
+        """Resume: the model has the weights for evaluation; `ranks` are from `state`.
 
         Raises ValueError for weights of another model.
         """
+        trained = {**ranks[0], **ranks[min(rank(), len(ranks) - 1)]} if ranks else {}
         for name, tensor in trained.items():
             if name not in self.tensors or not is_finite_tensor(tensor, self.tensors[name].shape):
                 raise ValueError(f"trained: {name!r} does not fit the model")

@@ -35,8 +35,8 @@ MAX_IDS = 5  # utterances named in the error; the log names all
 def dump_bad_batch(folder: Path, group: Sequence[TaskBatch], objective: nn.Module) -> str:
     """Write batches, weights and a report on non-finite values into a folder; -> a sentence on it.
 
-    The folder is RUN/evidence/STEP. The parameters must still hold the gradients of the step. Each
-    rank writes its own batches, rank 0 the weights.
+    The folder is RUN/bad_batches/STEP. The parameters must still hold the gradients of the step.
+    Each rank writes its own batches, rank 0 the weights.
     """
     suffix = "" if is_first() else f"-rank{rank()}"
     group = [batch for batch in group if len(batch)]  # the others were unreadable

@@ -178,7 +178,7 @@ class SpeechObjective(nn.Module):
         logits, sums = self._decoder_loss(memory, inputs, targets)
         if consistency:
             divergence = symmetric_kl(logits.log_softmax(-1), targets != BLANK)
-            add_loss(sums, "decoder_apart", divergence, consistency.decoder)
+            add_loss(sums, "decoder_symmetric_kl", divergence, consistency.decoder)
         log_probs = self.model.ctc(memory)
         if log_probs is None:
             return sums
@@ -195,7 +195,7 @@ class SpeechObjective(nn.Module):
             add_loss(sums, "intermediate_ctc", mean, self.ctc_weight * inner_weight)
         if consistency:
             weight = self.ctc_weight * consistency.ctc
-            add_loss(sums, "ctc_apart", symmetric_kl(log_probs, memory.valid), weight)
+            add_loss(sums, "ctc_symmetric_kl", symmetric_kl(log_probs, memory.valid), weight)
         return sums
 
     def _encode(self, batch: Batch) -> tuple[Any, list[Tensor]]:

@@ -33,12 +33,12 @@ from asr.training.inspection import measure
 from asr.training.logging import Log, NullLog, figure_texts
 from asr.training.losses import Objective, Sum, means
 from asr.training.oom import SHAPES, SHAPES_ROUNDED, limit_onednn_cache, release_memory
-from asr.training.resume import Content, ResumePoint, changes, find_resume_point, fingerprint
+from asr.training.resume import Content, ResumePoint, changes, find_resume_point
 from asr.training.signals import Stop, Stopped
 from asr.training.trainer import BatchStats, Callbacks, Epochs, TaskBatch, TrainState, fit, validate
 
-# The maker of each task: (recipe, run folder, whether the run is resumed) -> Task. Resolved only
-# when needed: training speech imports neither images nor language models.
+# The maker of each task: (recipe, run folder, whether the run is resumed, stage) -> Task. Resolved
+# only when needed: training speech imports neither images nor language models.
 TASKS: Mapping[str, str] = {
     "speech": "asr.tasks.speech:speech_task",
     "language": "asr.tasks.language:language_task",
@@ -62,16 +62,16 @@ class Task(Protocol):
     def prepare(self, run: Path) -> None:
         """Write what the run folder needs beside the recipe and checkpoints."""
 
-    def valid(self, share: slice = slice(None)) -> Iterator[TaskBatch]:
+    def validation_batches(self, share: slice = slice(None)) -> Iterator[TaskBatch]:
         """The validation data once, or a share of their batches."""
 
-    def nothing_valid(self) -> str:
+    def no_validation_data(self) -> str:
         """The error where there are none that can be read."""
 
     def report(self, log: Log, state: TrainState) -> dict[str, float]:
         """Log texts and pictures of a validation; -> more figures of it."""
 
-    def samples(self) -> Iterator[TaskBatch]:
+    def health_batches(self) -> Iterator[TaskBatch]:
         """A few validation batches without padding, for train.health."""
 
     def finish(self, run: Path, log: Log, state: TrainState) -> dict[str, float]:
@@ -207,7 +207,7 @@ class Training:
             losses = means(add_sums(sums)[0])
             log.info(*trainer.unreadable_report(BatchStats.total(gather(stats))))
             if not losses:
-                raise UserError(self.task.nothing_valid())
+                raise UserError(self.task.no_validation_data())
             reported = self.stop.interruptible_on_all_ranks(self._report)
         except Stopped:
             return
@@ -224,7 +224,9 @@ class Training:
 
     def _validate(self) -> tuple[dict[str, Sum], BatchStats]:
         share = slice(rank(), None, world())
-        return validate(self.task.objective, self.task.valid(share), self.config.precision)
+        return validate(
+            self.task.objective, self.task.validation_batches(share), self.config.precision
+        )
 
     def _report(self) -> dict[str, float]:
         """The task's report, and health figures at the first validation and every `health` ones."""
@@ -232,7 +234,7 @@ class Training:
             return {}
         reported, every = self.task.report(self.log, self.state), self.config.health
         if every and self.validations % every == 0:
-            figures = measure(self.task.objective, self.task.samples())
+            figures = measure(self.task.objective, self.task.health_batches())
             self.log.scalars("valid_health", figures, self.state.step)
         self.validations += 1
         return reported
@@ -253,17 +255,16 @@ class Training:
 
     def _save(self, loss: float) -> None:
         self.saved = self.state.step
-        random, trained = gather(trainer.random_state()), gather(self.weights.state())
+        random, trained = gather(trainer.random_state()), self.weights.state()
         if not is_first():
             return
-        recipe = as_yaml(self.recipe)
         training = {
             "optimizer": self.optimizer.state_dict(),
             "position": asdict(self.state),
             "random": random[0],
             "ranks": random[1:],
             "trained": trained,
-            "recipe": recipe,
+            "recipe": as_yaml(self.recipe),
             "content": self.content,
             "validated": self.validated,
             "metrics": self.metrics,
@@ -271,8 +272,8 @@ class Training:
         }
         # The curves up to this step are on the disk before the checkpoint.
         self.log.flush()
-        about = {**self.task.about, "recipe": fingerprint(recipe)}
-        save_checkpoint(self.run, self.task.objective.model, training, self.saved, loss, about)
+        model, about = self.task.objective.model, self.task.about
+        save_checkpoint(self.run, model, training, self.saved, loss, about)
         prune(self.run, self.config.keep, self.config.keep_best)
 
     def _restore(self, start: ResumePoint) -> list[str]:
@@ -281,8 +282,7 @@ class Training:
         load_weights(self.task.objective.model, [checkpoint], self.task.about)
         try:
             optim.load_moments(self.optimizer, saved["optimizer"])
-            trained = saved.get("trained") or [{}]
-            self.weights.load(trained[min(rank(), len(trained) - 1)])
+            self.weights.load(saved["trained"])
         except ValueError as error:
             raise unreadable(checkpoint, error) from None
         self.state = TrainState(**saved["position"])
@@ -344,7 +344,7 @@ class Training:
         return self.state.batch >= len(self.task.epochs.plan(self.state.epoch).batches)
 
     def _dump(self, group: Sequence[TaskBatch]) -> str:
-        folder = self.run / "evidence" / f"{self.state.step:08d}"
+        folder = self.run / "bad_batches" / f"{self.state.step:08d}"
         return dump_bad_batch(folder, group, self.task.objective)
 
     def _summary(self, resumed: bool) -> str:
@@ -396,7 +396,7 @@ def _open(
     make_task = pkgutil.resolve_name(TASKS[recipe.task])
     state = TrainState(**start.state["position"]) if start else TrainState()
     stage = _due_stage(recipe, state)
-    task = make_task(at_stage(recipe, stage), run, start is not None or not is_first())
+    task = make_task(recipe, run, start is not None or not is_first(), stage)
     if recipe.train.init and not start:
         best = choose(find_run(recipe.train.init), "best", 1)
         load_weights(task.objective.model, best, task.about)

@@ -22,9 +22,9 @@ MEANINGS = {
     "train/intermediate_ctc": "`model.intermediate_ctc`: mean CTC loss of those layers",
     _BOTH.format("accuracy"): "share of tokens predicted correctly, given the correct tokens "
     "before them",
-    _BOTH.format("off_diagonal"): "guided attention: the share of attention far from the diagonal",
-    f"{_BOTH.format('decoder_apart')}, {_BOTH.format('ctc_apart')}": "`train.consistency`: "
-    "symmetric KL divergence of the predictions from two augmentations",
+    "train/off_diagonal": "guided attention: the share of attention far from the diagonal",
+    "train/decoder_symmetric_kl, train/ctc_symmetric_kl": "`train.consistency`: symmetric KL "
+    "divergence of the predictions from two augmentations",
     f"{_BOTH.format('perplexity')}, {_BOTH.format('word_perplexity')}": "language models: "
     "exp(nll) per token, and the same per word",
     f"{_BOTH.format('reconstruction')}, {_BOTH.format('divergence')}": "DRAW: the two parts of nll",
