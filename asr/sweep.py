@@ -255,7 +255,7 @@ def sweep(jobs: Sequence[SweepProcess], at_once: int, out: Path) -> int:
     except KeyboardInterrupt as interrupt:
         print_line(f"{len(running)} runs save and end; a second signal ends them at once")
         processes = [job.process for job in running if job.process]
-        stop(processes, interrupted=not interrupt.args)  # only _interrupt gives arguments
+        stop(processes, interrupted=not interrupt.args)  # SIGTERM gives arguments
         print_line("stopped; the same command resumes it")
         raise
     print_line(f"{len(jobs) - len(failed)} of {len(jobs)} runs are done")
@@ -268,7 +268,7 @@ def sweep(jobs: Sequence[SweepProcess], at_once: int, out: Path) -> int:
 def stop(processes: Sequence[subprocess.Popen[bytes]], interrupted: bool) -> None:
     """End the processes.
 
-    interrupted: a terminal's Ctrl-C, which has reached them too, unlike other signals. A training
+    interrupted: by Ctrl-C or a closed terminal, which reach them too, unlike SIGTERM. A training
     saves after its first signal, and a second one ends it unsaved.
     """
     actions = (subprocess.Popen.terminate, subprocess.Popen.kill)
@@ -318,7 +318,10 @@ def _continues(job: SweepProcess, threads: int, failed: dict[str, str]) -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    # A closed terminal sends SIGHUP to all of its processes, as Ctrl-C its SIGINT, and perhaps
+    # more than once.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise KeyboardInterrupt(*([signal.Signals(number).name] if number == signal.SIGTERM else []))
 
 
 def _cores() -> int:
@@ -350,14 +353,17 @@ def main() -> int:
         print(*(run.name for run in runs), sep="\n")
         return 0
     jobs = [SweepProcess(args.recipe, run, out / run.name, args.evaluate) for run in runs]
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # of nohup
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, _interrupt)
     out.mkdir(parents=True, exist_ok=True)
     try:
         busy = f"{out}: another sweep is at work in it; wait for its end, or end it"
         with lock_file(out / LOCK, busy):
             return sweep(jobs, args.jobs, out)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{
     base.unlink()
     (folder / "tokenizer.json").write_text(vocabulary)
     last = 10 * len(losses)
-    (folder / "train.log").write_text(f"now finished at step {last}; x\n" if done else "started\n")
+    (folder / "train.log").write_text(
+        f"2026-11-27 09:08:07,006 finished at step {last}; x\n" if done else "started\n"
+    )
     points = [
         scalar_event(name, step, value)
         for step, loss in zip(STEPS, losses, strict=False)
@@ -742,7 +744,7 @@ def huge_log(run):
     with (run / "train.log").open("ab") as file:
         file.truncate(1 << 40)
         file.seek(1 << 40)
-        file.write(b"\nnow finished at step 100; x\n")
+        file.write(b"\n2026-11-27 09:08:07,006 finished at step 100; x\n")
 
 
 def long_step(run):

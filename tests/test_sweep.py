@@ -156,7 +156,7 @@ def test_a_sweep_continues_without_its_console(tmp_path, monkeypatch):
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_sweep_stops_its_trainings(
     number, tiny, commands, tmp_path, stand_in, monkeypatch
 ):

@@ -34,14 +34,21 @@ HOURS, SECONDS = "speed/audio_hours", "speed/train_seconds"  # cost of the run s
 BEST_LOSS = "best loss"  # the lowest on validation: a figure of every run
 FIGURES = ("accuracy", "nll")  # of a score.json without word error rates
 PERCENT = ("accuracy", "WER")  # names of fractions, shown as percent, begin so
+# A line of a log with the end of training, or its start.
+_ENDS = re.compile(
+    r"^(?:[-0-9]+ [0-9:,]+ )?"  # the time
+    r"(?:finished at step (?P<step>[0-9]{1,15})\b|(?:training|resuming) .*: [0-9.]+ M parameters)",
+    re.MULTILINE,
+)
 DATA = "data and vocabulary"  # a key beside the recipe's: equal where losses are comparable
 
 
 def finished(run: Path) -> int | None:
     """The step at which training finished; None where it did not, or was resumed since."""
-    lines = _text(run / "train.log").splitlines()
-    match = re.search(r"finished at step ([0-9]{1,15})\b", lines[-1]) if lines else None
-    return int(match[1]) if match else None
+    log = _text(run / "train.log")
+    # Trackers may add lines after the end; a resumed run begins with a line of its own.
+    last = list(_ENDS.finditer(log))[-1:]
+    return int(last[0]["step"]) if last and last[0]["step"] else None
 
 
 def _text(path: Path) -> str:
