@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help=text)
     args = parser.parse()
     if args.schema + args.list + bool(args.recipe) != 1:
-        parser.error("the following arguments are required: one of RECIPE, --schema, --list")
+        parser.error("give one of RECIPE, --schema, --list")
     if args.list:
         print(*recipe_names(), sep="\n")
         return

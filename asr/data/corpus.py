@@ -31,7 +31,7 @@ from asr.data.manifest import (
     read_blocks,
     write_rows,
 )
-from asr.errors import UserError
+from asr.errors import UserError, print_line
 from asr.io import atomic_writer, open_file, parse_json
 
 SMALL = 16 << 20  # bytes of a manifest
@@ -81,7 +81,7 @@ def open_rows(path: Path, allow_outside: bool) -> ManifestRows:
         with contextlib.suppress(OSError):  # a read-only or a full disk
             _write_index(path, place, source, allow_outside)
             return _reopened(place, source)
-    print(f"{path}: its index cannot be written, so each process reads it again", flush=True)
+    print_line(f"{path}: its index cannot be written, so each process reads it again")
     return _in_memory(path, allow_outside)
 
 
@@ -130,7 +130,7 @@ def _write_index(path: Path, place: Path, source: tuple, allow_outside: bool) ->
     """Text, padding to 8 bytes, ends, seconds, a description as JSON, its length, MAGIC."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with atomic_writer(place, sync=True) as file:
-        print(f"checking {path} and writing {place} (once)", flush=True)
+        print_line(f"checking {path} and writing {place} (once)")
         ends, seconds = _gather(path, allow_outside, file.write)
         size = file.tell()
         file.write(bytes(-size % 8))

@@ -15,7 +15,7 @@ import numpy as np
 
 from asr.config.schema import DataConfig
 from asr.data.corpus import Corpus, read_manifest
-from asr.errors import UserError
+from asr.errors import UserError, print_line
 
 MAX_UNKNOWN = 0.5  # share of a text's letters that the vocabulary may lack
 MAX_SHOWN = 20  # letters in the message
@@ -82,7 +82,7 @@ def make_built_in(corpus: str | None, manifest: Path) -> None:
     if ours and _is_below_data(manifest.parent) and not manifest.exists():
         from asr.data.importers import spoken_numbers  # for few trainings
 
-        print(f"making the spoken numbers in {manifest.parent} (once, under a minute)", flush=True)
+        print_line(f"making the spoken numbers in {manifest.parent} (once, under a minute)")
         spoken_numbers.prepare(manifest.parent)
 
 

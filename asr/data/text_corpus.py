@@ -45,7 +45,7 @@ from asr.data.manifest import (
     read_rows,
 )
 from asr.data.tokenizer import BLANK, Tokenizer
-from asr.errors import UserError
+from asr.errors import UserError, print_line
 from asr.io import new_folder, open_file, read_json
 
 SMALL = 16 << 20  # bytes of a file
@@ -110,7 +110,7 @@ def _open_index(path: Path, cache: Path | None, source: dict[str, int]) -> Lines
     remedy = "choose another place with data.cache=FOLDER"
     if os.path.lexists(folder) and not _is_index(folder):
         raise UserError(f"{folder}: in the way of the index of {path.name}; {remedy}")
-    print(f"indexing the lines of {path} in {folder} (once)", flush=True)
+    print_line(f"indexing the lines of {path} in {folder} (once)")
     try:
         _write_index(path, folder, source)
     except OSError as error:

@@ -14,7 +14,7 @@ from asr.config.schema import TRAINING_ONLY_FEATURES, DecodeConfig, SpeechRecipe
 from asr.data.tokenizer import SPECIAL, Tokenizer, about, load_tokenizer
 from asr.decoding.fusion import load_ngrams
 from asr.decoding.scorer import Scorer
-from asr.errors import UserError
+from asr.errors import UserError, print_line
 from asr.io import check_run_folder
 from asr.models.build import build_front_end, build_language_model, build_speech_model
 from asr.shipped import find_run
@@ -81,7 +81,7 @@ def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
     with suppress(UserError):  # the recipe of an older version may be invalid now
         other = read_recipe(init / "recipe.yaml").text
         if (other.kind, other.size) != (text.kind, text.size):
-            print(f"the vocabulary of train.init={init} is kept; text.* is not used", flush=True)
+            print_line(f"the vocabulary of train.init={init} is kept; text.* is not used")
     return tokenizer
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asr.errors import EXIT_USER_ERROR, UserError
+from asr.errors import EXIT_USER_ERROR, UserError, print_line
 from asr.io import read_json, write_files
 from asr.training.losses import Sum, add, on_cpu
 
@@ -94,7 +94,7 @@ def is_first() -> bool:
 def print_first(line: str | None) -> None:
     """Print a line on rank 0; nothing where there is none."""
     if line and is_first():
-        print(line, flush=True)
+        print_line(line)
 
 
 @contextmanager
