@@ -21,9 +21,6 @@ from asr.images.config import ImageRecipe
 
 HEAD = """# Recipe keys
 
-`python tests/recipe_reference.py > docs/recipes.md` writes this page from the schema in
-`asr/config/` and `asr/images/config.py`.
-
 A recipe is a YAML file with the keys that differ from the defaults below. `base: OTHER.yaml` starts
 from another recipe beside this one; another `model.kind` replaces the base's model completely.
 The command line overrides any key: `python -m asr.train RECIPE.yaml seed=2 train.epochs=30`.
@@ -35,6 +32,9 @@ A recipe of `recipes/` has a name, in any folder: `python -m asr.train demo`, `b
 extension YAML and others) complete and check the keys of a recipe whose first line is
 `# yaml-language-server: $schema=schema.json`, beside which `schema.json` is
 `recipes/schema.json` or the output of `python -m asr.recipe --schema`.
+
+This page is written from the comments in `asr/config/` and `asr/images/config.py` by
+`python tests/recipe_reference.py`.
 """
 TASKS = (
     ("Every task", Recipe, ("task", "run", "seed", "train", "stages")),

@@ -158,9 +158,10 @@ class LSTMConfig(Config):
     # step; the next step alone. null: what `norm` fixes.
     cell_norm: Literal["none", "output", "carried", "state"] | None = None
     hidden_norm: bool = False  # ba, per_gate, joined: the output h is normalised
-    # rms: all norms subtract no mean; for ba, per_gate, joined and cell.
+    # rms: the norms do not subtract the mean; for ba, per_gate, joined and cell.
     norm_kind: Literal["layer", "rms"] = "layer"
-    recurrent_gain: Positive = 1.0  # ba: initial gain of the norm of W_h h
+    # ba: initial gain of the norm of W_h h; 0.1 trains faster: docs/experiments.md.
+    recurrent_gain: Positive = 1.0
     eps: Positive | None = None  # of the norms; null: 1e-3 for raw and thesis, else 1e-5
     # A row of zero variance: guard gives 0 with zero gradient, raw the textbook formula.
     zero_variance: Literal["guard", "raw"] = "guard"
@@ -552,14 +553,14 @@ class TrainConfig(Config):
     epochs: Count = 20  # passes over the training split
     steps: Count | None = None  # optimizer steps; overrides epochs
     batch_seconds: Positive = 120.0  # seconds of padded audio in one batch
-    # Batches are padded to multiples of this, seconds, so that few shapes occur; 0: not.
+    # Batches are padded to multiples of so many seconds, so that few shapes occur; 0: not.
     round_seconds: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     accumulate: Count = 1  # batches per step
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     clip: Positive = 5.0  # largest gradient norm
-    # Decay a step of an exponential mean of the weights, which is validated, saved and decoded
-    # instead of the weights themselves; null: none.
+    # Decay per step of an exponential moving average of the weights, which is validated, saved and
+    # decoded; null: none.
     ema: Rate | None = None
     bad_steps: Count = 10  # consecutive steps without a finite gradient that stop the run
     label_smoothing: Rate = 0.1  # probability spread over all tokens
@@ -575,8 +576,7 @@ class TrainConfig(Config):
     keep: Count = 3  # latest checkpoints kept
     keep_best: Count = 1  # best checkpoints kept as well, by validation loss
     log_every: Count = 20  # steps
-    # Experiment trackers beside TensorBoard, in the project or experiment, and on the server, that
-    # their own environment variables name.
+    # Experiment trackers besides TensorBoard: docs/sharing.md.
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     samples: Natural = 4  # validation utterances shown in TensorBoard
     wer_utterances: Natural = 200  # validation utterances decoded for the WER curves
