@@ -209,7 +209,7 @@ def _save(
     source, training = choose(run, recipe.decode.checkpoint, 1)[0], None
     if (source.folder / TRAINING).exists():
         training = read_training(source)
-        content = dict(training.get("content", {}))
+        content = dict(training["content"])
         if load_run_recipe(run).data.valid != recipe.data.valid:
             content.pop("data.valid", None)
         objective = SpeechObjective(recognizer.model, 0.0, 0.0)

@@ -10,6 +10,7 @@ import torch
 from full_disk import full_disk
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_speech import training_state
 from torch import nn
 
 from asr.errors import UserError
@@ -50,8 +51,7 @@ def test_a_saved_checkpoint_reads_back_the_same(tmp_path):
     optimizer = torch.optim.Adam(module.parameters())
     module.out(module.embedding(torch.tensor([3]))).sum().backward()
     optimizer.step()
-    random = {"cpu": torch.get_rng_state(), "cuda": []}
-    training = {"optimizer": optimizer.state_dict(), "random": random, "n": 0.5}
+    training = training_state(optimizer=optimizer.state_dict())
     saved = save(tmp_path, 17, 0.25, module, training)
     assert (saved.step, saved.loss) == (17, 0.25) and list_checkpoints(tmp_path) == [saved]
     other = Tied()
@@ -59,7 +59,8 @@ def test_a_saved_checkpoint_reads_back_the_same(tmp_path):
     torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
     assert other.out.weight is other.embedding.weight
     back = read_training(saved)
-    assert back["n"] == 0.5 and torch.equal(back["random"]["cpu"], random["cpu"])
+    assert back["position"] == training["position"]
+    assert torch.equal(back["random"]["cpu"], training["random"]["cpu"])
     assert torch.equal(
         back["optimizer"]["state"][0]["exp_avg"], training["optimizer"]["state"][0]["exp_avg"]
     )

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tiny_speech import training_state
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -293,8 +294,7 @@ def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
     Path("valid.tsv").write_text("now the same for all\n")
     for run in sorted(two_groups.glob("*-*")):
         content = {"data.train": {SHA256: run.name}, key: {SHA256: run.name.partition("-")[0]}}
-        state = {"content": content, "position": {}}
-        save_checkpoint(run, nn.Linear(2, 3), state, 100, 0.5, {})
+        save_checkpoint(run, nn.Linear(2, 3), training_state(content=content), 100, 0.5, {})
     out = report(commands, two_groups)
     assert "other validation data" in out and "not comparable" in out
     assert (
@@ -328,8 +328,7 @@ def test_a_run_without_a_checkpoint_counts_as_the_same_data(two_groups, commands
     Path("valid.tsv").write_text("unchanged\n")
     content = {"data.valid": {SHA256: sha256_of_files([Path("valid.tsv")])}}
     for run in sorted(two_groups.glob("*-*"))[1:]:
-        state = {"content": content, "position": {}}
-        save_checkpoint(run, nn.Linear(2, 3), state, 100, 0.5, {})
+        save_checkpoint(run, nn.Linear(2, 3), training_state(content=content), 100, 0.5, {})
     assert "other validation data" not in report(commands, two_groups)
 
 

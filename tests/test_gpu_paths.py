@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_speech import training_state
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -309,7 +310,7 @@ def test_a_checkpoint_saved_on_a_gpu_is_resumed_on_a_cpu(tmp_path, monkeypatch):
     optimizer = make_optimizer(config, model)
     model(torch.randn(2, 5)).sum().backward()
     optimizer.step()
-    training = {"optimizer": optimizer.state_dict()}
+    training = training_state(optimizer=optimizer.state_dict())
     tag = torch.serialization.location_tag
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     saved = save_checkpoint(tmp_path, model, training, 1, 0.5, {})

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from asr import errors
 from asr.data.corpus import Utterance, write_manifest
+from asr.training.trainer import TrainState, random_state
 from features.augment import SpecAugment
 
 RATE = 8000
@@ -107,6 +109,13 @@ def age(run):
     """Event files are read in the order of the time in their name; move these before others."""
     for number, path in enumerate(sorted(run.glob("events.*"))):
         path.rename(path.with_name(f"events.out.tfevents.{number:010d}.old"))
+
+
+def training_state(**values):
+    """What a checkpoint of a training holds beside the weights, with these values."""
+    state = {"optimizer": {"param_groups": [], "state": {}}, "position": asdict(TrainState())}
+    state |= {"random": random_state(), "ranks": [], "trained": [{}], "recipe": "", "content": {}}
+    return state | {"validated": -1, "metrics": {}, "trackers": {}} | values
 
 
 class Commands:

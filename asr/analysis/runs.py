@@ -207,7 +207,7 @@ def _validation_hash(folder: Path) -> bytes | None:
     if not checkpoints:
         return None
     with suppress(UserError):  # damaged, or weights alone
-        content = read_training(checkpoints[-1]).get("content", {})
+        content = read_training(checkpoints[-1])["content"]
         for key in ("data.valid", "data.folder"):  # images validate on a part of the folder
             if key in content:
                 return str(content[key].get(SHA256)).encode()
@@ -251,7 +251,7 @@ def read_cost(run: Run) -> Cost:
         return Cost(*(np.insert(row, 0, 0) for row in (steps, *pair)))
     with suppress(UserError):  # damaged, or weights alone
         for checkpoint in list_checkpoints(run.folder)[-1:]:
-            place = TrainState(**read_training(checkpoint, ["position"])["position"])
+            place = TrainState(**read_training(checkpoint)["position"])
             ends = (place.step, place.audio_seconds / 3600, place.train_seconds)
             return Cost(*(np.array([0.0, end]) for end in ends))
     return Cost(*np.zeros((3, 0)))

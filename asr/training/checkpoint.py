@@ -15,7 +15,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,18 +274,17 @@ def _checked_weights(
         raise UserError(f"{path}: cannot be read as weights ({reason})") from None
 
 
-def read_training(checkpoint: Checkpoint, needed: Collection[str] = ()) -> dict[str, Any]:
+def read_training(checkpoint: Checkpoint) -> dict[str, Any]:
     """The `training` given to save_checkpoint, with tensors that are mapped from the disk.
 
-    Raises UserError where it is damaged, has a value that no training writes, or a key of `needed`
-    is missing.
+    Raises UserError where it is damaged, lacks a key or has a value that no training writes.
     """
     path = checkpoint.folder / TRAINING
     try:
         check_archive(path, _limit(path))
         with catch_warnings(action="ignore"):  # of kinds of tensors that are refused below
             training = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        check_training(training, needed)
+        check_training(training)
     except Exception as error:  # torch.load raises many kinds; all mean the same to a user
         raise unreadable(checkpoint, error) from None
     return training

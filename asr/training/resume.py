@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from asr.config.loader import as_yaml, flat, parse_recipe, read_recipe
+from asr.config.loader import as_yaml, flat, parse_recipe
 from asr.config.schema import Recipe, TrainConfig
 from asr.errors import UserError
 from asr.training.checkpoint import (
@@ -41,7 +41,7 @@ class ResumePoint:
 
     def __init__(self, run: Path, checkpoint: Checkpoint, damaged: tuple[Path, ...]) -> None:
         self.run, self.checkpoint, self.damaged = run, checkpoint, damaged
-        self.state = read_training(checkpoint, ("optimizer", "position", "random"))
+        self.state = read_training(checkpoint)
 
     def check_recipe(self, recipe: Recipe, force: bool) -> list[str]:
         """-> lines for the log on damaged checkpoints and changed keys.
@@ -78,8 +78,7 @@ class ResumePoint:
 
     def check_content(self, content: Content, force: bool) -> list[str]:
         """-> lines for the log on data that changed under their name. Refused unless forced."""
-        # Old versions did not store the content.
-        changed = content_changes(self.state.get("content", {}), content).values()
+        changed = content_changes(self.state["content"], content).values()
         if changed and not force:
             raise UserError(
                 f"{self.run}: its data have changed since: {'; '.join(changed)}. Restore the old "
@@ -89,14 +88,10 @@ class ResumePoint:
 
     def _changes(self, recipe: Recipe, force: bool) -> dict[str, str]:
         """Dotted key -> a line, for every key with another value now."""
-        text = self.state.get("recipe")
+        if (text := self.state["recipe"]) == as_yaml(recipe):
+            return {}
         try:
-            if text is None:  # old versions did not store the recipe
-                old = read_recipe(self.run / "recipe.yaml")
-            elif text == as_yaml(recipe):
-                return {}
-            else:
-                old = parse_recipe(text, f"{self.checkpoint.folder}: recipe")
+            old = parse_recipe(text, f"{self.checkpoint.folder}: recipe")
         except UserError as error:
             if force:
                 return {"recipe": f"the old one cannot be read ({error})"}

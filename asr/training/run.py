@@ -286,14 +286,13 @@ class Training:
         except ValueError as error:
             raise unreadable(checkpoint, error) from None
         self.state = TrainState(**saved["position"])
-        random = [saved["random"], *saved.get("ranks", [])]
+        random = [saved["random"], *saved["ranks"]]
         if rank() < len(random):
             trainer.restore_random_state(random[rank()])
         self.saved = self.state.step
-        measured = self.saved if math.isfinite(checkpoint.loss) else -1
-        self.validated = saved.get("validated", measured)
-        self.metrics = saved.get("metrics", {})
-        known = saved.get("trackers", {})
+        self.validated, self.metrics, known = (
+            saved[key] for key in ("validated", "metrics", "trackers")
+        )
         self.trackers = {name: known.get(name, new) for name, new in self.trackers.items()}
         saved.clear()  # its file is mapped into memory, and would keep its disk space
         if len(random) == world():

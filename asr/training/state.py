@@ -7,7 +7,7 @@ checked once, as they are read.
 import math
 import random
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,18 @@ def check_archive(path: Path, limit: int) -> None:
         raise ValueError(f"its values are larger than {MAX_PICKLE} bytes")
 
 
-def check_training(state: Any, needed: Collection[str] = ()) -> None:
-    """Raise ValueError for a value that no training writes, and where a needed one is missing.
+def check_training(state: Any) -> None:
+    """Raise ValueError for a value that no training writes, and where one is missing.
 
     Shapes, which depend on the model, are checked by optim.load_moments and EvaluationWeights.load.
     """
     if not isinstance(state, dict):
         raise ValueError("it is not a mapping")
-    if missing := [key for key in needed if key not in state]:
+    if missing := [key for key in _VALUES if key not in state]:
         raise ValueError(f"{missing[0]} is missing")
     for key, (is_valid, meaning) in _VALUES.items():
         try:
-            valid = key not in state or is_valid(state[key])
+            valid = is_valid(state[key])
         except Exception:  # the generators raise many kinds
             valid = False
         if not valid:
@@ -106,14 +106,12 @@ def _is_random(value: Any) -> bool:
         for state in gpus:
             torch.Generator("cuda").set_state(state)
     valid = isinstance(gpus, list) and all(isinstance(state, Tensor) for state in gpus)
-    if "python" in value:  # old versions stored torch's states alone
-        version, words, gauss = value["python"]
-        random.Random().setstate((version, tuple(words), gauss))
-        kind, keys, place, has_gauss, cached = value["numpy"]
-        np.random.RandomState(0).set_state((kind, keys, place, has_gauss, cached))
-        # Both take some values that they cannot use: numpy reads at any place.
-        valid = valid and (gauss is None or _is_number(gauss)) and place in range(_WORDS + 1)
-    return valid
+    version, words, gauss = value["python"]
+    random.Random().setstate((version, tuple(words), gauss))
+    kind, keys, place, has_gauss, cached = value["numpy"]
+    np.random.RandomState(0).set_state((kind, keys, place, has_gauss, cached))
+    # Both take some values that they cannot use: numpy reads at any place.
+    return valid and (gauss is None or _is_number(gauss)) and place in range(_WORDS + 1)
 
 
 def _is_weights(value: Any) -> bool:
