@@ -318,8 +318,8 @@ def _explain(detail: ErrorDetails, keys: tuple[str, ...], recipe: type[Recipe]) 
         message = "should be a path, as text in quotes"
     if detail["type"] in ("int_parsing", "float_parsing") and detail["input"] in ("True", "False"):
         return f"{name} = {detail['input'].lower()}: should be a number."
-    if detail["type"] == "value_error" and isinstance(detail["input"], Mapping):
-        return f"{message}."  # of several keys, which the message names
+    if re.match(r"[a-z]\w*(\.\w+)+ = ", message):  # of several keys, which it names itself
+        return f"{message}."
     if detail["type"] in ("model_type", "model_attributes_type"):
         inner = _sibling_keys((*detail["loc"], ""), recipe)
         message = f"should hold keys of its own, {{{inner[0]}: VALUE, ...}}"

@@ -295,33 +295,6 @@ class DropPerStack(Config):
     decoder: Rate = 0.0  # of the decoder's layers
 
 
-class DropHeadSchedule(Config):
-    """Section `model.drop_head:`: the rate of scheduled DropHead (Zhou et al. 2020, 2004.13342).
-
-    From `start` linearly down to 0 over `warmup` steps, against overfitting early, then linearly up
-    to `end` at step `total`, and constant from there.
-    """
-
-    end: Rate  # rate from step `total` on
-    start: Rate | None = None  # rate at step 0; null: `end`
-    warmup: Natural  # step at which the rate is 0
-    total: Count  # step at which the rate is `end`
-
-    @field_validator("total")
-    @classmethod
-    def _rises_after_the_warmup(cls, total: int, info: ValidationInfo) -> int:
-        if info.data.get("warmup", 0) >= total:
-            raise ValueError("must be above warmup")
-        return total
-
-    def rate(self, step: int) -> float:
-        """The rate at training step `step`, counted from 0."""
-        if step < self.warmup:
-            start = self.end if self.start is None else self.start
-            return start * (1 - step / self.warmup)
-        return self.end * min(1.0, (step - self.warmup) / (self.total - self.warmup))
-
-
 ResidualScale = Annotated[
     Positive | PerStack | Literal["deepnet"],
     _one_line_error("should be a number above 0, {encoder: NUMBER, decoder: NUMBER} or deepnet"),
@@ -329,13 +302,6 @@ ResidualScale = Annotated[
 LayerDropRate = Annotated[
     Rate | DropPerStack,
     _one_line_error("should be at least 0 and below 1, or {encoder: RATE, decoder: RATE}"),
-]
-DropHeadRate = Annotated[
-    Rate | DropHeadSchedule,
-    _one_line_error(
-        "should be at least 0 and below 1, or {end: RATE, start: RATE, warmup: STEPS, total: STEPS}"
-        " of such rates and with total above warmup"
-    ),
 ]
 
 
@@ -372,7 +338,7 @@ class TransformerLayersConfig(Config):
     dropout: Rate = 0.1  # on embedding + position and on every sublayer output
     attention_dropout: Rate = 0.0  # on attention weights
     feed_forward_dropout: Rate = 0.0  # after the activation
-    drop_head: DropHeadRate = 0.0  # rate of DropHead, or its schedule
+    drop_head: Rate = 0.0  # rate of DropHead
 
     @field_validator("heads")
     @classmethod

@@ -6,7 +6,7 @@ kept for the backward pass instead of 4. The rate is thereby rounded to a multip
 factor 1 / (1 - rate) uses the rounded rate, so the expectation is exact.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from asr.kernels import dispatch
-
-if TYPE_CHECKING:
-    from asr.config.schema import DropHeadSchedule
 
 _LEVELS = 2**16
 
@@ -82,19 +79,12 @@ class DropHead(nn.Module):
     """Drops whole attention heads in training (Zhou et al. 2020, arXiv:2004.13342).
 
     Every utterance has its own mask; the kept heads are rescaled by H / kept. If all would be
-    dropped, the one with the highest draw is kept. `schedule`: a constant rate or a
-    DropHeadSchedule, whose rate is that of step 0 until `set_step` is called.
+    dropped, the one with the highest draw is kept.
     """
 
-    def __init__(self, schedule: "float | DropHeadSchedule") -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
-        self.schedule = schedule
-        self.set_step(0)
-
-    def set_step(self, step: int) -> None:
-        """Use the rate of training step `step`, counted from 0."""
-        constant = isinstance(self.schedule, float | int)
-        self.rate = self.schedule if constant else self.schedule.rate(step)
+        self.rate = rate
 
     def forward(self, heads: Tensor) -> Tensor:
         """heads (B, H, ...) -> the same shape."""
