@@ -27,17 +27,18 @@ def main() -> int:
     from asr.inference.tune import tune
 
     on_hub, run = is_on_hub(args.run), local_run(args.run)
-    if on_hub and args.tune:
+    if args.tune and (on_hub or not os.access(run, os.W_OK)):
         raise UserError(f"--tune writes into the run: copy {run} to a folder, and tune that")
     recipe = load_run_recipe(run, args.overrides)
     name = evaluation_name(args.split)
     corpus = splits.load_split(recipe.data, args.split)
-    if not (args.out or args.tune):
+    if not args.out:
         splits.check_result_name(recipe.data, args.split, name)
+    labels = {column: evaluation.groups_of(corpus, column) for column in args.by}
+    other = None
     if args.against:
         check_run_folder(args.against)
-    labels = {column: evaluation.groups_of(corpus, column) for column in args.by}
-    other = evaluation.score_of_run(args.against, name, corpus) if args.against else None
+        other = evaluation.score_of_run(args.against, name, corpus)
     recognizer = Recognizer.load(run, args.overrides)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
@@ -84,7 +85,10 @@ def arguments() -> argparse.Namespace:
     )
     add("--pictures", type=natural, default=20, help="worst utterances shown with attention (20)")
     add("--tune", action="store_true", help="search the decode settings, write them into the run")
-    return parser.parse()
+    args = parser.parse()
+    if args.tune and (args.out or args.by or args.against):
+        parser.error("--tune writes no results: leave out --out, --by and --against")
+    return args
 
 
 def check_writable(folder: Path) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asr.inference.transcript import Transcript
 
 OVERRIDE = re.compile(r"\w+(\.\w+)*=")  # the begin of a setting; a path has a slash before its =
+SHARD_FILES = 64
 SUFFIXES = {"text": "txt", "json": "json", "srt": "srt", "vtt": "vtt"}
 
 
@@ -33,7 +34,7 @@ def main() -> int:
     if args.list:
         return transcribe_list(args, files, overrides)
     if not files:
-        raise UserError("no audio file was named, only settings")
+        raise UserError("no audio: name files, folders, - or --list FILES")
     from asr.inference.recognition import Recognizer
     from asr.inference.sources import open_sources, targets
 
@@ -138,11 +139,14 @@ def arguments() -> argparse.Namespace:
         "of processes"
     )
     add("--list", type=Path, metavar="FILES", help=listed)
-    together = "files of --list that are written, or lost, together (default: %(default)s)"
-    add("--shard-files", type=positive, default=64, metavar="N", help=together)
+    together = f"files of --list that are written, or lost, together ({SHARD_FILES})"
+    add("--shard-files", type=positive, metavar="N", help=together)
     again = "2, 3, ...: try the shards of --list again whose files failed before"
-    add("--attempt", type=positive, default=1, metavar="N", help=again)
-    return parser.parse()
+    add("--attempt", type=positive, metavar="N", help=again)
+    args = parser.parse()
+    if (args.shard_files or args.attempt) and not args.list:
+        parser.error("--shard-files and --attempt are for --list")
+    return args
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
@@ -186,7 +190,8 @@ def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list
     run = local_run(args.run)
     recipe = load_run_recipe(run, overrides)
     listed = bulk.read_list(args.list, recipe.data.allow_outside_audio)
-    job = bulk.BulkJob(args.out, listed, args.shard_files, args.format, args.attempt)
+    shard_files, attempt = args.shard_files or SHARD_FILES, args.attempt or 1
+    job = bulk.BulkJob(args.out, listed, shard_files, args.format, attempt)
     bulk.open_folder(job, bulk.identity(run, recipe))
     load = partial(Recognizer.load, run, overrides)
     return bulk.transcribe_all(job, load, ranks.number, ranks.count)

@@ -317,6 +317,18 @@ def test_constraints_that_allow_nothing_leave_an_unfinished_hypothesis():
     assert len(hypotheses[0].log_probs) == 3
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_ctc_alone_does_not_ask_the_model_for_the_end(seed):
+    """Its eos_threshold would forbid the end that CTC is certain of."""
+    path = [4, BLANK, 5, BLANK, 6, BLANK, 4]
+    log_probs = torch.full((1, len(path), 7), -9.0)
+    log_probs[0, range(len(path)), path] = 0.0
+    memory = Memory(torch.zeros(1, len(path), 5).double(), torch.ones(1, len(path)).bool())
+    ctc = log_probs.log_softmax(dim=2).double()
+    ((best,),) = beam_search(ToySpeller(seed=seed), memory, 8, ctc=ctc, ctc_weight=1.0)
+    assert best.tokens == (4, 5, 6, 4)
+
+
 def test_ctc_without_room_for_a_token_gives_an_empty_sentence():
     memory = Memory(torch.randn(1, 1, 5).double(), torch.ones(1, 1, dtype=torch.bool))
     ctc = torch.full((1, 1, V), -50.0)

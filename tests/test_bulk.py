@@ -166,8 +166,8 @@ def claimed_by_another(path, pieces):
 
 
 def test_a_claim_ends_with_its_process(tmp_path):
-    other = claimed_by_another(tmp_path / "claims", [2, 5])
-    with ShardLocks(tmp_path / "claims") as locks:
+    other = claimed_by_another(tmp_path / "shards.lock", [2, 5])
+    with ShardLocks(tmp_path / "shards.lock") as locks:
         for piece, free in ((1, True), (2, False), (3, True), (5, False)):
             with locks.lock(piece) as mine:
                 assert mine is free
@@ -247,6 +247,9 @@ def test_a_language_model_counts_by_its_content(tiny_run, tmp_path):
     assert identity(tiny_run, moved) == other
     trained = load_run_recipe(tiny_run, [f"decode.lm={tiny_run}"])  # a run's folder
     assert [identity(tiny_run, trained)["decode.lm"]] == before["weights"]
+    for key in ("decode.lm=away", "decode.ensemble=[away]"):
+        with pytest.raises(UserError, match=f"^{key.partition('=')[0]}.*away"):
+            identity(tiny_run, load_run_recipe(tiny_run, [key]))
 
 
 def test_an_invalid_list(commands, tiny_run, tmp_path):
@@ -319,9 +322,9 @@ def test_links_in_the_folder_are_not_followed(archive, decoded_files, commands, 
     (tmp_path / "mine").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "mine")
     line = arguments(tiny_run, tmp_path)
-    assert commands(asr_transcribe, *line)[0] == 2 and (tmp_path / "mine" / "claims").exists()
+    assert commands(asr_transcribe, *line)[0] == 2 and (tmp_path / "mine" / "shards.lock").exists()
     (tmp_path / "precious").write_text("precious")
-    for name in ("claims", "summary.json", "about.json", "shards/00000000.jsonl"):
+    for name in ("shards.lock", "summary.json", "about.json", "shards/00000000.jsonl"):
         path = tmp_path / "mine" / name
         content = path.read_bytes()
         path.unlink()

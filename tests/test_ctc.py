@@ -3,12 +3,16 @@
 import itertools
 import math
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
 
+from asr.config.schema import DecodeConfig
 from asr.decoding.ctc import collapse, ctc_beam_search, ctc_greedy
 from asr.errors import UserError
+from asr.inference.decode import decode_memory
+from asr.nn.attention import Memory
 
 
 def random_log_probs(*shape, seed=0, sharpness=2.0):
@@ -81,15 +85,19 @@ def test_no_frames_give_an_empty_sentence():
     assert (best.tokens, best.score) == ((), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"beam": 0}, "beam is 0; it must be 1 or more"),
-        ({"nbest": 9}, r"nbest is 9; it must be between 1 and beam \(8\)"),
-        ({"tokens": 0}, "tokens is 0; it must be 1 or more"),
-    ],
-)
-def test_errors_are_reported(settings, message):
-    with pytest.raises(UserError, match=message):
-        valid = torch.ones(1, 3, dtype=torch.bool)
-        ctc_beam_search(random_log_probs(1, 3, 5), valid, **{"beam": 8} | settings)
+@pytest.mark.parametrize("beam", [1, 4])
+def test_nan_is_reported(beam):
+    class Broken(torch.nn.Module):
+        def ctc(self, memory):
+            return memory.states
+
+    states = torch.zeros(2, 3, 5)
+    states[0, 2] = states[1, 1] = math.nan
+    for length, fails in ((3, True), (1, False)):  # NaN in the padding changes nothing
+        memory = Memory(states, torch.arange(3) < torch.tensor([[2], [length]]))
+        decode = partial(decode_memory, Broken(), memory, DecodeConfig(search="ctc", beam=beam))
+        if fails:
+            with pytest.raises(UserError, match="log-probs are NaN"):
+                decode()
+        else:
+            assert len(decode()) == 2

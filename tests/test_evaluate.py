@@ -111,6 +111,24 @@ def test_validation_normalises_speakers_as_evaluation_does(tiny, tmp_path):
         assert not torch.allclose(ours.features, by_itself.features, atol=0.1)
 
 
+def test_silence_and_a_few_frames_have_an_empty_hypothesis(tiny_run, commands, tmp_path):
+    """As in asr.transcribe; no model computes them."""
+    sounds = {"silent": np.zeros(RATE), "short": np.sin(np.arange(RATE // 20))}
+    rows = [f"{name}\tx\t{name}.wav\t{len(sound) / RATE}\t" for name, sound in sounds.items()]
+    for name, sound in sounds.items():
+        soundfile.write(tmp_path / f"{name}.wav", sound, RATE)
+    speech = read_recipe(tiny_run / "recipe.yaml").data.test["test"].parent / "test-0.flac"
+    (tmp_path / "speech.flac").symlink_to(speech)
+    rows.append("speech\tx\tspeech.flac\t1.0\tbc")
+    table = "\n".join(["id\tspeaker\taudio\tseconds\ttext", *rows]) + "\n"
+    (tmp_path / "x.tsv").write_text(table)
+    call = ("--split", tmp_path / "x.tsv", "--out", tmp_path / "out", "decode.beam=2")
+    code, out, _ = commands(evaluate, tiny_run, *call)
+    texts = {row["id"]: row["hypothesis"] for row in hypothesis_rows(tmp_path / "out")}
+    assert code == 0 and texts["silent"] == texts["short"] == ""
+    assert texts["speech"] == Recognizer.load(tiny_run, ["decode.beam=2"]).transcribe(speech).text
+
+
 def test_a_run_trained_without_speakers_can_be_decoded_by_speaker(
     tiny, tiny_run, commands, tmp_path
 ):
@@ -188,7 +206,7 @@ def test_long_utterances_are_decoded_as_by_transcribe(
     assert 0 < float(rows[2]["length_ratio"]) < 2 and rows[2]["finished"] in ("yes", "no")
     full = Recognizer.load(tiny_run, more).transcribe(corpus[2].audio)
     assert full.tokens != reported[2].tokens  # otherwise the test could not fail
-    assert json.loads((out / "score.json").read_text())["about"]["in_pieces"] == 1
+    assert json.loads((out / "score.json").read_text())["about"]["in_segments"] == 1
 
 
 @pytest.mark.parametrize("find", ["beam", "ctc"])

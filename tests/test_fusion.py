@@ -172,11 +172,6 @@ def test_another_vocabulary_is_one_clear_line(commands, tiny_run, tmp_path):
         (["decode.lm=."], "no recipe.yaml in it, so it is no run folder"),
         (["decode.lm=away", "decode.search=ctc"], "decode.lm needs decode.search=beam"),
         (["decode.lm_weight=-1"], "decode.lm_weight = -1: should be greater than or equal to 0"),
-        (
-            ["decode.beam=99"],
-            "decode.beam is 99, more than the 5 tokens that this vocabulary can begin with; "
-            "set decode.beam to 5 or less",
-        ),
     ],
 )
 def test_errors_are_one_clear_line(commands, tiny_run, overrides, message):

@@ -144,7 +144,7 @@ def of_language(tmp_path, like):
     [
         (of_other_words, "its vocabulary differs from the first run's"),
         (of_other_features, "its features.mel_bins, features.mvn differ from the first run's"),
-        (without_ctc, "it has no CTC head, which the first run has"),
+        (without_ctc, "it has no CTC head for decode.ctc_weight = "),
         (of_language, "a run of the task language; only speech can be transcribed"),
         (lambda tmp_path, _: tmp_path / "other", "there is no such run. Make it with: python -m"),
     ],
@@ -154,8 +154,14 @@ def test_a_run_that_cannot_join_an_ensemble_is_one_line(
 ):
     other = make(tmp_path, tiny_run)
     monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("decoded in vain"))
-    line = commands.refused(evaluate, tiny_run, "--split", "test", together(other))
+    more = [together(other), "decode.ctc_weight=0.3"]
+    line = commands.refused(evaluate, tiny_run, "--split", "test", *more)
     assert line.startswith(f"decode.ensemble: {other}: {reason}")
+
+
+def test_without_ctc_in_the_search_a_run_needs_no_head_for_it(tiny_run, tmp_path):
+    more = [together(without_ctc(tmp_path, tiny_run)), "decode.ctc_weight=0"]
+    assert len(Recognizer.load(tiny_run, more).ensemble) == 1
 
 
 def test_statistics_of_the_corpus_must_be_the_same(tiny_run, tmp_path):

@@ -235,6 +235,7 @@ MISTAKES = {
     "precision 'fp8' is not known": lambda: LayerNormLSTMCell(3, 7, precision="fp8"),
     "backend 'gpu' is not known; choose one of auto": lambda: LayerNormLSTM(3, 7, backend="gpu"),
     "eps is -1": lambda: LayerNormLSTM(3, 7, eps=-1),
+    "eps is 0": lambda: LayerNormLSTM(3, 7, eps=0),
     "dropout 1.0 is not a rate": lambda: LayerNormLSTM(3, 7, dropout=1.0),
     r"input has shape \(2, 5, 4\); expected \(B, T, 3\), or \(T, 3\) for": lambda: call(
         input=torch.randn(2, 5, 4)

@@ -249,7 +249,9 @@ def test_without_ffmpeg_a_line_names_it(recordings, commands, tmp_path, monkeypa
 
 
 def test_settings_are_not_taken_as_files(commands, tiny_run, tiny):
-    assert "no audio file" in commands.refused(transcribe, tiny_run, "decode.beam=2")
+    assert "no audio: name files" in commands.refused(transcribe, tiny_run, "decode.beam=2")
+    line = commands.refused(transcribe, tiny_run, tiny.parent / "test-0.flac", "--attempt", 2)
+    assert "--shard-files and --attempt are for --list" in line
     file = tiny.parent / "test-0.flac"
     line = commands.refused(transcribe, tiny_run, file, "decode.beam=0")
     assert line.startswith("command line: decode.beam = 0: should be greater than or equal to 1")

@@ -162,6 +162,8 @@ def test_a_language_model_that_does_not_help_is_not_written(tiny_run, commands, 
 
 
 def test_ctc_alone_has_no_weight_to_tune(tiny_run, commands):
+    line = commands.refused(evaluate, tiny_run, "--split", "valid", "--tune", "--by", "speaker")
+    assert "leave out --out, --by and --against" in line
     line = commands.refused(evaluate, tiny_run, "--split", "valid", "--tune", "decode.search=ctc")
     assert line == "--tune weighs what a beam adds up; set decode.search=beam"
 

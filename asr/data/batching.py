@@ -253,7 +253,7 @@ def halves(batch: Any, names: Sequence[str]) -> list[Any]:
     return parts
 
 
-def collate(examples: Sequence[Example | Broken], grid: float = 0.0) -> Batch:
+def collate(examples: Sequence[Example | Broken | None], grid: float = 0.0) -> Batch:
     """Pad examples to one batch; the broken ones go into `Batch.broken`.
 
     A `grid` above 0 pads to a multiple of so many seconds and of TOKEN_GRID tokens.

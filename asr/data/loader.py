@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -101,16 +101,19 @@ class UtteranceDataset(Dataset):
     seed: int
     other_speeds: Sequence[float] = ()  # further speeds at which evaluation reads every utterance
     views: int = 1  # 2 if training compares two maskings of each utterance
+    skips: Callable[[FrontEnd, Tensor], bool] | None = None  # waveforms that evaluation leaves out
 
     def __len__(self) -> int:
         return len(self.corpus)
 
-    def __getitem__(self, item: Item) -> Example | Broken:
+    def __getitem__(self, item: Item) -> Example | Broken | None:
         utterance, front_end = self.corpus[item.index], self.front_end
         speaker, other_speeds, second_view = utterance.speaker, (), ()
         try:
             waveform = front_end.load(utterance.audio)
             if item.epoch == 0:
+                if self.skips and self.skips(front_end, waveform):
+                    return None
                 features, *other_speeds = front_end.at_speeds(waveform, speaker, self.other_speeds)
             else:
                 random = utterance_generator(self.seed, item.epoch, utterance.id)

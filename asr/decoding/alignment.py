@@ -25,7 +25,6 @@ from asr.data.tokenizer import BLANK
 
 TokenSpan = tuple[float, float]  # frames: start, end (exclusive)
 REACH = 1.5  # frames: the most that a span by attention extends beyond its peak
-WINDOW = 25  # frames: 1 s at 40 ms per frame
 MIN_ATTENTION = 0.5  # tokens' worth of attention in a covered window (tau of Chorowski & Jaitly)
 NGRAM = 4
 MIN_COVERAGE, MAX_REPETITION = 0.5, 0.75  # outside of these a hypothesis is flagged
@@ -146,9 +145,12 @@ class HypothesisHealth:
 
 
 def hypothesis_health(
-    tokens: Sequence[int], frames: int, attention: Tensor | None = None, window: int = WINDOW
+    tokens: Sequence[int], frames: int, attention: Tensor | None, window: int
 ) -> HypothesisHealth:
-    """U tokens over T frames, with attention (U, T), or (U + 1, T) with a row for EOS."""
+    """U tokens over T frames, with attention (U, T), or (U + 1, T) with a row for EOS.
+
+    window: frames in which attention must be spent somewhere, about 1 s.
+    """
     covered = None if attention is None else coverage(attention[: len(tokens)], window)
     return HypothesisHealth(covered, repetition(tokens), len(tokens) / frames if frames else 0.0)
 
@@ -161,8 +163,10 @@ def mean_health(parts: Sequence[HypothesisHealth], lengths: Sequence[int]) -> Hy
     return HypothesisHealth(*(sum(map(mul, own, lengths)) / sum(lengths) for own in columns))
 
 
-def coverage(attention: Tensor, window: int = WINDOW) -> float:
+def coverage(attention: Tensor, window: int) -> float:
     """attention (U, T) -> share of windows with MIN_ATTENTION or more; 1 for no frames.
+
+    window: frames.
 
     Chorowski & Jaitly 2016 count single frames; attention is peaky, so we count windows. The last
     window includes the remaining frames.

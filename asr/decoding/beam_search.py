@@ -93,11 +93,12 @@ class AllowedTokens(NamedTuple):
 
 
 def allowed_tokens(
-    config: BeamConfig, state: "BeamState", total: Tensor, log_probs: Tensor
+    config: BeamConfig, state: "BeamState", total: Tensor, log_probs: Tensor | None
 ) -> AllowedTokens:
     """total and the model's log_probs (B, K, V): the scores with and without other scorers.
 
-    Between the length limits eos_threshold and ngram decide; at max_length only EOS is allowed.
+    Between the length limits ngram and eos_threshold decide, the latter by the model's log_probs,
+    None where its weight is 0; at max_length only EOS is allowed.
     """
     tokens = state.tokens[..., 1:]
     length = tokens.shape[2]
@@ -108,7 +109,7 @@ def allowed_tokens(
     eos_is_best = eos >= others.amax(dim=2)
     at_limit = (length >= state.max_length)[:, None]  # (B, 1)
     early = (length < state.min_length)[:, None]
-    if config.eos_threshold is not None:
+    if config.eos_threshold is not None and log_probs is not None:
         best = _without_eos(log_probs).amax(dim=2)
         early = early | (log_probs[..., EOS] < config.eos_threshold * best)
     return AllowedTokens(
@@ -286,7 +287,8 @@ class BeamSearch:
         pairs = zip(self.scorers, token_scores, strict=True)
         weighted = sum(weight * scores for (weight, _), scores in pairs if weight)
         total = state.scores[..., None] + weighted  # (B, K, V)
-        allowed = allowed_tokens(self.config, state, total, token_scores[0])
+        model_scores = token_scores[0] if self.scorers[0][0] else None
+        allowed = allowed_tokens(self.config, state, total, model_scores)
         possible = total.shape[1] * (total.shape[2] - len(NEVER) - 1)  # neither NEVER nor EOS
         best = allowed.tokens.flatten(1).topk(min(self.config.beam, possible))
         attention_sum = state.attention_sum

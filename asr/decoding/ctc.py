@@ -33,7 +33,6 @@ from torch.nn.functional import pad
 
 from asr.data.tokenizer import BLANK, EOS
 from asr.decoding.scorer import Hypothesis
-from asr.errors import UserError
 from asr.nn.attention import Memory, keeps_all
 
 PrefixTokens = tuple[int, ...]
@@ -64,14 +63,8 @@ def ctc_beam_search(
     """log_probs (B, T, V), valid (B, T) -> each utterance's nbest sentences, best first.
 
     score is the log-probability of all paths of the sentence that the beam kept. In each frame only
-    blank and the `tokens` likeliest labels are tried. Raises UserError for a value out of range.
+    blank and the `tokens` likeliest labels are tried.
     """
-    if beam < 1:
-        raise UserError(f"beam is {beam}; it must be 1 or more")
-    if not 1 <= nbest <= beam:
-        raise UserError(f"nbest is {nbest}; it must be between 1 and beam ({beam})")
-    if tokens < 1:
-        raise UserError(f"tokens is {tokens}; it must be 1 or more")
     best = log_probs.topk(min(tokens, log_probs.shape[2]), dim=2)
     columns = [kept.cpu() for kept in (log_probs[..., BLANK], best.indices, best.values)]
     results = []

@@ -5,6 +5,7 @@
     OUT/transcripts.tsv|.jsonl    at the end: all transcripts, in the order of the list
     OUT/failures.tsv              files that could not be read, and why
     OUT/summary.json              counts, duration, speed
+    OUT/shards.lock               locks of the shards that ranks work on
 
 The list is cut into shards of a fixed number of files. Rank r of N starts with the shards r, r + N,
 ... and then transcribes those that the others have not. Ranks exchange no messages: each locks a
@@ -26,6 +27,7 @@ from asr.config.schema import TRAINING_ONLY_FEATURES, SpeechRecipe
 from asr.data.corpus import read_manifest
 from asr.data.manifest import write_rows
 from asr.errors import UserError, one_line
+from asr.inference.load import missing_language_model
 from asr.inference.recognition import Recognizer
 from asr.inference.transcript import ON_ONE_LINE, json_line, json_row
 from asr.io import (
@@ -181,11 +183,15 @@ def identity(run: Path, recipe: SpeechRecipe) -> dict[str, Any]:
     Models are identified by content, not by path. Raises UserError where one is missing.
     """
     decode, features = recipe.decode, recipe.features
-    weights, *others = (
-        _sha256s(one, decode.checkpoint, decode.average) for one in (run, *decode.ensemble)
-    )
+    weights = _sha256s(run, decode.checkpoint, decode.average)
+    try:
+        others = [_sha256s(one, decode.checkpoint, decode.average) for one in decode.ensemble]
+    except UserError as error:
+        raise UserError(f"decode.ensemble: {error}") from None
     lm = decode.lm
     if lm is not None:
+        if not lm.exists():
+            raise missing_language_model(lm)
         lm = _sha256s(lm, "best", 1)[0] if lm.is_dir() else sha256_of_files([lm])
     keys = {
         "decode": decode.model_dump(mode="json", exclude={"batch_seconds", "lm", "ensemble"}),
@@ -237,7 +243,7 @@ def transcribe_all(job: BulkJob, load: Callable[[], Recognizer], rank: int, rank
     progress = Progress(job, rank)
     if job.summary() and rank == 0:
         print(f"{job.out}: everything is done already", flush=True)
-    with ShardLocks(job.out / "claims") as locks:
+    with ShardLocks(job.out / "shards.lock") as locks:
         recognizer: Recognizer | None = None
         while left := sorted(set(range(job.count)) - job.done()):
             recognizer = recognizer or load()

@@ -15,7 +15,7 @@ from asr.data.batching import Batch
 from asr.data.tokenizer import Tokenizer
 from asr.decoding.beam_search import beam_search
 from asr.decoding.ctc import ctc_beam_search, ctc_greedy
-from asr.decoding.scorer import Hypothesis, Scorer, greedy
+from asr.decoding.scorer import Hypothesis, Scorer, check_not_nan, greedy
 from asr.errors import UserError
 from asr.nn.attention import Memory
 
@@ -25,8 +25,9 @@ Others = Sequence[tuple[nn.Module, Memory]]  # the utterances in other models or
 def is_greedy(config: BeamConfig) -> bool:
     """Whether the beam search over one model would be greedy search.
 
-    length_penalty, token_reward and patience have no effect on one hypothesis, and the default
-    eos_threshold, above 1, rejects no EOS that is the likeliest token.
+    Greedy search ignores length_penalty, token_reward and patience, by which a beam of 1 would
+    continue after EOS. The default eos_threshold, above 1, rejects no EOS that is the likeliest
+    token.
     """
     return (
         config.beam == 1
@@ -69,6 +70,7 @@ def _decode_ctc(model: nn.Module, memory: Memory, beam: int, nbest: int) -> list
         raise UserError(
             "decode.search is ctc, but this model has no CTC head; set decode.search=beam"
         )
+    check_not_nan(bool(log_probs[memory.valid].isnan().any()))
     if beam > 1:
         return ctc_beam_search(log_probs, memory.valid, beam, nbest=nbest)
     scores = log_probs.amax(dim=2).masked_fill(~memory.valid, 0.0).sum(dim=1).tolist()

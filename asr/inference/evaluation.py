@@ -41,7 +41,7 @@ from asr.decoding.alignment import HypothesisHealth, hypothesis_health, mean_hea
 from asr.decoding.scorer import Hypothesis
 from asr.decoding.segmentation import Segment
 from asr.errors import UserError
-from asr.inference.recognition import Recognizer, decode_in_halves, fault_line
+from asr.inference.recognition import Recognizer, decode_in_halves, fault_line, has_no_speech
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
 from asr.nn.attention import Memory
 from features import AudioError
@@ -58,7 +58,7 @@ class DecodedUtterance:
     health: HypothesisHealth
 
 
-UNREAD = DecodedUtterance("", "", (), False, HypothesisHealth(None, 0.0, 0.0))
+NOT_DECODED = DecodedUtterance("", "", (), False, HypothesisHealth(None, 0.0, 0.0))
 Labels = Mapping[str, Mapping[str, str]]  # column -> utterance id -> group
 
 
@@ -68,8 +68,8 @@ class Evaluation:
 
     title: str
     corpus: Corpus
-    decoded: Sequence[DecodedUtterance]  # in the order of the corpus, UNREAD if it is unreadable
-    reasons: Mapping[str, str]  # utterance id -> why it could not be read
+    decoded: Sequence[DecodedUtterance]  # in the order of the corpus, perhaps NOT_DECODED
+    reasons: Mapping[str, str]  # utterance id -> why it was not decoded
     score: Score
     groups: Mapping[str, Mapping[str, Score]]
     about: Mapping[str, Any]  # for score.json
@@ -85,7 +85,7 @@ def evaluate(
 ) -> Evaluation:
     """Decode and score every utterance, the unreadable ones as empty."""
     by_id, reasons = decode_split(recognizer, corpus, recipe)
-    decoded = [by_id.get(name, UNREAD) for name in corpus.ids]
+    decoded = [by_id.get(name, NOT_DECODED) for name in corpus.ids]
     result = score(corpus.texts, [d.text for d in decoded], corpus.ids, corpus.speakers)
     groups = {column: by_group(result, group_of) for column, group_of in labels.items()}
     about = {
@@ -93,7 +93,7 @@ def evaluate(
         "steps": recognizer.steps,
         "overrides": overrides,
         "not_decoded": len(reasons),
-        "in_pieces": int(too_long(recognizer, corpus.seconds).sum()),
+        "in_segments": int(too_long(recognizer, corpus.seconds).sum()),
         "wer_interval_over_speakers": _interval_over_speakers(result),
         "groups": {
             column: {name: _group_facts(part) for name, part in parts.items()}
@@ -167,7 +167,12 @@ def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Ite
         _measure_long(corpus.take(np.flatnonzero(long)), front_end, decode.speeds)
     recognizer.front_end = front_end
     dataset = UtteranceDataset(
-        chosen, front_end, recognizer.tokenizer, recipe.seed, other_speeds=decode.other_speeds
+        chosen,
+        front_end,
+        recognizer.tokenizer,
+        recipe.seed,
+        other_speeds=decode.other_speeds,
+        skips=has_no_speech,  # these are left to decode_long
     )
     plan = plan_evaluation(chosen.seconds, decode.batch_seconds)
     return load_batches(dataset, plan.batches, workers)
@@ -349,7 +354,7 @@ def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
 
 
 def _flags(evaluation: Evaluation) -> dict[str, tuple[str, ...]]:
-    """By id, why a decoded utterance deserves a look: cut off, low coverage, repetition."""
+    """By id, why a decoded utterance is flagged: cut off, low coverage, repetition."""
     decoded = zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
     flags = {name: ("cut off",) * (not own.finished) + own.health.flags for name, own in decoded}
     return {name: own for name, own in flags.items() if own and name not in evaluation.reasons}
@@ -374,7 +379,7 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
             f"mean of {count} checkpoints (step {_steps(evaluation)}): the run has no more, "
             f"decode.average = {average} asks for more"
         )
-    if long := about["in_pieces"]:
+    if long := about["in_segments"]:
         yield f"{long} utterances exceed decode.max_segment_seconds and are decoded in segments"
     for name, reason in evaluation.reasons.items():
         yield f"not decoded, scored as empty: {name}: {reason}"

@@ -11,7 +11,7 @@ from asr.config.language import LanguageRecipe
 from asr.config.loader import read_recipe
 from asr.config.missing_run import missing_run, train_command
 from asr.config.schema import TRAINING_ONLY_FEATURES, DecodeConfig, SpeechRecipe, TextConfig
-from asr.data.tokenizer import SPECIAL, Tokenizer, about, load_tokenizer
+from asr.data.tokenizer import Tokenizer, about, load_tokenizer
 from asr.decoding.fusion import load_ngrams
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError, print_line
@@ -91,8 +91,8 @@ def load_ensemble(
     """The models of the runs in decode.ensemble, for a search together with that of `recipe`.
 
     The first run's decode section, device, front end and tokenizer and the overrides of features
-    apply to all. Raises UserError for a run of another vocabulary or other features, or without the
-    CTC head that the first one has.
+    apply to all. Raises UserError for a run of another vocabulary or other features, or without a
+    CTC head where decode.ctc_weight needs one.
     """
     of_features = [override for override in overrides if override.startswith("features.")]
     of_first = {"decode": recipe.decode, "train": recipe.train}
@@ -123,8 +123,10 @@ def _incompatibility(
         load_run_front_end(run, own).norm(frames), front_end.norm(frames)
     ):
         return f"its statistics in {STATISTICS} differ from the first run's"
-    if first.model.ctc_weight and not own.model.ctc_weight:
-        return "it has no CTC head, which the first run has"
+    if first.decode.ctc_weight and not own.model.ctc_weight:
+        return (
+            f"it has no CTC head for decode.ctc_weight = {first.decode.ctc_weight:g}; set it to 0"
+        )
     return None
 
 
@@ -133,14 +135,9 @@ def load_language_scorer(
 ) -> Scorer | None:
     """The language model in `decode.lm`; None without one.
 
-    Raises UserError for a beam that this vocabulary cannot fill, a path that is neither a run
-    folder nor a file of n-grams, another vocabulary, and a missing kenlm.
+    Raises UserError for a path that is neither a run folder nor a file of n-grams, another
+    vocabulary, and a missing kenlm.
     """
-    if decode.beam > (largest := max_beam(tokenizer)):
-        raise UserError(
-            f"decode.beam is {decode.beam}, more than the {largest} tokens that this vocabulary "
-            f"can begin with; set decode.beam to {largest} or less"
-        )
     path = decode.lm
     if path is None:
         return None
@@ -150,15 +147,15 @@ def load_language_scorer(
         return load_language_model(path, tokenizer.fingerprint(), device)
     if path.is_file():
         return load_ngrams(path, tokenizer.surfaces, decode.lm_unit)
-    raise UserError(
+    raise missing_language_model(path)
+
+
+def missing_language_model(path: Path) -> UserError:
+    """The error for a `decode.lm` that is neither a folder nor a file."""
+    return UserError(
         f"decode.lm = {path}: neither a run folder nor a file of n-grams. Make a run with: "
         f"{train_command(path)}"
     )
-
-
-def max_beam(tokenizer: Tokenizer) -> int:
-    """Continuations at the first step, <unk> and <eos> included."""
-    return tokenizer.size - len(SPECIAL) + 2
 
 
 def load_language_model(run: Path, fingerprint: str, device: torch.device) -> nn.Module:

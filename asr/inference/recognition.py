@@ -105,6 +105,13 @@ MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
 FEWEST_FRAMES = 10  # of features: 0.1 s has no word, but a model gives a letter for it
 
 
+def has_no_speech(front_end: FrontEnd, waveform: Tensor) -> bool:
+    """Whether audio (S,) is silent or of fewer than FEWEST_FRAMES frames: its text is empty."""
+    if front_end.extract.num_frames(len(waveform)) < FEWEST_FRAMES:
+        return True
+    return is_silent(waveform, front_end.sample_rate)
+
+
 class Recognizer(SpeechDecoder):
     """A trained model with everything between audio and text; see SpeechDecoder.
 
@@ -246,8 +253,8 @@ class Recognizer(SpeechDecoder):
         longest, rate = self.max_segment_seconds, self.front_end.sample_rate
         overlap = min(self.decode.overlap, longest / 4)
         for segment, samples in split_at_pauses(blocks, rate, longest, overlap):
-            short = self.front_end.extract.num_frames(len(samples)) < FEWEST_FRAMES
-            yield segment, torch.zeros(0) if short or is_silent(samples, rate) else samples
+            empty = has_no_speech(self.front_end, samples)
+            yield segment, torch.zeros(0) if empty else samples
 
     def segment_groups(self, blocks: Iterable[Tensor]) -> Iterator[list[tuple[Segment, Tensor]]]:
         """`segments`, as many at a time as fit into decode.batch_seconds, and one at least."""

@@ -27,7 +27,7 @@ class Transcript:
     """
 
     text: str
-    score: float  # log-probability of the hypothesis, of all segments together
+    score: float  # log-probability by the decoder (search=ctc: by CTC), of all segments together
     tokens: tuple[int, ...]
     times: tuple[float, ...] = ()  # at which each token begins
     words: tuple[TimedWord, ...] = ()
@@ -56,7 +56,8 @@ def timed_transcript(
     words = group_words(token_texts(tokenizer, tokens), spans, log_probs, frame_seconds)
     times = tuple(start * frame_seconds for start, _ in spans)
     text = tokenizer.decode(tokens)
-    return Transcript(text, hypothesis.score, tokens, times, tuple(words))
+    score = sum(hypothesis.log_probs) if hypothesis.log_probs else hypothesis.score
+    return Transcript(text, score, tokens, times, tuple(words))
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:

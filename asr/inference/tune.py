@@ -22,7 +22,6 @@ from asr.decoding.scorer import Hypothesis
 from asr.errors import UserError
 from asr.inference.decode import decode_memory
 from asr.inference.evaluation import batches, too_long
-from asr.inference.load import max_beam
 from asr.inference.recognition import Recognizer
 from asr.io import write_files
 
@@ -91,9 +90,9 @@ def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path
 
 def grid_of(recognizer: Recognizer, recipe: SpeechRecipe) -> list[dict[str, float]]:
     """The settings to decode for n-bests: beam, CTC weight, with and without language model."""
-    beams = [beam for beam in BEAMS if beam <= max_beam(recognizer.tokenizer)]
-    axes: dict[str, Sequence[float]] = {"beam": beams}
-    axes["ctc_weight"] = CTC_WEIGHTS if recipe.model.ctc_weight else (0.0,)
+    axes: dict[str, Sequence[float]] = {"beam": BEAMS}
+    has_ctc = recipe.model.ctc_weight and all(model.ctc_head for model in recognizer.ensemble)
+    axes["ctc_weight"] = CTC_WEIGHTS if has_ctc else (0.0,)
     if recognizer.lm is not None:
         axes["lm_weight"] = (0.0, LM_WEIGHT)
     return [one | dict.fromkeys(PENALTIES, 0.0) for one in _combinations(axes)]

@@ -105,8 +105,8 @@ def make_setting(
     ):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not known; choose one of {', '.join(allowed)}")
-    if eps is not None and eps < 0:
-        raise ValueError(f"eps is {eps}; it must not be negative")
+    if eps is not None and not eps > 0:
+        raise ValueError(f"eps is {eps}; it must be above 0")
     own = CELLS[norm]
     return LSTMOptions(
         norm=norm,

@@ -38,7 +38,7 @@ def valid_places(lengths: Tensor, size: int, device: torch.device) -> Tensor:
 def keeps_all(utterances: Tensor, count: int) -> bool:
     """Are `utterances` 0 .. count - 1, so that a search need not copy what it keeps of each?
 
-    Asked on a CPU only: a GPU copies faster than it answers.
+    False on a GPU, where reading the result would wait for the device.
     """
     if utterances.device.type != "cpu" or len(utterances) != count:
         return False

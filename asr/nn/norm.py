@@ -152,7 +152,7 @@ def valid_moments(x: Tensor, valid: Tensor, count: Tensor) -> tuple[Tensor, Tens
     return mean, variance
 
 
-def make_norm(kind: str, size: int, eps: float = EPS) -> nn.Module:
+def make_norm(kind: str, size: int) -> nn.Module:
     """The norm called `kind`, of vectors by themselves. Raises ValueError for any other."""
     kinds = {"layer": nn.LayerNorm, "rms": RMSNorm, "scale": ScaleNorm, "bias": BiasNorm}
     squashing = {"dyt": DynamicTanh, "derf": DynamicErf}
@@ -161,7 +161,7 @@ def make_norm(kind: str, size: int, eps: float = EPS) -> nn.Module:
     if kind not in kinds:
         known = ", ".join([*kinds, *squashing])
         raise ValueError(f"norm {kind!r} is not known; choose one of {known}")
-    return kinds[kind](size, eps=eps)
+    return kinds[kind](size, eps=EPS)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

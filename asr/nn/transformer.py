@@ -219,11 +219,9 @@ def _projections(size: int, *gains: float) -> nn.Linear:
     return linear
 
 
-def optional_norm(
-    config: TransformerLayersConfig, wanted: bool, size: int | None = None
-) -> nn.Module:
-    """The model's norm, of d_model or `size` elements, or the identity."""
-    return make_norm(config.norm, size or config.d_model) if wanted else nn.Identity()
+def optional_norm(config: TransformerLayersConfig, wanted: bool) -> nn.Module:
+    """The model's norm, of d_model elements, or the identity."""
+    return make_norm(config.norm, config.d_model) if wanted else nn.Identity()
 
 
 def extend_past(past: Tensor, rows: Tensor) -> Tensor:
@@ -353,7 +351,7 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.self_attention = SelfAttention(config, scales.gain, windows)
         self.around_self_attention = Residual(config, scales, is_attention=True)
-        # Made before the convolution, so that the same seed gives the same weights as ever.
+        # Made before the convolution, so that a seed gives the weights of a layer without one.
         feed_forward = FeedForward(config, scales.gain)
         self.convolution = self.around_convolution = None
         if kernel is not None:

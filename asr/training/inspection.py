@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asr.data.batching import Batch
+from asr.data.batching import FRAME_SECONDS, Batch
 from asr.decoding.alignment import coverage, diagonality
 from asr.kernels import reference
 from asr.kernels.types import LayerInput, LSTMOptions, Weights
@@ -276,5 +276,7 @@ def attention(model: nn.Module, batch: Any) -> list[tuple[float, float]]:
     """Diagonality and coverage of each utterance, for models that attend to speech."""
     if not isinstance(batch, Batch) or not hasattr(model, "attention"):
         return []
-    weights = reference_attention(model, model.encode(batch.features, batch.lengths), batch)
-    return [(diagonality(w.numpy()), coverage(w[:-1])) for w in weights]
+    memory = model.encode(batch.features, batch.lengths)
+    seconds = FRAME_SECONDS * batch.features.size(1) / memory.states.size(1)  # of a frame of memory
+    weights, window = reference_attention(model, memory, batch), max(1, round(1 / seconds))
+    return [(diagonality(w.numpy()), coverage(w[:-1], window)) for w in weights]
