@@ -123,7 +123,7 @@ def test_silence_and_a_few_frames_have_an_empty_hypothesis(tiny_run, commands, t
     table = "\n".join(["id\tspeaker\taudio\tseconds\ttext", *rows]) + "\n"
     (tmp_path / "x.tsv").write_text(table)
     call = ("--split", tmp_path / "x.tsv", "--out", tmp_path / "out", "decode.beam=2")
-    code, out, _ = commands(evaluate, tiny_run, *call)
+    code, *_ = commands(evaluate, tiny_run, *call)
     texts = {row["id"]: row["hypothesis"] for row in hypothesis_rows(tmp_path / "out")}
     assert code == 0 and texts["silent"] == texts["short"] == ""
     assert texts["speech"] == Recognizer.load(tiny_run, ["decode.beam=2"]).transcribe(speech).text
