@@ -118,8 +118,7 @@ def _recordings(folder: Path) -> Iterator[Row | Fault]:
 
 def _segments(folder: Path) -> Iterator[Row | Fault]:
     path = folder / "segments"
-    # wav.scp has a fault of its own for each entry that is not a file: one would be lost here in
-    # those of its segments.
+    # An entry of wav.scp that is not a file is one fault, which faults of its segments would hide.
     recordings = {name: audio for _, name, audio in _lines(folder / "wav.scp")}
     yield from (row for row in _recordings(folder) if isinstance(row, Fault))
     for number, name, rest in _lines(path):
