@@ -13,8 +13,9 @@ from tiny_speech import Commands, make_corpus, make_recipe
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """A shell starts background jobs with Ctrl-C ignored; the tests of signals send it."""
+    """A shell starts background jobs with Ctrl-C ignored, nohup SIGHUP; tests send both."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -245,11 +245,13 @@ def averages(folder: Path) -> dict:
     seen["resumed"] = run(2, folder, "stopped", *common, "--resume")
     ends = [list_checkpoints(folder / name)[-1] for name in ("stopped", "straight")]
     trained = [read_training(end)["trained"] for end in ends]
-    means = [name for name in trained[0][0] if name.endswith("running_mean")]
+    first, second = trained[0]
+    means = [name for name in first if name.endswith("running_mean")]
     return seen | {
         "losses": [end.loss for end in ends],
         "differs": unlike_straight(folder, "stopped"),
-        "differs between ranks": differences(*trained[0]),
+        "of the second rank": sorted(second),
+        "differs between ranks": differences({name: first[name] for name in second}, second),
         "statistics": means,
         "trained differs": [differences(*pair) for pair in zip(*trained, strict=True)],
     }

@@ -250,7 +250,7 @@ def test_ranks_resume_with_their_own_statistics_and_the_same_averages(results_of
     assert seen["differs"] == [] and seen["trained differs"] == [[], []]
     assert seen["losses"][0] == seen["losses"][1]
     assert set(seen["statistics"]) < set(seen["differs between ranks"])
-    assert all("running_" in name for name in seen["differs between ranks"])
+    assert all("running_" in name for name in seen["of the second rank"])
 
 
 def test_ranks_drop_the_same_layers_but_different_units(results_of):

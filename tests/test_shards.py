@@ -200,11 +200,12 @@ def test_the_commands_take_packed_manifests(commands, tmp_path):
         assert code == 0 and str(to / f"{split}.tsv") in out
     for flac in tmp_path.glob("*.flac"):
         flac.unlink()
-    splits = [f"data.train={to}/train.tsv", f"data.valid={to}/valid.tsv"]
+    names = {"train": "train", "valid": "valid", "test": "test.test"}
+    splits = [f"data.{key}={to}/{name}.tsv" for name, key in names.items()]
     line = [make_recipe(tmp_path), "--run", tmp_path / "run", *splits, "train.steps=2"]
     code, out, err = commands(train, *line)
     assert code == 0 and "skipped" not in out, out + err
-    assert commands(evaluate, tmp_path / "run", "--split", to / "test.tsv")[0] == 0
+    assert commands(evaluate, tmp_path / "run", "--split", "test")[0] == 0
     page = (tmp_path / "run" / "evaluate" / "test" / "page.html").read_text()
     assert "test-2" in page and ".tar/" not in page  # a browser cannot play audio from a tar
     audio = read_manifest(to / "test.tsv")[0].audio
