@@ -32,7 +32,7 @@ demo: $(VENV)/demo.stamp
 	@echo "TensorBoard: $(BIN)/tensorboard --logdir $(dir $(RUN:%/=%))"
 
 test: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

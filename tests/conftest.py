@@ -6,9 +6,24 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from tiny_speech import Commands, make_corpus, make_recipe
+
+if TYPE_CHECKING:  # torch takes seconds, and the process that distributes the tests needs none
+    from tiny_speech import Commands
+
+# Files of few tests that take long, which would otherwise run last, on one core alone.
+SLOW = (
+    "test_distributed", "test_quickstart", "test_onnx_export", "test_train", "test_norm_settings",
+    "test_evaluate", "test_lstm_tracing", "test_lstm_cluster", "test_lstm_triton", "test_notebook",
+    "test_pretrained", "test_trackers", "test_processes", "test_crash_safety",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow files first; each file's tests keep their order."""
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,6 +49,8 @@ def shared() -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A recipe with its manifests in the same folder."""
+    from tiny_speech import make_corpus, make_recipe
+
     folder = tmp_path_factory.mktemp("tiny")
     make_corpus(folder)
     return make_recipe(folder)
@@ -51,8 +68,10 @@ def tiny_run(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def commands(monkeypatch, capsys) -> Commands:
+def commands(monkeypatch, capsys) -> "Commands":
     """Runs a command's main in this process."""
+    from tiny_speech import Commands
+
     return Commands(monkeypatch, capsys)
 
 
@@ -70,6 +89,24 @@ def asr_prepare(monkeypatch, capsys):
         return caught.value.code, output.out, output.err.splitlines()
 
     return run
+
+
+@pytest.fixture
+def drawn() -> None:
+    """For tests of pictures."""
+
+
+@pytest.fixture(autouse=True)
+def empty_pictures(request, monkeypatch) -> None:
+    """Drawing is slow: without the fixture `drawn` a picture is a black pixel, a chart empty."""
+    if "drawn" in request.fixturenames:
+        return
+    if plots := sys.modules.get("asr.analysis.plots"):
+        pixel = plots.np.zeros((1, 1, 3), plots.np.uint8)
+        monkeypatch.setattr(plots, "_pixels", lambda *_: pixel)
+    if comparison := sys.modules.get("asr.analysis.comparison"):
+        for name in ("draw_curves", "draw_seeds"):
+            monkeypatch.setattr(comparison, name, lambda *_: (b"", "<svg></svg>"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
-from asr.analysis import comparison, curves
+from asr.analysis import curves
 from asr.analysis.comparison import group
 from asr.analysis.curves import (
     Curve,
@@ -87,19 +87,6 @@ def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{
 def falling(floor, shift=0.0):
     """1 at step 10, then linear down to `floor` at step 100."""
     return list(np.linspace(1, floor, len(STEPS)) + shift)
-
-
-@pytest.fixture(autouse=True)
-def quick_pictures(request, monkeypatch):
-    """Drawing takes a second: without the fixture `drawn` a picture is empty."""
-    if "drawn" not in request.fixturenames:
-        for name in ("draw_curves", "draw_seeds"):
-            monkeypatch.setattr(comparison, name, lambda *_: (b"", "<svg></svg>"))
-
-
-@pytest.fixture
-def drawn():
-    """For tests of pictures."""
 
 
 @pytest.fixture

@@ -111,6 +111,13 @@ def test_validation_normalises_speakers_as_evaluation_does(tiny, tmp_path):
         assert not torch.allclose(ours.features, by_itself.features, atol=0.1)
 
 
+def test_the_page_has_the_attention_of_the_worst_utterances(drawn, tiny_run, commands, tmp_path):
+    given = ["--split", "test", "--out", tmp_path, "--pictures", 2]
+    assert commands(evaluate, tiny_run, *given)[0] == 0
+    pictures = re.findall(r"data:image/png;base64,([\w+/=]+)", (tmp_path / "page.html").read_text())
+    assert len(pictures) == 2 and min(map(len, pictures)) > 1000
+
+
 def test_silence_and_a_few_frames_have_an_empty_hypothesis(tiny_run, commands, tmp_path):
     """As in asr.transcribe; no model computes them."""
     sounds = {"silent": np.zeros(RATE), "short": np.sin(np.arange(RATE // 20))}

@@ -116,7 +116,7 @@ def test_each_norm_overfits_eight_utterances_and_is_saved(model, tmp_path):
     assert nats > 1.5  # guessing costs about ln 13 = 2.6
     for step in range(STEPS):
         take_step(objective, [batch], optimizer, 0.01 * min(1.0, 2 - 2 * step / STEPS), config)
-        if step % 10 == 9:
+        if step % 5 == 4:
             nats, accuracy = figures(objective, batch)
             if accuracy == 1.0 and nats < 0.3:
                 break

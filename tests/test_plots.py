@@ -10,6 +10,8 @@ from asr.analysis import charts, plots
 from asr.analysis.plots import attention_picture, feature_picture
 from asr.decoding.alignment import diagonality
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 U, T = 7, 23
 
 

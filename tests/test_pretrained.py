@@ -31,6 +31,6 @@ def test_it_recognises_unseen_speakers(name, shared):
     """Character errors by jiwer; on all of dev they are 16, 17 and 18 %."""
     some = read_manifest(shared("speech/dev.tsv"))[:300:100]
     assert len(some.speakers) == 3
-    recognizer = Recognizer.load(ROOT / "pretrained" / name)
+    recognizer = Recognizer.load(ROOT / "pretrained" / name, ["decode.speeds=[1.0]"])
     hypotheses = [recognizer.transcribe(utterance.audio).text for utterance in some]
     assert jiwer.cer([utterance.text for utterance in some], hypotheses) < MOST

@@ -32,7 +32,11 @@ NOT_RUN = {
 TRAINING = ["train.steps=1", "train.samples=1"]
 SHORT = {"train": TRAINING, "sweep": TRAINING, "evaluate": ["--pictures", "1"]}
 SMALL = {
-    "small_corpus_conformer": ["model.d_model=8", "model.heads=2", "model.feed_forward=8"],
+    "small_corpus_conformer": [
+        *("model.d_model=8", "model.heads=2", "model.feed_forward=8", "model.encoder_layers=2"),
+        *("model.intermediate_ctc=null", "decode.beam=1", "decode.ctc_weight=0"),
+        *("decode.eos_threshold=1.5", "decode.speeds=[1.0]"),
+    ],
     "librispeech100": ["model.listener.hidden=8", "model.speller.hidden=8"],
 }
 RATE = 16_000

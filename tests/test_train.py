@@ -66,7 +66,7 @@ def test_a_run_folder_contains_its_files(tiny, tiny_run):
     assert not [name for name in names if "part" in name]
 
 
-def test_curves_images_and_texts_are_written(tiny, commands, tmp_path):
+def test_curves_images_and_texts_are_written(drawn, tiny, commands, tmp_path):
     assert commands(train, tiny, "--run", tmp_path, "train.samples=1")[0] == 0
     board = events(tmp_path)
     scalars = set(board.Tags()["scalars"])

@@ -44,7 +44,7 @@ class Process:
                 return os.waitstatus_to_exitcode(status)
             if time.monotonic() >= end:
                 return None
-            time.sleep(0.0002)
+            time.sleep(0.001)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
