@@ -321,7 +321,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     # A closed terminal sends SIGHUP to all of its processes, as Ctrl-C its SIGINT, and perhaps
     # more than once.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    raise KeyboardInterrupt(*([signal.Signals(number).name] if number == signal.SIGTERM else []))
+    raise KeyboardInterrupt("SIGTERM") if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def _cores() -> int:

@@ -130,13 +130,18 @@ def test_a_stage_that_does_not_fit_is_refused(stages, words, tiny):
     assert words in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["demo_lm", "mnist_rows"])
-def test_other_tasks_have_stages_too(name):
-    change = "{model: {dropout: 0.3}}" if name == "demo_lm" else "{train: {optimizer: {lr: 0.01}}}"
-    recipe = read_recipe(name, [f"stages=[{{start: 0.5, {change[1:-1]}}}]"])
+@pytest.mark.parametrize(
+    ("name", "change", "key"),
+    [
+        ("demo_lm", "model: {dropout: 0.3}", "model.dropout"),
+        ("mnist_rows", "train: {optimizer: {lr: 0.01}}", "train.optimizer.lr"),
+    ],
+)
+def test_other_tasks_have_stages_too(name, change, key):
+    recipe = read_recipe(name, [f"stages=[{{start: 0.5, {change}}}]"])
     before, now = (at_stage(recipe, number) for number in (0, 1))
     changed = {key for key, value in flat(now).items() if flat(before)[key] != value}
-    assert changed == {"model.dropout" if name == "demo_lm" else "train.optimizer.lr"}
+    assert changed == {key}
 
 
 def test_a_stage_of_the_command_line_is_named_so(tiny):

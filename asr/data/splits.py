@@ -32,9 +32,14 @@ PREPARE = {  # data.corpus -> the command that makes its manifests
 }
 
 
+def named_splits(data: DataConfig) -> dict[str, Path | None]:
+    """The manifests of a recipe by the names that `--split` takes."""
+    return {"train": data.train, "valid": data.valid, **data.test}
+
+
 def load_split(data: DataConfig, name: str) -> Corpus:
     """The corpus of `--split NAME`: train, valid, one of data.test, or a manifest's path."""
-    splits = {"train": data.train, "valid": data.valid, **data.test}
+    splits = named_splits(data)
     if name in splits:
         role = name if name in ("train", "valid") else f"test.{name}"
         return load_split_manifest(data, splits[name], role)
@@ -45,7 +50,7 @@ def load_split(data: DataConfig, name: str) -> Corpus:
 
 def check_result_name(data: DataConfig, split: str, name: str) -> None:
     """Raise UserError if NAME, by which results of a manifest are stored, is another split's."""
-    own = {"train": data.train, "valid": data.valid, **data.test}
+    own = named_splits(data)
     if split in own or name not in own:
         return
     path = own[name]

@@ -291,7 +291,9 @@ class Training:
             trainer.restore_random_state(random[rank()])
         self.saved = self.state.step
         self.validated, self.metrics, known = (
-            saved[key] for key in ("validated", "metrics", "trackers")
+            saved["validated"],
+            saved["metrics"],
+            saved["trackers"],
         )
         self.trackers = {name: known.get(name, new) for name, new in self.trackers.items()}
         saved.clear()  # its file is mapped into memory, and would keep its disk space

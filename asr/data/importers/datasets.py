@@ -61,7 +61,7 @@ def _split(name: str, dataset: Any, place: Path, text_column: str | None) -> Spl
     text = choose_text_column(columns, text_column, place)
     kept = [name for name in dict.fromkeys((text, "id", *SPEAKER_KEYS)) if name in columns]
     # Audio as two columns: paths are read without the contents, of which each is read when asked
-    # for. Columns of other types, which flatten may refuse or rename, are left out before.
+    # for. Other columns are skipped before flatten, which fails on some types and renames others.
     part = dataset.select_columns([audio, *kept])
     encoded = part.cast_column(audio, Audio(decode=False)).flatten()
     about = encoded.select_columns([f"{audio}.path", *kept])

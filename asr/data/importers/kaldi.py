@@ -61,7 +61,8 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
     if (folder / "utt2spk").is_file():
         speakers = yield from _table(folder / "utt2spk")
     listing = "segments" if (folder / "segments").is_file() else "wav.scp"
-    source = _segments(folder) if listing == "segments" else _recordings(folder)
+    recordings = (row for _, row in _recordings(folder))
+    source = _segments(folder) if listing == "segments" else recordings
     for row in source:
         if isinstance(row, Fault):
             yield row
@@ -107,32 +108,34 @@ def _path_fault(path: str) -> str | None:
     return ARCHIVE if name.endswith(".ark") and place.isdecimal() else None
 
 
-def _recordings(folder: Path) -> Iterator[Row | Fault]:
+def _recordings(folder: Path) -> Iterator[tuple[str, Row | Fault]]:
+    """(name, its row or fault) of every line of wav.scp."""
     path = folder / "wav.scp"
     for number, name, audio in _lines(path):
         if fault := _path_fault(audio):
-            yield Fault(path, number, fault)
+            yield name, Fault(path, number, fault)
         else:
-            yield Row(path, number, name, audio, "")
+            yield name, Row(path, number, name, audio, "")
 
 
 def _segments(folder: Path) -> Iterator[Row | Fault]:
-    path = folder / "segments"
+    path, listed = folder / "segments", list(_recordings(folder))
+    recordings = dict(listed)
     # An entry of wav.scp that is not a file is one fault, which faults of its segments would hide.
-    recordings = {name: audio for _, name, audio in _lines(folder / "wav.scp")}
-    yield from (row for row in _recordings(folder) if isinstance(row, Fault))
+    yield from (row for _, row in listed if isinstance(row, Fault))
     for number, name, rest in _lines(path):
         try:
             recording, start, length, channel = _segment(rest)
             if recording not in recordings:
                 raise ValueError(f"recording {recording!r} has no file in wav.scp")
-            if _path_fault(recordings[recording]):
+            if isinstance(source := recordings[recording], Fault):
                 continue
         except ValueError as error:
             yield Fault(path, number, str(error))
         else:
-            audio = recordings[recording]
-            yield Row(path, number, name, audio, "", start=start, length=length, channel=channel)
+            yield Row(
+                path, number, name, source.audio, "", start=start, length=length, channel=channel
+            )
 
 
 def _segment(fields: str) -> tuple[str, float, float | None, int | None]:
