@@ -9,9 +9,8 @@ all is an error. On a GPU "auto" is what fastest.py measures there: `cluster`, `
 import functools
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +35,6 @@ from asr.kernels.types import (
     check_shape,
     make_setting,
 )
-
-if TYPE_CHECKING:
-    from asr.kernels.cuda.recorded import RecordedLoop, Step
 
 
 def _cluster_layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
@@ -74,8 +70,6 @@ NAMES = ("auto", *LAYERS)
 VARIABLE = "LAYERNORM_LSTM_BACKEND"
 PLAIN = make_setting("none", None, "guard", "fp32", None, hidden_norm=False, norm_kind="layer")
 P, R = ParamSpec("P"), TypeVar("R")
-_failed: set[str] = set()  # what this process no longer tries
-_loops: "weakref.WeakSet[RecordedLoop]" = weakref.WeakSet()  # graphs and buffers to free
 
 
 def _untraced(function: Callable[P, R]) -> Callable[P, R]:
@@ -227,40 +221,6 @@ def can_run_decoder(
     return choose_backend(name, setting, weight) == "cpu" and _attends_in_cpp(name, v, states)
 
 
-def record_loop(step: "Step", parameters: Iterable[Tensor]) -> "RecordedLoop":
-    """A decoder's loop over given tokens on a GPU; run it with run_recorded."""
-    from asr.kernels.cuda.recorded import RecordedLoop  # loaded on a GPU only
-
-    loop = RecordedLoop(step, parameters)
-    _loops.add(loop)
-    return loop
-
-
-@_untraced
-def can_record(name: str, like: Tensor, modules: Iterable[nn.Module]) -> bool:
-    """Can run_recorded replace single steps on tensors like `like`? To be asked before dropout.
-
-    On a GPU, where gradients are computed; not with the backend reference, nor after a failure.
-    modules: all that a step calls.
-    """
-    if not like.is_cuda or not torch.is_grad_enabled() or "recording" in _failed:
-        return False
-    return choose_backend(name, PLAIN, like) != "reference" and not any(map(has_hooks, modules))
-
-
-@_untraced
-def run_recorded(loop: "RecordedLoop", *given: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    """RecordedLoop.run(*given); None after a failure, which is reported once."""
-    from asr.kernels.cuda.recorded import CannotRecord
-
-    try:
-        return loop.run(*given)
-    except CannotRecord as error:
-        _failed.add("recording")
-        _warn_once(f"a decoder's steps are slower, not recorded as a CUDA graph: {error}")
-        return None
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Has the module a hook? Hooks (train.debug=nan, train.health) must see every single step."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -279,8 +239,6 @@ def run_decoder(
 def release_memory() -> None:
     """Free what backends keep between calls, before a batch that did not fit is tried again."""
     cuda.release_graphs()
-    for loop in _loops:
-        loop.runners.clear()
 
 
 def check_place(name: str, part: Tensor, own: Tensor) -> None:
@@ -331,8 +289,8 @@ def _fastest_on_gpu(case: Case, like: Tensor) -> str:
         return "python"
     if torch.cuda.is_current_stream_capturing():  # nothing can be timed
         return "python"
-    covered = _cluster_obstacle(like) is None and _cluster_limit(case.setting, like) is None
-    return _fastest[covered].choose(case, like.device, _place(like.device))
+    reason = _cluster_obstacle(like) or _cluster_limit(case.setting, like)
+    return _fastest[reason is None].choose(case, like.device, _place(like.device))
 
 
 def _as_reference(what: str) -> str:

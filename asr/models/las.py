@@ -14,7 +14,7 @@ B utterances, K hypotheses per utterance, T frames, U tokens, F features, H hidd
 listener of one direction), E encoder size (2 H of the listener), A attention size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from torch.nn.functional import pad
 
 from asr.config.schema import LasConfig, ListenerConfig
 from asr.kernels import dispatch
-from asr.kernels.deferred import autocast_dtype, product
 from asr.kernels.types import DecoderConstants, DecoderInput, DeferredWeight, Weights
 from asr.nn.attention import (
     Attention,
@@ -107,11 +106,6 @@ class Listener(nn.Module):
         return lengths
 
 
-def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that are not None."""
-    return [tensor for tensor in tensors if tensor is not None]
-
-
 class SpellerConstants(NamedTuple):
     """The part of a speller's state that no step changes."""
 
@@ -157,7 +151,6 @@ class Speller(nn.Module):
         self.out = nn.Linear(self.merge.out_features, vocabulary)
         if own.tied:
             self.out.weight = self.embedding.weight
-        self.recorded: dispatch.RecordedLoop | None = None  # made on first use
 
     def start(self, memory: Memory) -> SpellerState:
         """Every utterance with one hypothesis (K = 1), before <sos>."""
@@ -209,53 +202,6 @@ class Speller(nn.Module):
         cells = [get_weights(cell, own.setting) for cell in self.cells]
         output, context, weights = dispatch.run_decoder(given, cells, constants)
         return torch.cat([output, context], dim=-1).transpose(0, 1), weights.transpose(0, 1)
-
-    def can_record(self, memory: Memory, tokens: Tensor) -> bool:
-        """Are steps recorded for run_recorded? Not where hooks must see each step."""
-        modules = [*self.cells.modules(), *self.attend.modules()]
-        backend = self.cells[0].backend
-        return tokens.numel() > 0 and dispatch.can_record(backend, memory.states, modules)
-
-    def run_recorded(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-        """As run_sequence, by recorded steps; None where they cannot be recorded."""
-        (B, U), states = tokens.shape, memory.states
-        embedded = self.dropout(self.embedding(tokens)).transpose(0, 1)
-        rate = self.dropout.rate if self.dropout.training else 0.0
-        keep = [draw_mask(embedded, (U, B, cell.hidden_size), rate) for cell in self.cells]
-        masks = [cell.dropout_mask(B) for cell in self.cells]
-        factor = states.to(autocast_dtype(states.device.type) or states.dtype)
-        constants = factor, self.attend.keys(memory), memory.valid
-        first = initial_attention(memory)
-        zeros = [states.new_zeros(B, cell.hidden_size) for cell in self.cells for _ in range(2)]
-        state = states.new_zeros(B, 1, states.size(2)), *first, zeros[-1], *zeros
-        if self.recorded is None:
-            read = (p for n, p in self.attend.named_parameters() if not n.startswith("to_key"))
-            self.recorded = dispatch.record_loop(self._step, (*self.cells.parameters(), *read))
-        given = [(*constants, *present(masks)), state, (embedded, *present(keep))]
-        found = dispatch.run_recorded(self.recorded, *given)
-        if found is None:
-            return None
-        context, weights, _, output, *_ = found
-        outputs = torch.cat([output, context.squeeze(2)], dim=-1)
-        return outputs.transpose(0, 1), weights.squeeze(2).transpose(0, 1)
-
-    def _step(
-        self, constants: Sequence[Tensor], state: Sequence[Tensor], given: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """`advance` on tensors alone, with dropout as factors."""
-        states, keys, valid, *masks = constants
-        context, weights, total, _, *cells = state
-        embedded, *keep = given
-        x = torch.cat([embedded, context.squeeze(1)], dim=-1)
-        after = []
-        for layer, cell in enumerate(self.cells):
-            mask = masks[layer] if masks else None
-            after += cell(x, tuple(cells[2 * layer : 2 * layer + 2]), mask)
-            x = after[-2] * keep[layer] if keep else after[-2]
-        past = AttentionState(weights, total)
-        attended = self.attend(x.unsqueeze(1), keys, valid, past)
-        context = product(attended.weights, states)
-        return [context, *attended, x, *after]
 
     def logits(self, outputs: Tensor) -> Tensor:
         """[s_u, c_u] (..., H + E) -> (..., V)."""
@@ -361,9 +307,6 @@ class LAS(nn.Module):
         sampled = self.training and self.scheduled_sampling > 0.0
         if not sampled and self.speller.can_run_sequence(memory, tokens):
             return self.speller.run_sequence(memory, tokens)
-        records = not sampled and self.speller.can_record(memory, tokens)
-        if records and (found := self.speller.run_recorded(memory, tokens)) is not None:
-            return found
         state = self.speller.start(memory)
         outputs: list[Tensor] = []
         weights = []

@@ -87,34 +87,28 @@ def release_graphs() -> None:
 
 
 def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    own, side = torch.cuda.current_stream(), _side_stream(torch.cuda.current_device())
+    side.wait_stream(own)
     with torch.cuda.stream(side):
         loop(*inputs)  # compiles the kernels and lets cuBLAS choose: neither may be recorded
-    torch.cuda.current_stream().wait_stream(side)
-    graph, failures = torch.cuda.CUDAGraph(), []
+    own.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
     try:
         # thread_local: by default the calls of other threads, such as the one that pins batches,
         # would end the recording.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            try:
-                outputs = loop(*inputs)
-            except RuntimeError as error:  # the end of the recording raises another one
-                failures.append(error)
-                raise
+            outputs = loop(*inputs)
     except RuntimeError as error:
-        raise (failures[0] if failures else error) from None
+        torch.cuda.set_stream(own)  # which torch does not restore where the recording's end fails
+        # The end of a failed recording raises an error of its own.
+        raise error.__context__ or error from None
     return Recorded(graph, inputs, outputs)
 
 
-def record_steps(run: Callable[[], None]) -> Callable[[], None]:
-    """Run it once, record it, and return what replays it."""
-
-    def loop() -> tuple[Tensor, ...]:
-        run()
-        return ()
-
-    return _record(loop, []).graph.replay
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings, since cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
 
 
 _graphs = GraphCache(_record)
