@@ -342,6 +342,16 @@ def test_each_rank_takes_its_own_gpu_and_sums_on_it(monkeypatch):
         distributed.choose_device("cuda:2")
 
 
+def test_a_named_gpu_becomes_the_current_one(monkeypatch):
+    """On which streams, graphs and kernels of Triton are made."""
+    selected = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    for name in ("cpu", "cuda", "cuda:1"):
+        assert distributed.choose_device(name) == torch.device(name)
+    assert selected == [torch.device("cuda:1")]
+
+
 def test_bf16_needs_no_scaler_and_keeps_weights_and_gradients_in_fp32():
     objective, batch = speech(las())
     with torch.autocast("cpu", torch.bfloat16):

@@ -158,12 +158,17 @@ def _select_gpu(device: str, local: int) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes a GPU if there is one. Raises UserError for a GPU that does not exist."""
+    """`auto` takes a GPU if there is one; cuda:N becomes torch's current GPU.
+
+    Raises UserError for a GPU that does not exist.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"train.device = {name}: this machine has no such GPU; try auto or cpu")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams and graphs belong to the current one
     return device
 
 

@@ -48,6 +48,7 @@ def release_memory() -> None:
 
 def release_device_memory() -> None:
     """Return unused memory of the GPU, if there is one, after a lack of it."""
+    gc.collect()  # the error may be in a reference cycle with frames that hold the batch
     dispatch.release_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
