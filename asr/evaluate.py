@@ -38,7 +38,7 @@ def main() -> int:
     other = None
     if args.against:
         check_run_folder(args.against)
-        other = evaluation.score_of_run(args.against, name, corpus)
+        other = evaluation.evaluation_of_run(args.against, name, corpus)
     recognizer = Recognizer.load(run, args.overrides)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
@@ -56,7 +56,9 @@ def main() -> int:
     result = evaluation.evaluate(recognizer, corpus, recipe, labels, title, args.overrides)
     lines = list(evaluation.summary(result))
     if other:
-        lines += [f"{args.run} against {args.against}, WER", *compare_two(other, result.score)]
+        lines += [f"{args.run} against {args.against}, WER"]
+        lines += compare_two(other.score, result.score)
+        lines += [f"  {note}" for note in evaluation.reservations(args.against, other, result)]
     try:
         evaluation.write(folder, result, recognizer, args.pictures)
     finally:  # a full disk must not cost the result, nor `| head` the files

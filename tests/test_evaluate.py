@@ -355,6 +355,21 @@ def test_against_another_run_the_differences_are_those_of_every_resampling(
     exact = min(1.0, 2 * min(below, above) / len(drawn))
     reported_p = float(re.search(r"bootstrap over utterances \(4\): .* p = (\S+)", out)[1])
     assert 0.01 < exact < 1 and abs(reported_p - exact) < 0.03
+    assert "over speakers: not tested, there are fewer than 20" in out
+
+
+def test_what_else_causes_a_difference_is_named(tiny, tiny_run, commands, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    assert commands(evaluate, run, "--split", "test", "decode.beam=3")[0] == 0
+    file = run / "evaluate" / "test" / "score.json"
+    about = json.loads(file.read_text())
+    about["about"]["not_decoded"] = 2
+    file.write_text(json.dumps(about))
+    given = "--split", "test", "--against", run, "--out", tmp_path / "e", "decode.beam=2"
+    out = commands(evaluate, tiny_run, *given)[1]
+    assert "not decoded alike, which may cause a difference: beam 2 instead of 3\n" in out
+    assert "2 utterances not decoded, scored as empty" in out
 
 
 def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path):

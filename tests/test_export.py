@@ -1,6 +1,7 @@
 """An exported run: the same transcripts from half the bytes, and no local paths."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -109,6 +110,18 @@ def test_rates_of_other_checkpoints_are_not_in_the_card(run, commands, tmp_path)
         code, output, _ = commands(export, run, "--to", to, f"decode.average={average}")
         assert code == 0 and ("not in the card" in output) is not present
         assert ("| test |" in (to / "README.md").read_text()) is present
+
+
+def test_the_card_names_the_search_and_what_was_not_decoded(run, commands, tmp_path):
+    assert commands(evaluate, run, "--split", "test", "decode.search=ctc")[0] == 0
+    file = run / "evaluate" / "test" / "score.json"
+    rates = json.loads(file.read_text())
+    rates["about"]["not_decoded"] = 3
+    file.write_text(json.dumps(rates))
+    assert commands(export, run, "--to", tmp_path / "to")[0] == 0
+    (row,) = re.findall(r"\| test \| (all.*?) \|", (tmp_path / "to" / "README.md").read_text())
+    beam = rates["about"]["decode"]["beam"]
+    assert row == f"all, beam {beam}, CTC alone, 3 utterances not decoded, scored as empty"
 
 
 def test_groups_of_two_columns_do_not_hide_each_other(tiny, run, commands, tmp_path):

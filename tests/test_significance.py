@@ -5,7 +5,7 @@ from math import comb, erfc, sqrt
 
 import pytest
 
-from asr.analysis.significance import matched_pairs, paired_bootstrap
+from asr.analysis.significance import compare_two, matched_pairs, paired_bootstrap
 from asr.analysis.wer import score
 from asr.errors import UserError
 
@@ -151,3 +151,14 @@ def test_runs_of_other_utterances_are_refused():
         matched_pairs(a, c)
     with pytest.raises(UserError, match="over speakers needs two or more, there is 1"):
         paired_bootstrap(a, a, units="speakers")
+
+
+def test_few_speakers_are_not_tested():
+    """Of two speakers, a bootstrap would call every second pair of equal systems different."""
+    for speakers, tested in ((19, False), (20, True)):
+        pair = [
+            run([0.2] * 40, seed, lambda number, n=speakers: str(number % n)) for seed in (1, 2)
+        ]
+        lines = compare_two(*pair)
+        assert any(f"bootstrap over speakers ({speakers})" in line for line in lines) is tested
+        assert ("  over speakers: not tested, there are fewer than 20" in lines) is not tested

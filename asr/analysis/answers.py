@@ -44,32 +44,42 @@ def _sentence(
         unit, form, points = 100.0, "{:.2f}", " points"
     first, second = (form.format(unit * value) + " %" * bool(points) for value in pair.values)
     size, way = form.format(abs(unit * pair.mean)), "lower" if pair.mean < 0 else "higher"
-    size = f"{size}{points} {way} than" if size != form.format(0) else "equal to"
+    if float(size) == 0 and pair.mean:
+        size = f"less than {form.format(0)[:-1]}1"
+    size = f"{size}{points} {way} than" if pair.mean else "equal to"
     line = f"{figure}: {pair.second} is {size} {pair.first}, {second} against {first}"
     only_models = p_utterances is not None and p_utterances < ALPHA
     if pair.over_seeds is None or p is None:
         line += ". Significant over utterances, for these two models" * only_models
-        return f"{line}. One seed in common allows no conclusion for others: train more seeds."
+        line += ". One seed in common allows no conclusion for others: train or evaluate more"
+        return f"{line}.{_reservations(pair)}"
     line += f" ({_test(pair.over_seeds, p, tests, form, unit)}, {pair.seeds} seeds): "
     if p < ALPHA:
-        return f"{line}significant over seeds."
+        return f"{line}significant over seeds.{_reservations(pair)}"
     line += "not significant over seeds"
     line += ", only over utterances, for these trained models" * only_models
     if pair.over_seeds.sd:
         smallest = form.format(unit * detectable(pair.seeds, pair.over_seeds.sd))
         line += f"; {pair.seeds} seeds that vary like these can show {smallest}{points} or more"
-    return f"{line}."
+    return f"{line}.{_reservations(pair)}"
+
+
+def _reservations(pair: SettingDifference) -> str:
+    """Sentences on what else may cause the difference."""
+    failed = f" {pair.failed} runs without a result are not counted." * bool(pair.failed)
+    return failed + " Not decoded alike (see Notes)." * (not pair.decoded_alike)
 
 
 def _test(test: PairedT, p: float, tests: int, form: str, unit: float) -> str:
-    """p = 0.300, corrected for 3 pairs, 95 % interval of the difference -0.1 to +0.2"""
+    """p = 0.300, corrected for 3 pairs; 95 % interval of this difference alone -0.1 to +0.2"""
     text = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
     text += f", corrected for {tests} pairs" * (tests > 1)
     if test.interval is None:
         return f"{text} by the sign test"
     low, high = (unit * side for side in test.interval)
     interval = between((low, high), form.replace(":", ":+"))
-    return f"{text}, 95 % interval of the difference {interval}"
+    of = "this difference alone" if tests > 1 else "the difference"
+    return f"{text}; 95 % interval of {of} {interval}"
 
 
 def untrained_settings(settings: Sequence[SettingRuns], split: str) -> list[str]:

@@ -20,6 +20,7 @@ from asr.analysis.runs import (
     BEST_LOSS,
     DATA,
     PERCENT,
+    REPORT,
     TRAIN,
     Run,
     SettingRun,
@@ -28,6 +29,7 @@ from asr.analysis.runs import (
     read_runs,
     read_setting_run,
     short_names,
+    unequal_decoding,
     value_text,
 )
 from asr.analysis.significance import (
@@ -97,7 +99,7 @@ def compare(
 
 def _own_folder(place: Path) -> Path:
     """The folder of the report where none was named. UserError for one that is elsewhere."""
-    out = place / "compare"
+    out = place / REPORT
     if out.is_symlink():
         raise UserError(f"{out}: a symbolic link, through which nothing is written; name an --out")
     return out
@@ -184,15 +186,25 @@ def group_runs(
         comparable = inside[0].settings[DATA] == usual
         if not comparable:
             notes.append(
-                f"{short}: other validation data or another vocabulary than most runs "
-                "have, so its losses are not comparable and are skipped."
+                f"{short}: other validation data or another vocabulary than the other runs, "
+                "so its losses are not comparable and are skipped."
             )
-        members = tuple(read_setting_run(run, curve, notes) for run in inside if not run.fault)
-        failed = len(inside) - len(members)
+        good = [run for run in inside if not run.fault]
+        if failed := len(inside) - len(good):
+            notes.append(
+                f"{short}: {failed} of {len(inside)} runs are not counted, which favours a setting "
+                "that often fails; see below."
+            )
+        # The same training twice, say of two sweeps that share a setting, is not two seeds.
+        own = ("seed", *ignore)
+        distinct = {tuple(repr(run.settings.get(key)) for key in own): run for run in good}
+        if twice := len(good) - len(distinct):
+            notes.append(f"{short}: {twice} runs repeat a seed; the last run of each seed counts.")
+        members = tuple(read_setting_run(run, curve, notes) for run in distinct.values())
         settings.append(SettingRuns(label, short, legend, members, failed, comparable))
-        seeds = Counter(member.seed for member in members)
-        if repeated := [seed for seed, count in seeds.items() if count > 1]:
-            notes.append(f"{short}: more than one run of seed {repeated[0]}; pairs take the last.")
+        seeds = {member.seed for member in members}
+        if len(seeds) < len(members):
+            notes.append(f"{short}: runs that differ in {', '.join(ignore)}; pairs take the last.")
     return settings
 
 
@@ -223,7 +235,7 @@ def loss_table(settings: Sequence[SettingRuns], curve: str) -> Table:
     head = ("setting", "runs", "best loss", "sd", "95 % interval", "final loss", "sd")
     rows = []
     for setting in settings:
-        runs = str(len(setting.members)) + (f" + {setting.failed} failed" * bool(setting.failed))
+        runs = f"{len(setting.members)}{_failed(setting)}"
         if not setting.members or not setting.comparable:
             why = DASH if setting.comparable else "not comparable"
             rows.append((setting.label, runs, why, *[DASH] * 5))
@@ -241,12 +253,17 @@ def loss_table(settings: Sequence[SettingRuns], curve: str) -> Table:
     return Table("Validation loss", (*head, "best at step"), rows, note)
 
 
+def _failed(setting: SettingRuns) -> str:
+    return f" + {setting.failed} failed" * bool(setting.failed)
+
+
 def level_table(settings: Sequence[SettingRuns], levels: Sequence[float]) -> Table:
     """Steps, audio-hours and seconds until the loss first passes each level: medians over runs."""
     rows = [(f"{level:g}", s.label, *_level_cells(s, level)) for level in levels for s in settings]
     note = (
         "Medians over the runs until the first validation at or below the level. A run that never "
-        "reaches it ranks after all others; where half of them or more do not, there is no median. "
+        "reaches it ranks after all others; where half of them or more do not, there is no median; "
+        "failed runs are not counted. "
         "Levels, if not given: halfway down, what the typical run of every setting reaches, and "
         "what only that of the best setting reaches. Seconds of training on the clock, without "
         "validation; other work on the machine lengthens them."
@@ -261,7 +278,7 @@ def _level_cells(setting: SettingRuns, level: float) -> list[str]:
         None if step is None else member.cost.at(step)
         for step, member in zip(steps, setting.members, strict=True)
     ]
-    reached = f"{sum(step is not None for step in steps)} of {len(steps)}"
+    reached = f"{sum(step is not None for step in steps)} of {len(steps)}{_failed(setting)}"
     median = median_reached(steps)
     if median is None:
         return [reached, *[DASH] * 3]
@@ -321,7 +338,7 @@ def tested_differences(
     """The differences between settings in each figure: word error rates first, the loss last."""
     splits, figures = _figures(settings)
     for split in splits:
-        notes += unequal_decoding(settings, split) + untrained_settings(settings, split)
+        notes += decoding_note(settings, split) + untrained_settings(settings, split)
     comparable = [s for s in settings if s.comparable]
     differences = {f"WER of {split}": wer_differences(settings, split, notes) for split in splits}
     named = (*figures, BEST_LOSS)
@@ -343,17 +360,15 @@ def evaluation_tables(settings: Sequence[SettingRuns]) -> list[Table]:
     return tables + [figure_table(comparable, name) for name in figures]
 
 
-def unequal_decoding(settings: Sequence[SettingRuns], split: str) -> list[str]:
+def decoding_note(settings: Sequence[SettingRuns], split: str) -> list[str]:
     """A note where the runs' transcripts of a split were decoded with different settings."""
     runs = [m for s in settings for m in s.members if m.decoded.get(split)]
     parts = []
-    for key in dict.fromkeys(key for run in runs for key in run.decoded[split]):
+    for key, values in unequal_decoding(*(run.decoded[split] for run in runs)).items():
         first: dict[str, str] = {}  # value -> the first run that has it
-        for run in runs:
-            first.setdefault(run.decoded[split].get(key, "as trained"), run.name)
-        if len(first) > 1:
-            values = ", ".join(f"{value} in {name}" for value, name in first.items())
-            parts.append(f"{key} {values}")
+        for run, value in zip(runs, values, strict=True):
+            first.setdefault(value, run.name)
+        parts.append(f"{key} {', '.join(f'{value} in {name}' for value, name in first.items())}")
     note = f"WER of {split}: not all decoded alike, which may cause differences"
     return [f"{note}: {'; '.join(parts)}."] if parts else []
 

@@ -155,14 +155,17 @@ def choose_levels(groups: Sequence[Sequence[Curve]]) -> list[float]:
     """Three losses at which the groups' curves are compared, the highest first.
 
     half  halfway from the median first loss to `all`
-    all   the highest of the groups' median best losses: the typical run of every group reaches it
+    all   the highest of the groups' median best losses (of an even number the upper one of the
+          middle two): the typical run of every group reaches it
     best  the lowest of them
 
     Each is rounded up to three digits, so that the runs that define it pass it. Equal ones are
     merged; there are none where no curve has a point.
     """
     curves = [[c for c in map(finite, group) if len(c)] for group in groups]
-    medians = [float(np.median([c.values.min() for c in group])) for group in curves if group]
+    medians = [
+        sorted(float(c.values.min()) for c in group)[len(group) // 2] for group in curves if group
+    ]
     if not medians:
         return []
     first = float(np.median([c.values[0] for group in curves for c in group]))

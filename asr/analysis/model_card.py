@@ -180,12 +180,18 @@ def _rows(split: str, rates: Mapping[str, Any]) -> Iterator[str]:
     """A row for the split and one for each of its groups (asr.evaluate --by)."""
     about = rates["about"]
     decode = about["decode"]
-    keys = ("beam", "ctc_weight", *(["lm_weight"] if decode["lm"] else []))
-    settings = [f"{key} {decode[key]}" for key in keys]
+    settings = [f"beam {decode['beam']}"]
+    if decode["search"] == "ctc":
+        settings.append("CTC alone")
+    else:
+        keys = ("ctc_weight", *(["lm_weight"] if decode["lm"] else []))
+        settings += [f"{key} {decode[key]}" for key in keys]
     if len(speeds := decode.get("speeds", [1.0])) > 1:
         settings.append(f"speeds {' '.join(f'{speed:g}' for speed in speeds)}")
     if others := decode.get("ensemble"):
         settings.append(f"{len(others)} more in an ensemble")
+    if about["not_decoded"]:
+        settings.append(f"{about['not_decoded']} utterances not decoded, scored as empty")
     parts = {", ".join(["all", *settings]): {**rates, **about}}
     for column, groups in about["groups"].items():
         parts |= {f"{column} {name}": group for name, group in groups.items()}

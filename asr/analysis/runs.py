@@ -28,6 +28,7 @@ from asr.training.trainer import TrainState
 
 TAIL = 1 << 20  # bytes of a log that are read
 MAX_HASHED = 1 << 30  # bytes of a file that is hashed
+REPORT = "compare"  # folder of asr.compare's report, in a sweep's
 CONSOLE = "console.log"  # in a run folder: the console output that asr.sweep keeps
 TRAIN, VALID = "train/nll", "valid/nll"
 HOURS, SECONDS = "speed/audio_hours", "speed/train_seconds"  # cost of the run so far
@@ -100,7 +101,7 @@ def expand_runs(places: Iterable[Path]) -> list[Path]:
         if not is_run(place):
             folders = sorted(filter(Path.is_dir, place.iterdir()))
             inside = sorted(filter(is_run, folders), key=_start)
-            inside += [folder for folder in folders if not any(folder.iterdir())]
+            inside += [f for f in folders if not any(f.iterdir()) and f.name != REPORT]
         if not any(map(is_run, inside)):
             raise UserError(f"{place}: no run and no folder of runs; train one first")
         for run in inside:
@@ -276,6 +277,24 @@ def _is_outdated(run: Path, about: Mapping[str, Any]) -> bool:
     return [checkpoint.step for checkpoint in now] != steps
 
 
+def evaluation_notes(run: Path, folder: Path, about: Mapping[str, Any]) -> list[str]:
+    """What limits a comparison with the evaluation in `folder`."""
+    notes = []
+    if _is_outdated(run, about):
+        notes.append(f"{folder}: of older checkpoints than the run has now; evaluate again.")
+    missing = about.get("not_decoded")
+    if type(missing) is int and missing:
+        notes.append(f"{folder}: {missing} utterances not decoded, scored as empty.")
+    return notes
+
+
+def unequal_decoding(*decoded: Mapping[str, str]) -> dict[str, list[str]]:
+    """Of decode_settings: the keys that differ, each with its values."""
+    keys = dict.fromkeys(key for settings in decoded for key in settings)
+    values = {key: [settings.get(key, "as trained") for settings in decoded] for key in keys}
+    return {key: own for key, own in values.items() if len(set(own)) > 1}
+
+
 def decode_settings(about: Mapping[str, Any]) -> dict[str, str]:
     """The decode settings of an evaluation, and settings other than the run's own."""
     decode = about.get("decode")
@@ -330,8 +349,7 @@ def read_setting_run(run: Run, curve: str, notes: list[str]) -> SettingRun:
         except UserError as error:
             notes.append(f"skipped: {error}.")
             continue
-        if _is_outdated(run.folder, evaluation.about):
-            notes.append(f"{folder}: of older checkpoints than the run has now; evaluate again.")
+        notes += evaluation_notes(run.folder, folder, evaluation.about)
         scores[split], decoded[split] = evaluation.score, decode_settings(evaluation.about)
     return SettingRun(
         run.name, seed, loss, run.curves[TRAIN], read_cost(run), scores, figures, decoded

@@ -8,7 +8,7 @@ matched_pairs     Gillick & Cox 1989 (MAPSSWE): a normal test on the mean differ
                   the mean under the null hypothesis, which is conservative with few segments.
 
 Errors within a speaker are correlated. A test over "utterances" holds for these speakers, one over
-"speakers" for others like them, and needs about twenty speakers or more.
+"speakers" for others like them, and needs MIN_SPEAKERS.
 
 Two settings with runs of several seeds: the paired t test over seeds holds for new trainings, the
 paired bootstrap over utterances only for these models. Holm's correction covers a table's pairs.
@@ -26,16 +26,14 @@ from numpy.typing import NDArray
 from asr.analysis.report import DASH, Table
 from asr.analysis.runs import PERCENT, SettingRun, SettingRuns
 from asr.analysis.statistics import (
-    MOST_SEEDS,
+    MIN_SPEAKERS,
     NORMAL_QUANTILE,
-    POWER,
     Interval,
     PairedT,
     holm,
     paired_t,
     percentile_interval,
     resampled_sums,
-    seeds_needed,
     summed_by,
 )
 from asr.analysis.wer import Edit, Score, Units, UtteranceScore, align, between, percent, pooled
@@ -168,8 +166,12 @@ def compare_two(first: Score, second: Score) -> list[str]:
     Raises UserError where the utterances differ.
     """
     tests = {"matched pairs over phrases": matched_pairs(first, second)}
-    for units, count in (("utterances", len(first.utterances)), ("speakers", len(first.speakers))):
-        if count > 1:
+    counts: dict[Units, tuple[int, int]] = {
+        "utterances": (len(first.utterances), 2),
+        "speakers": (len(first.speakers), MIN_SPEAKERS),
+    }
+    for units, (count, needed) in counts.items():
+        if count >= needed:
             tests[f"paired bootstrap over {units}"] = paired_bootstrap(first, second, units=units)
     points = 100 * (second.wer - first.wer)
     lines = [f"{percent(second.wer)} against {percent(first.wer)}: {points:+.2f} points"]
@@ -177,6 +179,8 @@ def compare_two(first: Score, second: Score) -> list[str]:
         low, high = (100 * side for side in difference.interval)
         interval = f"95 % {low:+.2f} to {high:+.2f}"
         lines.append(f"  {name} ({difference.units}): {interval}, p = {difference.p:.2g}")
+    if len(first.speakers) < MIN_SPEAKERS:
+        lines.append(f"  over speakers: not tested, there are fewer than {MIN_SPEAKERS}")
     return lines
 
 
@@ -190,7 +194,9 @@ class SettingDifference:
     mean: float  # second minus first
     values: tuple[float, float]  # of both: means over these seeds
     over_seeds: PairedT | None
+    failed: int  # runs of both settings without a result
     over_utterances: Difference | None = None
+    decoded_alike: bool = True
 
 
 Pair = tuple[SettingRun, SettingRun]  # of the same seed
@@ -228,7 +234,10 @@ def wer_differences(
             notes.append(f"{names}: WER of {split} is not comparable: {error}.")
             continue
         over_seeds = _difference(first, second, both, lambda member: member.scores[split].wer)
-        differences.append(replace(over_seeds, mean=test.wer, over_utterances=test))
+        alike = all(a.decoded[split] == b.decoded[split] for a, b in both)
+        differences.append(
+            replace(over_seeds, mean=test.wer, over_utterances=test, decoded_alike=alike)
+        )
     return differences
 
 
@@ -243,19 +252,16 @@ def difference_table(figure: str, differences: Sequence[SettingDifference]) -> T
         cells = [d.first, d.second, form.format(unit * d.mean), str(d.seeds)]
         cells += _test_cells(d.over_seeds, of_seeds, form, unit)
         cells += _test_cells(d.over_utterances, of_utterances, form, unit) if rates else []
-        rows.append((*cells, _needed(d.over_seeds), _verdict(of_seeds, of_utterances)))
+        rows.append((*cells, _verdict(of_seeds, of_utterances)))
     head = ["first", "second", "difference" + ", points" * (unit == 100), "seeds"]
-    head += ["95 % over seeds", "p", "p (Holm)"]
-    head += ["95 % over utterances", "p", "p (Holm)"] if rates else []
-    head += ["seeds needed", "real"]
+    head += ["95 % over seeds", "p (Holm)"]
+    head += ["95 % over utterances", "p (Holm)"] if rates else []
+    head += ["real"]
     note = (
         "Difference: second minus first. Runs of the same seed are paired. Over seeds: t test, "
-        "valid for new seeds; sign test where all differences are equal. p (Holm) is corrected "
-        "for all pairs of the table; real: p (Holm) over seeds is below 0.05. One seed in "
-        "common allows no conclusion about other seeds. Seeds needed: so many detect such a "
-        "difference, tested alone, in "
-        f"{100 * POWER:.0f} % of repetitions, if it and its spread are truly as measured here; a "
-        "rough estimate with few seeds."
+        "valid for new seeds; sign test where all differences are equal. Intervals are those of "
+        "each pair alone, p (Holm) is corrected for all pairs of the table; real: p (Holm) over "
+        "seeds is below 0.05. One seed in common allows no conclusion about other seeds."
     )
     note += (
         " Over utterances: bootstrap of the errors summed over the seeds, valid for these trained "
@@ -295,7 +301,8 @@ def _difference(
     mean = sum(b - a for a, b in zip(*values, strict=True)) / len(pairs)
     means = (sum(values[0]) / len(pairs), sum(values[1]) / len(pairs))
     test = paired_t(*values)
-    return SettingDifference(first.short, second.short, len(pairs), mean, means, test)
+    failed = first.failed + second.failed
+    return SettingDifference(first.short, second.short, len(pairs), mean, means, test, failed)
 
 
 def corrected(tests: Iterable[PairedT | Difference | None]) -> list[float | None]:
@@ -309,17 +316,10 @@ def _test_cells(
     test: PairedT | Difference | None, corrected: float | None, form: str, unit: float
 ) -> list[str]:
     if test is None or corrected is None:
-        return [DASH] * 3
+        return [DASH] * 2
     sides = tuple(unit * side for side in test.interval or ())
-    cells = ("< 0.001" if p < 0.001 else f"{p:.3f}" for p in (test.p, corrected))
-    return [between(sides, form) if sides else DASH, *cells]
-
-
-def _needed(test: PairedT | None) -> str:
-    """The seeds to detect such a difference."""
-    if not (test and test.sd):
-        return DASH
-    return str(seeds_needed(test.mean, test.sd) or f"> {MOST_SEEDS:,}")
+    p = "< 0.001" if corrected < 0.001 else f"{corrected:.3f}"
+    return [between(sides, form) if sides else DASH, p]
 
 
 def _verdict(over_seeds: float | None, over_utterances: float | None) -> str:

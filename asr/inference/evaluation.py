@@ -19,7 +19,9 @@ from torch import Tensor
 
 from asr.analysis.page import write_page
 from asr.analysis.plots import attention_picture
-from asr.analysis.score_files import read_evaluation, write_evaluation
+from asr.analysis.runs import decode_settings, evaluation_notes, unequal_decoding
+from asr.analysis.score_files import SavedEvaluation, read_evaluation, write_evaluation
+from asr.analysis.statistics import MIN_SPEAKERS
 from asr.analysis.wer import (
     Score,
     between,
@@ -116,6 +118,8 @@ def _group_facts(part: Score) -> dict[str, Any]:
 
 
 def _interval_over_speakers(part: Score) -> tuple[float, float] | None:
+    if len(part.speakers) < MIN_SPEAKERS:
+        return None
     return summarize(part.utterances, interval_over="speakers").wer_interval
 
 
@@ -268,11 +272,11 @@ def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
     return {row["id"]: row[column] for _, row in read_rows(corpus.path, ("id", column))}
 
 
-def score_of_run(run: Path, name: str, corpus: Corpus) -> Score:
-    """The score of another run on the same split. UserError where it is of another split."""
-    result = read_evaluation(run / "evaluate" / name).score
+def evaluation_of_run(run: Path, name: str, corpus: Corpus) -> SavedEvaluation:
+    """The evaluation of another run on the same split. UserError where it is of another split."""
+    result = read_evaluation(run / "evaluate" / name)
     expected = dict(zip(corpus.ids, map(tidy, corpus.texts), strict=True))
-    texts = {u.id: u.reference for u in result.utterances}
+    texts = {u.id: u.reference for u in result.score.utterances}
     if texts != expected:
         what = "utterances" if texts.keys() != expected.keys() else "texts"
         raise UserError(
@@ -280,6 +284,14 @@ def score_of_run(run: Path, name: str, corpus: Corpus) -> Score:
             "evaluate it on that manifest first"
         )
     return result
+
+
+def reservations(run: Path, saved: SavedEvaluation, own: Evaluation) -> list[str]:
+    """What else than the models may cause a difference to the saved evaluation of `run`."""
+    unequal = unequal_decoding(decode_settings(saved.about), decode_settings(own.about))
+    values = "; ".join(f"{key} {own} instead of {other}" for key, (other, own) in unequal.items())
+    notes = [f"not decoded alike, which may cause a difference: {values}"] if unequal else []
+    return notes + evaluation_notes(run, run / "evaluate", saved.about)
 
 
 def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures: int) -> None:
@@ -337,8 +349,10 @@ def attention_uri(
 def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
     about, decode = evaluation.about, evaluation.about["decode"]
     yield "checkpoint", f"{decode['checkpoint']}, of step {_steps(evaluation)}"
-    for key in ("beam", "ctc_weight", "length_penalty"):
-        yield key.replace("_", " ").replace("ctc", "CTC"), str(decode[key])
+    yield "beam", f"{decode['beam']}{', CTC alone' * (decode['search'] == 'ctc')}"
+    if decode["search"] == "beam":
+        yield "CTC weight", str(decode["ctc_weight"])
+        yield "length penalty", str(decode["length_penalty"])
     if len(decode["speeds"]) > 1:
         yield "speeds", " ".join(f"{speed:g}" for speed in decode["speeds"])
     if decode["ensemble"]:
