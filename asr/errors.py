@@ -178,8 +178,8 @@ def _exit_code(main: Callable[[], int | None]) -> int:
 
 def _report(error: Exception) -> int:
     """Print the error in one line; -> the exit code. Raises it again if it is a bug of ours."""
-    cause: BaseException | None = error
-    while cause := cause and cause.__context__:
+    cause: BaseException = error
+    while (cause := cause.__context__) is not None:
         if isinstance(cause, KeyboardInterrupt):  # clearing up after it failed
             return EXIT_INTERRUPTED
     message = _user_message(error)

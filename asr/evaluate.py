@@ -42,8 +42,7 @@ def main() -> int:
     recognizer = Recognizer.load(run, args.overrides)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    unknown = [recognizer.tokenizer.unknown(text) for text in corpus.texts]
-    if note := splits.check_vocabulary_coverage(corpus.texts, unknown, corpus.path):
+    if note := splits.check_vocabulary_coverage(corpus.texts, recognizer.tokenizer, corpus.path):
         print(note, flush=True)
     if args.tune:
         for line in tune(recognizer, corpus, recipe, run):

@@ -18,7 +18,6 @@ import secrets
 import shutil
 import socket
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -68,9 +67,9 @@ def atomic_write(path: Path, text: str) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` to fill and rename to it; removed if the block does not."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")  # as in atomic_writer
+    part.mkdir()
     try:
-        part.chmod(0o755)  # mkdtemp makes it private
         yield part
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -70,10 +70,12 @@ def prune_run(
     model, loss = recognizer.model, math.inf
     before = (len(model.encoder.layers), len(model.decoder.layers))
     counts = [n if k is None else k for n, k in zip(before, keep, strict=True)]
-    rule, kept = every_other if how == "every-other" else check_count, []
+    kept: list[list[int]] = []
     for option, layers, count in zip(("--encoder", "--decoder"), before, counts, strict=True):
         with config_errors(option):
-            kept.append(rule(layers, count))
+            check_count(layers, count)
+            if how == "every-other":
+                kept.append(every_other(layers, count))
     if how == "every-other":
         keep_layers(model, *kept)
     else:

@@ -61,6 +61,17 @@ def test_a_sparse_giant_is_not_read_whole(tmp_path):
         read_small_file(tmp_path / "giant")
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o775), (0o022, 0o755), (0o077, 0o700)])
+def test_permissions_of_a_new_folder_follow_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        with asr_io.new_folder(tmp_path / "a") as part:
+            part.rename(tmp_path / "a")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == mode
+
+
 def test_a_failed_write_leaves_the_old_content_and_nothing_else(tmp_path):
     write_files(tmp_path, {"a": "old", "b": "old"})
     with pytest.raises(RuntimeError), atomic_writer(tmp_path / "a") as file:

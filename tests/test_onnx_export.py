@@ -177,7 +177,7 @@ def test_the_example_gives_the_text_of_transcribe(exported, tiny, tiny_run, exam
     """Greedily and by CTC; the tiny model is bad, so its texts reach the limit of length."""
     files = [utterance.audio for utterance in read_manifest(tiny.parent / "test.tsv")]
     for options, settings in (
-        ([], ["decode.beam=1", "decode.ctc_weight=0", "decode.eos_threshold=1.5"]),
+        ([], ["decode.beam=1", "decode.ctc_weight=0"]),
         (["--ctc"], ["decode.beam=1", "decode.search=ctc"]),
     ):
         code, expected, _ = commands(transcribe, tiny_run, *files, *settings)

@@ -14,6 +14,7 @@ from asr.analysis.page import write_page
 from asr.analysis.wer import score
 from asr.errors import UserError
 
+PNG = "data:image/png;base64," + b64encode(b"\x89PNG\r\n\x1a\n?").decode()
 HOSTILE = [
     "<script>alert(1)</script>",
     "</script><img src=x onerror=alert(1)>",
@@ -71,7 +72,8 @@ def page(folder, words):
     actual, more = scored(words), {"about": {words[0]: words[1]}}
     more["groups"] = {words[1]: {words[2]: actual}}
     more["flags"] = {words[0]: [words[2], words[1]], words[1]: [words[1]]}
-    write_page(path, actual, title=words[2], audio=links, pictures=links, **more)
+    pictures = dict.fromkeys(links, PNG)
+    write_page(path, actual, title=words[2], audio=links, pictures=pictures, **more)
     return Parsed(path)
 
 
@@ -136,13 +138,12 @@ def test_only_the_page_own_script_and_style_may_run(tmp_path):
 def test_links_are_relative_and_point_to_the_file(tmp_path, name):
     folder = tmp_path / "evaluate" / "test"
     file = tmp_path / "audio" / name
-    write_page(folder / "p.html", score(["a"], ["b"]), audio={"1": file}, pictures={"1": str(file)})
-    row = Parsed(folder / "p.html").data[0]
-    for link in (row["audio"], row["picture"]):
-        parts = urlsplit(link)
-        assert (parts.scheme, parts.netloc, parts.query, parts.fragment) == ("", "", "", "")
-        assert link.startswith("../../audio/")
-        assert (folder / unquote(parts.path)).resolve() == file.resolve()
+    write_page(folder / "p.html", score(["a"], ["b"]), audio={"1": file})
+    link = Parsed(folder / "p.html").data[0]["audio"]
+    parts = urlsplit(link)
+    assert (parts.scheme, parts.netloc, parts.query, parts.fragment) == ("", "", "", "")
+    assert link.startswith("../../audio/")
+    assert (folder / unquote(parts.path)).resolve() == file.resolve()
 
 
 def test_a_file_beside_the_page_cannot_be_named_like_a_scheme(tmp_path):
@@ -151,15 +152,14 @@ def test_a_file_beside_the_page_cannot_be_named_like_a_scheme(tmp_path):
     assert Parsed(tmp_path / "p.html").data[0]["audio"] == "javascript%3Aalert%281%29"
 
 
-def test_only_png_data_are_taken_as_they_are(tmp_path):
-    png = "data:image/png;base64," + b64encode(b"\x89PNG\r\n\x1a\n?").decode()
+def test_only_png_data_are_pictures(tmp_path):
     actual = score(["a", "b"], ["a", "b"])
-    others = "data:text/html,<script>alert(1)</script>"
-    write_page(tmp_path / "p.html", actual, pictures={"1": png, "2": others})
+    write_page(tmp_path / "p.html", actual, pictures={"1": PNG})
     first, second = Parsed(tmp_path / "p.html").data
-    assert first["picture"] == png
-    assert urlsplit(second["picture"]).scheme == ""
-    assert "audio" not in first
+    assert first["picture"] == PNG and "picture" not in second and "audio" not in first
+    for other in ("data:text/html,<script>alert(1)</script>", f"{PNG}\n", "picture.png"):
+        with pytest.raises(UserError, match="no PNG"):
+            write_page(tmp_path / "q.html", actual, pictures={"2": other})
 
 
 def test_figures_and_tables_are_on_the_page(tmp_path):

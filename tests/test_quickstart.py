@@ -35,7 +35,7 @@ SMALL = {
     "small_corpus_conformer": [
         *("model.d_model=8", "model.heads=2", "model.feed_forward=8", "model.encoder_layers=2"),
         *("model.intermediate_ctc=null", "decode.beam=1", "decode.ctc_weight=0"),
-        *("decode.eos_threshold=1.5", "decode.speeds=[1.0]"),
+        "decode.speeds=[1.0]",
     ],
     "librispeech100": ["model.listener.hidden=8", "model.speller.hidden=8"],
 }

@@ -81,9 +81,8 @@ def test_limits_count_real_frames_only():
     [
         ({}, True),
         ({"length_penalty": 0.0, "token_reward": 1.0, "patience": 2.0, "max_ratio": 0.5}, True),
-        ({"eos_threshold": 1.5}, True),
-        ({"eos_threshold": None}, False),
-        ({"eos_threshold": 2.0}, False),
+        *(({"eos_threshold": threshold}, True) for threshold in (None, 1.0, 2.0)),
+        ({"eos_threshold": 0.9}, False),
         *(({key: 2}, False) for key in ("beam", "ngram", "temperature")),
         *(({key: 0.1}, False) for key in ("min_ratio", "coverage_penalty", "ctc_weight")),
     ],

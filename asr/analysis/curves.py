@@ -32,11 +32,10 @@ _START = -1  # in the place of a curve's number: the run was started or resumed
 
 @dataclass(frozen=True)
 class Curve:
-    """One scalar's points in the order of their steps: steps, values and clock times, (N,)."""
+    """One scalar's points in the order of their steps, (N,) each."""
 
     steps: NDArray[np.int64]
     values: Values
-    times: Values  # seconds since 1970
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -63,7 +62,7 @@ def read_scalars(folder: Path, names: Collection[str]) -> dict[str, Curve]:
             if row and not _is_intact(record):
                 break
             rows.extend(row)
-    table = np.array(rows).reshape(-1, 4)
+    table = np.array(rows).reshape(-1, 3)
     start, step = table[:, 0] == _START, table[:, 1]
     # The lowest step at which the run was started again later.
     ends = np.minimum.accumulate(np.where(start, step, np.inf)[::-1])[::-1]
@@ -92,24 +91,23 @@ def _is_intact(content: bytes) -> bool:
 
 
 def _row(record: bytes, kinds: Mapping[bytes, int]) -> Sequence[float]:
-    """A point's (place of its name, step, value, time); of a start (_START, step, 0, time)."""
+    """A point's (place of its name, step, value); of a start (_START, step, 0)."""
     event = Event.FromString(record)
     if not 0 <= event.step <= MAX_STEP:
         return ()
     if event.session_log.status == SessionLog.START:
-        return (_START, event.step, 0.0, event.wall_time)
+        return (_START, event.step, 0.0)
     for value in event.summary.value:
         place = kinds.get(value.tag.encode())
         if place is not None and value.WhichOneof("value") == "simple_value":
-            return (place, event.step, value.simple_value, event.wall_time)
+            return (place, event.step, value.simple_value)
     return ()
 
 
 def _curve(rows: Values) -> Curve:
-    """rows (N, 3): steps, values and times in the order of writing."""
+    """rows (N, 2): steps and values in the order of writing."""
     steps, last = np.unique(rows[::-1, 0], return_index=True)  # the first of the reversed
-    _, values, times = rows[::-1][last].T
-    return Curve(steps.astype(np.int64), values.copy(), times.copy())
+    return Curve(steps.astype(np.int64), rows[::-1][last, 1])
 
 
 def start_times(folder: Path) -> list[int]:
@@ -131,7 +129,7 @@ class Band:
 def finite(curve: Curve) -> Curve:
     """The curve without NaN and infinities."""
     good = np.isfinite(curve.values)
-    return Curve(curve.steps[good], curve.values[good], curve.times[good])
+    return Curve(curve.steps[good], curve.values[good])
 
 
 def first_below(curve: Curve, level: float) -> int | None:

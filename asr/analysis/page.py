@@ -1,6 +1,6 @@
 """One evaluation as a self-contained HTML page: no server, no network.
 
-Only audio and pictures are files of their own, linked relative to the page. Texts (transcripts,
+Only audio files are files of their own, linked relative to the page. Texts (transcripts,
 file names) are untrusted: Python escapes the markup, the script's data is JSON without "<", the
 script writes text nodes only, and a content security policy allows no other script and no network.
 """
@@ -37,7 +37,7 @@ def write_page(
     title: str = "Evaluation",
     about: Mapping[str, object] | None = None,
     audio: Mapping[str, Path] | None = None,
-    pictures: Mapping[str, Path | str] | None = None,
+    pictures: Mapping[str, str] | None = None,
     groups: Mapping[str, Mapping[str, Counts]] | None = None,
     flags: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
@@ -45,16 +45,19 @@ def write_page(
 
     about     short facts under the title, say run, split and checkpoint
     audio     utterance id -> audio file
-    pictures  utterance id -> attention picture: a PNG file, or a "data:image/png;base64," URI
+    pictures  utterance id -> attention picture: a "data:image/png;base64," URI
     groups    column of the manifest, say "source" -> group -> its counts
     flags     utterance id -> what is suspicious in its hypothesis, of FLAGS
     Not every utterance needs audio, a picture or a flag.
-    Raises UserError where one of them names an utterance that is not in the score.
+    Raises UserError where one of them names an utterance that is not in the score, or a picture is
+    no such URI.
     """
     utterances, audio, pictures, flags = score.utterances, audio or {}, pictures or {}, flags or {}
     for name, links in (("audio", audio), ("pictures", pictures), ("flags", flags)):
         if unknown := set(links) - {utterance.id for utterance in utterances}:
             raise UserError(f"{name} for utterance {min(unknown)!r}, which was not scored")
+    if not all(map(_PNG.fullmatch, pictures.values())):
+        raise UserError("a picture is no PNG as a data URI")
     alignments = align([u.reference for u in utterances], [u.hypothesis for u in utterances])
     parts = {
         "title": escape(title),
@@ -93,7 +96,7 @@ def _data(
         if utterance.id in audio:
             row["audio"] = _link(audio[utterance.id], folder)
         if utterance.id in pictures:
-            row["picture"] = _picture(pictures[utterance.id], folder)
+            row["picture"] = pictures[utterance.id]
         row["flags"] = list(flags.get(utterance.id, ()))
         rows.append(row)
     text = json.dumps(rows, separators=(",", ":"))  # ASCII, so U+2028 and the like are escaped too
@@ -136,12 +139,6 @@ def _joined(edits: Iterable[Edit]) -> list[list[str]]:
 def _link(path: Path, folder: Path) -> str:
     """A URL relative to the page's folder; the quotes leave no scheme, query or fragment in it."""
     return quote(os.fsencode(Path(os.path.relpath(path, folder)).as_posix()), safe="/")
-
-
-def _picture(picture: Path | str, folder: Path) -> str:
-    if isinstance(picture, str) and _PNG.fullmatch(picture):
-        return picture
-    return _link(Path(picture), folder)
 
 
 def _fact(name: str, value: object) -> str:

@@ -45,11 +45,10 @@ _COLUMNS = (*_TEXTS, *COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class SavedEvaluation:
-    """A stored evaluation. `columns` are text, one entry an utterance, as in the file."""
+    """A stored evaluation, without the caller's columns."""
 
     score: Score
     about: Mapping[str, Any]
-    columns: Mapping[str, tuple[str, ...]]
 
 
 def write_evaluation(
@@ -91,7 +90,7 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
     try:
         rates = read_json(folder / "score.json")
         with open_file(folder / "hypotheses.tsv", MAX_BYTES) as file:
-            utterances, columns = _utterances(_lines(file))
+            utterances = _utterances(_lines(file))
         # The stored intervals: resampling again would give others.
         score = replace(
             summarize(utterances, draws=1),
@@ -110,7 +109,7 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
         raise UserError(f"{folder}: damaged evaluation ({reason}); evaluate again") from None
     if not same:
         raise UserError(f"{folder}: score.json and hypotheses.tsv do not agree; evaluate again")
-    return SavedEvaluation(score, about, columns)
+    return SavedEvaluation(score, about)
 
 
 def evaluation_name(split: str) -> str:
@@ -180,14 +179,11 @@ def _lines(file: IO[bytes]) -> Iterator[list[str]]:
         yield line[:-1].decode().split("\t")
 
 
-def _utterances(
-    rows: Iterator[list[str]],
-) -> tuple[list[UtteranceScore], dict[str, tuple[str, ...]]]:
+def _utterances(rows: Iterator[list[str]]) -> list[UtteranceScore]:
     names = next(rows, [])
     if tuple(names[: len(_COLUMNS)]) != _COLUMNS or len(set(names)) < len(names):
         raise ValueError("hypotheses.tsv: unknown header")
     utterances: list[UtteranceScore] = []
-    columns: dict[str, list[str]] = {name: [] for name in names[len(_COLUMNS) :]}
     for number, cells in enumerate(rows, 2):
         if len(cells) != len(names):
             raise ValueError(f"hypotheses.tsv:{number}: {len(cells)} of {len(names)} columns")
@@ -196,11 +192,9 @@ def _utterances(
         texts = dict(zip(_TEXTS, cells, strict=False))
         counts = dict(zip(COUNTS, map(_count, cells[len(_TEXTS) :]), strict=False))
         utterances.append(UtteranceScore(**counts, **texts))
-        for own, cell in zip(columns.values(), cells[len(_COLUMNS) :], strict=True):
-            own.append(cell)
     if len({utterance.id for utterance in utterances}) < len(utterances):
         raise ValueError("hypotheses.tsv: an id comes more than once")
-    return utterances, {name: tuple(column) for name, column in columns.items()}
+    return utterances
 
 
 def _count(cell: str) -> int:

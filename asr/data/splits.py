@@ -15,6 +15,7 @@ import numpy as np
 
 from asr.config.schema import DataConfig
 from asr.data.corpus import Corpus, read_manifest
+from asr.data.tokenizer import Tokenizer
 from asr.errors import UserError, print_line
 
 MAX_UNKNOWN = 0.5  # share of a text's letters that the vocabulary may lack
@@ -120,14 +121,15 @@ def filter_by_duration(corpus: Corpus, low: float, high: float) -> tuple[Corpus,
 
 
 def check_vocabulary_coverage(
-    texts: Sequence[str], unknown: Sequence[str], path: Path | None
+    texts: Sequence[str], tokenizer: Tokenizer, path: Path | None
 ) -> str | None:
     """A line on the letters that the vocabulary lacks; None if it lacks none.
 
-    unknown: the unknown letters of each text. Raises UserError if the vocabulary lacks most.
+    Raises UserError if the vocabulary lacks most.
     """
     count = Counter("".join(texts).replace(" ", ""))
-    missing = {letter: count[letter] for letter in set("".join(unknown)) & set(count)}
+    unknown = set("".join(map(tokenizer.unknown, texts)))
+    missing = {letter: count[letter] for letter in unknown & set(count)}
     if not missing:
         return None
     share = sum(missing.values()) / count.total()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asr.data.batching import Broken, EpochPlan, Item, halves
+from asr.data.batching import Broken, EpochPlan, halves
 from asr.data.importers.download import fetch
 from asr.errors import UserError
 from asr.io import atomic_writer, open_file, sha256_of_files
@@ -111,14 +111,14 @@ class ImageEpochs:
     def plan(self, epoch: int) -> EpochPlan:
         """The batches of an epoch; the last may be smaller."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
-        rows = [Item(int(row), epoch, 1.0) for row in order]
+        rows = order.tolist()
         return EpochPlan([rows[i : i + self.size] for i in range(0, len(rows), self.size)], 0.0)
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[ImageBatch]:
         """Every `every`th batch of an epoch, from number `skip` on."""
         batches = self.plan(epoch).batches
         for number in range(skip, len(batches), every):
-            batch = make_batch(self.images, [item.index for item in batches[number]])
+            batch = make_batch(self.images, batches[number])
             generator = np.random.default_rng([self.seed, epoch, number])
             yield replace(batch, images=shifted(batch.images, self.shift, generator))
 

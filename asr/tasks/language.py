@@ -130,8 +130,7 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 
     )
     for part, path in ((epochs, data.train[0]), (validation, data.valid[0])):
         lines = part.sentences.sample(CHECKED_LINES)
-        unknown = [tokenizer.unknown(line) for line in lines]
-        print_first(splits.check_vocabulary_coverage(lines, unknown, path))
+        print_first(splits.check_vocabulary_coverage(lines, tokenizer, path))
         part.sentences.tokenizer = tokenizer
         _check_positions(recipe.model, part, path)
     epochs.plan(1)  # raises its errors before the run folder is made

@@ -174,8 +174,7 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool, stage: int = 0) -
             loader.measure_statistics(training, front_end, data.workers, every_speed)
     for part in (training, valid):
         texts = part.sample(CHECKED_TEXTS).texts
-        unknown = [tokenizer.unknown(text) for text in texts]
-        print_first(splits.check_vocabulary_coverage(texts, unknown, part.path))
+        print_first(splits.check_vocabulary_coverage(texts, tokenizer, part.path))
     torch.manual_seed(recipe.seed)
     objective = build_speech_objective(recipe, front_end.size, tokenizer.size)
     check_ctc_lengths(recipe, training, tokenizer, front_end, objective, every_speed[-1])
