@@ -209,7 +209,7 @@ def test_the_recipe_is_kept_as_text_and_hparams_and_no_curve_is_touched(tmp_path
     flat = {"seed": 1, "train.steps": None, "data.test": "{}", "mvn": True, "lr": 0.1, "list": [1]}
     with Log(tmp_path, 1, 2) as log:
         log.scalars("valid", {"wer": 0.5}, 7)
-        log.recipe("seed: 1\n", flat, {"valid/wer": 0.25})
+        log.finish("seed: 1\n", flat, {"valid/wer": 0.25})
     assert text(tmp_path, "recipe/text_summary") == "```yaml\nseed: 1\n```"
     assert "_hparams_/session_start_info" in events(tmp_path).summary_metadata
     # A final figure written as valid/wer would distort the curve; another name would add one.

@@ -181,7 +181,7 @@ def _rows(split: str, rates: Mapping[str, Any]) -> Iterator[str]:
     about = rates["about"]
     decode = about["decode"]
     settings = [f"beam {decode['beam']}"]
-    if decode["search"] == "ctc":
+    if decode.get("search") == "ctc":
         settings.append("CTC alone")
     else:
         keys = ("ctc_weight", *(["lm_weight"] if decode["lm"] else []))
@@ -190,8 +190,8 @@ def _rows(split: str, rates: Mapping[str, Any]) -> Iterator[str]:
         settings.append(f"speeds {' '.join(f'{speed:g}' for speed in speeds)}")
     if others := decode.get("ensemble"):
         settings.append(f"{len(others)} more in an ensemble")
-    if about["not_decoded"]:
-        settings.append(f"{about['not_decoded']} utterances not decoded, scored as empty")
+    if missing := about.get("not_decoded"):
+        settings.append(f"{missing} utterances not decoded, scored as empty")
     parts = {", ".join(["all", *settings]): {**rates, **about}}
     for column, groups in about["groups"].items():
         parts |= {f"{column} {name}": group for name, group in groups.items()}

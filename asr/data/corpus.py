@@ -32,7 +32,7 @@ from asr.data.manifest import (
     write_rows,
 )
 from asr.errors import UserError, print_line
-from asr.io import atomic_writer, open_file, parse_json
+from asr.io import atomic_writer, open_file, parse_json, user_cache
 
 SMALL = 16 << 20  # bytes of a manifest
 MAGIC = b"asrindex"
@@ -87,12 +87,10 @@ def open_rows(path: Path, allow_outside: bool) -> ManifestRows:
 
 def _cached(path: Path) -> list[Path]:
     """The index's place in the user's cache folder; none for a user without a home."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        folder = cache if cache.is_absolute() else Path.home() / ".cache"
+        return [user_cache() / f"{cache_name(path)}.index"]
     except RuntimeError:
         return []
-    return [folder / "layernorm-asr" / f"{cache_name(path)}.index"]
 
 
 def _may_be_written(place: Path) -> bool:

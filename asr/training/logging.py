@@ -193,7 +193,7 @@ class Log:
         """Markdown."""
         self.board.add_text(name, text, step)
 
-    def recipe(self, yaml: str, flat: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def finish(self, yaml: str, flat: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """The resolved recipe as text, and as hparams beside the last points of the metrics."""
         self.board.add_text("recipe", f"```yaml\n{yaml}```", 0)
         simple = bool | int | float | str

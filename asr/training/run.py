@@ -135,7 +135,7 @@ class Training:
                 # start.
                 self.save(self.metrics["valid/nll"] if self._is_validated() else math.inf)
                 return STAGE_ENDED
-            self.log.recipe(as_yaml(self.recipe), flat(self.recipe), self.metrics)
+            self.log.finish(as_yaml(self.recipe), flat(self.recipe), self.metrics)
             self.log.info(f"finished at step {self.state.step}; the run is in {self.run}")
         return 0
 

@@ -32,9 +32,10 @@ from pathlib import Path
 from types import ModuleType
 
 from asr import errors
+from asr.io import user_cache
 
 # Compiled kernels and lists of fonts, which take a minute: once for all cases.
-KERNELS = os.environ.get("LAYERNORM_LSTM_CACHE", str(Path.home() / ".cache" / "layernorm_asr"))
+KERNELS = os.environ.get("LAYERNORM_LSTM_CACHE", str(user_cache()))
 FONTS = str(Path.home() / ".cache" / "matplotlib")
 CPU, CLOCK, MEMORY = 10, 60.0, 2 << 30  # seconds, seconds, bytes
 SPACE = 6 << 30  # bytes of address space: imports take more than half of it

@@ -1,6 +1,6 @@
 """Compiles the C++ kernels once per machine and version, and loads them.
 
-The library is stored in $LAYERNORM_LSTM_CACHE, else in ~/.cache/layernorm_asr, or, where that is
+The library is stored in $LAYERNORM_LSTM_CACHE, else in ~/.cache/layernorm-asr, or, where that is
 not writable, in a temporary folder owned by this user. Its name is a hash of the sources, the
 flags, torch's version and the processor's features. Where several processes need it, one compiles
 under a file lock, which the system releases with the process; the others wait.
@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from asr.io import user_cache
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
@@ -117,10 +119,10 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("LAYERNORM_LSTM_CACHE"):
         return Path(chosen)
     try:
-        home = Path.home() / ".cache"
-        home.mkdir(exist_ok=True)
-        if os.access(home, os.W_OK):
-            return home / "layernorm_asr"
+        folder = user_cache()
+        folder.parent.mkdir(exist_ok=True)
+        if os.access(folder.parent, os.W_OK):
+            return folder
     except (OSError, RuntimeError):
         pass
     return _own_folder(Path(tempfile.gettempdir()) / f"layernorm_asr_{os.getuid()}")
