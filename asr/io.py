@@ -75,6 +75,24 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Make a folder; those made are removed again where they are left empty."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty
+            for path in made:
+                path.rmdir()
+
+
+def usable_cores() -> int:
+    """Those of this process; in a container often fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def user_cache() -> Path:
     """This project's folder in the user's cache. Raises RuntimeError for a user without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -273,15 +291,8 @@ def lock_run_folder(run: Path) -> Iterator[None]:
     Raises UserError where another process trains in the folder, and as check_run_folder does.
     """
     check_run_folder(run)
-    created = [folder for folder in (run, *run.parents) if not folder.exists()]
-    run.mkdir(parents=True, exist_ok=True)
-    try:
-        with _training_lock(run / LOCK):
-            yield
-    finally:
-        with suppress(OSError):  # not empty
-            for folder in created:
-                folder.rmdir()
+    with made_folder(run), _training_lock(run / LOCK):
+        yield
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from asr.arguments import CommandParser, positive
 from asr.errors import UserError, print_line, run_command
-from asr.io import check_run_folder, lock_file, open_append, try_lock
+from asr.io import check_run_folder, lock_file, open_append, try_lock, usable_cores
 
 if TYPE_CHECKING:  # modules that load pydantic or numpy are imported where they are used
     from asr.config.schema import Recipe
@@ -238,7 +238,7 @@ def _argument(path: Path) -> str:
 
 def sweep(jobs: Sequence[SweepProcess], at_once: int, out: Path) -> int:
     """Run the jobs, `at_once` at a time; a failure stops no other. 1 where one failed."""
-    threads = max(1, _cores() // at_once)
+    threads = max(1, usable_cores() // at_once)
     waiting, running, failed = deque(jobs), [], {}
     done = sum(job.next_command() is None for job in jobs)
     print_line(f"{len(jobs)} runs in {out}, {done} of them done already")
@@ -322,10 +322,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     # more than once.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise KeyboardInterrupt("SIGTERM") if number == signal.SIGTERM else KeyboardInterrupt
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def main() -> int:

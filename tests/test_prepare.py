@@ -14,6 +14,7 @@ import soundfile
 
 from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.data.importers import convert, download, librispeech, spoken_numbers
+from asr.io import usable_cores
 
 
 def record(path, seconds=1.0, rate=16000):
@@ -225,7 +226,7 @@ def test_a_part_reads_no_other_audio(tmp_path, asr_prepare, monkeypatch):
     monkeypatch.setattr(convert, "decoded_seconds", lambda *a: opened.append(a) or measure(*a))
     assert asr_prepare("tsv", table, "--to", tmp_path, "--hours", 5 / 3600)[0] == 0
     assert len(read_manifest(tmp_path / "all.tsv")) == 5
-    assert 5 < len(opened) <= 6 + convert.IN_FLIGHT * os.cpu_count()
+    assert 5 < len(opened) <= 6 + convert.IN_FLIGHT * usable_cores()
 
 
 def test_outside_audio_is_accepted_below_a_named_folder(own, tmp_path, asr_prepare):

@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +29,7 @@ from asr.data.importers.text_normalization import TextNormalizer
 from asr.data.manifest import COLUMNS, check_names, join_fields, parse_seconds, seconds_field
 from asr.data.shards import TarWriter
 from asr.errors import UserError, one_line, terminal
-from asr.io import atomic_writer
+from asr.io import atomic_writer, made_folder, usable_cores
 from features import AudioError
 from features.audio import audio_seconds, decoded_seconds
 from features.cut import OVERSHOOT, audio_channels, cut_audio
@@ -158,7 +158,7 @@ def convert(
             raise UserError(f"{splits[0].place}: {name!r} cannot be the name of a manifest; rename")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{splits[0].place}: two splits would be {twice[0]}.tsv; rename one")
-    with _folder(to), ExitStack() as stack:
+    with made_folder(to), ExitStack() as stack:
         outputs = [_Output(split, to, options, stack) for split in splits]
         for output in outputs:
             _write_split(output, normalize, only=len(outputs) == 1)
@@ -167,19 +167,6 @@ def convert(
         for output in outputs:
             output.finish()
     return [output.manifest for output in outputs]
-
-
-@contextmanager
-def _folder(folder: Path) -> Iterator[None]:
-    """Make a folder; those made are removed again where they are left empty."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # not empty
-            for path in made:
-                path.rmdir()
 
 
 def _refuse_faults(outputs: list[_Output]) -> None:
@@ -251,7 +238,7 @@ def _measured(
     rows: Iterable[Checked], options: Options
 ) -> Iterator[tuple[Checked, Measured | str]]:
     """Every row with its audio's measure or fault, in order, some of them ahead in threads."""
-    threads = os.cpu_count() or 1
+    threads = usable_cores()
     waiting: deque[tuple[Checked, Future]] = deque()
     # Threads, since the decoder releases the interpreter.
     with ThreadPoolExecutor(threads) as pool:

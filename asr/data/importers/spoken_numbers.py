@@ -13,7 +13,6 @@ import atexit
 import ctypes
 import functools
 import json
-import os
 import random
 import shutil
 import tempfile
@@ -34,7 +33,7 @@ from torchaudio.transforms import Resample
 
 from asr.data.corpus import Utterance, write_manifest
 from asr.errors import UserError, missing_package, writing
-from asr.io import new_folder, read_json
+from asr.io import new_folder, read_json, usable_cores
 
 # From speak_lib.h: espeak_Synth returns at the end; a failure is returned, not exit().
 SYNCHRONOUS, DONT_EXIT = 2, 0x8000
@@ -192,12 +191,13 @@ def _build(folder: Path, counts: dict[str, int], seed: int) -> None:
         (folder / split).mkdir()
     # Sorted by voice: changing it costs the engine more than a phrase.
     jobs.sort(key=lambda job: (job[0].voice, job[0].id))
-    # In a container, the cores that this process may use are often fewer than the machine's.
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     # Started anew, not forked: the engine and torch keep threads and locks.
     try:
-        with ProcessPoolExecutor(cpus, mp_context=get_context("spawn")) as pool:
-            made = {u.id: u for u in pool.map(_record, jobs, chunksize=len(jobs) // (4 * cpus) + 1)}
+        with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
+            made = {
+                u.id: u for u in pool.map(_record, jobs, chunksize=len(jobs) // (4 * cores) + 1)
+            }
     except BrokenProcessPool:
         raise UserError(f"{folder}: a process that synthesises was killed") from None
     for split in counts:
