@@ -260,9 +260,9 @@ def test_runs_that_failed_are_listed_and_do_not_count(two_groups, commands, tmp_
     assert "no such corpus" in failed["crashed"]
     assert "no event file" in failed["silent"]
     counted = {row[0]: row[1] for row in rows(text, "Validation loss")}
-    assert counted == {"listener.norm=ba": "3", "listener.norm=none": "3 + 3 failed"}
+    assert counted == {"listener.norm=ba": "3", "listener.norm=none": "3 + 3 not counted"}
     levels = [row[1:3] for row in rows(text, "Until the loss first passes a level")]
-    assert ["listener.norm=none", "3 of 3 + 3 failed"] in levels
+    assert ["listener.norm=none", "3 of 3 + 3 not counted"] in levels
     assert "listener.norm=none: 3 of 6 runs are not counted, which favours a setting" in out
     answers = [line for line in out.splitlines() if line.startswith("- ") and "0.45" in line]
     assert answers and answers[0].endswith("over seeds. 3 runs without a result are not counted.")

@@ -254,7 +254,7 @@ def loss_table(settings: Sequence[SettingRuns], curve: str) -> Table:
 
 
 def _failed(setting: SettingRuns) -> str:
-    return f" + {setting.failed} failed" * bool(setting.failed)
+    return f" + {setting.failed} not counted" * bool(setting.failed)
 
 
 def level_table(settings: Sequence[SettingRuns], levels: Sequence[float]) -> Table:
