@@ -73,9 +73,10 @@ def prune_run(
     kept: list[list[int]] = []
     for option, layers, count in zip(("--encoder", "--decoder"), before, counts, strict=True):
         with config_errors(option):
-            check_count(layers, count)
             if how == "every-other":
                 kept.append(every_other(layers, count))
+            else:
+                check_count(layers, count)
     if how == "every-other":
         keep_layers(model, *kept)
     else:

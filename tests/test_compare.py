@@ -56,7 +56,7 @@ def curve(values, steps=STEPS):
     return Curve(steps, np.array(values, dtype=float))
 
 
-def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{}", about=None):
+def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{}"):
     """A run folder as asr.train writes it: step s has cost s / 1000 h of audio and 3 s seconds."""
     folder.mkdir(parents=True)
     base = folder / "base.yaml"
@@ -79,7 +79,7 @@ def make_run(folder, overrides, losses, *, done=True, errors=None, vocabulary="{
     if errors is not None:
         hypotheses = ["a b c" if wrong else "a b d" for wrong in errors]
         write_evaluation(
-            folder / "evaluate" / "test", score(["a b d"] * len(hypotheses), hypotheses), about
+            folder / "evaluate" / "test", score(["a b d"] * len(hypotheses), hypotheses)
         )
     return folder
 
