@@ -71,6 +71,7 @@ def test_a_run_killed_in_its_second_stage_resumes_there(tiny, commands, tmp_path
     code, out, _ = commands(train, *options, "--run", tmp_path / "whole")
     assert code == 0
     assert "stage 2 of 2, from epoch 2 on: features.spec_augment.freq_masks 2 -> missing" in out
+    assert out.count("training ") == 1 and "resuming" not in out
     with monkeypatch.context() as patch:
         kill_at(patch, 2, 4)
         assert commands(train, *options, "--run", tmp_path / "killed")[0] == 130

@@ -22,6 +22,7 @@ from asr.data import loader
 from asr.data.corpus import read_manifest, write_manifest
 from asr.data.tokenizer import load_tokenizer
 from asr.errors import EXIT_STOPPED
+from asr.inference import tune
 from asr.inference.recognition import Recognizer
 from asr.tasks.speech import SpeechTask
 from asr.training import run as training_run
@@ -312,6 +313,22 @@ def test_resuming_a_finished_run_changes_nothing(tiny, commands, tmp_path, tiny_
     code, out, _ = commands(train, tiny, "--run", tmp_path, "--resume")
     assert code == 0 and "finished at step" in out
     assert_same_state(tmp_path, tiny_run)
+
+
+def test_resuming_keeps_decode_settings_that_tune_has_written(tiny, tiny_run, commands, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    path, resume = run / "recipe.yaml", [tiny, "--run", run, "--resume"]
+    tune.save(run, read_recipe(path).decode, {"beam": 7, "length_penalty": 0.3})
+    tuned = path.read_bytes()
+    code, out, _ = commands(train, *resume)
+    assert code == 0 and path.read_bytes() == tuned
+    assert f"kept as {path} has it: decode.beam 1 -> 7\n" in out
+    # Also after more steps, and beside a key that the command line changes.
+    code, out, _ = commands(train, *resume, "train.epochs=3", "decode.length_penalty=1.0")
+    assert code == 0 and "changed in the recipe: decode.length_penalty 0.6 -> 1.0" in out
+    code, *_ = commands(train, *resume, "train.epochs=3", "decode.length_penalty=1.0")
+    decode = read_recipe(path).decode
+    assert code == 0 and (decode.beam, decode.length_penalty) == (7, 1.0)
 
 
 def test_another_seed_is_another_run(tiny, tiny_run, commands, tmp_path):

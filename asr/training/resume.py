@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from asr.config.loader import as_yaml, flat, parse_recipe
+from asr.config.loader import as_yaml, flat, parse_recipe, read_recipe, validate
 from asr.config.schema import Recipe, TrainConfig
 from asr.errors import UserError
 from asr.training.checkpoint import (
@@ -85,6 +85,24 @@ class ResumePoint:
                 "files, choose another --run, or resume nevertheless with --resume --force"
             )
         return [f"changed since: {line}" for line in changed]
+
+    def with_tuned_decode(self, recipe: Recipe) -> Recipe:
+        """The recipe with what has been written into the run's `decode:` since it was trained.
+
+        That is what asr.evaluate --tune found. A key that `recipe` itself changes is not replaced.
+        """
+        path = self.run / "recipe.yaml"
+        try:
+            trained = parse_recipe(self.state["recipe"], "").model_dump(mode="json")
+            stored = read_recipe(path).model_dump(mode="json")
+        except UserError:  # reported by check_recipe; where it was forced, nothing can be kept
+            return recipe
+        tree = recipe.model_dump(mode="json")
+        before, decode = trained.get("decode", {}), tree.get("decode", {})
+        for key, value in stored.get("decode", {}).items():
+            if key in decode and decode[key] == before.get(key):
+                decode[key] = value
+        return validate(tree, str(path))
 
     def _changes(self, recipe: Recipe, force: bool) -> dict[str, str]:
         """Dotted key -> a line, for every key with another value now."""

@@ -104,10 +104,13 @@ class Training:
         self.stop = Stop()
         self.stage_ended = False
 
-    def train(self, start: ResumePoint | None = None, messages: Sequence[str] = ()) -> int:
+    def train(
+        self, start: ResumePoint | None, stored: Recipe | None, messages: Sequence[str]
+    ) -> int:
         """Train to the end -> 0, of the stage -> STAGE_ENDED, or until a signal -> EXIT_STOPPED.
 
-        Logs `messages` first.
+        Logs `messages` first. `stored`: the recipe to write into the run; None after a stage that
+        this process has trained.
         """
         if len(set(gather(start and start.checkpoint.step))) > 1:
             raise UserError(f"{self.run}: must be on a disk that all machines share")
@@ -119,13 +122,15 @@ class Training:
         more = self._restore(start) if start else []
         if self.stage > self.state.stage:
             more.append(self._begin_stage())
-        if is_first():  # not sooner: a recipe whose model does not fit must not replace the run's
-            write_recipe(self.recipe, self.run / "recipe.yaml")
+        if stored:
+            if is_first():  # not sooner: a recipe whose model does not fit must replace no other
+                write_recipe(stored, self.run / "recipe.yaml")
+            more.append(self._summary(start is not None))
         total = trainer.planned_steps(self.task.epochs, self.config, self.state)
         settings = self.run, self.config.log_every, total, self.state.step
         tracking = self.trackers, flat(self.recipe)
         with self.stop, Log(*settings, *tracking) if is_first() else NullLog() as self.log:
-            self.log.info(*messages, *more, self._summary(start is not None))
+            self.log.info(*messages, *more)
             with suppress(Stopped):
                 self._fit()
             if self.stop.requested_on_any_rank():
@@ -371,27 +376,35 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
         restarted = distributed.restarted_by_torchrun(run)
-        code = _train_stage(recipe, run, resume or restarted, force)
+        code = _train_stage(recipe, run, resume or restarted, force, begun=False)
         while code == STAGE_ENDED:  # the next one starts from the checkpoint at this one's end
-            code = _train_stage(recipe, run, True, force)
+            code = _train_stage(recipe, run, True, force, begun=True)
         return code
 
 
-def _train_stage(recipe: Recipe, run: Path, resume: bool, force: bool) -> int:
+def _train_stage(recipe: Recipe, run: Path, resume: bool, force: bool, begun: bool) -> int:
     with distributed.first_rank_first():  # rank 0 writes what the others read
-        training, start, messages = _open(recipe, run, resume, force)
+        start = find_resume_point(run, resume)
+        stored, messages = recipe, []
+        if start and not begun:
+            messages = start.check_recipe(recipe, force)
+            start.check_end(recipe.train)
+            stored = start.with_tuned_decode(recipe)
+            kept = changes(recipe, stored).values()
+            messages += [f"kept as {run / 'recipe.yaml'} has it: {line}" for line in kept]
+        training = _open(recipe, run, start)
+        if start:
+            messages += start.check_content(training.content, force)
+            for folder in start.damaged:  # so that none is taken for the last or the best one
+                set_aside(folder)
+        elif is_first():
+            training.task.prepare(run)
     distributed.record_launch(run)
-    return training.train(start, messages)
+    return training.train(start, None if begun else stored, messages)
 
 
-def _open(
-    recipe: Recipe, run: Path, resume: bool, force: bool
-) -> tuple[Training, ResumePoint | None, list[str]]:
-    """The training, the checkpoint to resume it from, and lines for the log."""
-    start = find_resume_point(run, resume)
-    messages = start.check_recipe(recipe, force) if start else []
-    if start:
-        start.check_end(recipe.train)
+def _open(recipe: Recipe, run: Path, start: ResumePoint | None) -> Training:
+    """The training of the due stage, with new or `train.init` weights."""
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     make_task = pkgutil.resolve_name(TASKS[recipe.task])
@@ -401,14 +414,7 @@ def _open(
     if recipe.train.init and not start:
         best = choose(find_run(recipe.train.init), "best", 1)
         load_weights(task.objective.model, best, task.about)
-    training = Training(task, recipe, stage, run)
-    if start:
-        messages += start.check_content(training.content, force)
-        for folder in start.damaged:  # so that none is taken for the last or the best one
-            set_aside(folder)
-    elif is_first():
-        task.prepare(run)
-    return training, start, messages
+    return Training(task, recipe, stage, run)
 
 
 def _due_stage(recipe: Recipe, state: TrainState) -> int:
