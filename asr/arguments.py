@@ -98,7 +98,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError, without the lines of usage."""
-        raise UserError(f"{message[:LONGEST]}; {self.prog} --help lists the arguments")
+        # parse_intermixed_args names them as required, too.
+        message = message.replace(", key.path=value", "")[:LONGEST]
+        raise UserError(f"{message}; {self.prog} --help lists the arguments")
 
 
 class StoreOnce(argparse.Action):

@@ -47,7 +47,10 @@ def rows(count, text="ab c", audio="train-{}.flac"):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.epoch=3", "command line: train.epoch is not a recipe key. Did you mean 'epochs'?"),
+        (
+            "train.epoch=3",
+            "command line: train.epoch is not a recipe key. Did you mean train.epochs?",
+        ),
         ("train.epochs=two", "command line: train.epochs = 'two': should be a valid integer"),
         ("train.clip=-1", "command line: train.clip = -1: should be greater than 0"),
         ("model.attention=soft", "model.attention = 'soft': should be 'additive', 'dot' or"),
@@ -92,7 +95,7 @@ def test_an_error_in_a_file_names_the_file(tiny, run, commands, tmp_path):
     recipe = tmp_path / "my.yaml"
     recipe.write_text(tiny.read_text() + "decode: {beem: 3}\n")
     line = commands.refused(train, recipe, "--run", run)
-    assert line == f"{recipe}: decode.beem is not a recipe key. Did you mean 'beam'?"
+    assert line == f"{recipe}: decode.beem is not a recipe key. Did you mean decode.beam?"
 
 
 def test_a_missing_recipe(run, commands, tmp_path):
@@ -459,7 +462,7 @@ def test_evaluating_unreadable_audio(tiny_run, commands, manifest, run):
 
 def test_a_wrong_override_of_evaluate(tiny_run, commands):
     line = commands.refused(evaluate, tiny_run, "--split", "test", "decode.beem=4")
-    assert line == "command line: decode.beem is not a recipe key. Did you mean 'beam'?"
+    assert line == "command line: decode.beem is not a recipe key. Did you mean decode.beam?"
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_user_errors(recipes, tmp_path, commands):
     assert f"asr.prepare mnist --to {tmp_path / 'none'}" in line
     line = commands.refused(train, draw, "data.pixels=grey", *run)
     assert "set data.pixels=binary" in line
-    assert "Did you mean 'hidden'" in commands.refused(train, rows, "model.hiden=3", *run)
+    assert "Did you mean model.hidden?" in commands.refused(train, rows, "model.hiden=3", *run)
 
 
 def test_only_regular_files_are_images(tmp_path):

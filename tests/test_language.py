@@ -175,7 +175,7 @@ def test_two_runs_must_agree_on_the_vocabulary(commands, folder):
         ({"train": ["d/own.tsv"]}, "make it with: python -m asr.prepare auto SOURCE --to d, where"),
         ({"train": ["d/foo.txt"], "corpus": "spoken-numbers"}, "foo.txt is missing; name a .txt"),
         ({"max_bytes": 1}, "data.max_bytes = 1: each of the 48 lines is longer"),
-        ({"batch_byte": 1}, "data.batch_byte is not a recipe key. Did you mean 'batch_bytes'?"),
+        ({"batch_byte": 1}, "data.batch_byte is not a recipe key. Did you mean data.batch_bytes?"),
     ],
 )
 def test_errors_are_one_clear_line(commands, folder, change, message):

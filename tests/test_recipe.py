@@ -124,13 +124,13 @@ def test_a_written_recipe_reads_back_the_same(tmp_path, read):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("tarin: {}", "r.yaml: tarin is not a recipe key. Did you mean 'train'?"),
+        ("tarin: {}", "r.yaml: tarin is not a recipe key. Did you mean train?"),
         (
             "features: {spec_augment: {freq_mask: 2}}",
-            "features.spec_augment.freq_mask is not a recipe key. Did you mean 'freq_masks'?",
+            "Did you mean features.spec_augment.freq_masks?",
         ),
         ("train: {optimizer: {learning_rate: 1}}", "train.optimizer.learning_rate is not a recipe"),
-        ("train: {schedule: {warmpu: 1}}", "Did you mean 'warmup'?"),
+        ("train: {schedule: {warmpu: 1}}", "Did you mean train.schedule.warmup?"),
         ("train: {epochs: many}", "r.yaml: train.epochs = 'many': should be a valid integer"),
         ("train: {epochs: 0}", "train.epochs = 0: should be greater than or equal to 1"),
         ("train: {epochs: 2.5}", "train.epochs = 2.5: should be a valid integer"),
@@ -185,7 +185,7 @@ def test_a_wrong_key_type_or_range_is_named(read, more, message):
     [
         (
             "{kind: las, listener: {nrom: ba}}",
-            "model.listener.nrom is not a recipe key. Did you mean 'norm'?",
+            "model.listener.nrom is not a recipe key. Did you mean model.listener.norm?",
         ),
         ("{kind: las, speller: {norm: batch}}", "model.speller.norm = 'batch': should be 'none',"),
         ("{kind: las, listener: {layers: 2, pyramid: [3]}}", "must name different layers of 1 to"),
@@ -272,7 +272,10 @@ def test_an_unknown_model_kind_lists_the_known_kinds(read, kind):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.epoch=3", "command line: train.epoch is not a recipe key. Did you mean 'epochs'?"),
+        (
+            "train.epoch=3",
+            "command line: train.epoch is not a recipe key. Did you mean train.epochs?",
+        ),
         ("train.epochs=x", "command line: train.epochs = 'x'"),
         ("train=5", "command line: train = 5"),
         ("train.epochs", "command line: 'train.epochs' is not of the form key.path=value"),
@@ -280,10 +283,18 @@ def test_an_unknown_model_kind_lists_the_known_kinds(read, kind):
         ("train..epochs=3", "is not of the form"),
         ("seed=[1", "command line: the value in 'seed=[1' is not valid YAML"),
         ("model.listener.norm.x=1", "model.listener.norm"),
+        ("train.device=gpu", "train.device = 'gpu': should be auto, cpu, cuda or cuda:N"),
+        ("train.trackers=wandb", "train.trackers = 'wandb': should be a list, [VALUE, ...]."),
+        ("data.test=x.tsv", "data.test = 'x.tsv': should hold names with values, {NAME: VALUE"),
     ],
 )
 def test_a_wrong_override_is_attributed_to_the_command_line(read, override, message):
     assert message in refusal(read, PLAIN, override)
+
+
+def test_overrides_are_a_list():
+    with pytest.raises(RecipeError, match=r"overrides = 'seed=2': must be a list, \['seed=2'\]"):
+        read_recipe("demo", "seed=2")
 
 
 def test_keys_nested_without_end_are_refused(read):
@@ -294,6 +305,38 @@ def test_keys_nested_without_end_are_refused(read):
         assert "command line: data.test.a.a.a" in refusal(read, PLAIN, override)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "key", "end"),
+    [
+        (
+            "demo",
+            "model.norm",
+            " of model.kind = las, but of transformer and conformer. "
+            "Did you mean model.listener.norm or model.speller.norm?",
+        ),
+        (
+            "demo_transformer",
+            "model.listener.norm",
+            " of model.kind = transformer, but of las. Did you mean model.norm?",
+        ),
+        ("demo_transformer", "model.kernel", " of model.kind = transformer, but of conformer."),
+        ("demo", "train.lr", ". Did you mean train.optimizer.lr?"),
+        ("demo", "beam", ". Did you mean decode.beam?"),
+        (
+            "demo",
+            "data.batch_seconds",
+            ". Did you mean train.batch_seconds or decode.batch_seconds?",
+        ),
+        ("demo_lm", "model.layer", ". Did you mean model.layers?"),
+        ("demo", "train.batch_size", "."),
+    ],
+)
+def test_a_key_of_another_place_or_model_is_found(recipe, key, end):
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(recipe, [f"{key}=3"])
+    assert f"is not a recipe key{end}" in str(caught.value) and str(caught.value).endswith(end)
+
+
 @pytest.mark.parametrize("value", ["true", "yes"])
 @pytest.mark.parametrize("key", ["train.epochs", "train.optimizer.lr", "seed"])
 def test_yes_is_not_a_number(read, key, value):
@@ -302,7 +345,7 @@ def test_yes_is_not_a_number(read, key, value):
 
 def test_several_errors_are_counted_and_the_unknown_key_is_first(read):
     actual = refusal(read, PLAIN + "train: {epochs: 0, clip: 0}\nsede: 1\n")
-    assert actual.endswith("sede is not a recipe key. Did you mean 'seed'? (2 more like it)")
+    assert actual.endswith("sede is not a recipe key. Did you mean seed? (2 more like it)")
 
 
 @pytest.mark.parametrize("missing", ["run", "data", "model"])

@@ -24,7 +24,7 @@ from asr.sweep import read_grid
 @pytest.mark.parametrize(
     ("grid", "line"),
     [
-        (["model.listener.nrom=ba"], "listener.nrom is not a recipe key. Did you mean 'norm'"),
+        (["model.listener.nrom=ba"], "is not a recipe key. Did you mean model.listener.norm?"),
         (["seed="], "'seed=' has an empty value"),
         (["seed=1,,2"], "'seed=1,,2' has an empty value"),
         (["seed"], "'seed' is not of the form"),

@@ -99,7 +99,7 @@ def test_vaswani_s_settings(size, width, heads, hidden, dropout, average):
         ("encoder_convolution: 4", r"model.encoder_convolution = 4: must be odd: choose 3 or 5\.$"),
         ("encoder_convolution: 0", r"model.encoder_convolution = 0: should be greater than or"),
         ("encoder_layers: 0", r"model.encoder_layers = 0: should be greater than or equal to 1"),
-        ("norms: rms", r"model.norms is not a recipe key. Did you mean 'norm'\?$"),
+        ("norms: rms", r"model.norms is not a recipe key. Did you mean model.norm\?$"),
     ],
 )
 def test_an_invalid_setting(setting, message, tiny, commands, tmp_path):

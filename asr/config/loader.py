@@ -39,6 +39,11 @@ MAX_KEY = 100  # characters
 MAX_DIGITS = 100
 MAX_MESSAGE = 200  # characters; pydantic's may have the whole value
 INVALID = (yaml.YAMLError, ValueError, OverflowError)  # OverflowError: of "\\Uffffffff"
+IN_WORDS = {  # pydantic's types of errors whose messages name types of Python
+    "path_type": "should be a path, as text in quotes",
+    "tuple_type": "should be a list, [VALUE, ...]",
+    "dict_type": "should hold names with values, {NAME: VALUE, ...}",
+}
 SCALARS = ("bool", "float", "int", "null")
 NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters and surrogates
 
@@ -52,6 +57,8 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
     A shipped recipe can be given by name: `demo`. Raises RecipeError with one line on any mistake.
     """
+    if isinstance(overrides, str):
+        raise RecipeError(f"overrides = {_shown(overrides)}: must be a list, [{overrides!r}].")
     path = find_recipe(Path(path), Path())
     tree = _with_bases(path)
     changed, changes = set(), {}
@@ -92,7 +99,9 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
     if keys and any(all(map(eq, keys, changed)) for changed in overridden):
         place = COMMAND_LINE
     more = f" ({len(details) - 1} more like it)" if len(details) > 1 else ""
-    raise RecipeError(f"{place}: {_explain(first, keys, kind)}{more}")
+    model = tree.get("model")
+    model_kind = str(model.get("kind")) if isinstance(model, Mapping) else ""
+    raise RecipeError(f"{place}: {_explain(first, keys, kind, model_kind)}{more}")
 
 
 def at_stage(recipe: Recipe, stage: int, place: str = "recipe") -> Recipe:
@@ -301,28 +310,27 @@ def _merge(base: Mapping[str, Any], change: Mapping[str, Any], top: bool = True)
 # Errors
 
 
-def _explain(detail: ErrorDetails, keys: tuple[str, ...], recipe: type[Recipe]) -> str:
+def _explain(
+    detail: ErrorDetails, keys: tuple[str, ...], recipe: type[Recipe], model_kind: str
+) -> str:
     """The wrong key, its value and what it should be, or which key may have been meant."""
     name = ".".join(keys)
     if detail["type"] == "extra_forbidden":
-        siblings = _sibling_keys(detail["loc"], recipe)
-        near = difflib.get_close_matches(keys[-1], siblings, n=1, cutoff=0.5)
-        return f"{name} is not a recipe key.{f' Did you mean {near[0]!r}?' if near else ''}"
+        return f"{name} is not a recipe key{_suggestion(keys, detail['input'], recipe, model_kind)}"
     if detail["type"] == "missing":
         return f"{name} is missing."
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")[:MAX_MESSAGE]
     if detail["type"] == "union_tag_invalid":
         kinds = ", ".join(_model_kinds(recipe))
         return f"{name}.kind = {_shown(detail['ctx']['tag'])}: must be one of {kinds}."
-    if detail["type"] == "path_type":
-        message = "should be a path, as text in quotes"
+    message = IN_WORDS.get(detail["type"], message)
     if detail["type"] in ("int_parsing", "float_parsing") and detail["input"] in ("True", "False"):
         return f"{name} = {detail['input'].lower()}: should be a number."
     if re.match(r"[a-z]\w*(\.\w+)+ = ", message):  # of several keys, which it names itself
         return f"{message}."
     if detail["type"] in ("model_type", "model_attributes_type"):
-        inner = _sibling_keys((*detail["loc"], ""), recipe)
-        message = f"should hold keys of its own, {{{inner[0]}: VALUE, ...}}"
+        inner = next(path for path in _paths(recipe, model_kind) if path.startswith(f"{name}."))
+        message = f"should hold keys of its own, {{{inner.removeprefix(f'{name}.')}: VALUE, ...}}"
     if not keys:  # of several groups, which the message names
         return f"{message}."
     return f"{name} = {_shown(detail['input'])}: {message}."
@@ -342,17 +350,35 @@ def _recipe_keys(location: Iterable[Any], recipe: type[Recipe]) -> tuple[str, ..
     return tuple(map(str, keys))
 
 
-def _sibling_keys(location: tuple[Any, ...], recipe: type[Recipe]) -> list[str]:
-    """The keys that are allowed where pydantic found the last one of `location`."""
-    group: Any = recipe
-    kinds = _model_kinds(recipe)
-    for key in location[:-1]:
-        if key in kinds:
-            group = kinds[key]
-            continue
-        fields = next((g.model_fields for g in groups_in(group) if key in g.model_fields), {})
-        group = fields[key].annotation if key in fields else None
-    return [name for one in groups_in(group) for name in one.model_fields]
+def _suggestion(keys: tuple[str, ...], value: Any, recipe: type[Recipe], model_kind: str) -> str:
+    """The end of a message on an unknown key: of which kind of model it is, or what was meant.
+
+    That is the same word elsewhere (model.norm: model.listener.norm or model.speller.norm), a
+    similar one in the same group, or the word below it (model.listener.norm: model.norm).
+    """
+    paths = [path.rpartition(".") for path in _paths(recipe, model_kind)]
+    siblings = [last for group, _, last in paths if group == ".".join(keys[:-1])]
+    near = difflib.get_close_matches(keys[-1], siblings, n=1, cutoff=0.7)
+    inner = [*value] if isinstance(value, Mapping) else []
+    meant = ["".join(path) for path in paths if path[2] == keys[-1]]
+    meant = meant or [".".join((*keys[:-1], key)) for key in near]
+    meant = meant or ["".join(path) for path in paths if path[2] in inner]
+    kinds = [kind for kind in _model_kinds(recipe) if ".".join(keys) in _paths(recipe, kind)]
+    of = f" of model.kind = {model_kind}, but of {' and '.join(kinds)}" if kinds else ""
+    question = f" Did you mean {' or '.join(meant[:3])}?" if meant else ""
+    return f"{of}.{question}"
+
+
+def _paths(recipe: type[Config], model_kind: str, prefix: str = "") -> Iterator[str]:
+    """The dotted path of every key and group, in the catalogue's order."""
+    for key, field in recipe.model_fields.items():
+        yield f"{prefix}{key}"
+        groups = groups_in(field.annotation)
+        if not prefix and key == "model":
+            kinds = _model_kinds(recipe)
+            groups = [kinds[model_kind]] if model_kind in kinds else groups
+        for group in groups:
+            yield from _paths(group, model_kind, f"{prefix}{key}.")
 
 
 def _model_kinds(recipe: type[Recipe]) -> dict[str, type[Config]]:

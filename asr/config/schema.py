@@ -61,7 +61,6 @@ def _check_name(name: str) -> str:
 
 
 Backend = Literal["auto", "reference", "python", "cpu", "cuda", "cluster"]  # of an LSTM
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$")]
 RecipePath = Annotated[Path, BeforeValidator(_check_path)]
 Name = Annotated[str, AfterValidator(_check_name)]
 
@@ -243,7 +242,7 @@ def check_intermediate_ctc(
 class LasConfig(Config):
     """Section `model:` with `kind: las`: Listen, Attend and Spell."""
 
-    kind: Literal["las"]  # selects the model
+    kind: Literal["las"]  # selects the model; a change replaces the whole section
     listener: ListenerConfig = ListenerConfig()
     # location: additive attention that also reads its past weights (Chorowski et al. 2015).
     attention: Literal["additive", "dot", "location"] = "location"
@@ -298,6 +297,11 @@ class DropPerStack(Config):
 ResidualScale = Annotated[
     Positive | PerStack | Literal["deepnet"],
     _one_line_error("should be a number above 0, {encoder: NUMBER, decoder: NUMBER} or deepnet"),
+]
+Device = Annotated[
+    str,
+    Field(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"),
+    _one_line_error("should be auto, cpu, cuda or cuda:N with N from 0 to 99"),
 ]
 LayerDropRate = Annotated[
     Rate | DropPerStack,
@@ -422,7 +426,7 @@ OddKernel = Annotated[Kernel, AfterValidator(_check_odd)]
 class TransformerConfig(EncoderDecoderConfig):
     """Section `model:` with `kind: transformer`: the speech encoder-decoder."""
 
-    kind: Literal["transformer"]  # selects the model
+    kind: Literal["transformer"]  # selects the model; a change replaces the whole section
     # Gaussian windows, learned, on the encoder's self-attention; null: none.
     encoder_windows: WindowsConfig | None = None
     # Kernel of a convolution module in each encoder layer, frames, odd; null: no such module.
@@ -451,7 +455,7 @@ class TransformerConfig(EncoderDecoderConfig):
 class ConformerConfig(EncoderDecoderConfig):
     """Section `model:` with `kind: conformer`: a Conformer encoder, a Transformer decoder."""
 
-    kind: Literal["conformer"]  # selects the model
+    kind: Literal["conformer"]  # selects the model; a change replaces the whole section
     kernel: OddKernel = 15  # of the convolution modules, frames, odd
     activation: Literal["relu", "gelu", "swish"] = "swish"  # of the feed-forward sublayers
     positions: Literal["sinusoidal", "learned", "rope"] = "rope"  # position encodings
