@@ -208,7 +208,9 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
         print_line(line)
     if args.valid:
         whole = min(manifests, key=lambda path: not path.stem.startswith("train"))
-        manifests += hold_out(whole, args.valid)
+        valid, line = hold_out(whole, args.valid)
+        print_line(line)
+        manifests.append(valid)
     seconds = {manifest: _report(manifest) for manifest in manifests}
     print_line(_next_command(args.to, seconds))
 

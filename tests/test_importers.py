@@ -265,7 +265,8 @@ def test_a_speaker_of_half_the_corpus_is_not_held_out(tmp_path, large):
     rows = "".join(f"u{n}\t{name}\ta.wav\t1.0\ttext\n" for n, name in enumerate(names))
     manifest = tmp_path / "all.tsv"
     manifest.write_text("id\tspeaker\taudio\tseconds\ttext\n" + rows)
-    train, valid = (path.read_text().splitlines()[1:] for path in hold_out(manifest, 0.05))
+    held_out, _ = hold_out(manifest, 0.05)
+    train, valid = (path.read_text().splitlines()[1:] for path in (manifest, held_out))
     assert len(train) + len(valid) == len(names) and 1 <= len(valid) <= 4
 
 
@@ -274,10 +275,21 @@ def test_speakers_are_held_out_whole(tmp_path, asr_prepare):
     rows = "".join(f"u{n}\ta.wav\ttext\ts{n % 13}\n" for n in range(65))
     (tmp_path / "own" / "all.tsv").write_text("id\taudio\ttext\tspeaker\n" + rows)
     call = ("tsv", tmp_path / "own" / "all.tsv", "--to", tmp_path)
-    assert asr_prepare(*call, "--valid", 0.2)[0] == 0
+    code, out, _ = asr_prepare(*call, "--valid", 0.2)
+    assert code == 0
     train, valid = (read_manifest(tmp_path / f"all{end}.tsv") for end in ("", "-valid"))
     assert len(train) + len(valid) == 65 and len(valid) in (10, 15)
     assert not set(train.speakers) & set(valid.speakers)
+    place = tmp_path / "all-valid.tsv"
+    assert f"{place}: {len(set(valid.speakers))} of 13 speakers are held out\n" in out
+
+
+def test_utterances_of_few_speakers_are_held_out(tmp_path):
+    rows = "".join(f"u{n}\ts{n % 9}\ta.wav\t1.0\ttext\n" for n in range(40))
+    (tmp_path / "all.tsv").write_text("id\tspeaker\taudio\tseconds\ttext\n" + rows)
+    valid, line = hold_out(tmp_path / "all.tsv", 0.1)
+    count = len(valid.read_text().splitlines()) - 1
+    assert count == 4 and "4 utterances are held out" in line and "fewer than 10 speakers" in line
 
 
 def test_nemo_offsets_are_cut(tmp_path, asr_prepare):
@@ -543,6 +555,8 @@ def test_a_part_is_held_out_of_the_training_split(tmp_path, asr_prepare):
     sizes = {path.stem: len(read_manifest(path)) for path in (tmp_path / "to").glob("*.tsv")}
     assert sizes == {"test": 9, "train": 6, "train-valid": 3}
     assert f"data.train={tmp_path}/to/train.tsv data.valid={tmp_path}/to/train-valid.tsv" in out
+    assert "train-valid.tsv: 3 utterances are held out, since the corpus names no speakers" in out
+    assert out.count("train.tsv: 6 utterances") == 1
     (tmp_path / "set" / "test.json").rename(tmp_path / "set" / "dev.json")
     code, _, err = asr_prepare(*call)
     assert code == 2 and "--valid 0.3: the corpus has a validation split, dev" in err[0]

@@ -14,23 +14,33 @@ from asr.errors import UserError
 MIN_SPEAKERS = 10  # with fewer, one of them is too much to hold out
 
 
-def hold_out(manifest: Path, share: float) -> tuple[Path, Path]:
-    """Move about `share` of the utterances of NAME.tsv to NAME-valid.tsv -> both paths.
+def hold_out(manifest: Path, share: float) -> tuple[Path, str]:
+    """Move about `share` of the utterances of NAME.tsv to NAME-valid.tsv -> its path, and a report.
 
     They are those of whole speakers, of the manifest's own where there are MIN_SPEAKERS. Raises
     UserError if one of the two would be empty.
     """
-    counts = Counter(row["speaker"] for _, row in read_rows(manifest, COLUMNS))
+    ids, speakers = Counter(), Counter()
+    for _, row in read_rows(manifest, COLUMNS):
+        ids[row["id"]] += 1
+        speakers[row["speaker"]] += 1
     valid = manifest.with_name(f"{manifest.stem}-valid.tsv")
-    key = "speaker" if len(counts) >= MIN_SPEAKERS else "id"
-    if key == "id":
-        counts = Counter(row["id"] for _, row in read_rows(manifest, COLUMNS))
+    are_named = not speakers.keys() <= ids.keys()  # else asr.prepare has put the ids there
+    key, counts = "id", ids
+    if are_named and len(speakers) >= MIN_SPEAKERS:
+        key, counts = "speaker", speakers
     chosen = _choose(counts, share)
     if not 0 < len(chosen) < len(counts):
         raise UserError(f"{manifest}: {share:g} of {counts.total()} utterances is none or all")
     _write_part(manifest, valid, lambda row: row[key] in chosen)
     _write_part(manifest, manifest, lambda row: row[key] not in chosen)
-    return manifest, valid
+    if key == "speaker":
+        return valid, f"{valid}: {len(chosen)} of {len(speakers)} speakers are held out"
+    few = f"fewer than {MIN_SPEAKERS} speakers" if are_named else "no speakers"
+    return valid, (
+        f"{valid}: {len(chosen)} utterances are held out, since the corpus names {few}: voices may be "
+        "in both splits, and error rates are higher for others"
+    )
 
 
 def _choose(counts: Counter[str], share: float) -> set[str]:
