@@ -121,9 +121,9 @@ def main() -> int:
     try:
         model = Model(args.folder)
     except (OSError, ValueError) as error:
-        sys.exit(f"{args.folder}: not readable as a folder of asr.export --onnx: {error}")
+        parser.error(f"{args.folder}: not readable as a folder of asr.export --onnx: {error}")
     if args.ctc and not model.settings["ctc"]:
-        sys.exit(f"{args.folder}: this model has no CTC head")
+        parser.error(f"{args.folder}: this model has no CTC head")
     code = 0
     for file in args.audio:
         try:

@@ -376,7 +376,8 @@ def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path
     line = commands.refused(
         evaluate, tiny_run, "--split", "test", "--against", tmp_path, "--out", tmp_path / "e"
     )
-    assert str(tmp_path) in line
+    command = f"python -m asr.evaluate {tmp_path} --split {tiny.parent / 'test.tsv'}"
+    assert line == f"--against {tmp_path}: not evaluated on this split; first run {command}"
 
 
 @pytest.mark.parametrize("what", ["utterances", "texts"])

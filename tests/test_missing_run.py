@@ -21,6 +21,12 @@ def test_each_predecessor_of_a_recipe_has_its_command(recipe):
         assert f"runs/{read_recipe(command[3]).run}" == run
 
 
+def test_a_run_of_that_name_below_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert str(missing_run(Path("mine"))) == "mine: there is no such run. Did you mean runs/mine?"
+
+
 def test_other_folders_and_recipes(tmp_path):
     assert train_command(Path("runs/demo")) == "python -m asr.train demo"
     assert train_command(Path("my runs/demo")) == "python -m asr.train demo --run 'my runs/demo'"

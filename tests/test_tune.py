@@ -156,7 +156,7 @@ def test_a_language_model_that_does_not_help_is_not_written(tiny_run, commands, 
     )
     reported = dict(re.findall(r"decode\.(\w+)=(\S+)", out))
     decode = read_recipe(run / "recipe.yaml").decode
-    assert code == 0 and "lm_weight" in out.splitlines()[1]
+    assert code == 0 and "lm_weight" in out.splitlines()[1] and "note:" not in out
     assert float(reported["lm_weight"]) == decode.lm_weight
     assert decode.lm == (lm if decode.lm_weight else None)
 
@@ -176,7 +176,9 @@ def test_unreadable_audio_is_skipped_and_reported(tiny, tiny_run, commands, tmp_
     bad = Utterance("bad", "s", tmp_path / "bad.wav", 1.0, "a b")
     soundfile.write(tmp_path / "good.wav", soundfile.read(good.audio)[0], RATE)
     write_manifest(tmp_path / "own.tsv", [replace(good, audio=tmp_path / "good.wav"), bad])
-    code, out, _ = commands(evaluate, run, "--split", tmp_path / "own.tsv", "--tune")
+    split = "--split", tmp_path / "own.tsv", f"data.test={{own: {tmp_path / 'own.tsv'}}}"
+    code, out, _ = commands(evaluate, run, *split, "--tune")
+    assert f"note: after --tune the error rate of {tmp_path / 'own.tsv'} is too low" in out
     assert code == 0 and f"skipped: bad: {tmp_path / 'bad.wav'}: not readable" in out
     write_manifest(tmp_path / "none.tsv", [bad])
     line = commands.refused(evaluate, run, "--split", tmp_path / "none.tsv", "--tune")

@@ -141,6 +141,8 @@ def test_a_part_can_be_summarized():
         ((["a"], ["a"], ["x", "y"]), "1 references but 2 ids: give one for each utterance"),
         ((["a"], ["a"], ["x"], []), "1 references but 0 speakers: give one for each utterance"),
         ((["a", "b"], ["a", "b"], ["x", "x"]), "id 'x' comes more than once: make the ids unique"),
+        (("the cat", "the bat"), "'the cat' is one text: give a list"),
+        ((["the cat"], "the bat"), "'the bat' is one text: give a list"),
     ],
 )
 def test_wrong_input_is_reported(given, message):

@@ -201,8 +201,12 @@ def score(
 
     `ids` default to "1", "2", ...; `speakers` to one speaker without a name. Errors within a
     speaker are correlated, so an interval for other speakers needs interval_over="speakers".
-    Raises UserError where there are no utterances, the lengths differ or an id repeats.
+    Raises UserError where there are no utterances, the lengths differ, an id repeats, or a text is
+    given instead of a list of texts.
     """
+    for text in (references, hypotheses):
+        if isinstance(text, str):
+            raise UserError(f"{text[:60]!r} is one text: give a list, with a text per utterance")
     ids = [str(number + 1) for number in range(len(references))] if ids is None else list(ids)
     speakers = [""] * len(ids) if speakers is None else list(speakers)
     _check(ids, references, hypotheses, speakers)

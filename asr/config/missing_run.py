@@ -10,6 +10,8 @@ from asr.shipped import recipe_names
 def missing_run(run: Path, key: str = "") -> UserError:
     """The error for a run that is not there. key: the recipe's key that names it."""
     name = f"{key} = {run}" if key else str(run)
+    if (below := Path("runs") / run).is_dir():
+        return UserError(f"{name}: there is no such run. Did you mean {below}?")
     return UserError(f"{name}: there is no such run. Make it with: {train_command(run)}")
 
 

@@ -274,7 +274,11 @@ def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
 
 def evaluation_of_run(run: Path, name: str, corpus: Corpus) -> SavedEvaluation:
     """The evaluation of another run on the same split. UserError where it is of another split."""
-    result = read_evaluation(run / "evaluate" / name)
+    folder = run / "evaluate" / name
+    if not folder.is_dir():
+        command = f"python -m asr.evaluate {run} --split {corpus.path}"
+        raise UserError(f"--against {run}: not evaluated on this split; first run {command}")
+    result = read_evaluation(folder)
     expected = dict(zip(corpus.ids, map(tidy, corpus.texts), strict=True))
     texts = {u.id: u.reference for u in result.score.utterances}
     if texts != expected:

@@ -37,7 +37,10 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
     check_run_folder(run)
     recipe = read_recipe(run / "recipe.yaml", overrides)
     if not isinstance(recipe, SpeechRecipe):
-        raise UserError(f"{run}: a run of the task {recipe.task}; only speech can be transcribed")
+        raise UserError(
+            f"{run}: a run of the task {recipe.task}, without speech to decode; its results are in "
+            f"the log of its training and in tensorboard --logdir {run}"
+        )
     return recipe
 
 
