@@ -38,8 +38,8 @@ def hold_out(manifest: Path, share: float) -> tuple[Path, str]:
         return valid, f"{valid}: {len(chosen)} of {len(speakers)} speakers are held out"
     few = f"fewer than {MIN_SPEAKERS} speakers" if are_named else "no speakers"
     return valid, (
-        f"{valid}: {len(chosen)} utterances are held out, since the corpus names {few}: voices may be "
-        "in both splits, and error rates are higher for others"
+        f"{valid}: {len(chosen)} utterances are held out, since the corpus names {few}: voices may "
+        "be in both splits, and error rates are higher for others"
     )
 
 
