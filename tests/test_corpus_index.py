@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asr.data import corpus as index
-from asr.data import loader, manifest, splits
-from asr.data.corpus import Utterance, open_rows, read_manifest
+from asr.data import corpus as corpora
+from asr.data import line_index, loader, manifest, splits
+from asr.data.corpus import Utterance, read_manifest
+from asr.data.line_index import Lines, open_lines
 from asr.data.manifest import COLUMNS, read_blocks, read_rows
 from asr.errors import UserError
 
@@ -28,7 +29,7 @@ def table(count):
 @pytest.fixture
 def large(tmp_path, monkeypatch):
     """A manifest that counts as large, read in blocks of a few lines, with its own cache folder."""
-    monkeypatch.setattr(index, "SMALL", 0)
+    monkeypatch.setattr(line_index, "SMALL", 0)
     monkeypatch.setattr(manifest, "BLOCK", 100)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
@@ -64,7 +65,7 @@ def test_an_index_equals_its_table(large):
 def test_a_second_opening_reads_no_table(large, capsys, monkeypatch):
     first = list(read_manifest(large))
     assert "writing" in capsys.readouterr().out
-    monkeypatch.setattr(index, "read_blocks", lambda *arguments: pytest.fail("read again"))
+    monkeypatch.setattr(corpora, "read_blocks", lambda *arguments: pytest.fail("read again"))
     assert list(read_manifest(large)) == first
     assert capsys.readouterr().out == ""
 
@@ -133,23 +134,28 @@ def test_an_interrupted_write_leaves_nothing(large, monkeypatch):
     def break_off(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(index, "_gather", break_off)
+    monkeypatch.setattr(line_index, "_gather", break_off)
     with pytest.raises(KeyboardInterrupt):
         read_manifest(large)
     assert [p.name for p in large.parent.iterdir()] == ["train.tsv"]
 
 
-def test_processes_share_the_file(large):
-    rows = open_rows(large, False)
+def test_processes_share_the_file(large, monkeypatch):
+    def opened():
+        return open_lines(large, ".index", lambda: read_blocks(large, False), timed=True)
+
+    rows = opened()
     sent = pickle.dumps(rows)
     assert len(sent) < 1000 and pickle.loads(sent)[7] == rows[7]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map(rows.__getitem__, [7, 40]) == [rows[7], rows[40]]
     os.utime(large, ns=(0, 0))
-    open_rows(large, False)  # another file replaces it
+    opened()  # another file replaces it
     with pytest.raises(UserError, match="no longer the index that was opened"):
         pickle.loads(sent)
-    small = index._in_memory(large, False)
+    monkeypatch.setattr(line_index, "SMALL", 1 << 20)
+    small = opened()
+    assert small.file is None
     assert list(pickle.loads(pickle.dumps(small))) == list(small)
 
 
@@ -249,7 +255,7 @@ def test_only_speakers_are_measured_at_every_speed(kind, times, large):
 
 def test_lengths_choose_utterances_without_reading_them(large, monkeypatch):
     corpus = read_manifest(large)
-    monkeypatch.setattr(index.ManifestRows, "__getitem__", lambda *arguments: pytest.fail("read"))
+    monkeypatch.setattr(Lines, "__getitem__", lambda *arguments: pytest.fail("read"))
     kept, note = splits.filter_by_duration(corpus, 0.1, 35.0)
     assert kept is corpus and note is None
     with warnings.catch_warnings():

@@ -1,13 +1,12 @@
 """Text corpora: lines, sources, order and index."""
 
 import gzip
-import os
 import pickle
 
 import numpy as np
 import pytest
 
-from asr.data import text_corpus
+from asr.data import line_index, text_corpus
 from asr.data.text_corpus import SentenceEpochs, Sentences, plan_sentences, read_lines
 from asr.data.tokenizer import Characters
 from asr.errors import UserError
@@ -42,21 +41,21 @@ def manifest(path, lines):
 def test_every_kind_of_text_is_read_as_lines(tmp_path, monkeypatch, capsys, name, large):
     lines = make_lines(211)
     path = (manifest if name.endswith("tsv") else write)(tmp_path / name, lines)
-    monkeypatch.setattr(text_corpus, "SMALL", 0 if large else 1 << 20)
+    monkeypatch.setattr(line_index, "SMALL", 0 if large else 1 << 20)
     read = read_lines(path)
     assert [read[i] for i in range(len(read))] == lines
     assert read.lengths.tolist() == [len(line) for line in lines]
-    assert (tmp_path / f"{name}.lines").is_dir() == large
-    assert ("indexing" in capsys.readouterr().out) == large
+    assert (tmp_path / f"{name}.lines").is_file() == large
+    assert ("writing" in capsys.readouterr().out) == large
     copy = pickle.loads(pickle.dumps(read))  # as for a loader's process
     assert [copy[i] for i in (210, 0)] == [lines[210], lines[0]]
     assert not large or len(pickle.dumps(read)) < 500
     read_lines(path)
-    assert "indexing" not in capsys.readouterr().out
+    assert "writing" not in capsys.readouterr().out
 
 
 def test_a_changed_text_is_indexed_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_corpus, "SMALL", 0)
+    monkeypatch.setattr(line_index, "SMALL", 0)
     path = write(tmp_path / "a.txt", ["OLD LINE"])
     assert read_lines(path)[0] == "OLD LINE"
     write(path, ["NEWER", "LINES"])
@@ -65,24 +64,27 @@ def test_a_changed_text_is_indexed_again(tmp_path, monkeypatch):
 
 
 def test_texts_of_one_name_share_no_index(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(text_corpus, "SMALL", 0)
+    """Where nothing can be written beside them, their indexes are in one folder."""
+    monkeypatch.setattr(line_index, "SMALL", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     paths = [tmp_path / name / "a.txt" for name in ("one", "two")]
     for path in paths:
         path.parent.mkdir()
         write(path, [path.parent.name])
+        path.with_name("a.txt.lines").mkdir()  # in the way
     for _ in range(2):
-        read = [read_lines(path, tmp_path / "cache") for path in paths]
+        read = [read_lines(path) for path in paths]
         assert [pickle.loads(pickle.dumps(lines))[0] for lines in read] == ["one", "two"]
-    assert capsys.readouterr().out.count("indexing") == 2
-    assert [p.name for path in paths for p in path.parent.iterdir()] == ["a.txt", "a.txt"]
+    assert capsys.readouterr().out.count("writing") == 2
+    assert len([*tmp_path.glob("cache/*/a-*.lines")]) == 2
 
 
-def test_files_of_a_killed_process_are_ignored(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_corpus, "SMALL", 0)
-    path = write(tmp_path / "a.txt", ["ONE"])
-    (tmp_path / f".a.txt.lines.{os.getpid()}").mkdir()
-    assert read_lines(path)[0] == "ONE"
-    assert (tmp_path / "a.txt.lines").stat().st_mode & 0o777 == 0o755
+def test_blocks_of_any_size_give_the_same_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_index, "SMALL", 0)
+    lines = make_lines(101)
+    for size in (1, 97, 1 << 20):
+        monkeypatch.setattr(text_corpus, "BLOCK", size)
+        assert list(read_lines(write(tmp_path / f"{size}.txt", lines))) == lines
 
 
 def test_empty_texts_of_a_manifest_are_skipped(tmp_path):
@@ -106,7 +108,7 @@ def test_lines_are_cleaned(tmp_path):
     [
         ("a.txt", b"ok\n\xff\xfe\n", r"a\.txt:2: not UTF-8 text"),
         ("a.txt", b"\n \n", r"a\.txt: holds no sentence; one a line is expected"),
-        ("a.txt", b"A" * (text_corpus.LONGEST + 1), r"a\.txt:1: over 1048576 bytes long"),
+        ("a.txt", b"A" * (line_index.LONGEST + 1), r"a\.txt:1: over 1048576 bytes long"),
         ("a.txt.gz", b"plain text", r"a\.txt\.gz: cannot be read: Not a gzipped file"),
         ("a.txt.gz", packed(b"ONE TWO\n" * 99)[:-9], r"a\.txt\.gz: cannot be read: "),
         ("a.txt.gz", packed(b"A\n" * 999_999), r"unpacks to more than \d+ bytes; is"),
@@ -117,21 +119,14 @@ def test_lines_are_cleaned(tmp_path):
 def test_a_text_that_cannot_be_used_is_one_line(
     tmp_path, monkeypatch, name, content, message, large
 ):
-    monkeypatch.setattr(text_corpus, "SMALL", 0 if large else 1 << 20)
+    for module, limit in ((line_index, "SMALL"), (text_corpus, "UNPACKED")):
+        monkeypatch.setattr(module, limit, 0 if large else 1 << 20)
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
         read_lines(tmp_path / name)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob(".*"))
-
-
-def test_a_folder_where_no_index_can_be_written_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_corpus, "SMALL", 0)
-    path = write(tmp_path / "a.txt", ["ONE"])
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written: .*data\.cache=FOLDER"):
-        read_lines(path, tmp_path / "file")
 
 
 def test_several_texts_are_concatenated(tmp_path):

@@ -8,8 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from asr.data import corpus as corpus_module
-from asr.data import manifest, text_corpus
+from asr.data import line_index, manifest
 from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.data.manifest import LONGEST, write_rows
 from asr.data.text_corpus import Sentences, read_lines
@@ -110,7 +109,7 @@ def test_bytes_that_are_not_text_are_not_written(tmp_path, field):
 @pytest.fixture
 def indexed(tmp_path, monkeypatch):
     """A manifest with an index beside it; -> both paths."""
-    monkeypatch.setattr(corpus_module, "SMALL", 0)
+    monkeypatch.setattr(line_index, "SMALL", 0)
     monkeypatch.setattr(manifest, "BLOCK", 100)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
@@ -125,8 +124,8 @@ def parts(index):
     length = int.from_bytes(content[-16:-8], "little")
     about = json.loads(content[-16 - length : -16])
     size = about["bytes"] + -about["bytes"] % 8
-    ends = np.frombuffer(content, np.int64, about["rows"], size).copy()
-    seconds = np.frombuffer(content, np.float32, about["rows"], size + 8 * about["rows"]).copy()
+    ends = np.frombuffer(content, np.int64, about["lines"], size).copy()
+    seconds = np.frombuffer(content, np.float32, about["lines"], size + 8 * about["lines"]).copy()
     return content[:size], ends, seconds, about
 
 
@@ -137,11 +136,11 @@ def assemble(index, text, ends, seconds, about):
 
 
 DESCRIPTIONS = [
-    {"rows": 10**30},
-    {"rows": -1},
-    {"rows": 0},
-    {"rows": 1e400},
-    {"rows": None},
+    {"lines": 10**30},
+    {"lines": -1},
+    {"lines": 0},
+    {"lines": 1e400},
+    {"lines": None},
     {"bytes": 10**18},
     {"bytes": -8},
     {"bytes": "x"},
@@ -228,66 +227,19 @@ def test_a_relative_cache_folder_is_ignored(indexed, tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("home/.cache/layernorm-asr/a-*.index"))) == 1
 
 
-@pytest.fixture
-def lines(tmp_path, monkeypatch):
-    """A text with an index beside it; -> both paths."""
-    monkeypatch.setattr(text_corpus, "SMALL", 0)
+@pytest.mark.parametrize("end", [-1, -(2**63), 2**63 - 1, 10**6, 0])
+def test_a_false_place_in_an_index_has_no_length(tmp_path, monkeypatch, end):
+    """Batches of sentences are planned by lengths alone."""
+    monkeypatch.setattr(line_index, "SMALL", 0)
     path = tmp_path / "a.txt"
     path.write_text("".join(f"LINE {n}\n" for n in range(41)))
-    read_lines(path)
-    return path, tmp_path / "a.txt.lines"
-
-
-@pytest.mark.parametrize("name", ["text", "ends", "source.json"])
-@pytest.mark.parametrize("content", [b"", b"x" * 99, b"[" * 200_000, "fifo", "folder", None])
-def test_a_damaged_index_of_lines_is_written_again(lines, name, content):
-    path, folder = lines
-    good = {p.name: p.read_bytes() for p in folder.iterdir()}
-    (folder / name).unlink()
-    if isinstance(content, bytes):
-        (folder / name).write_bytes(content)
-    elif content:
-        os.mkfifo(folder / name) if content == "fifo" else (folder / name).mkdir()
-    assert read_lines(path)[40] == "LINE 40"
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == good
-
-
-@pytest.mark.parametrize("end", [-1, -(2**63), 2**63 - 1, 10**6, 0])
-def test_a_false_place_in_an_index_of_lines_is_reported(lines, end):
-    path, folder = lines
-    ends = np.fromfile(folder / "ends", np.int64)
-    ends[17] = end
-    ends.tofile(folder / "ends")
-    fault = f"{folder}: damaged; remove it"
-    assert fault in refusal(lambda number: read_lines(path)[number], 17)
-    with pytest.raises(UserError, match="damaged"):
-        text = Sentences([read_lines(path)])
-        [text.line(n) for n in np.flatnonzero(text.lengths >= 0).tolist()]
-
-
-def test_an_index_of_lines_with_other_bytes_is_still_text(lines):
-    path, folder = lines
-    content = (folder / "text").read_bytes()
-    (folder / "text").write_bytes(content.replace(b"LINE 7\n", b"\xff\xfe\xfd\xfc \xed\n"))
-    assert isinstance(read_lines(path)[7], str)
-
-
-@pytest.mark.parametrize("kind", ["foreign", "link", "file"])
-def test_an_index_of_lines_replaces_no_other_folder(lines, tmp_path, kind):
-    path, folder = lines
-    other = folder.rename(tmp_path / "other")
-    (other / "thesis.txt").write_text("mine")
-    if kind == "foreign":
-        other.rename(folder)
-        other = folder
-    elif kind == "link":
-        folder.symlink_to(other)
-    else:
-        folder.write_text("mine")
-    path.write_text("CHANGED\n")
-    assert f"{folder}: in the way of the index of a.txt" in refusal(read_lines, path)
-    assert (other / "thesis.txt").read_text() == "mine" and not list(tmp_path.glob(".*"))
-    assert read_lines(path, tmp_path / "cache")[0] == "CHANGED"
+    index = read_lines(path).file
+    size = len(path.read_bytes())
+    place, content = size + -size % 8 + 8 * 17, index.read_bytes()
+    index.write_bytes(content[:place] + np.int64(end).tobytes() + content[place + 8 :])
+    with pytest.raises(UserError, match=f"{index}: damaged; remove it"):
+        sentences = Sentences([read_lines(path)])
+        [sentences.line(n) for n in np.flatnonzero(sentences.lengths >= 0).tolist()]
 
 
 def test_a_manifest_of_ours_is_read_again(tmp_path):

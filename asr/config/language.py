@@ -28,9 +28,6 @@ class LanguageDataConfig(Config):
     corpus: Literal["spoken-numbers", "librispeech-lm"] | None = None
     train: Texts  # .txt or .txt.gz with one sentence a line, or manifests (.tsv)
     valid: Texts  # likewise, of the validation split
-    cache: RecipePath | None = (
-        None  # folder for the line indexes of large texts; null: beside each text
-    )
     max_bytes: Count = 2000  # longest training line, bytes of UTF-8; longer lines are skipped
     batch_bytes: Count = 20_000  # bytes of padded text in one batch
     workers: Annotated[int, Field(ge=0, le=256)] = 1  # loader processes; 0: the training process

@@ -1,182 +1,19 @@
-"""Utterances, and the corpora that manifests list.
-
-A manifest of up to SMALL bytes is kept in memory. Of a larger one the checked rows, where each ends
-and each duration are written once to MANIFEST.index and memory-mapped: opening takes milliseconds,
-rows become strings only when asked for, and the loader's processes share the memory. An index whose
-manifest has another size or modification time is written again. If it cannot be written beside the
-manifest, or another file has its name, it goes to the user's cache folder, and if not there either,
-all rows are kept in memory. An index may have come with the manifest: nothing in it is trusted.
-Rows are found by number and columns are never queried, so two arrays suffice, without Arrow.
+"""Utterances, and the corpora that manifests list; a large manifest is read from a line_index.
 
 N utterances.
 """
 
-import contextlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 
-from asr.data.manifest import (
-    COLUMNS,
-    cache_name,
-    check_row,
-    damaged_index,
-    file_state,
-    line_of,
-    read_blocks,
-    write_rows,
-)
-from asr.errors import UserError, print_line
-from asr.io import atomic_writer, open_file, parse_json, user_cache
-
-SMALL = 16 << 20  # bytes of a manifest
-MAGIC = b"asrindex"
-VERSION = 1
-MAX_DESCRIPTION = 4096  # bytes
-
-
-@dataclass(frozen=True)
-class ManifestRows(Sequence[tuple[str, ...]]):
-    """`rows[i]` are the fields of manifest.COLUMNS; seconds (N,) float32 of all."""
-
-    text: np.ndarray  # (bytes,) uint8: every row with a line break after it
-    ends: np.ndarray  # (N,) int64: where each row's break is
-    seconds: np.ndarray
-    file: Path | None = None  # the index they are mapped from
-    source: tuple[tuple[str, int], ...] = ()  # of the index: version, and the manifest's size, time
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> tuple[str, ...]:  # type: ignore[override]
-        index = range(len(self))[index]
-        row = line_of(self.text, self.ends, index, self.file).split("\t")
-        if len(row) != len(COLUMNS):
-            raise damaged_index(self.file)
-        return tuple(row)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A process that is not forked maps the file itself: numpy would send it the content.
-        if self.file:
-            return _reopened, (self.file, self.source)
-        return ManifestRows, (self.text, self.ends, self.seconds)
-
-
-def open_rows(path: Path, allow_outside: bool) -> ManifestRows:
-    """The rows of a manifest. Raises UserError as manifest.read_blocks does."""
-    state = file_state(path, VERSION)
-    if state["size"] <= SMALL:
-        return _in_memory(path, allow_outside)
-    source = tuple({**state, "outside": int(allow_outside)}.items())
-    places = [path.with_name(f"{path.name}.index"), *_cached(path)]
-    for place in places:
-        if rows := _mapped(place, source):
-            return rows
-    for place in filter(_may_be_written, places):
-        with contextlib.suppress(OSError):  # a read-only or a full disk
-            _write_index(path, place, source, allow_outside)
-            return _reopened(place, source)
-    print_line(f"{path}: its index cannot be written, so each process reads it again")
-    return _in_memory(path, allow_outside)
-
-
-def _cached(path: Path) -> list[Path]:
-    """The index's place in the user's cache folder; none for a user without a home."""
-    try:
-        return [user_cache() / f"{cache_name(path)}.index"]
-    except RuntimeError:
-        return []
-
-
-def _may_be_written(place: Path) -> bool:
-    """Whether there is nothing at `place`, or an index, damaged or not."""
-    if not os.path.lexists(place):
-        return True
-    try:
-        with open_file(place) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - len(MAGIC)))
-            return not place.is_symlink() and file.read() == MAGIC
-    except (OSError, UserError):
-        return False
-
-
-def _in_memory(path: Path, allow_outside: bool) -> ManifestRows:
-    text = bytearray()
-    ends, seconds = _gather(path, allow_outside, text.extend)
-    return ManifestRows(np.frombuffer(text, np.uint8), ends, seconds)
-
-
-def _gather(
-    path: Path, allow_outside: bool, write: Callable[[bytes], Any]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Passes every block's text to `write` -> ends and seconds of all rows, (N,) each."""
-    ends, seconds, place = [], [], 0
-    for block in read_blocks(path, allow_outside):
-        write(block.text)
-        ends.append(place + np.flatnonzero(np.frombuffer(block.text, np.uint8) == ord("\n")))
-        seconds.append(block.seconds)
-        place += len(block.text)
-    return np.concatenate(ends), np.concatenate(seconds)
-
-
-def _write_index(path: Path, place: Path, source: tuple, allow_outside: bool) -> None:
-    """Text, padding to 8 bytes, ends, seconds, a description as JSON, its length, MAGIC."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_writer(place, sync=True) as file:
-        print_line(f"checking {path} and writing {place} (once)")
-        ends, seconds = _gather(path, allow_outside, file.write)
-        size = file.tell()
-        file.write(bytes(-size % 8))
-        for array in (ends, seconds):  # tofile would not name the cause where the disk is full
-            file.write(array.data)
-        about = json.dumps({"source": source, "bytes": size, "rows": len(ends)}).encode()
-        file.write(about + len(about).to_bytes(8, "little") + MAGIC)
-
-
-def _mapped(place: Path, source: tuple) -> ManifestRows | None:
-    """The index at `place`; None if there is none, or of another source."""
-    try:
-        with open_file(place) as file:
-            about, end = _read_description(file)
-        size, count = int(about["bytes"]), int(about["rows"])
-        start = size + -size % 8
-        known = about["source"] == [list(pair) for pair in source]
-        if not known or min(size, count) < 1 or end != start + 12 * count:
-            return None
-        rows = ManifestRows(  # as plain arrays: every slice of a memmap costs microseconds
-            np.asarray(np.memmap(place, np.uint8, "r", shape=(size,))),
-            np.asarray(np.memmap(place, np.int64, "r", start, (count,))),
-            np.memmap(place, np.float32, "r", start + 8 * count, (count,)),
-            place,
-            source,
-        )
-        return rows if rows.seconds.min() > 0 else None  # not of NaN
-    except (OSError, UserError, ValueError, KeyError, TypeError, OverflowError):
-        return None
-
-
-def _read_description(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """The description at the end of an index, and its position. Raises ValueError without one."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 16))
-    tail = file.read()
-    length = int.from_bytes(tail[:8], "little")
-    if tail[8:] != MAGIC or length > MAX_DESCRIPTION:
-        raise ValueError
-    start = file.seek(max(0, size - 16 - length))
-    return parse_json(file.read()[:-16]), start
-
-
-def _reopened(place: Path, source: tuple) -> ManifestRows:
-    rows = _mapped(place, source)
-    if rows is None:
-        raise UserError(f"{place}: is no longer the index that was opened; start again")
-    return rows
+from asr.data.line_index import Lines, damaged_index, open_lines
+from asr.data.manifest import COLUMNS, check_row, read_blocks, write_rows
+from asr.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +102,7 @@ class _Chosen(Sequence[Utterance]):
 class _Listed(Sequence[Utterance]):
     """The utterances of a manifest in the folder `root`."""
 
-    rows: ManifestRows
+    rows: Lines
     root: Path
     allow_outside: bool
 
@@ -273,7 +110,9 @@ class _Listed(Sequence[Utterance]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Utterance:  # type: ignore[override]
-        row = self.rows[index]
+        row = self.rows[index].split("\t")
+        if len(row) != len(COLUMNS):
+            raise damaged_index(self.rows.file)
         # Checked again: an index that came with a manifest may hold anything.
         check_row(row, self.root, f"row {index} of the index", self.allow_outside)
         name, speaker, audio, seconds, text = row
@@ -287,7 +126,9 @@ def read_manifest(path: str | Path, allow_outside: bool = False) -> Corpus:
     and for a manifest that is missing, empty or lacks a column.
     """
     path = Path(path)
-    rows = open_rows(path, allow_outside)
+    read = partial(read_blocks, path, allow_outside)
+    options = {"outside": int(allow_outside)}
+    rows = open_lines(path, ".index", read, timed=True, options=options)
     return Corpus(_Listed(rows, path.parent, allow_outside), path, rows.seconds)
 
 

@@ -16,7 +16,6 @@ N utterances, n of them in a block.
 
 import contextlib
 import gzip
-import hashlib
 import io
 import math
 import os
@@ -25,17 +24,17 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
 
+from asr.data.line_index import LONGEST, Block
 from asr.errors import UserError
 from asr.io import atomic_writer, open_file
 
 COLUMNS = ("id", "speaker", "audio", "seconds", "text")
 BLOCK = 1 << 20  # characters of the rows checked at once
 READ = 1 << 16  # bytes read at once
-LONGEST = 1 << 20  # bytes of a line; a file with longer lines is no table and no text
 SHORTEST = 0.0005  # seconds: less would be written as 0.000
 EMPTY = "the manifest is empty; it needs one line per utterance"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -174,20 +173,6 @@ def join_fields(row: Sequence[str]) -> bytes:
     return line
 
 
-def file_state(path: Path, version: int) -> dict[str, int]:
-    """What an index of that version records of its file. Raises UserError for a missing file."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    return {"version": version, "size": status.st_size, "modified": status.st_mtime_ns}
-
-
-def cache_name(path: Path) -> str:
-    """A name for what is cached of a file in another folder, unique to the file's full path."""
-    return f"{path.stem}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]}"
-
-
 def check_row(row: Sequence[str], root: Path, where: str, allow_outside: bool) -> None:
     """UserError, beginning with `where`, for a row of a manifest in `root` that breaks a rule."""
     name, speaker, audio, seconds, _ = row
@@ -240,31 +225,10 @@ def seconds_field(seconds: float) -> str:
     return f"{seconds:.3f}"
 
 
-def line_of(text: np.ndarray, ends: np.ndarray, index: int, place: Path | None) -> str:
-    """Line number `index` of text (bytes,) with line breaks at ends (N,), from the file `place`.
-
-    Raises UserError for a place that no line has, as in a damaged index.
-    """
-    start, end = int(ends[index - 1]) + 1 if index else 0, int(ends[index])
-    if not 0 <= start <= end <= min(start + LONGEST, len(text)):
-        raise damaged_index(place)
-    return text[start:end].tobytes().decode(errors="replace")
-
-
-def damaged_index(place: Path | None) -> UserError:
-    """The error for an index whose content no manifest or text gives."""
-    return UserError(f"{place}: damaged; remove it, and it is written again")
-
-
-class Block(NamedTuple):
-    """n rows: the fields of COLUMNS separated by tabs, one row a line; seconds (n,) float32."""
-
-    text: bytes
-    seconds: np.ndarray
-
-
 def read_blocks(path: Path, allow_outside: bool) -> Iterator[Block]:
-    """All rows of a manifest. The audio files are not opened.
+    """All rows of a manifest, one a line: the fields of COLUMNS separated by tabs.
+
+    The audio files are not opened.
 
     Raises UserError for a manifest that is missing, empty or lacks a column, and with file and line
     for the first invalid row (a repeated id: after all others).

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.progress import track
 
 from asr.data.corpus import Corpus, Utterance, read_manifest
-from asr.data.manifest import COLUMNS, damaged_index, read_rows, write_rows
+from asr.data.line_index import damaged_index
+from asr.data.manifest import COLUMNS, read_rows, write_rows
 from asr.errors import UserError, terminal
 from asr.io import atomic_writer, open_file
 from features.audio import BLOCK, PackedError, member_of, read_member

@@ -1,9 +1,7 @@
 """Sentences for language models: the lines of texts, one sentence a line, in padded batches.
 
-A text of up to SMALL bytes is kept in memory. Of a larger one the cleaned lines and their index are
-written once to PATH.lines/ (or below data.cache) and memory-mapped, so that 40 million lines cost
-no more memory than their lengths and their order: 8 bytes a line. An index may have come with the
-text: nothing in it is trusted, and a folder of that name with other files is not replaced.
+The cleaned lines of a large text are memory-mapped (line_index), so that 40 million lines cost no
+more memory than their lengths and their order: 8 bytes a line.
 
 A batch holds sentences of similar length, counted in bytes of UTF-8, which is known without reading
 a line; a line's end counts as one more. All lines are shuffled, then sorted by length within pools
@@ -14,19 +12,15 @@ N lines, B sentences in a batch, U tokens.
 """
 
 import gzip
-import json
 import math
-import os
-import shutil
 import zlib
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, ClassVar
 
 import numpy as np
 import torch
@@ -35,94 +29,41 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from asr.data.batching import BatchSequence, Broken, EpochPlan, halves
+from asr.data.line_index import LONGEST, Block, Lines, open_lines
 from asr.data.loader import read_batches, start_worker
-from asr.data.manifest import (
-    LONGEST,
-    cache_name,
-    damaged_index,
-    file_state,
-    line_of,
-    read_rows,
-)
+from asr.data.manifest import read_rows
 from asr.data.tokenizer import BLANK, Tokenizer
-from asr.errors import UserError, print_line
-from asr.io import new_folder, open_file, read_json
+from asr.errors import UserError
+from asr.io import open_file
 
-SMALL = 16 << 20  # bytes of a file
+UNPACKED = 16 << 20  # bytes that any packed text may have
 PACKED = 50  # gzip shrinks language to a third, phrases to a tenth; more than this is a bomb
-VERSION = 3  # of the index on disk
-INDEX = {"text", "ends", "source.json", "ends.npy"}  # its files; the last one of version 2
+BLOCK = 1 << 20  # bytes of the lines that are indexed at once
 POOL = 1 << 20  # lines
 
 
-@dataclass(frozen=True)
-class Lines:
-    """The lines of one text: `lines[i]` is a string. folder: its index on disk."""
-
-    text: np.ndarray  # (bytes,) uint8: every line with a line break after it
-    ends: np.ndarray  # (N,) int64: where each line's break is
-    folder: Path | None = None
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> str:
-        return line_of(self.text, self.ends, index, self.folder)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """UTF-8 bytes of each line, (N,) int32."""
-        lengths = np.empty(len(self), np.int32)
-        lengths[0] = self.ends[0] + 1
-        # Directly into 32 bits: numpy's diff would make three copies in 64.
-        np.subtract(self.ends[1:], self.ends[:-1], out=lengths[1:], casting="unsafe")
-        lengths -= 1
-        if lengths.min() < 0:
-            raise damaged_index(self.folder)
-        return lengths
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A loader's process maps the files itself: numpy would send it their content.
-        if self.folder:
-            return _mapped, (self.folder,)
-        return Lines, (self.text, self.ends)
-
-
-def read_lines(path: Path, cache: Path | None = None) -> Lines:
+def read_lines(path: Path) -> Lines:
     """The lines of a .txt, .txt.gz or manifest (.tsv, its column text), without empty ones.
 
-    Raises UserError if it is missing, damaged, empty, not UTF-8, or its index cannot be written.
+    Raises UserError if it is missing, damaged, empty or not UTF-8.
     """
-    source = file_state(path, VERSION)
-    if source["size"] <= (SMALL // 8 if path.suffix == ".gz" else SMALL):
-        text = bytearray()
-        ends = _gather(path, text.extend)
-        return Lines(np.frombuffer(text, np.uint8), ends)
-    return _open_index(path, cache, source)
+    growth = 8 if path.suffix == ".gz" else 1
+    return open_lines(path, ".lines", partial(_read_blocks, path), timed=False, growth=growth)
 
 
-def _open_index(path: Path, cache: Path | None, source: dict[str, int]) -> Lines:
-    """The lines from the index on disk, which is written first unless it is of this source."""
-    folder = cache / f"{cache_name(path)}.lines" if cache else path.with_name(f"{path.name}.lines")
-    with suppress(OSError, ValueError, UserError):  # none yet, or damaged
-        if read_json(folder / "source.json") == source:
-            return _mapped(folder)
-    remedy = "choose another place with data.cache=FOLDER"
-    if os.path.lexists(folder) and not _is_index(folder):
-        raise UserError(f"{folder}: in the way of the index of {path.name}; {remedy}")
-    print_line(f"indexing the lines of {path} in {folder} (once)")
-    try:
-        _write_index(path, folder, source)
-    except OSError as error:
-        fault = f"the index of {path.name} cannot be written: {error.strerror}"
-        raise UserError(f"{folder}: {fault}; {remedy}") from None
-    return _mapped(folder)
-
-
-def _is_index(folder: Path) -> bool:
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    return {path.name for path in folder.iterdir()} <= INDEX
+def _read_blocks(path: Path) -> Iterator[Block]:
+    """The sentences of a file. Raises UserError if there is none."""
+    lines, seconds = clean_lines(path), np.empty(0, np.float32)
+    if (first := next(lines, None)) is None:
+        raise UserError(f"{path}: holds no sentence; one a line is expected")
+    text = bytearray()
+    for line in chain([first], lines):
+        text += line.encode() + b"\n"
+        if len(text) >= BLOCK:
+            yield Block(bytes(text), seconds)
+            text.clear()
+    if text:
+        yield Block(bytes(text), seconds)
 
 
 def clean_lines(path: Path) -> Iterator[str]:
@@ -133,7 +74,7 @@ def clean_lines(path: Path) -> Iterator[str]:
         return
     packed = path.suffix == ".gz"
     try:
-        most = max(SMALL, PACKED * path.stat().st_size) if packed else math.inf
+        most = max(UNPACKED, PACKED * path.stat().st_size) if packed else math.inf
         with open_file(path) as content, gzip.open(content) if packed else content as file:
             yield from _sentences(file, path, most)
     except (OSError, EOFError, zlib.error) as error:
@@ -156,42 +97,6 @@ def _sentences(file: IO[bytes], path: Path, most: float) -> Iterator[str]:
             raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from None
         if words:
             yield " ".join(words)
-
-
-def _gather(path: Path, write: Callable[[bytes], Any]) -> np.ndarray:
-    """Passes every sentence to `write` -> where each one's line break is, (N,) int64.
-
-    Raises UserError if there is none.
-    """
-    ends, place = array("q"), 0
-    for line in clean_lines(path):
-        content = line.encode() + b"\n"
-        write(content)
-        place += len(content)
-        ends.append(place - 1)
-    if not ends:
-        raise UserError(f"{path}: holds no sentence; one a line is expected")
-    return np.array(ends)
-
-
-def _write_index(path: Path, folder: Path, source: dict[str, int]) -> None:
-    with new_folder(folder) as part:
-        with (part / "text").open("wb") as file:
-            ends = _gather(path, file.write)
-        (part / "ends").write_bytes(ends.data)
-        (part / "source.json").write_text(json.dumps(source))
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
-
-
-def _mapped(folder: Path) -> Lines:
-    """The lines of an index. Raises OSError, ValueError or UserError for one that is damaged."""
-    for name in ("text", "ends"):
-        open_file(folder / name).close()  # a FIFO would block
-    text, ends = np.memmap(folder / "text", np.uint8, "r"), np.memmap(folder / "ends", "<i8", "r")
-    if ends[-1] != len(text) - 1:
-        raise damaged_index(folder)
-    return Lines(text, ends, folder)
 
 
 def plan_sentences(

@@ -183,7 +183,7 @@ def _read(data: LanguageDataConfig, role: str) -> Sentences:
             splits.make_built_in(data.corpus, path)
         if not path.is_file():
             raise UserError(f"data.{role}: {path} is missing; {_remedy(data.corpus, path)}")
-        texts.append(read_lines(path, data.cache))
+        texts.append(read_lines(path))
     return Sentences(texts)
 
 

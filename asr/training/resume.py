@@ -18,7 +18,7 @@ from asr.training.checkpoint import (
 # Keys without effect on what is learned: place, speed and log of a run, and decoding.
 NOT_LEARNING = (
     "run", "decode",
-    "data.cache", "data.corpus", "data.allow_outside_audio", "data.test", "data.workers",
+    "data.corpus", "data.allow_outside_audio", "data.test", "data.workers",
     "train.alarm", "train.debug", "train.device", "train.health", "train.log_every",
     "train.samples", "train.save_every", "train.threads", "train.trackers",
     "train.wer_utterances",
