@@ -2,6 +2,7 @@
 
 import errno
 import io
+import logging
 import math
 import os
 import pty
@@ -160,6 +161,19 @@ def test_a_step_that_was_not_used_is_on_no_curve(tmp_path, capsys):
     assert curve(tmp_path, "train/nll") == [(2, 2.0), (4, 0.25)]
     assert curve(tmp_path, "train/gradient_norm") == [(2, 1.0), (4, 1.0), (6, 0.0)]
     assert "step 6/6  epoch 1  no step used  " in capsys.readouterr().out
+
+
+def test_warnings_of_kernels_are_in_the_log(tmp_path, capsys):
+    """They are printed once, and as before where no run is logged."""
+    logger = logging.getLogger("asr.kernels.dispatch")
+    with Log(tmp_path, every=5, total_steps=8):
+        logger.warning("a slower backend is used")
+    captured = capsys.readouterr()
+    assert captured.out == "a slower backend is used\n" and captured.err == ""
+    assert (tmp_path / "train.log").read_text().endswith(" a slower backend is used\n")
+    logger.warning("later")
+    assert "later" not in (tmp_path / "train.log").read_text()
+    assert logging.getLogger("asr").propagate and not logging.getLogger("asr").handlers
 
 
 def test_a_window_after_resuming_has_its_own_length(tmp_path, capsys):

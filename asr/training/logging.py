@@ -1,6 +1,7 @@
 """The log of a run: console, train.log, TensorBoard and other trackers."""
 
 import errno
+import logging
 import os
 import sys
 import threading
@@ -86,6 +87,7 @@ class Log:
             files.enter_context(self._reported())
             files.enter_context(self._thread_errors())
             self.lines = files.enter_context(closing(_Lines(self.run / "train.log")))
+            files.enter_context(self._warnings())
             # Hides the points that a killed run wrote after its last checkpoint.
             board = SummaryWriter(str(self.run), purge_step=self.first)
             self.board = files.enter_context(closing(board))
@@ -136,6 +138,19 @@ class Log:
             yield
         finally:
             threading.excepthook = before
+
+    @contextmanager
+    def _warnings(self) -> Iterator[None]:
+        """Log the warnings of asr's modules, as that of a slower backend."""
+        handler, logger = logging.Handler(), logging.getLogger("asr")
+        handler.emit = lambda record: self.info(record.getMessage())
+        before, logger.propagate = logger.propagate, False
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.propagate = before
 
     def _stop_progress(self, progress: Progress) -> None:
         with self._console():

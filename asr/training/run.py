@@ -127,6 +127,9 @@ class Training:
                 write_recipe(stored, self.run / "recipe.yaml")
             more.append(self._summary(start is not None))
         total = trainer.planned_steps(self.task.epochs, self.config, self.state)
+        warmup = self.config.schedule.warmup
+        if stored and total <= warmup:
+            more.append(f"all {total} steps are within train.schedule.warmup = {warmup}")
         settings = self.run, self.config.log_every, total, self.state.step
         tracking = self.trackers, flat(self.recipe)
         with self.stop, Log(*settings, *tracking) if is_first() else NullLog() as self.log:
