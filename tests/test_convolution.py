@@ -7,12 +7,12 @@ from torch import nn
 
 from asr.config.schema import TransformerConfig
 from asr.nn.convolution import ConvolutionModule
-from asr.nn.norm import BatchNorm
+from asr.nn.norm import ROW_NORMS, SQUASHING, BatchNorm
 from asr.nn.transformer import EncoderLayer, LayerScales, Residual
 
 E, KERNEL, T, B = 7, 5, 13, 3
 LENGTHS = [T, 11, 2]
-NORMS = ("layer", "rms", "scale", "bias", "dyt", "derf")
+NORMS = (*ROW_NORMS, *SQUASHING)
 
 
 def module(kind="layer", kernel=KERNEL):

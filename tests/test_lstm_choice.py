@@ -6,15 +6,17 @@ import shutil
 import time
 import warnings
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from test_lstm_backends import HERE, LENGTHS, gradients, make
 
-from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig
+from asr.config.schema import LasConfig, ListenerConfig, LSTMConfig, SpellerConfig
 from asr.errors import UserError
 from asr.kernels import dispatch
 from asr.kernels.cpu import compiler
+from asr.kernels.types import CELLS
 from asr.models.build import config_errors
 from asr.models.las import LAS
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
@@ -45,6 +47,18 @@ def test_uncovered_settings_fall_back_with_one_warning(caplog):
         make("thesis", "python")(torch.randn(2, 3, 3))
     messages = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert messages == ["norm 'thesis' is computed by the LSTM's reference backend"]
+
+
+@pytest.mark.parametrize("name", ["auto", "python", "cpu"])
+@pytest.mark.parametrize("change", [{"gates": "new"}, {"norm_kind": "new"}])
+def test_a_norm_that_no_kernel_knows_runs_on_reference(name, change):
+    """Also where a kernel would compute some other norm without an error."""
+    setting = make("ba", "auto").setting._replace(**change)
+    assert dispatch.choose_backend(name, setting, torch.zeros(1)) == "reference"
+
+
+def test_recipes_know_every_cell():
+    assert get_args(LSTMConfig.model_fields["norm"].annotation) == (*CELLS,)
 
 
 @pytest.fixture

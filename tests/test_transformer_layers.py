@@ -18,6 +18,7 @@ from torch import nn
 
 from asr.config.schema import DropPerStack, PerStack, TransformerConfig
 from asr.errors import UserError
+from asr.nn.norm import ROW_NORMS, SQUASHING
 from asr.nn.positions import RotaryPositions, make_positions
 from asr.nn.transformer import (
     ACTIVATIONS,
@@ -35,7 +36,7 @@ from asr.nn.transformer import (
 E, H, F, T, U, B = 14, 2, 23, 11, 7, 3
 POSITIONS = ("pre", "post")  # torch's layers have no others
 ALL_POSITIONS = (*POSITIONS, "peri", "reordered", "hybrid", "sub")
-NORMS = ("layer", "rms", "scale", "bias", "dyt", "derf")
+NORMS = (*ROW_NORMS, *SQUASHING)
 
 
 def places(lengths, size=T):

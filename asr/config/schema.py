@@ -309,16 +309,16 @@ LayerDropRate = Annotated[
 ]
 
 
+NormKind = Literal["layer", "rms", "scale", "bias", "dyt", "derf"]
+
+
 def _batch_is_for_convolutions(norm: Any) -> Any:
     if norm == "batch":
         raise ValueError(
-            "normalises over a whole batch and is for convolution modules alone: choose layer, "
-            "rms, scale, bias, dyt or derf, and set model.convolution_norm = batch"
+            "normalises over a whole batch and is for convolution modules alone: choose one of "
+            f"{', '.join(get_args(NormKind))}, and set model.convolution_norm = batch"
         )
     return norm
-
-
-NormKind = Literal["layer", "rms", "scale", "bias", "dyt", "derf"]
 
 
 class TransformerLayersConfig(Config):
@@ -327,7 +327,7 @@ class TransformerLayersConfig(Config):
     d_model: Count = 256  # size of the residual stream
     heads: Annotated[int, Field(ge=1, le=256)] = 4  # attention heads; must divide d_model
     feed_forward: Count = 1024  # hidden units of the feed-forward sublayers
-    # The norm of every sublayer, or what replaces it (dyt, derf): docs/normalization.md.
+    # The norm of every sublayer, or what replaces it: docs/normalization.md.
     norm: Annotated[NormKind, BeforeValidator(_batch_is_for_convolutions)] = "layer"
     # Where it is: before or after each sublayer, or as docs/normalization.md describes.
     norm_position: Literal["pre", "post", "peri", "reordered", "hybrid", "sub"] = "pre"
@@ -398,7 +398,7 @@ class EncoderDecoderConfig(TransformerLayersConfig):
     residual_scale: ResidualScale = 1.0  # alpha in sublayer(x) + alpha * x
     layer_drop: LayerDropRate = 0.0  # rate of LayerDrop
     # Norm within convolution modules; null: that of `norm`.
-    convolution_norm: NormKind | Literal["batch"] | None = None
+    convolution_norm: Literal[NormKind, "batch"] | None = None
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
     intermediate_ctc: IntermediateCtcConfig | None = None  # null: CTC of the last layer alone
 

@@ -23,6 +23,7 @@ from asr.kernels.deferred import DeferredWeight, autocast_dtype
 from asr.kernels.fastest import Case, FastestBackend, place_of
 from asr.kernels.tracing import is_traced
 from asr.kernels.types import (
+    MODES,
     AttentionInput,
     DecoderConstants,
     DecoderInput,
@@ -268,6 +269,8 @@ def _choose(name: str, setting: LSTMOptions, like: Tensor) -> str:
         return name
     if not setting.guard:
         return _as_reference("zero_variance 'raw'")
+    if setting.gates not in MODES or setting.norm_kind not in ("layer", "rms"):
+        return _as_reference(f"norm {setting.norm!r}")
     if name in ("auto", "cpu") or (name in ON_GPU and not setting.swap):
         reason = ON_GPU.get(name, _cpu_obstacle)(like)
         if reason is None:

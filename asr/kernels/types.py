@@ -19,7 +19,7 @@ State = tuple[Tensor, Tensor]  # h and c, (B, H) each
 class NamedCell(NamedTuple):
     """What a value of `norm` fixes: the fields of LSTMOptions with these names."""
 
-    gates: str
+    gates: str  # a key of MODES, or another word, which `reference` alone computes
     affine: bool
     cell_norm: str
     eps: float
@@ -37,7 +37,9 @@ CELLS = {
     "joined": NamedCell("joined", affine=True, cell_norm="none", eps=1e-5),
 }
 CELL_NORMS = ("none", "output", "carried", "state")
-MODES = {"none": 0, "split": 1, "per_gate": 2, "joined": 3}  # `gates` in cell.h and triton_step.py
+# The values of `gates` that all backends compute, as numbers in cell.h and triton_step.py. A layer
+# with another one runs on `reference`.
+MODES = {"none": 0, "split": 1, "per_gate": 2, "joined": 3}
 
 
 class LSTMOptions(NamedTuple):

@@ -152,16 +152,19 @@ def valid_moments(x: Tensor, valid: Tensor, count: Tensor) -> tuple[Tensor, Tens
     return mean, variance
 
 
+# With statistics of each vector, and so an eps; and those that squash it instead.
+ROW_NORMS = {"layer": nn.LayerNorm, "rms": RMSNorm, "scale": ScaleNorm, "bias": BiasNorm}
+SQUASHING = {"dyt": DynamicTanh, "derf": DynamicErf}
+
+
 def make_norm(kind: str, size: int) -> nn.Module:
     """The norm called `kind`, of vectors by themselves. Raises ValueError for any other."""
-    kinds = {"layer": nn.LayerNorm, "rms": RMSNorm, "scale": ScaleNorm, "bias": BiasNorm}
-    squashing = {"dyt": DynamicTanh, "derf": DynamicErf}
-    if kind in squashing:
-        return squashing[kind](size)
-    if kind not in kinds:
-        known = ", ".join([*kinds, *squashing])
+    if kind in SQUASHING:
+        return SQUASHING[kind](size)
+    if kind not in ROW_NORMS:
+        known = ", ".join([*ROW_NORMS, *SQUASHING])
         raise ValueError(f"norm {kind!r} is not known; choose one of {known}")
-    return kinds[kind](size, eps=EPS)
+    return ROW_NORMS[kind](size, eps=EPS)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

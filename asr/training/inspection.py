@@ -31,7 +31,7 @@ from asr.kernels import reference
 from asr.kernels.types import LayerInput, LSTMOptions, Weights
 from asr.nn.attention import Memory
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, get_weights
-from asr.nn.norm import BatchNorm, BiasNorm, DynamicErf, DynamicTanh, RMSNorm, ScaleNorm
+from asr.nn.norm import ROW_NORMS, SQUASHING, BatchNorm, BiasNorm
 from asr.training.losses import shift
 
 GATES = ("input", "forget", "candidate", "output")  # in the order of their 4H pre-activations
@@ -39,8 +39,8 @@ FLAT = 1e-6  # variance (without centring: mean square) below which a row counts
 END = 0.05  # of an activation's range
 SIGMOID_END = math.log((1 - END) / END)  # sigmoid(z) is within END of 0 or 1 for |z| above this
 TANH_END = math.atanh(1 - 2 * END)  # the same share of -1 to 1
-ROW_NORMS = (nn.LayerNorm, RMSNorm, ScaleNorm, BiasNorm)  # those with statistics of a row
-NORMS = (*ROW_NORMS, BatchNorm, DynamicTanh, DynamicErf)
+WITH_ROWS = tuple(ROW_NORMS.values())
+NORMS = (*WITH_ROWS, BatchNorm, *SQUASHING.values())
 LSTMS = (LayerNormLSTM, LayerNormLSTMCell)
 
 
@@ -191,7 +191,7 @@ def watch(model: nn.Module) -> Iterator[Internals]:
     hooks = [
         module.register_forward_pre_hook(partial(_observe, internals, name), with_kwargs=True)
         for name, module in model.named_modules()
-        if isinstance(module, LSTMS + ROW_NORMS)
+        if isinstance(module, LSTMS + WITH_ROWS)
     ]
     try:
         yield internals
