@@ -30,7 +30,9 @@ def main() -> int:
     from asr.training.run import train
 
     recipe = read_recipe(args.recipe, args.overrides)
-    return train(recipe, args.run or Path("runs") / recipe.run, args.resume, args.force)
+    run = args.run or Path("runs") / recipe.run
+    given = {text.partition("=")[0].strip() for text in args.overrides}
+    return train(recipe, run, args.resume, args.force, given)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_speech import RATE, age, tones
 
 from asr import evaluate, train, transcribe
-from asr.config.loader import read_recipe
+from asr.config.loader import read_recipe, write_recipe
 from asr.data import loader
 from asr.data.corpus import read_manifest, write_manifest
 from asr.data.tokenizer import load_tokenizer
@@ -322,13 +322,28 @@ def test_resuming_keeps_decode_settings_that_tune_has_written(tiny, tiny_run, co
     tuned = path.read_bytes()
     code, out, _ = commands(train, *resume)
     assert code == 0 and path.read_bytes() == tuned
-    assert f"kept as {path} has it: decode.beam 1 -> 7\n" in out
-    # Also after more steps, and beside a key that the command line changes.
-    code, out, _ = commands(train, *resume, "train.epochs=3", "decode.length_penalty=1.0")
-    assert code == 0 and "changed in the recipe: decode.length_penalty 0.6 -> 1.0" in out
-    code, *_ = commands(train, *resume, "train.epochs=3", "decode.length_penalty=1.0")
-    decode = read_recipe(path).decode
-    assert code == 0 and (decode.beam, decode.length_penalty) == (7, 1.0)
+    assert f"kept in {path}: decode.beam 1 -> 7\n" in out
+    # Also after more steps, and beside a key that the command line sets, if to its old value.
+    for _ in range(2):
+        assert commands(train, *resume, "train.epochs=3", "decode.length_penalty=0.6")[0] == 0
+        decode = read_recipe(path).decode
+        assert (decode.beam, decode.length_penalty) == (7, 0.6)
+    assert commands(train, *resume, "train.epochs=3", "decode={beam: 2}")[0] == 0
+    assert read_recipe(path).decode.beam == 2
+    path.write_text("x: [")
+    code, out, _ = commands(train, *resume, "train.epochs=3")
+    assert code == 0 and f"{path}:1: not valid YAML" in out and "It is written again" in out
+    assert read_recipe(path).decode.beam == 1
+
+
+def test_kept_decode_settings_must_fit_those_given(tiny, tiny_run, commands, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    path = run / "recipe.yaml"
+    write_recipe(read_recipe(path, ["decode.speeds=[0.9,1.0]"]), path)
+    resume = [tiny, "--run", run, "--resume", "decode.search=ctc"]
+    assert "set decode.speeds=[1.0]" in commands.refused(train, *resume)
+    assert commands(train, *resume, "decode.speeds=[1.0]")[0] == 0
+    assert read_recipe(path).decode.search == "ctc"
 
 
 def test_another_seed_is_another_run(tiny, tiny_run, commands, tmp_path):

@@ -1,6 +1,7 @@
 """Resume a run: choose the checkpoint, and refuse where recipe or data have changed."""
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from asr.config.loader import as_yaml, flat, parse_recipe, read_recipe, validate
@@ -86,24 +87,6 @@ class ResumePoint:
             )
         return [f"changed since: {line}" for line in changed]
 
-    def with_tuned_decode(self, recipe: Recipe) -> Recipe:
-        """The recipe with what has been written into the run's `decode:` since it was trained.
-
-        That is what asr.evaluate --tune found. A key that `recipe` itself changes is not replaced.
-        """
-        path = self.run / "recipe.yaml"
-        try:
-            trained = parse_recipe(self.state["recipe"], "").model_dump(mode="json")
-            stored = read_recipe(path).model_dump(mode="json")
-        except UserError:  # reported by check_recipe; where it was forced, nothing can be kept
-            return recipe
-        tree = recipe.model_dump(mode="json")
-        before, decode = trained.get("decode", {}), tree.get("decode", {})
-        for key, value in stored.get("decode", {}).items():
-            if key in decode and decode[key] == before.get(key):
-                decode[key] = value
-        return validate(tree, str(path))
-
     def _changes(self, recipe: Recipe, force: bool) -> dict[str, str]:
         """Dotted key -> a line, for every key with another value now."""
         if (text := self.state["recipe"]) == as_yaml(recipe):
@@ -141,6 +124,26 @@ def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
             "remove them to start anew"
         )
     return None
+
+
+def with_stored_decode(
+    recipe: Recipe, run: Path, given: AbstractSet[str]
+) -> tuple[Recipe, list[str]]:
+    """The recipe with the decode settings of RUN/recipe.yaml, but for the keys `given`; and a log.
+
+    asr.evaluate --tune writes them there. Raises UserError where they do not fit those given.
+    """
+    path = run / "recipe.yaml"
+    tree = recipe.model_dump(mode="json")
+    try:
+        stored = read_recipe(path).model_dump(mode="json").get("decode", {})
+    except UserError as error:
+        return recipe, [f"{error} It is written again, with the recipe's decode settings"]
+    kept = {key: value for key, value in stored.items() if not {"decode", f"decode.{key}"} & given}
+    if "decode" in tree:
+        tree["decode"] |= {key: value for key, value in kept.items() if key in tree["decode"]}
+    merged = validate(tree, str(path))
+    return merged, [f"kept in {path}: {line}" for line in changes(recipe, merged).values()]
 
 
 def changes(old: Recipe, new: Recipe) -> dict[str, str]:

@@ -5,6 +5,7 @@ import pkgutil
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +34,13 @@ from asr.training.inspection import measure
 from asr.training.logging import Log, NullLog, figure_texts
 from asr.training.losses import Objective, Sum, means
 from asr.training.oom import SHAPES, SHAPES_ROUNDED, limit_onednn_cache, release_memory
-from asr.training.resume import Content, ResumePoint, changes, find_resume_point
+from asr.training.resume import (
+    Content,
+    ResumePoint,
+    changes,
+    find_resume_point,
+    with_stored_decode,
+)
 from asr.training.signals import Stop, Stopped
 from asr.training.trainer import BatchStats, Callbacks, Epochs, TaskBatch, TrainState, fit, validate
 
@@ -365,8 +372,16 @@ class Training:
         )
 
 
-def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) -> int:
+def train(
+    recipe: Recipe,
+    run: Path,
+    resume: bool = False,
+    force: bool = False,
+    given: AbstractSet[str] = frozenset(),
+) -> int:
     """Train into the run folder -> exit code: 0 at the end, EXIT_STOPPED where a signal stopped it.
+
+    A resumed run keeps the decode settings in its folder, but for the keys `given`.
 
     Raises UserError where the folder already holds a run but `resume` is not set, where that run
     had another recipe or other data, unless `force`, and where another process trains in it.
@@ -379,22 +394,23 @@ def train(recipe: Recipe, run: Path, resume: bool = False, force: bool = False) 
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
         restarted = distributed.restarted_by_torchrun(run)
-        code = _train_stage(recipe, run, resume or restarted, force, begun=False)
+        code = _train_stage(recipe, run, resume or restarted, force, given, begun=False)
         while code == STAGE_ENDED:  # the next one starts from the checkpoint at this one's end
-            code = _train_stage(recipe, run, True, force, begun=True)
+            code = _train_stage(recipe, run, True, force, given, begun=True)
         return code
 
 
-def _train_stage(recipe: Recipe, run: Path, resume: bool, force: bool, begun: bool) -> int:
+def _train_stage(
+    recipe: Recipe, run: Path, resume: bool, force: bool, given: AbstractSet[str], begun: bool
+) -> int:
     with distributed.first_rank_first():  # rank 0 writes what the others read
         start = find_resume_point(run, resume)
         stored, messages = recipe, []
         if start and not begun:
             messages = start.check_recipe(recipe, force)
             start.check_end(recipe.train)
-            stored = start.with_tuned_decode(recipe)
-            kept = changes(recipe, stored).values()
-            messages += [f"kept as {run / 'recipe.yaml'} has it: {line}" for line in kept]
+            stored, kept = with_stored_decode(recipe, run, given)
+            messages += kept
         training = _open(recipe, run, start)
         if start:
             messages += start.check_content(training.content, force)
