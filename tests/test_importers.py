@@ -284,6 +284,17 @@ def test_speakers_are_held_out_whole(tmp_path, asr_prepare):
     assert f"{place}: {len(set(valid.speakers))} of 13 speakers are held out\n" in out
 
 
+def test_speakers_whose_names_are_also_ids_are_held_out_whole(tmp_path):
+    rows = "".join(f"{n}\t{n % 13}\ta.wav\t1.0\ttext\n" for n in range(65))
+    (tmp_path / "all.tsv").write_text("id\tspeaker\taudio\tseconds\ttext\n" + rows)
+    valid, line = hold_out(tmp_path / "all.tsv", 0.2)
+    voices = [
+        {row.split("\t")[1] for row in path.read_text().splitlines()[1:]}
+        for path in (valid, tmp_path / "all.tsv")
+    ]
+    assert f"{len(voices[0])} of 13 speakers" in line and not voices[0] & voices[1]
+
+
 def test_utterances_of_few_speakers_are_held_out(tmp_path):
     rows = "".join(f"u{n}\ts{n % 9}\ta.wav\t1.0\ttext\n" for n in range(40))
     (tmp_path / "all.tsv").write_text("id\tspeaker\taudio\tseconds\ttext\n" + rows)

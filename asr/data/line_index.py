@@ -62,6 +62,8 @@ class Lines(Sequence[str]):
     @property
     def lengths(self) -> np.ndarray:
         """UTF-8 bytes of each line, (N,) int32. Raises UserError for a damaged index."""
+        if not 0 <= self.ends[0] < len(self.text):
+            raise damaged_index(self.file)
         lengths = np.empty(len(self), np.int32)
         lengths[0] = self.ends[0] + 1
         # Directly into 32 bits: numpy's diff would make three copies in 64.

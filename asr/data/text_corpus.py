@@ -48,7 +48,7 @@ def read_lines(path: Path) -> Lines:
     Raises UserError if it is missing, damaged, empty or not UTF-8.
     """
     growth = 8 if path.suffix == ".gz" else 1
-    return open_lines(path, ".lines", partial(_read_blocks, path), timed=False, growth=growth)
+    return open_lines(path, ".text-index", partial(_read_blocks, path), timed=False, growth=growth)
 
 
 def _read_blocks(path: Path) -> Iterator[Block]:

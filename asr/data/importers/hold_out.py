@@ -20,15 +20,14 @@ def hold_out(manifest: Path, share: float) -> tuple[Path, str]:
     They are those of whole speakers, of the manifest's own where there are MIN_SPEAKERS. Raises
     UserError if one of the two would be empty.
     """
-    ids, speakers = Counter(), Counter()
+    speakers, are_named = Counter(), False
     for _, row in read_rows(manifest, COLUMNS):
-        ids[row["id"]] += 1
         speakers[row["speaker"]] += 1
+        are_named |= row["speaker"] != row["id"]  # asr.prepare writes the id where there is none
     valid = manifest.with_name(f"{manifest.stem}-valid.tsv")
-    are_named = not speakers.keys() <= ids.keys()  # else asr.prepare has put the ids there
-    key, counts = "id", ids
-    if are_named and len(speakers) >= MIN_SPEAKERS:
-        key, counts = "speaker", speakers
+    key, counts = "speaker", speakers
+    if not are_named or len(speakers) < MIN_SPEAKERS:
+        key, counts = "id", Counter(row["id"] for _, row in read_rows(manifest, COLUMNS))
     chosen = _choose(counts, share)
     if not 0 < len(chosen) < len(counts):
         raise UserError(f"{manifest}: {share:g} of {counts.total()} utterances is none or all")

@@ -80,7 +80,6 @@ def _row(entries: TarReader, files: list[tarfile.TarInfo], tar: Path, number: in
         raise ValueError("its audio is too large for a plain header")
     place = f"{tar.name}/{header.name}@{audio.offset_data}+{audio.size}"
     name, speaker = (" ".join(about.get(field, "").split()) for field in ("id", "speaker"))
-    speaker = speaker or name or f"{tar.name}: {key}"
     seconds = about.get("seconds", about.get("duration", ""))
     return Row(tar, number, name or f"{tar.stem}-{key}", place, text, speaker, seconds)
 
