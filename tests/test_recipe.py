@@ -283,6 +283,7 @@ def test_an_unknown_model_kind_lists_the_known_kinds(read, kind):
         ("train..epochs=3", "is not of the form"),
         ("seed=[1", "command line: the value in 'seed=[1' is not valid YAML"),
         ("model.listener.norm.x=1", "model.listener.norm"),
+        ("stages=[3]", "stages.0 = 3: should hold keys of its own, {start: VALUE, ...}."),
         ("train.device=gpu", "train.device = 'gpu': should be auto, cpu, cuda or cuda:N"),
         ("train.trackers=wandb", "train.trackers = 'wandb': should be a list, [VALUE, ...]."),
         ("data.test=x.tsv", "data.test = 'x.tsv': should hold names with values, {NAME: VALUE"),
@@ -290,6 +291,13 @@ def test_an_unknown_model_kind_lists_the_known_kinds(read, kind):
 )
 def test_a_wrong_override_is_attributed_to_the_command_line(read, override, message):
     assert message in refusal(read, PLAIN, override)
+
+
+def test_a_language_model_of_an_earlier_version_is_read(tmp_path):
+    old = tmp_path / "recipe.yaml"
+    text = RECIPES.joinpath("demo_lm.yaml").read_text(encoding="utf-8")
+    old.write_text(text.replace("data:\n", "data:\n  cache: null\n"), encoding="utf-8")
+    assert "cache: null" in old.read_text() and read_recipe(old) == read_recipe("demo_lm")
 
 
 def test_overrides_are_a_list():
@@ -320,6 +328,12 @@ def test_keys_nested_without_end_are_refused(read):
             " of model.kind = transformer, but of las. Did you mean model.norm?",
         ),
         ("demo_transformer", "model.kernel", " of model.kind = transformer, but of conformer."),
+        (
+            "demo_transformer",
+            "model.encoder.layers",
+            ". Did you mean model.encoder_layers?",
+        ),
+        ("demo", "start", "."),
         ("demo", "train.lr", ". Did you mean train.optimizer.lr?"),
         ("demo", "beam", ". Did you mean decode.beam?"),
         (

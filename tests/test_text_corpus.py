@@ -45,7 +45,7 @@ def test_every_kind_of_text_is_read_as_lines(tmp_path, monkeypatch, capsys, name
     read = read_lines(path)
     assert [read[i] for i in range(len(read))] == lines
     assert read.lengths.tolist() == [len(line) for line in lines]
-    assert (tmp_path / f"{name}.lines").is_file() == large
+    assert (tmp_path / f"{name}.text-index").is_file() == large
     assert ("writing" in capsys.readouterr().out) == large
     copy = pickle.loads(pickle.dumps(read))  # as for a loader's process
     assert [copy[i] for i in (210, 0)] == [lines[210], lines[0]]
@@ -60,7 +60,7 @@ def test_a_changed_text_is_indexed_again(tmp_path, monkeypatch):
     assert read_lines(path)[0] == "OLD LINE"
     write(path, ["NEWER", "LINES"])
     assert [read_lines(path)[i] for i in (0, 1)] == ["NEWER", "LINES"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "a.txt.lines"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "a.txt.text-index"]
 
 
 def test_texts_of_one_name_share_no_index(tmp_path, monkeypatch, capsys):
@@ -71,12 +71,23 @@ def test_texts_of_one_name_share_no_index(tmp_path, monkeypatch, capsys):
     for path in paths:
         path.parent.mkdir()
         write(path, [path.parent.name])
-        path.with_name("a.txt.lines").mkdir()  # in the way
+        path.with_name("a.txt.text-index").mkdir()  # in the way
     for _ in range(2):
         read = [read_lines(path) for path in paths]
         assert [pickle.loads(pickle.dumps(lines))[0] for lines in read] == ["one", "two"]
     assert capsys.readouterr().out.count("writing") == 2
-    assert len([*tmp_path.glob("cache/*/a-*.lines")]) == 2
+    assert len([*tmp_path.glob("cache/*/a-*.text-index")]) == 2
+
+
+def test_without_a_place_for_an_index_the_lines_are_in_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(line_index, "SMALL", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").write_text("in the way")
+    (tmp_path / "a.txt.text-index").mkdir()
+    lines = make_lines(31)
+    read = read_lines(write(tmp_path / "a.txt", lines))
+    assert list(read) == lines and read.file is None
+    assert "a.txt: its index cannot be written, so each process reads it" in capsys.readouterr().out
 
 
 def test_blocks_of_any_size_give_the_same_lines(tmp_path, monkeypatch):

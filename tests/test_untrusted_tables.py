@@ -227,15 +227,16 @@ def test_a_relative_cache_folder_is_ignored(indexed, tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("home/.cache/layernorm-asr/a-*.index"))) == 1
 
 
-@pytest.mark.parametrize("end", [-1, -(2**63), 2**63 - 1, 10**6, 0])
-def test_a_false_place_in_an_index_has_no_length(tmp_path, monkeypatch, end):
+@pytest.mark.parametrize("end", [-1, -(2**63), 2**63 - 1, 2**32 + 6, 10**6])
+@pytest.mark.parametrize("row", [0, 17])
+def test_a_false_place_in_an_index_has_no_length(tmp_path, monkeypatch, row, end):
     """Batches of sentences are planned by lengths alone."""
     monkeypatch.setattr(line_index, "SMALL", 0)
     path = tmp_path / "a.txt"
     path.write_text("".join(f"LINE {n}\n" for n in range(41)))
     index = read_lines(path).file
     size = len(path.read_bytes())
-    place, content = size + -size % 8 + 8 * 17, index.read_bytes()
+    place, content = size + -size % 8 + 8 * row, index.read_bytes()
     index.write_bytes(content[:place] + np.int64(end).tobytes() + content[place + 8 :])
     with pytest.raises(UserError, match=f"{index}: damaged; remove it"):
         sentences = Sentences([read_lines(path)])

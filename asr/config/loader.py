@@ -329,8 +329,9 @@ def _explain(
     if re.match(r"[a-z]\w*(\.\w+)+ = ", message):  # of several keys, which it names itself
         return f"{message}."
     if detail["type"] in ("model_type", "model_attributes_type"):
-        inner = next(path for path in _paths(recipe, model_kind) if path.startswith(f"{name}."))
-        message = f"should hold keys of its own, {{{inner.removeprefix(f'{name}.')}: VALUE, ...}}"
+        group = "".join(f"{key}." for key in keys if not key.isdecimal())  # without list indexes
+        inner = next(path for path in _paths(recipe, model_kind) if path.startswith(group))
+        message = f"should hold keys of its own, {{{inner.removeprefix(group)}: VALUE, ...}}"
     if not keys:  # of several groups, which the message names
         return f"{message}."
     return f"{name} = {_shown(detail['input'])}: {message}."
@@ -353,14 +354,17 @@ def _recipe_keys(location: Iterable[Any], recipe: type[Recipe]) -> tuple[str, ..
 def _suggestion(keys: tuple[str, ...], value: Any, recipe: type[Recipe], model_kind: str) -> str:
     """The end of a message on an unknown key: of which kind of model it is, or what was meant.
 
-    That is the same word elsewhere (model.norm: model.listener.norm or model.speller.norm), a
-    similar one in the same group, or the word below it (model.listener.norm: model.norm).
+    That is two words as one (model.encoder.layers: model.encoder_layers), the same word elsewhere
+    (model.norm: model.listener.norm or model.speller.norm), a similar one in the same group, or the
+    word below it (model.listener.norm: model.norm).
     """
-    paths = [path.rpartition(".") for path in _paths(recipe, model_kind)]
+    known = [path for path in _paths(recipe, model_kind) if not path.startswith("stages.")]
+    paths = [path.rpartition(".") for path in known]
     siblings = [last for group, _, last in paths if group == ".".join(keys[:-1])]
     near = difflib.get_close_matches(keys[-1], siblings, n=1, cutoff=0.7)
     inner = [*value] if isinstance(value, Mapping) else []
-    meant = ["".join(path) for path in paths if path[2] == keys[-1]]
+    meant = [path for key in inner if (path := f"{'.'.join(keys)}_{key}") in known]
+    meant = meant or ["".join(path) for path in paths if path[2] == keys[-1]]
     meant = meant or [".".join((*keys[:-1], key)) for key in near]
     meant = meant or ["".join(path) for path in paths if path[2] in inner]
     kinds = [kind for kind in _model_kinds(recipe) if ".".join(keys) in _paths(recipe, kind)]

@@ -1,6 +1,7 @@
 """Decode a split, score it, and write the result: files, HTML page, printed lines."""
 
 import io
+import shlex
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from asr.analysis.wer import (
     tidy,
     untrained,
 )
+from asr.config.missing_run import missing_run
 from asr.config.schema import SpeechRecipe
 from asr.data.batching import Batch, Example, collate, plan_evaluation
 from asr.data.corpus import Corpus, Utterance
@@ -275,8 +277,11 @@ def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
 def evaluation_of_run(run: Path, name: str, corpus: Corpus) -> SavedEvaluation:
     """The evaluation of another run on the same split. UserError where it is of another split."""
     folder = run / "evaluate" / name
+    if not run.is_dir():
+        raise missing_run(run)
     if not folder.is_dir():
-        command = f"python -m asr.evaluate {run} --split {corpus.path}"
+        words = "python", "-m", "asr.evaluate", run, "--split", corpus.path, "--out", folder
+        command = shlex.join(map(str, words))
         raise UserError(f"--against {run}: not evaluated on this split; first run {command}")
     result = read_evaluation(folder)
     expected = dict(zip(corpus.ids, map(tidy, corpus.texts), strict=True))
