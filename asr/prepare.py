@@ -200,7 +200,9 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
     splits = formats.read(name, args.source, getattr(args, "text_column", None))
     valid = next((split.name for split in splits if VALID.search(split.name)), None)
     if args.valid and valid:
-        raise UserError(f"--valid {args.valid:g}: the corpus has a validation split, {valid}")
+        raise UserError(
+            f"--valid {args.valid:g}: the corpus has a validation split, {valid}; leave out --valid"
+        )
     options = Options(args.audio, args.headers_only, args.max_seconds, args.hours, args.skip_bad)
     normalize = TextNormalizer(args.text)
     manifests = convert(splits, args.to, options, normalize)

@@ -251,6 +251,9 @@ def _resampler(old: int, new: int) -> Resample:
 
 def check_values(waveform: Tensor, name: str) -> None:
     """AudioError, beginning with `name`, for samples that are not finite or not in [-1, 1]."""
+    if not waveform.is_floating_point():
+        top = torch.iinfo(waveform.dtype).max + 1
+        raise AudioError(f"{name}: {waveform.dtype} samples; divide them by {top}")
     peak = float(waveform.abs().max())
     if not math.isfinite(peak):
         raise AudioError(f"{name}: holds samples that are NaN or infinite")

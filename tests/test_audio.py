@@ -20,6 +20,7 @@ from features.audio import (
     BLOCK_VALUES,
     Window,
     audio_seconds,
+    check_values,
     decoded_seconds,
     from_samples,
     read_audio,
@@ -137,6 +138,11 @@ def test_samples_over_full_scale_are_clipped_and_unscaled_ones_refused(tmp_path)
     soundfile.write(tmp_path / "b.wav", np.array([0.5, 3000.0]), 16_000, subtype="FLOAT")
     with pytest.raises(AudioError, match=r"b.wav: samples reach 3000; scale"):
         read_audio(tmp_path / "b.wav", RATE)
+
+
+def test_integer_samples_in_memory_are_refused():
+    with pytest.raises(AudioError, match=r"torch.int16 samples; divide them by 32768"):
+        check_values(torch.full((7,), 99, dtype=torch.int16), "a")
 
 
 def test_samples_in_memory_are_processed_like_files():

@@ -377,13 +377,14 @@ def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path
     line = commands.refused(
         evaluate, tiny_run, "--split", "test", "--against", tmp_path, "--out", tmp_path / "e"
     )
-    _, found, command = line.partition("; first run python -m asr.evaluate ")
-    assert line.startswith(f"--against {tmp_path}: not evaluated on this split") and found
+    assert line == f"{tmp_path}: no recipe.yaml in it, so it is no run folder"
     # The command that it names makes what was missing, also where the split has another name.
     other = shutil.copytree(tiny_run, tmp_path / "an other")
     given = evaluate, tiny_run, "--split", "x", f"data.test={{x: {tiny.parent / 'test.tsv'}}}"
     given += "--against", other, "--out", tmp_path / "e"
-    command = shlex.split(commands.refused(*given).partition("asr.evaluate ")[2])
+    line, found, command = commands.refused(*given).partition("; first run python -m asr.evaluate ")
+    assert line.startswith(f"--against {other}: not evaluated on this split") and found
+    command = shlex.split(command)
     assert commands(evaluate, *command, "--pictures", "0")[0] == 0
     assert commands(*given)[0] == 0
     given = tuple(tmp_path / "none" if part == other else part for part in given)

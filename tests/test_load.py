@@ -9,7 +9,7 @@ from test_evaluate import hypothesis_rows
 from test_fusion import save_language_run
 from torch.nn.functional import ctc_loss
 
-from asr import evaluate
+from asr import evaluate, train
 from asr.config.loader import validate
 from asr.data.corpus import read_manifest
 from asr.data.tokenizer import BLANK, EOS, SOS, Characters
@@ -132,6 +132,12 @@ def of_other_features(tmp_path, like):
 
 def without_ctc(tmp_path, like):
     return save_run(tmp_path / "other", like, model={"ctc_weight": 0.0})
+
+
+def test_training_does_not_begin_with_weights_of_another_task(tiny, tiny_run, commands, tmp_path):
+    other = of_language(tmp_path, tiny_run)
+    line = commands.refused(train, tiny, f"train.init={other}", "--run", tmp_path / "run")
+    assert line == f"train.init = {other}: a run of the task language; name one of speech"
 
 
 def of_language(tmp_path, like):

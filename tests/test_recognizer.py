@@ -11,6 +11,7 @@ from tiny_speech import RATE
 from tone_model import LETTER, ToneModel, spoken, tone_recognizer
 
 from asr.data.tokenizer import Characters, SentencePieces
+from asr.errors import UserError
 from asr.inference.recognition import Recognizer
 from asr.inference.transcript import token_texts
 from features import AudioError
@@ -133,6 +134,8 @@ def test_unreadable_files_are_recorded_or_raised(tmp_path):
     assert list(faults) == [bad] and "not readable as audio" in faults[bad]
     with pytest.raises(AudioError, match="not readable"):
         list(tone_recognizer().transcribe_files([bad, good]))
+    with pytest.raises(UserError, match=r"must be a list, \['.*good.wav'\]"):
+        list(tone_recognizer().transcribe_files(good))
 
 
 def resident_megabytes():

@@ -219,9 +219,9 @@ def _load(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{error}; is this a recipe?") from None
     except FileNotFoundError:
         names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1)
+        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
         near = [str(path.parent / name) for name in near]
-        near += difflib.get_close_matches(path.stem, recipe_names(), n=1)
+        near += difflib.get_close_matches(path.stem, recipe_names(), n=1, cutoff=0.7)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise RecipeError(f"{path}: there is no such recipe.{hint}") from None
     except OSError as error:

@@ -99,7 +99,9 @@ def open_lines(
         return _in_memory(read())
     source = tuple({**state, "timed": int(timed), **(options or {})}.items())
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    places = [path.with_name(f"{path.name}{suffix}"), *_cached(f"{path.stem}-{name}{suffix}")]
+    places = [path.with_name(f"{path.name}{suffix}")]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        places.append(user_cache() / f"{path.stem}-{name}{suffix}")
     for place in places:
         if lines := _mapped(place, source):
             return lines
@@ -125,14 +127,6 @@ def _state(path: Path) -> dict[str, int]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     return {"version": VERSION, "size": status.st_size, "modified": status.st_mtime_ns}
-
-
-def _cached(name: str) -> list[Path]:
-    """The index's place in the user's cache folder; none for a user without a home."""
-    try:
-        return [user_cache() / name]
-    except RuntimeError:
-        return []
 
 
 def _may_be_written(place: Path) -> bool:

@@ -104,9 +104,10 @@ def _read_header(path: Path, file: IO[str], required: Sequence[str]) -> tuple[in
         header = split_line(text) if text.strip() else []
     missing = [name for name in required if name not in header]
     if missing:
+        found = ", ".join(name[:40] for name in header[:20])
         raise UserError(
-            f"{path}: no column {', '.join(missing)}; the first line must name the columns "
-            f"{' '.join(required)}, separated by tabs"
+            f"{path}: no column {', '.join(missing)}; the first line names {found or 'none'}, and "
+            "must have the names of the columns, separated by tabs"
         )
     twice = next((name for name in header if name and header.count(name) > 1), None)
     if twice:

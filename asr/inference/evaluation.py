@@ -34,7 +34,6 @@ from asr.analysis.wer import (
     tidy,
     untrained,
 )
-from asr.config.missing_run import missing_run
 from asr.config.schema import SpeechRecipe
 from asr.data.batching import Batch, Example, collate, plan_evaluation
 from asr.data.corpus import Corpus, Utterance
@@ -45,6 +44,7 @@ from asr.decoding.alignment import HypothesisHealth, hypothesis_health, mean_hea
 from asr.decoding.scorer import Hypothesis
 from asr.decoding.segmentation import Segment
 from asr.errors import UserError
+from asr.inference.load import load_run_recipe
 from asr.inference.recognition import Recognizer, decode_in_halves, fault_line, has_no_speech
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
 from asr.nn.attention import Memory
@@ -277,9 +277,8 @@ def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
 def evaluation_of_run(run: Path, name: str, corpus: Corpus) -> SavedEvaluation:
     """The evaluation of another run on the same split. UserError where it is of another split."""
     folder = run / "evaluate" / name
-    if not run.is_dir():
-        raise missing_run(run)
     if not folder.is_dir():
+        load_run_recipe(run)  # refuses what is no run of speech
         words = "python", "-m", "asr.evaluate", run, "--split", corpus.path, "--out", folder
         command = shlex.join(map(str, words))
         raise UserError(f"--against {run}: not evaluated on this split; first run {command}")

@@ -80,11 +80,14 @@ def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
     if not init.exists():
         raise missing_run(init, "train.init")
     check_run_folder(init)
-    tokenizer = load_tokenizer(init)
+    other = None
     with suppress(UserError):  # the recipe of an older version may be invalid now
-        other = read_recipe(init / "recipe.yaml").text
-        if (other.kind, other.size) != (text.kind, text.size):
-            print_line(f"the vocabulary of train.init={init} is kept; text.* is not used")
+        other = read_recipe(init / "recipe.yaml")
+    if other and other.task != "speech":
+        raise UserError(f"train.init = {init}: a run of the task {other.task}; name one of speech")
+    tokenizer = load_tokenizer(init)
+    if other and (other.text.kind, other.text.size) != (text.kind, text.size):
+        print_line(f"the vocabulary of train.init={init} is kept; text.* is not used")
     return tokenizer
 
 

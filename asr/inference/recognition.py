@@ -172,6 +172,8 @@ class Recognizer(SpeechDecoder):
         `faults`; without `faults`, its exception is raised. Files are read while they are decoded:
         memory depends on max_segment_seconds and decode.batch_seconds, never on a file's length.
         """
+        if isinstance(paths, str | Path):
+            raise UserError(f"paths = {str(paths)!r}: must be a list, [{str(paths)!r}]")
         recordings = (_Recording(path, self._blocks(path)) for path in paths)
         for recording in self._transcribe(recordings):
             if faults is None or recording.fault is None:

@@ -139,9 +139,9 @@ def with_stored_decode(
         stored = read_recipe(path).model_dump(mode="json").get("decode", {})
     except UserError as error:
         return recipe, [f"{error} It is written again, with the recipe's decode settings"]
-    kept = {key: value for key, value in stored.items() if not {"decode", f"decode.{key}"} & given}
-    if "decode" in tree:
-        tree["decode"] |= {key: value for key, value in kept.items() if key in tree["decode"]}
+    decode = tree.get("decode", {})
+    kept = [key for key in decode if not {"decode", f"decode.{key}"} & given]
+    decode |= {key: stored[key] for key in kept if key in stored}
     merged = validate(tree, str(path))
     return merged, [f"kept in {path}: {line}" for line in changes(recipe, merged).values()]
 
