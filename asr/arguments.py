@@ -119,11 +119,15 @@ class StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def key_of(override: str) -> str:
+    """The key of an override `key.path=value`."""
+    return override.partition("=")[0].strip()
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise UserError for a key that is given twice."""
     seen = set()
-    for text in overrides:
-        key = text.partition("=")[0].strip()
+    for key in map(key_of, overrides):
         if key in seen:
             raise UserError(f"command line: {key[:LONGEST]}: given twice; remove one of them")
         seen.add(key)

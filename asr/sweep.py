@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from asr.arguments import CommandParser, positive
+from asr.arguments import CommandParser, key_of, positive
 from asr.errors import UserError, print_line, run_command
 from asr.io import check_run_folder, lock_file, open_append, try_lock, usable_cores
 
@@ -65,7 +65,7 @@ def read_grid(recipe: Path, arguments: Sequence[str]) -> list[SweepRun]:
 
     axes = dict(map(_axis, arguments))
     if len(axes) < len(arguments):
-        keys = [argument.partition("=")[0].strip() for argument in arguments]
+        keys = list(map(key_of, arguments))
         twice = next(key for key in keys if keys.count(key) > 1)
         raise UserError(f"command line: {twice} stands twice; give its values in one list")
     size = math.prod(map(len, axes.values()))

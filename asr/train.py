@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from asr.arguments import CommandParser
+from asr.arguments import CommandParser, key_of
 from asr.errors import EXIT_STOPPED, run_command
 
 
@@ -31,8 +31,7 @@ def main() -> int:
 
     recipe = read_recipe(args.recipe, args.overrides)
     run = args.run or Path("runs") / recipe.run
-    given = {text.partition("=")[0].strip() for text in args.overrides}
-    return train(recipe, run, args.resume, args.force, given)
+    return train(recipe, run, args.resume, args.force, set(map(key_of, args.overrides)))
 
 
 if __name__ == "__main__":

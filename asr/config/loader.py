@@ -358,16 +358,17 @@ def _suggestion(keys: tuple[str, ...], value: Any, recipe: type[Recipe], model_k
     (model.norm: model.listener.norm or model.speller.norm), a similar one in the same group, or the
     word below it (model.listener.norm: model.norm).
     """
+    name = ".".join(keys)
     known = [path for path in _paths(recipe, model_kind) if not path.startswith("stages.")]
-    paths = [path.rpartition(".") for path in known]
-    siblings = [last for group, _, last in paths if group == ".".join(keys[:-1])]
+    last = {path: path.rpartition(".")[2] for path in known}
+    siblings = [key for path, key in last.items() if path == ".".join((*keys[:-1], key))]
     near = difflib.get_close_matches(keys[-1], siblings, n=1, cutoff=0.7)
     inner = [*value] if isinstance(value, Mapping) else []
-    meant = [path for key in inner if (path := f"{'.'.join(keys)}_{key}") in known]
-    meant = meant or ["".join(path) for path in paths if path[2] == keys[-1]]
+    meant = [path for key in inner if (path := f"{name}_{key}") in known]
+    meant = meant or [path for path, key in last.items() if key == keys[-1]]
     meant = meant or [".".join((*keys[:-1], key)) for key in near]
-    meant = meant or ["".join(path) for path in paths if path[2] in inner]
-    kinds = [kind for kind in _model_kinds(recipe) if ".".join(keys) in _paths(recipe, kind)]
+    meant = meant or [path for path, key in last.items() if key in inner]
+    kinds = [kind for kind in _model_kinds(recipe) if name in _paths(recipe, kind)]
     of = f" of model.kind = {model_kind}, but of {' and '.join(kinds)}" if kinds else ""
     question = f" Did you mean {' or '.join(meant[:3])}?" if meant else ""
     return f"{of}.{question}"
