@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 from reference_transformer import fixnorm, norm, sinusoid
 from small_transformer import SETTINGS, E, F, V, batch, config, model
+from test_norm import KINDS
 
 from asr.data.tokenizer import BLANK
 
@@ -168,7 +169,7 @@ def test_ctc_gives_log_probabilities():
         ({"residual_scale": "wide"}, "should be a number above 0, .* or deepnet"),
         ({"residual_scale": {"encoder": -1}}, "should be a number above 0, .* or deepnet"),
         ({"residual_scale": float("nan")}, "should be a number above 0, .* or deepnet"),
-        ({"norm": "group"}, "should be 'layer', 'rms', "),
+        ({"norm": "group"}, f"should be {', '.join(map(repr, KINDS[:-1]))} or {KINDS[-1]!r}"),
         ({"norm": "batch"}, "normalises over a whole batch and is for convolution modules alone"),
         ({"norm_position": "both"}, "should be 'pre', 'post', 'peri', 'reordered', 'hybrid' or"),
         ({"activation": "tanh"}, "should be 'relu', 'gelu' or 'swish'"),
