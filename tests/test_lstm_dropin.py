@@ -150,6 +150,7 @@ MISTAKES = {
     r"input has shape \(5, 2, 3, 1\); expected \(T, B, 3\), or \(T, 3\) for a single": lambda: call(
         X[..., None]
     ),
+    r"input has shape \(0, 2, 3\); .*, without a 0": lambda: call(X[:0]),
     r"packed data have shape \(5, 4\); expected \(N, 3\)": lambda: call(
         pack_sequence([torch.randn(5, 4)])
     ),

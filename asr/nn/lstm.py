@@ -289,7 +289,8 @@ class LayerNormLSTM(nn.Module):
             form = f"B, T, {self.input_size}" if self.batch_first else f"T, B, {self.input_size}"
             single_form = f"(T, {self.input_size}) for a single sequence"
             raise ValueError(
-                f"input has shape {tuple(input.shape)}; expected ({form}) without zeros, or {single_form}"
+                f"input has shape {tuple(input.shape)}; expected ({form}), or {single_form}, "
+                "without a 0"
             )
         if single and lengths is not None:
             raise ValueError("lengths belong to a batch, and the input is a single sequence")
