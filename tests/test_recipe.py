@@ -333,7 +333,7 @@ def test_keys_nested_without_end_are_refused(read):
             "model.encoder.layers",
             ". Did you mean model.encoder_layers?",
         ),
-        ("demo", "start", "."),
+        ("demo", "start", ". docs/recipes.md lists all."),
         ("demo", "train.lr", ". Did you mean train.optimizer.lr?"),
         ("demo", "beam", ". Did you mean decode.beam?"),
         (
@@ -342,7 +342,7 @@ def test_keys_nested_without_end_are_refused(read):
             ". Did you mean train.batch_seconds or decode.batch_seconds?",
         ),
         ("demo_lm", "model.layer", ". Did you mean model.layers?"),
-        ("demo", "train.batch_size", "."),
+        ("demo", "train.batch_size", ". docs/recipes.md lists all."),
     ],
 )
 def test_a_key_of_another_place_or_model_is_found(recipe, key, end):
