@@ -164,7 +164,7 @@ def check_folder(run: SweepRun, folder: Path) -> None:
     if not (folder / "recipe.yaml").exists():
         return
     old, new = (flat(recipe) for recipe in (recipe_of(folder), run.recipe))
-    named = [change.partition("=")[0] for change in run.overrides]
+    named = set(map(key_of, run.overrides))
     for key in old | new:
         if old.get(key) != new.get(key) and (key in named or not key.startswith("decode.")):
             change = f"{key} = {value_text(old.get(key))}, now {value_text(new.get(key))}"

@@ -370,8 +370,8 @@ def _suggestion(keys: tuple[str, ...], value: Any, recipe: type[Recipe], model_k
     meant = meant or [path for path, key in last.items() if key in inner]
     kinds = [kind for kind in _model_kinds(recipe) if name in _paths(recipe, kind)]
     of = f" of model.kind = {model_kind}, but of {' and '.join(kinds)}" if kinds else ""
-    hint = f" Did you mean {' or '.join(meant[:3])}?" if meant else " docs/recipes.md lists all."
-    return f"{of}." if of and not meant else f"{of}.{hint}"
+    remedy = "" if kinds else " docs/recipes.md lists all."
+    return f"{of}. Did you mean {' or '.join(meant[:3])}?" if meant else f"{of}.{remedy}"
 
 
 def _paths(recipe: type[Config], model_kind: str, prefix: str = "") -> Iterator[str]:
