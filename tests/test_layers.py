@@ -34,6 +34,7 @@ NOT_IMPORTED = {
     "asr.__main__": set(ORDER) - {"asr.arguments", "asr.completion", "asr.errors"},
 }
 NO_BACKEND = {"asr.kernels.dispatch", "asr.kernels.types", "asr.kernels.deferred"}
+NO_BACKEND |= {"asr.kernels.double_backward"}
 # Modules whose only import from a package is this module.
 ONLY = {
     ("asr.decoding", "asr.data"): {"asr.data.tokenizer"},  # the special tokens

@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from asr.kernels.double_backward import needs_operators
+
+
+Rows = list[tuple[int, Tensor, Tensor]]  # number of the backward pass, x and dy of a step
 
 
 class DeferredWeight:
     """A weight (N, K) for the length of one loop, or one per utterance, (B, N, K)."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.rows: list[tuple[Tensor, Tensor]] = []  # x and dy of each step of a backward pass
-        self._pass = -1
+        self.rows: Rows = []
         learns = torch.is_grad_enabled() and weight.requires_grad
         self.weight = _Gather.apply(weight, self.rows) if learns else weight
         self._matrix = self.weight.detach()
@@ -29,7 +32,7 @@ class DeferredWeight:
         """x (..., K) -> x weight^T (..., N), multiplied in the dtype that deferred_linear uses."""
         dtype = dtype or autocast_dtype(x.device.type) or x.dtype
         if torch.is_grad_enabled():
-            return _Linear.apply(x, self.weight, self, dtype)
+            return _Linear.apply(x.to(dtype), self.weight, self).to(x.dtype)
         return product(x, self.matrix(dtype).mT)
 
     def add(self, x: Tensor, dy: Tensor) -> None:
@@ -37,10 +40,9 @@ class DeferredWeight:
         because it asked for other gradients only.
         """
         now = torch._C._current_graph_task_id()
-        if now != self._pass:
+        if self.rows and self.rows[0][0] != now:
             self.rows.clear()
-        self._pass = now
-        self.rows.append((x, dy))
+        self.rows.append((now, x, dy))
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight detached, converted once."""
@@ -78,34 +80,37 @@ class _Gather(torch.autograd.Function):
     """The weight itself."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, rows: Rows) -> Tensor:
         ctx.rows, ctx.dtype = rows, weight.dtype
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, nothing: None) -> tuple[Tensor, None]:
-        x, dy = (torch.cat(parts, dim=-2) for parts in zip(*ctx.rows, strict=True))
+    def backward(ctx: Any, direct: Tensor | None) -> tuple[Tensor | None, None]:
+        """direct: the part that a graph of gradients adds, None elsewhere."""
+        now = torch._C._current_graph_task_id()
+        rows = [(x, dy) for task, x, dy in ctx.rows if task == now]
         ctx.rows.clear()  # backward may run again through the same graph
-        return (dy.mT @ x).to(ctx.dtype), None
+        if not rows:
+            return direct, None
+        x, dy = (torch.cat(parts, dim=-2) for parts in zip(*rows, strict=True))
+        stored = (dy.mT @ x).to(ctx.dtype)
+        return stored if direct is None else stored + direct, None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeight, dtype: torch.dtype
-    ) -> Tensor:
-        rows, matrix = x.to(dtype), deferred.matrix(dtype)
-        ctx.deferred, ctx.dtype = deferred, dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeight) -> Tensor:
+        """In the dtype of x."""
+        ctx.deferred = deferred
         # The weight is saved for its version: changing it in place before backward is an error.
-        ctx.save_for_backward(rows, weight)
-        return (rows @ matrix.mT).to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return x @ deferred.matrix(x.dtype).mT
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        x, _ = ctx.saved_tensors
-        rows, matrix = dy.to(ctx.dtype), ctx.deferred.matrix(ctx.dtype)
-        ctx.deferred.add(x, rows)
-        return (rows @ matrix).to(dy.dtype), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        if needs_operators(dy):  # stored rows would have no graph
+            return dy @ weight.to(dy.dtype), (dy.mT @ x).to(weight.dtype), None
+        ctx.deferred.add(x, dy)
+        return dy @ ctx.deferred.matrix(dy.dtype), None, None

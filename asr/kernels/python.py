@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from asr.kernels.deferred import product
-from asr.kernels.reference import Packed, norm_rows, run_packed
+from asr.kernels.double_backward import differentiate, needs_operators
+from asr.kernels.reference import Packed, norm_rows, run_direction, run_packed, widened
 from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, State, Weights
 
 
@@ -30,9 +30,10 @@ class Norm(NamedTuple):
 def norm(x: Tensor, setting: LSTMOptions) -> Norm:
     """Normalises the last dimension; rows without variance (rms: of zeros) give 0 and r = 0."""
     if setting.norm_kind == "rms":
-        square = x.square().mean(-1, keepdim=True)
-        scale = (square + setting.eps).rsqrt().masked_fill(square == 0, 0)
-        return Norm(x * scale, scale)
+        wide = widened(x)
+        flat = (x == 0).all(dim=-1, keepdim=True)
+        scale = (wide.square().mean(-1, keepdim=True) + setting.eps).rsqrt().masked_fill(flat, 0)
+        return Norm((wide * scale).to(x.dtype), scale.to(x.dtype))
     normed, _, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, setting.eps)
     flat = (x == x[..., :1]).all(dim=-1, keepdim=True)
     return Norm(normed.masked_fill(flat, 0), scale.masked_fill(flat, 0))
@@ -260,13 +261,15 @@ class _Direction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, end, saved = _run(packed, setting, x, (h, c), mask, Weights(*flat))
         ctx.packed, ctx.setting, ctx.saved = packed, setting, saved
-        ctx.save_for_backward(x, mask, *flat)
+        ctx.save_for_backward(x, h, c, mask, *flat)
         return rows, *end
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, drows: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
-        x, mask, *flat = ctx.saved_tensors
+        x, _, _, mask, *flat = ctx.saved_tensors
+        if needs_operators(drows, dh, dc):
+            run = functools.partial(run_direction, ctx.setting, ctx.packed)
+            return None, None, *differentiate(run, ctx.saved_tensors, (drows, dh, dc))
         weights, saved, setting = Weights(*flat), ctx.saved, ctx.setting
         steps = _Backward(ctx.packed, setting, mask, weights, saved)
         dgates, dah, (dh, dc), normed = steps.run(drows, dh, dc)

@@ -39,13 +39,21 @@ from asr.kernels.deferred import deferred_linear
 from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, State, Weights
 
 
+def widened(x: Tensor) -> Tensor:
+    """x in float32 at least, for statistics: squares overflow or vanish in half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def normalise(x: Tensor, setting: LSTMOptions) -> Tensor:
     """N over the last dimension, no gain: x (..., N) -> (..., N)."""
     if setting.norm_kind == "rms":
-        square = x.square().mean(dim=-1, keepdim=True)
-        normed, flat = x * (square + setting.eps).rsqrt(), square == 0
+        wide = widened(x)
+        square = wide.square().mean(dim=-1, keepdim=True)
+        normed = (wide * (square + setting.eps).rsqrt()).to(x.dtype)
+        flat = (x == 0).all(dim=-1, keepdim=True)
     else:
-        normed = functional.layer_norm(x, x.shape[-1:], eps=setting.eps)
+        size = int(x.shape[-1])  # torch.onnx.export needs a constant
+        normed = functional.layer_norm(x, (size,), eps=setting.eps)
         flat = (x == x[..., :1]).all(dim=-1, keepdim=True)
     return normed.masked_fill(flat, 0.0) if setting.guard else normed
 
@@ -68,7 +76,11 @@ def norm_rows(total: Tensor, setting: LSTMOptions) -> Tensor:
 
 def add_state(gates: Tensor, h: Tensor, weights: Weights, setting: LSTMOptions) -> Tensor:
     """The result of input_part and h (B, H) as W_h reads it -> all pre-activations (B, 4H)."""
-    pre = deferred_linear(h, weights.weight_hh)
+    return _add_product(gates, deferred_linear(h, weights.weight_hh), weights, setting)
+
+
+def _add_product(gates: Tensor, pre: Tensor, weights: Weights, setting: LSTMOptions) -> Tensor:
+    """The result of input_part and W_h h (B, 4H) -> all pre-activations (B, 4H)."""
     if setting.norms_sum:
         total = gates + pre
         normed = normalise(norm_rows(total, setting), setting).reshape(total.shape)
@@ -104,7 +116,20 @@ def next_state(
 ) -> State:
     """The result of input_part (B, 4H) and the state of two (B, H) -> the next state."""
     h, c = reversed(state) if setting.swap else state
-    _, h, c = recur(add_state(gates, h, weights, setting), c, mask, weights, setting)
+    product = deferred_linear(h, weights.weight_hh)
+    return state_after(gates, product, c, mask, weights, setting)
+
+
+def state_after(
+    gates: Tensor,
+    product: Tensor,
+    c: Tensor,
+    mask: Tensor | None,
+    weights: Weights,
+    setting: LSTMOptions,
+) -> State:
+    """The result of input_part and W_h h (B, 4H), the cell (B, H) -> the next state."""
+    _, h, c = recur(_add_product(gates, product, weights, setting), c, mask, weights, setting)
     if setting.hidden_norm:
         h = normalise(h, setting) * weights.gain_hidden + weights.bias_hidden
     return h, c
@@ -168,7 +193,7 @@ def run_packed(
     return LayerOutput(torch.cat(outputs, dim=-1), h, c)
 
 
-def _run_direction(
+def run_direction(
     setting: LSTMOptions,
     packed: Packed,
     x: Tensor,
@@ -194,4 +219,4 @@ def _run_direction(
 
 def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
     """All directions of one layer, one after the other."""
-    return run_packed(batch, weights, functools.partial(_run_direction, setting))
+    return run_packed(batch, weights, functools.partial(run_direction, setting))

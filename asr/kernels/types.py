@@ -5,6 +5,7 @@ E encoder size, M embedding size, A attention size, D directions, L layers.
 The gates have nn.LSTM's order i, f, g, o along a dimension of 4H.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -107,8 +108,8 @@ def make_setting(
     ):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not known; choose one of {', '.join(allowed)}")
-    if eps is not None and not eps > 0:
-        raise ValueError(f"eps is {eps}; it must be above 0")
+    if eps is not None and not 0 < eps < math.inf:
+        raise ValueError(f"eps is {eps}; it must be above 0 and finite")
     own = CELLS[norm]
     return LSTMOptions(
         norm=norm,
@@ -173,7 +174,7 @@ def check_lengths(lengths: Tensor | Sequence[int], B: int, T: int) -> list[int] 
     for row, count in enumerate(counts):
         if not 1 <= count <= T:
             raise ValueError(f"length {count} of utterance {row} is not within 1 to {T} frames")
-    return None if min(counts) == T else [int(count) for count in counts]
+    return None if min(counts, default=T) == T else [int(count) for count in counts]
 
 
 class LayerInput(NamedTuple):

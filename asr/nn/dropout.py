@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from asr.kernels import dispatch
+from asr.kernels.double_backward import needs_operators
 
 _LEVELS = 2**16
 
@@ -61,9 +61,12 @@ class _CpuDropout(torch.autograd.Function):
         return _drop(x, draws, ctx.dropped)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _drop(grad, *ctx.saved_tensors, ctx.dropped), None
+        (draws,) = ctx.saved_tensors
+        if needs_operators(grad):
+            ones = torch.ones(draws.shape, dtype=grad.dtype)
+            return grad * _drop(ones, draws, ctx.dropped), None
+        return _drop(grad, draws, ctx.dropped), None
 
 
 def _drop(x: Tensor, draws: Tensor, dropped: int) -> Tensor:

@@ -131,7 +131,7 @@ class LayerNormLSTMCell(nn.Module):
         self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
         self.backend = dispatch.check_name(backend)
         add_weights(self, self.setting, (input_size, hidden_size))
-        reset_weights(get_weights(self, self.setting), recurrent_gain)
+        reset_weights(get_weights(self, self.setting), _check_gain(recurrent_gain))
 
     def forward(
         self,
@@ -192,6 +192,8 @@ class LayerNormLSTM(nn.Module):
     Raises ValueError for a setting that does not exist or does not fit the norm.
     """
 
+    mode = "LSTM"  # code for nn.RNNBase asks for it
+
     def __init__(
         self,
         input_size: int,
@@ -223,16 +225,35 @@ class LayerNormLSTM(nn.Module):
         _check_sizes(input_size, hidden_size, num_layers, proj_size)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.proj_size = bias, batch_first, proj_size
-        self.dropout, self.bidirectional = dropout, bidirectional
-        self.directions = 2 if bidirectional else 1
+        self.bidirectional, self.directions = bidirectional, 2 if bidirectional else 1
         self.between_layers = Dropout(dropout)
         self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
-        self.recurrent_gain, self.backend = recurrent_gain, dispatch.check_name(backend)
+        self.recurrent_gain = _check_gain(recurrent_gain)
+        self.backend = dispatch.check_name(backend)
         for layer in range(num_layers):
             sizes = input_size if layer == 0 else hidden_size * self.directions, hidden_size
             for suffix in self._suffixes(layer):
                 add_weights(self, self.setting, sizes, suffix, bias, device, dtype)
         self.reset_parameters()
+
+    @property
+    def dropout(self) -> float:
+        """The rate between layers; a new one acts from the next call on."""
+        return self.between_layers.rate
+
+    @dropout.setter
+    def dropout(self, rate: float) -> None:
+        self.between_layers.rate = check_rate("dropout", rate)
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The weights of each layer and direction, nn.LSTM's first, then those of the norms."""
+        names = [name for name in weight_shapes(self.setting, 1, 1) if hasattr(self, f"{name}_l0")]
+        return [
+            [getattr(self, name + suffix) for name in names]
+            for layer in range(self.num_layers)
+            for suffix in self._suffixes(layer)
+        ]
 
     def reset_parameters(self) -> None:
         """Initialises all weights anew (reset_weights)."""
@@ -285,12 +306,12 @@ class LayerNormLSTM(nn.Module):
         x = input.unsqueeze(0) if single else input
         if input.dim() == 3 and not self.batch_first:
             x = input.transpose(0, 1)
-        if x.dim() != 3 or x.shape[2] != self.input_size or x.shape[0] == 0 or x.shape[1] == 0:
+        if x.dim() != 3 or x.shape[2] != self.input_size or x.shape[1] == 0:
             form = f"B, T, {self.input_size}" if self.batch_first else f"T, B, {self.input_size}"
             single_form = f"(T, {self.input_size}) for a single sequence"
             raise ValueError(
                 f"input has shape {tuple(input.shape)}; expected ({form}), or {single_form}, "
-                "without a 0"
+                "of at least one frame"
             )
         if single and lengths is not None:
             raise ValueError("lengths belong to a batch, and the input is a single sequence")
@@ -347,7 +368,7 @@ class LayerNormLSTM(nn.Module):
         h, c = self._initial_state((x.shape[0],), hx, x)
         if hx is not None and input.sorted_indices is not None:
             h, c = (part.index_select(1, input.sorted_indices) for part in (h, c))
-        return Sequences(x, check_lengths(counts, *x.shape[:2]), h, c)
+        return Sequences(x, self._frames(x, counts), h, c)
 
     def _frames(
         self, x: Tensor, lengths: Tensor | Sequence[int] | None
@@ -368,8 +389,8 @@ class LayerNormLSTM(nn.Module):
         """Output and state in the form of the input."""
         output, lengths, h, c = result
         if isinstance(input, PackedSequence):
-            counts = lengths or [output.shape[1]] * output.shape[0]
-            data = pack_padded_sequence(output, torch.tensor(counts), batch_first=True).data
+            counts = [output.shape[1]] * output.shape[0] if lengths is None else lengths
+            data = pack_padded_sequence(output, counts, batch_first=True).data
             output = PackedSequence(
                 data, input.batch_sizes, input.sorted_indices, input.unsorted_indices
             )
@@ -400,6 +421,12 @@ class LayerNormLSTM(nn.Module):
             "torch.jit.script cannot compile LayerNormLSTM; use torch.jit.trace, torch.export or "
             "torch.compile"
         )
+
+
+def _check_gain(gain: float) -> float:
+    if not 0 <= gain <= 1000:  # NaN is neither
+        raise ValueError(f"recurrent_gain is {gain}; it must be from 0 to 1000")
+    return gain
 
 
 def _check_sizes(input_size: int, hidden_size: int, num_layers: int, proj_size: int) -> None:

@@ -8,7 +8,9 @@
 //   kJoined  z = g N(a) + b, one N for all four
 // where a is W_x x + W_h h. The gates have the order i, f, g, o. RMSNorm is a norm with a mean of 0.
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "simd.h"
 
@@ -58,7 +60,15 @@ template <class T> T mean_of(const T* x, int64_t n) {
   return sum<T>(total[0] + total[1] + (total[2] + total[3])) / n;
 }
 
-// The guard: a variance within the rounding noise of the mean counts as zero.
+// Is no element further than `noise` from the mean?
+template <class T> bool is_flat(const T* x, int64_t n, T mean, T noise) {
+  T furthest = 0;
+  for (int64_t j = 0; j < n; j++) furthest = std::max(furthest, std::abs(x[j] - mean));
+  return furthest <= noise;
+}
+
+// The guard: a variance within the rounding noise of the mean counts as zero. The squares of small
+// values vanish, so that such a row is measured again without them.
 template <class T> Moments<T> moments(const Cell<T>& cell, const T* x, int64_t n) {
   constexpr int lanes = Simd<T>::N;
   const T mean = cell.rms ? T(0) : mean_of(x, n);
@@ -73,8 +83,11 @@ template <class T> Moments<T> moments(const Cell<T>& cell, const T* x, int64_t n
     Vec<T> centred = first<T>(load(x + j, n - j) - mean, n - j);
     squares[0] += centred * centred;
   }
-  T variance = sum<T>(squares[0] + squares[1] + (squares[2] + squares[3])) / n, noise = Simd<T>::kNoise * mean;
-  return {mean, variance <= noise * noise ? T(0) : T(1) / std::sqrt(variance + cell.eps)};
+  const T variance = sum<T>(squares[0] + squares[1] + (squares[2] + squares[3])) / n;
+  const T noise = Simd<T>::kNoise * std::abs(mean);
+  bool flat = variance <= noise * noise;
+  if (flat && variance < std::numeric_limits<T>::min()) flat = is_flat(x, n, mean, noise);
+  return {mean, flat ? T(0) : T(1) / std::sqrt(variance + cell.eps)};
 }
 
 template <class T>

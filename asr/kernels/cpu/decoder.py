@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from asr.kernels.cpu import library
 from asr.kernels.cpu.library import NORM_FIELDS, STATS, PooledBuffers, fields
 from asr.kernels.cpu.lstm import PER_WORKER, cell_slots, gradients, point_weights
+from asr.kernels.double_backward import refuse_operators
 from asr.kernels.types import (
     AttentionInput,
     DecoderConstants,
@@ -25,6 +25,7 @@ from asr.kernels.types import (
 )
 
 Pair = tuple[Tensor, Tensor]
+REMEDY = "use backend='reference', model.speller.backend in a recipe"
 
 
 class AttentionCall(ctypes.Structure):
@@ -64,8 +65,8 @@ class _Attend(torch.autograd.Function):
         return weights, total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dweights: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_operators("the speller's attention in C++", REMEDY, dweights, dtotal)
         valid, weights, *given = ctx.saved_tensors
         return None, *_attention_backward(AttentionInput(*given), valid, weights, dweights, dtotal)
 
@@ -184,8 +185,8 @@ class _Decoder(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_operators("the speller in C++", REMEDY, *upstream)
         output, context, weights, _, *tensors = ctx.saved_tensors
         given = DecoderInput(*tensors[: len(DecoderInput._fields)])
         # Saved-tensor hooks may have moved the saved tensors.

@@ -6,15 +6,17 @@ does everything in C++ but the two matrix products: those use torch, so that aut
 the weights as in any module.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from asr.kernels import reference
 from asr.kernels.cpu import library
 from asr.kernels.cpu.library import STATS, PooledBuffers
 from asr.kernels.deferred import deferred_linear
+from asr.kernels.double_backward import differentiate, needs_operators
 from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, State, Weights
 
 PER_WORKER = 4  # utterances, at least: fewer leave the matrix kernels half empty
@@ -48,10 +50,11 @@ def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> La
     """All directions of one layer at once. Raises compiler.BuildError without compiled kernels."""
     plan = Plan.of(batch, setting)
     flat = [w for one in weights for w in one if w is not None]
+    batch = laid_out(batch)
     tensors = [batch.x, batch.h, batch.c, *flat]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return LayerOutput(*_Layer.apply(plan, weights, *tensors[:3], batch.mask, *flat))
-    return layer_forward(plan, laid_out(batch), weights, None)
+    return layer_forward(plan, batch, weights, None)
 
 
 def laid_out(batch: LayerInput) -> LayerInput:
@@ -78,24 +81,42 @@ class _Layer(torch.autograd.Function):
         mask: Tensor | None,
         *flat: Tensor,
     ) -> tuple[Tensor, ...]:
-        batch = laid_out(LayerInput(x, plan.lengths, h, c, mask))
+        batch = LayerInput(x, plan.lengths, h, c, mask)
         frames = len(weights) * sum(plan.lengths)
         buffers = PooledBuffers(x.dtype, **saved_sizes(plan.setting, frames, h.shape[-1]))
         result = layer_forward(plan, batch, weights, buffers)
         ctx.plan, ctx.weights, ctx.buffers = plan, weights, buffers
         # Saved for their versions: changing one in place before the backward pass is an error.
-        ctx.save_for_backward(batch.x, batch.h, batch.c, mask, result.output, *flat)
+        ctx.save_for_backward(result.output, x, h, c, mask, *flat)
         return tuple(result)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, doutput: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
-        x, h, c, mask, output, *_ = ctx.saved_tensors
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        output, *inputs = ctx.saved_tensors
+        if needs_operators(*upstream):
+            run = partial(_layer_by_operators, ctx.plan, ctx.weights)
+            return None, None, *differentiate(run, inputs, upstream)
+        x, h, c, mask, *_ = inputs
         batch = LayerInput(x, ctx.plan.lengths, h, c, mask)
-        upstream = [doutput.contiguous(), dh.contiguous(), dc.contiguous()]
+        upstream = [gradient.contiguous() for gradient in upstream]
         saved, with_dx = (output, ctx.buffers), ctx.needs_input_grad[2]
         dx, dh, dc, *flat = layer_backward(ctx.plan, batch, ctx.weights, saved, upstream, with_dx)
         return None, None, dx, dh, dc, None, *flat
+
+
+def _layer_by_operators(
+    plan: Plan,
+    weights: list[Weights],
+    x: Tensor,
+    h: Tensor,
+    c: Tensor,
+    mask: Tensor | None,
+    *flat: Tensor,
+) -> LayerOutput:
+    """As _Layer."""
+    rest = iter(flat)
+    weights = [Weights(*(w if w is None else next(rest) for w in own)) for own in weights]
+    return reference.layer(LayerInput(x, plan.lengths, h, c, mask), weights, plan.setting)
 
 
 def _describe_layer(
@@ -235,9 +256,11 @@ class _Step(torch.autograd.Function):
         return h, c
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
         ax, ah, c, _, *vectors = tensors = ctx.saved_tensors
+        if needs_operators(dh, dc):
+            run = partial(_step_by_operators, ctx.setting)
+            return None, *differentiate(run, tensors, (dh, dc))
         H = c.shape[1]
         call, _alive = _describe_step(ctx.setting, *tensors)
         dah, dc0 = torch.empty_like(ah), torch.empty_like(c)
@@ -251,6 +274,25 @@ class _Step(torch.autograd.Function):
         parts = zip(vectors, sums.split(sizes), strict=True)
         dvectors = [None if v is None else g for v, g in parts]
         return None, dax, dah, dc0, None, *dvectors
+
+
+def _step_by_operators(
+    setting: LSTMOptions,
+    ax: Tensor | None,
+    ah: Tensor,
+    c: Tensor,
+    mask: Tensor | None,
+    bias: Tensor,
+    gain_x: Tensor | None,
+    gain_h: Tensor | None,
+    *of_states: Tensor | None,
+) -> State:
+    """As _Step."""
+    gain_hh, gain_gates = (None, gain_h) if setting.norms_sum else (gain_h, None)
+    vectors = bias, torch.zeros_like(bias), gain_x, gain_hh, gain_gates, *of_states
+    weights = Weights(ah, ah, *vectors)  # the matrices are not read
+    gates = reference.input_part(torch.zeros_like(ah) if ax is None else ax, weights, setting)
+    return reference.state_after(gates, ah, c, mask, weights, setting)
 
 
 def _step_forward(

@@ -21,14 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from asr.kernels.double_backward import refuse_operators
 from asr.kernels.types import MODES, LayerInput, LayerOutput, LSTMOptions, Weights
 
 Steps = Callable[..., tuple[Tensor, ...]]
 MOST = 64  # graphs kept; each holds the memory of its loop
 MEMORY_SHARE = 0.2  # of the GPU's memory that all kept graphs may hold
 BUCKET = 32  # frames
+WHAT, REMEDY = "the LSTM's CUDA backend", "use backend='python'"  # for what it refuses
 PROGRAMS = 264  # of a kernel that sums over all rows: two for each multiprocessor of an H100
 
 
@@ -174,8 +175,8 @@ class Recurrence(torch.autograd.Function):
         return hs[1:], hs[-1].clone(), cs[-1].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dhs: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
+        refuse_operators(WHAT, REMEDY, dhs, dh, dc)
         gates, hs, weight, _, _, mask, lengths, *vectors = ctx.saved_tensors
         upstream = (d.contiguous() for d in (dhs, dh, dc))  # the kernels read plain rows
         needed = ctx.needs_input_grad[-len(vectors) :]
@@ -410,8 +411,8 @@ class InputPart(torch.autograd.Function):
         return gates
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dgates: Tensor) -> tuple[Any, ...]:
+        refuse_operators(WHAT, REMEDY, dgates)
         setting, (gains, *products) = ctx.setting, ctx.saved_tensors
         dproducts = [torch.empty_like(product) for product in products]
         sums = dgates.new_empty(2, len(products), dgates.shape[-1])

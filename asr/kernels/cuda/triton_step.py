@@ -55,7 +55,7 @@ def norm(x, real, n, eps, RMS: tl.constexpr):
     """N of one vector and its scale; lanes beyond n hold zeros before and after."""
     if RMS:
         squares = tl.sum(x * x, 0)
-        flat = squares == 0
+        flat = tl.max(tl.abs(x), 0) == 0  # small squares vanish
     else:
         flat = lowest(x, real) == highest(x, real)
         x = tl.where(real, x - tl.sum(x, 0) / n, 0.0)
@@ -90,7 +90,8 @@ def norm4(a, b, c, d, real, n, eps, RMS: tl.constexpr):
     """N over four vectors together."""
     if RMS:
         squares = sums(a * a, b * b, c * c, d * d)
-        flat = squares == 0
+        size = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        flat = tl.max(size, 0) == 0
     else:
         a, b, c, d, flat = centre4(a, b, c, d, real, n)
         squares = sums(a * a, b * b, c * c, d * d)
