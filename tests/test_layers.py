@@ -157,7 +157,7 @@ def test_training_speech_loads_speech_alone(tiny, tmp_path):
     own = [name for name in modules if name in MODULES]
     lines = sum(len(MODULES[name].read_text().splitlines()) for name in own)
     print(len(own), "files,", lines, "lines")
-    assert len(own) <= 80 and lines <= 15_000
+    assert len(own) <= 81 and lines <= 15_200
 
 
 @pytest.mark.parametrize("command", COMMANDS[:-2])

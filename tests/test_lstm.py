@@ -235,6 +235,11 @@ MISTAKES = {
     "precision 'fp8' is not known": lambda: LayerNormLSTMCell(3, 7, precision="fp8"),
     "backend 'gpu' is not known; choose one of auto": lambda: LayerNormLSTM(3, 7, backend="gpu"),
     "eps is -1": lambda: LayerNormLSTM(3, 7, eps=-1),
+    "eps is inf; it must be above 0 and finite": lambda: LayerNormLSTM(3, 7, eps=float("inf")),
+    "recurrent_gain is nan; it must be from 0 to 1000": lambda: LayerNormLSTM(
+        3, 7, recurrent_gain=float("nan")
+    ),
+    r"recurrent_gain is 1e\+39; it must be": lambda: LayerNormLSTMCell(3, 7, recurrent_gain=1e39),
     "eps is 0": lambda: LayerNormLSTM(3, 7, eps=0),
     "dropout 1.0 is not a rate": lambda: LayerNormLSTM(3, 7, dropout=1.0),
     r"input has shape \(2, 5, 4\); expected \(B, T, 3\), or \(T, 3\) for": lambda: call(

@@ -149,6 +149,22 @@ def test_float32_error_is_at_most_twice_the_naive_loops(gain, backend):
         assert (ours - exact).norm() <= allowed
 
 
+@pytest.mark.parametrize("norm", [*NORMS[1:], *VARIED])
+def test_inputs_whose_squares_vanish_are_no_silence(norm, backend):
+    lstm = make(norm, backend, bidirectional=False, size=(3, 37))
+    with torch.no_grad():
+        for name, weight in lstm.named_parameters():
+            if name.startswith("bias_ih"):
+                weight.zero_()
+    exact, x = copy.deepcopy(lstm).double(), 1e-30 * torch.randn(2, 3, 3)
+    found = []
+    for model in (lstm, exact):
+        given = x.to(model.weight_ih_l0.dtype).requires_grad_()
+        found.append(gradients([model(given)[0]], (given, model.weight_ih_l0)))
+    for ours, judge in zip(*found, strict=True):
+        assert (ours - judge).norm() < 1e-5 * judge.norm()
+
+
 @pytest.mark.parametrize("norm", [*NORMS, "joined hidden rms", "ba state"])
 def test_padding_and_batch_mates_change_nothing(norm, backend):
     lstm = make(norm, backend, layers=2, gain=1.0)

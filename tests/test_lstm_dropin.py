@@ -11,9 +11,10 @@ import torch
 from reference_lstm import run_layer
 from test_lstm_backends import HERE, gradients, make, weights_of
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
-from asr.nn.lstm import LayerNormLSTM
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -141,6 +142,142 @@ def test_replicas_of_data_parallel_run_in_threads():
     torch.testing.assert_close((outputs, together), ([lstm(x)[0] for x in chunks], alone))
 
 
+def test_attributes_of_torchs_base_class():
+    ours, judge = pair(bidirectional=True, bias=False)
+    assert ours.mode == judge.mode
+    for own, true in zip(ours.all_weights, judge.all_weights, strict=True):
+        assert all(map(torch.equal, own, true)) and len(own) == len(true) == 2
+    normed = LayerNormLSTM(3, 7).all_weights
+    assert [[tuple(w.shape) for w in own] for own in normed] == [
+        [(28, 3), (28, 7), (28,), (28,), (28,), (28,), (7,), (7,)]
+    ]
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("norm", ["none", "ba"])
+def test_a_batch_of_no_sequences(norm, backend):
+    ours = LayerNormLSTM(3, 7, 2, bidirectional=True, norm=norm, backend=backend)
+    judge = nn.LSTM(3, 7, 2, bidirectional=True)
+    x = torch.zeros(5, 0, 3, requires_grad=True)
+    for lengths in (None, [], torch.zeros(0, dtype=torch.long)):
+        output, states = ours(x, lengths=lengths)
+        expected, true = judge(x)
+        assert [t.shape for t in (output, *states)] == [t.shape for t in (expected, *true)]
+        gradients([output, *states], [x, *ours.parameters()])
+    cell = LayerNormLSTMCell(3, 7, norm=norm, backend=backend)
+    assert cell(x[0])[0].shape == (0, 7)
+
+
+def test_dropout_set_later_acts_from_the_next_call_on():
+    torch.manual_seed(1)
+    lstm, x = LayerNormLSTM(3, 7, 2), torch.randn(5, 2, 3)
+    for rate in (0.0, 0.5, 0.0, 0.7):
+        lstm.dropout = rate
+        assert torch.equal(lstm(x)[0], lstm(x)[0]) == (rate == 0.0)
+    assert f"dropout={rate}" in str(lstm)
+    with pytest.raises(ValueError, match="dropout 2 is not a rate"):
+        lstm.dropout = 2
+
+
+# What PyTorch's own tests do with the weights of an nn.LSTM, each with the layer as argument.
+def tie_biases(lstm):
+    lstm.bias_ih_l0_reverse = lstm.bias_ih_l0
+
+
+def replace_storage(lstm):
+    with torch.no_grad():
+        lstm.weight_ih_l0.set_(lstm.weight_ih_l0.detach().clone())
+
+
+def transpose_storage(lstm):
+    lstm.weight_hh_l0 = nn.Parameter(lstm.weight_hh_l0.detach().T.contiguous().T)
+
+
+def delete_and_assign(lstm):
+    weight = lstm.weight_hh_l1
+    del lstm.weight_hh_l1
+    lstm.double().weight_hh_l1 = weight
+
+
+def prune_weights(lstm):
+    prune.l1_unstructured(lstm, "weight_ih_l0", 0.5)
+
+
+def normalise_weights(lstm):
+    nn.utils.parametrizations.weight_norm(lstm, "weight_hh_l0")
+
+
+def freeze(lstm):
+    lstm.requires_grad_(False)
+
+
+CHANGES = (
+    tie_biases, replace_storage, transpose_storage, delete_and_assign, prune_weights,
+    normalise_weights, freeze, nn.Module.share_memory, nn.LSTM.flatten_parameters,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changed_weights_are_used_as_torch_does(change):
+    x, results = torch.randn(5, 2, 3, **DOUBLE, requires_grad=True), []
+    for lstm in pair(bidirectional=True):
+        (type(lstm).flatten_parameters if change is nn.LSTM.flatten_parameters else change)(lstm)
+        output, state = lstm(x)
+        learned = [p for p in lstm.parameters() if p.requires_grad]
+        results.append([output, *state, *gradients((output, *state), [x, *learned])])
+    torch.testing.assert_close(*results, atol=1e-11, rtol=1e-11)
+
+
+def scattered(tensor):
+    """The same values, not contiguous in any dimension."""
+    return torch.stack([torch.zeros_like(tensor), tensor], -1)[..., 1]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_memory_that_is_not_contiguous(batch_first, packed):
+    """Of input, state and upstream gradients, as PyTorch compares its CPU with cuDNN."""
+    lengths, generator = [7, 5, 5, 2, 1, 1], torch.Generator().manual_seed(2)
+    x = scattered(torch.randn(*((6, 7) if batch_first else (7, 6)), 3, **DOUBLE)).requires_grad_()
+    start = scattered(torch.randn(2, 4, 6, 7, **DOUBLE)).requires_grad_()
+    upstream, results = None, []
+    for lstm in pair(bidirectional=True, batch_first=batch_first):
+        given = pack_padded_sequence(x, lengths, batch_first) if packed else x
+        output, (h, c) = lstm(given, tuple(start))
+        found = output.data if packed else output, h, c
+        upstream = upstream or [
+            scattered(torch.randn(y.shape, **DOUBLE, generator=generator)) for y in found
+        ]
+        inputs = [x, start, *lstm.parameters()]
+        results.append([*found, *torch.autograd.grad(found, inputs, upstream)])
+    torch.testing.assert_close(*results, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_a_gradient_of_one_result_alone(used):
+    x, results = torch.randn(5, 2, 3, **DOUBLE, requires_grad=True), []
+    for lstm in pair():
+        output, state = lstm(x)
+        results.append(gradients([(output, *state)[used]], [x, *lstm.parameters()]))
+    torch.testing.assert_close(*results, atol=1e-11, rtol=1e-11)
+
+
+def test_where_torch_raises_we_do():
+    """Wrong shapes, as in PyTorch's test_rnn_args_check; the type of the error differs."""
+    good, bad = (2, 4, 7), 9
+    states = [[*good[:i], bad, *good[i + 1 :]] for i in range(3)]
+    inputs = [((6, 4, bad), good), ((0, 4, 3), good), ((6, bad, 3), good), ((3,), good)]
+    for lstm in pair():
+        for x, state in (*inputs, *(((6, 4, 3), state) for state in states)):
+            for h, c in ((state, good), (good, state)):
+                given = (
+                    torch.zeros(x, **DOUBLE),
+                    (torch.zeros(h, **DOUBLE), torch.zeros(c, **DOUBLE)),
+                )
+                with pytest.raises((ValueError, RuntimeError)):
+                    lstm(*given)
+
+
 def call(*given, **named):
     return LayerNormLSTM(3, 7, bidirectional=True)(*given, **named)
 
@@ -150,7 +287,7 @@ MISTAKES = {
     r"input has shape \(5, 2, 3, 1\); expected \(T, B, 3\), or \(T, 3\) for a single": lambda: call(
         X[..., None]
     ),
-    r"input has shape \(0, 2, 3\); .*, without a 0": lambda: call(X[:0]),
+    r"input has shape \(0, 2, 3\); .*, of at least one frame": lambda: call(X[:0]),
     r"packed data have shape \(5, 4\); expected \(N, 3\)": lambda: call(
         pack_sequence([torch.randn(5, 4)])
     ),

@@ -2,6 +2,7 @@
 plain calls after each of them.
 """
 
+import io
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from asr.kernels.cpu import library
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
@@ -53,6 +55,43 @@ def test_jit_trace(lstm):
     for lengths in ([5, 3, 1], [2, 2, 4]):
         found = program(input=x, lengths=torch.tensor(lengths))
         torch.testing.assert_close(found, lstm(x, lengths=lengths), atol=1e-6, rtol=1e-5)
+
+
+def test_jit_trace_of_a_packed_sequence(lstm):
+    class Packing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = lstm
+
+        def forward(self, x, lengths):
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            output, (h, c) = self.lstm(packed)
+            return pad_packed_sequence(output, batch_first=True)[0], h, c
+
+    module, x = Packing(), torch.randn(3, 5, 3)
+    program = traced(module, (x, torch.tensor(LENGTHS)))
+    for lengths in ([5, 3, 1], [1, 2, 5]):
+        found, judge = (call(x, torch.tensor(lengths)) for call in (program, module))
+        torch.testing.assert_close(found, judge, atol=1e-5, rtol=1e-5)
+
+
+def test_onnx_export_without_dynamo(lstm):
+    """Judge: ONNX Runtime."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    file, axes = io.BytesIO(), {"x": {0: "B"}, "lengths": {0: "B"}}
+    given = torch.randn(3, 5, 3), None, torch.tensor(LENGTHS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the checks of shapes are not recorded
+        torch.onnx.export(
+            lstm, given, file, dynamo=False, input_names=list(axes), dynamic_axes=axes
+        )
+    session = onnxruntime.InferenceSession(file.getvalue())
+    x, lengths = torch.randn(4, 5, 3), torch.tensor([1, 5, 2, 3])
+    output, (h, c) = lstm(x, lengths=lengths)
+    found = session.run(None, {"x": x.numpy(), "lengths": lengths.numpy()})
+    for ours, judge in zip(found, (output, h, c), strict=True):
+        torch.testing.assert_close(torch.from_numpy(ours), judge, atol=1e-5, rtol=1e-4)
 
 
 def test_torch_func(lstm):

@@ -29,9 +29,11 @@ from asr.config.norms import check_norms_fit
 
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(ge=0.0, le=1.0)]
-NotNegative = Annotated[float, Field(ge=0.0)]
-Positive = Annotated[float, Field(gt=0.0)]
+# Computed in float32, whose squares end at 1e38.
+NotNegative = Annotated[float, Field(ge=0.0, le=1e9)]
+Positive = Annotated[float, Field(gt=0.0, le=1e9)]
 Speed = Annotated[float, Field(ge=0.5, le=2.0)]
+Decibels = Annotated[float, Field(ge=-100.0, le=200.0)]
 Natural = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 LayerCount = Annotated[int, Field(ge=1, le=64)]  # of an LSTM
@@ -131,14 +133,18 @@ class FeaturesConfig(Config):
     mel_bins: Annotated[int, Field(ge=4, le=512)] = 80  # mel filters
     ceps: Annotated[int, Field(ge=1, le=512)] = 13  # mfcc: cepstral coefficients kept
     deltas: Annotated[int, Field(ge=0, le=2)] = 0  # mfcc: 1 adds deltas, 2 delta-deltas too
-    dither: NotNegative = 0.0  # standard deviation of noise on 16-bit samples, as in Kaldi
+    dither: Annotated[float, Field(ge=0.0, le=32768.0)] = (
+        0.0  # standard deviation of noise on 16-bit samples, as in Kaldi
+    )
     # Mean and variance normalisation: over each utterance, each speaker or the training split.
     mvn: Literal["none", "utterance", "speaker", "global"] = "utterance"
     mvn_variance: bool = True  # false subtracts the mean only
     spec_augment: SpecAugmentConfig | None = None  # masks in training; null: none
     # Speed factors in training, one drawn per utterance and epoch.
     speed_perturb: Annotated[tuple[Speed, ...], Field(min_length=1)] = (1.0,)
-    noise: tuple[float, float] | None = None  # white noise in training: lowest and highest SNR, dB
+    noise: tuple[Decibels, Decibels] | None = (
+        None  # white noise in training: lowest and highest SNR, dB
+    )
 
 
 class TextConfig(Config):
@@ -160,8 +166,10 @@ class LSTMConfig(Config):
     # rms: the norms do not subtract the mean; for ba, per_gate, joined and cell.
     norm_kind: Literal["layer", "rms"] = "layer"
     # ba: initial gain of the norm of W_h h; 0.1 trains faster: docs/experiments.md.
-    recurrent_gain: Positive = 1.0
-    eps: Positive | None = None  # of the norms; null: 1e-3 for raw and thesis, else 1e-5
+    recurrent_gain: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    eps: Annotated[float, Field(ge=1e-30, le=1.0)] | None = (
+        None  # of the norms; null: 1e-3 for raw and thesis, else 1e-5
+    )
     # A row of zero variance: guard gives 0 with zero gradient, raw the textbook formula.
     zero_variance: Literal["guard", "raw"] = "guard"
     backend: Backend = "auto"  # implementation
@@ -276,8 +284,10 @@ def _one_line_error(message: str) -> WrapValidator:
 class WindowsConfig(Config):
     """Section `model.encoder_windows:`: initial Gaussian windows of the encoder's heads."""
 
-    offsets: tuple[float, ...]  # centre of each head's window after the query, frames
-    width: Positive  # standard deviation of every window, frames
+    offsets: tuple[
+        Annotated[float, Field(ge=-1e5, le=1e5)], ...
+    ]  # centre of each head's window after the query, frames
+    width: Annotated[float, Field(ge=1e-3, le=1e5)]  # standard deviation of every window, frames
 
 
 class PerStack(Config):
@@ -476,10 +486,14 @@ class OptimizerConfig(Config):
     # adamw: decoupled weight decay; muon: orthogonal steps of matrices; schedule_free: AdamW with
     # averaged weights, for train.schedule.kind = constant.
     kind: Literal["adam", "adamw", "muon", "schedule_free"] = "adam"
-    lr: Positive = 1e-3  # peak learning rate; for `noam` the factor of the formula
+    lr: Annotated[float, Field(gt=0.0)] = (
+        1e-3  # peak learning rate; for `noam` the factor of the formula
+    )
     betas: tuple[Rate, Rate] = (0.9, 0.999)  # decay of the first and second moments
-    eps: Positive = 1e-8  # added to the root of the second moment
-    weight_decay: NotNegative = 0.0  # of matrices; gains and biases are not decayed
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8  # added to the root of the second moment
+    weight_decay: Annotated[float, Field(ge=0.0)] = (
+        0.0  # of matrices; gains and biases are not decayed
+    )
 
 
 class ScheduleConfig(Config):
@@ -590,13 +604,17 @@ class BeamConfig(Config):
     # after label smoothing, which leaves <eos> some probability at every step. Greedy search
     # ignores this key and token_reward.
     length_penalty: Annotated[float, Field(ge=0.0, le=10.0)] = 0.6
-    token_reward: float = 0.0  # added to the score per token
+    token_reward: Annotated[float, Field(ge=-1000.0, le=1000.0)] = (
+        0.0  # added to the score per token
+    )
     coverage_penalty: NotNegative = 0.0  # beta of Wu et al. 2016
     # <eos> may end a hypothesis only if its log-probability is at least this factor times that of
     # the best other token (Hannun et al. 2019); null: always.
     eos_threshold: Positive | None = 1.5
     ngram: Natural = 0  # no n-gram of this length may occur twice; 0: all may
-    temperature: Positive = 1.0  # divides the model's log-probabilities
+    temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = (
+        1.0  # divides the model's log-probabilities
+    )
     # The search stops after patience * beam finished hypotheses (Kasai et al. 2022); null: when no
     # unfinished hypothesis can win.
     patience: Positive | None = None
@@ -624,7 +642,7 @@ class DecodeConfig(BeamConfig):
     # favours words that never end.
     lm_unit: Literal["word", "token"] = "word"
     # Longer audio is cut at pauses into segments of at most this length; null: data.max_seconds.
-    max_segment_seconds: Annotated[float, Field(ge=1.0)] | None = None
+    max_segment_seconds: Annotated[float, Field(ge=1.0, le=1e9)] | None = None
     overlap: NotNegative = 2.0  # seconds shared by segments that are cut without a pause
 
     @property

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from asr.kernels.double_backward import needs_operators
 
-
 Rows = list[tuple[int, Tensor, Tensor]]  # number of the backward pass, x and dy of a step
 
 

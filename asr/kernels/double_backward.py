@@ -38,7 +38,11 @@ def is_traced(*tensors: Tensor) -> bool:
 
 def needs_operators(*upstream: Tensor) -> bool:
     """In a backward pass: is its result differentiated again, or a batch of results?"""
-    if torch.is_grad_enabled() or is_traced(*upstream):
+    if (
+        torch.is_grad_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    ):
         return True
     return any(map(torch._C._functorch.is_legacy_batchedtensor, upstream))  # is_grads_batched
 
