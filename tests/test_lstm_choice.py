@@ -2,7 +2,12 @@
 
 import logging
 import multiprocessing
+import os
+import re
 import shutil
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -10,6 +15,7 @@ from typing import get_args
 
 import pytest
 import torch
+from full_disk import full_disk
 from test_lstm_backends import HERE, LENGTHS, gradients, make
 
 from asr.config.schema import LasConfig, ListenerConfig, LSTMConfig, SpellerConfig
@@ -187,11 +193,12 @@ def test_other_processes_compute_the_same(method):
 def load_with_slow_compiler(built, calls):
     """A slow replacement of the compiler that records its calls, to test the lock."""
 
-    def compile_slowly(target):
+    def compile_slowly(target, why):
         calls.write_text(calls.read_text() + "compiled ")
         time.sleep(1)
         shutil.copy(built, target.with_suffix(".part"))
         target.with_suffix(".part").replace(target)
+        compiler._checksum_file(target).write_text(compiler._checksum(target))
 
     compiler._compile = compile_slowly
     for cached in (compiler.load, compiler._library_path):
@@ -218,22 +225,179 @@ def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
     assert arguments[1].read_text() == "compiled "
 
 
+FAKE = """#!/bin/sh
+echo "$*" >> {calls}
+case "$*" in *-O3*) {compiling} ;; *) {trial} ;; esac
+"""
+GARBAGE = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo garbage > "$2"; shift; done'
+WORKS = f'exec {shutil.which("c++")} "$@"'
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch, no_compiler):
+    """Puts a compiler first on the PATH, which does these shell commands; -> its calls."""
+
+    def install(compiling, trial=WORKS):
+        calls, script = tmp_path / "calls", tmp_path / "bin" / "fake++"
+        script.parent.mkdir()
+        script.write_text(FAKE.format(calls=calls, compiling=compiling, trial=trial))
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        return calls
+
+    return install
+
+
+def warned(caplog, capsys):
+    """The lines that a first use of the kernels prints and logs."""
+    x, lstm = torch.randn(5, 2, 3), make("ba", "auto")
+    torch.testing.assert_close(lstm(x)[0], make("ba", "reference")(x)[0], atol=1e-5, rtol=1e-4)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return [*printed.err.splitlines(), *(record.message for record in caplog.records)]
+
+
+@CPU
+@pytest.mark.parametrize(
+    ("trial", "reason"),
+    [
+        ("exit 1", r"\S+/fake\+\+ ended with exit code 1"),
+        ("echo 'fake++: error: no host' >&2; exit 3", r"fake\+\+: error: no host"),
+        ("kill -9 $$", r"\S+/fake\+\+ was killed by signal 9"),
+        ("exit 0", r"\S+/trial.so: cannot open shared object file: .*"),
+        (GARBAGE, r"\S+/trial.so: (file too short|invalid ELF header)"),
+        ("sleep 100", r"\S+/fake\+\+ has not ended after 0.5 s"),
+    ],
+)
+def test_a_compiler_that_does_not_work_is_one_line(
+    trial, reason, fake, caplog, capsys, monkeypatch
+):
+    monkeypatch.setattr(compiler, "TRIAL_LIMIT", 0.5 if "sleep" in trial else 30.0)
+    calls = fake("exit 1", trial)
+    (line,) = warned(caplog, capsys)
+    known = "the LSTM's slower backend 'python' is used: (the C\\+\\+ compiler does not work: )?"
+    assert re.fullmatch(known + reason, line)
+    assert len(calls.read_text().splitlines()) == 1
+
+
+@CPU
+@pytest.mark.parametrize(
+    ("compiling", "tries"),
+    [
+        ("echo 'x.o: error: No space left on device' >&2; exit 1", 1),
+        ("echo 'c++: error: Killed signal terminated program cc1plus' >&2; exit 1", 1),
+        ("kill -9 $$", 1),
+        ("echo \"cc1plus: error: bad value for '-march='\" >&2; exit 1", 2),
+    ],
+)
+def test_only_a_compiler_that_refuses_the_flags_is_tried_again(
+    compiling, tries, fake, caplog, capsys
+):
+    calls, sources = fake(compiling), len([*compiler.SOURCES.glob("*.cpp")])
+    lines = warned(caplog, capsys)
+    assert sum("-O3" in call for call in calls.read_text().splitlines()) <= tries * sources
+    assert ("-O3" in calls.read_text()) and len(lines) == 1 + tries
+    assert lines[0].endswith(", once")
+    assert ("compiling again, for any processor: cc1plus: error: bad value" in lines[1]) == (
+        tries == 2
+    )
+    assert "slower backend 'python' is used: " in lines[-1]
+
+
+@CPU
+def test_what_a_compiler_has_started_ends_with_it(fake, monkeypatch, tmp_path):
+    """A grandchild holds the output open, which would otherwise be waited for."""
+    monkeypatch.setattr(compiler, "TRIAL_LIMIT", 0.5)
+    fake("exit 1", f"sleep 100 & echo $! > {tmp_path}/pid; wait")
+    with pytest.raises(compiler.BuildError, match="has not ended"):
+        compiler.load()
+    state = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    end = time.monotonic() + 5
+    while state.exists() and state.read_text().split()[2] != "Z":  # killed, not yet reaped by init
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 @CPU
 def test_a_compiler_without_openmp_or_march_gets_a_second_try(tmp_path, monkeypatch, capsys):
     compiled, tried = compiler._compiled(), []
 
-    def compile_plainly(name, folder, flags):
+    def build(folder, flags):
         tried.append(flags)
         if flags:
-            raise RuntimeError("Error building\ncc1plus: error: bad value for '-march='")
-        return shutil.copy(compiled, tmp_path / name)
+            raise RuntimeError("cc1plus: error: bad value for '-march='")
+        return Path(shutil.copy(compiled, folder))
 
-    monkeypatch.setattr(compiler, "_build", lambda *given: Path(compile_plainly(*given)))
+    monkeypatch.setattr(compiler, "_build", build)
     monkeypatch.setenv("LAYERNORM_LSTM_MARCH", "x86-64-v9")
-    compiler._compile(tmp_path / "kernels.so")
+    compiler._compile(tmp_path / "kernels.so", "once")
     assert tried == [["-march=x86-64-v9", "-fopenmp"], []]
     assert (tmp_path / "kernels.so").read_bytes() == compiled.read_bytes()
     assert "again, for any processor: cc1plus: error: bad value" in capsys.readouterr().err
+
+
+TRUNCATED, FOREIGN, NO_CHECKSUM, OLD_CHECKSUM = range(4)
+
+
+@CPU
+@pytest.mark.parametrize("fault", [TRUNCATED, FOREIGN, NO_CHECKSUM, OLD_CHECKSUM])
+def test_a_stored_library_that_does_not_fit_is_compiled_again(
+    fault, tmp_path, monkeypatch, no_compiler, capsys
+):
+    monkeypatch.delenv("CXX")
+    monkeypatch.delenv("LAYERNORM_LSTM_CACHE")
+    compiled = compiler._compiled()
+    monkeypatch.setenv("LAYERNORM_LSTM_CACHE", str(tmp_path))
+    compiler._library_path.cache_clear()
+    for path in (compiled, compiler._checksum_file(compiled)):
+        shutil.copy(path, tmp_path)
+    stored = tmp_path / compiled.name
+    assert compiler._compiled() == stored  # as it is
+    if fault == TRUNCATED:  # to open this would end the process
+        os.truncate(stored, stored.stat().st_size // 3)
+    elif fault == FOREIGN:
+        shutil.copy(sys.modules["_ctypes"].__file__, stored)
+    elif fault == NO_CHECKSUM:
+        compiler._checksum_file(stored).unlink()
+    else:
+        compiler._checksum_file(stored).write_text(f"{'0' * 64}  {stored.name}\n")
+    built = []
+    monkeypatch.setattr(
+        compiler,
+        "_build",
+        lambda folder, flags: Path(built.append(1) or shutil.copy(compiled, folder)),
+    )
+    assert compiler.load().lstm_call_size() > 0
+    line = f"into {tmp_path}, again, since {stored.name} does not fit the checksum beside it\n"
+    assert capsys.readouterr().err == f"compiling the CPU kernels {line}"
+    compiler.load.cache_clear()
+    compiler.load()
+    assert built == [1] and stored.read_bytes() == compiled.read_bytes()
+    shown = subprocess.run(
+        ["sha256sum", "-c", compiler._checksum_file(stored).name], cwd=tmp_path, capture_output=True
+    )
+    assert shown.returncode == 0
+
+
+@CPU
+def test_a_full_disk_moves_the_cache_to_a_temporary_folder(tmp_path, monkeypatch, no_compiler):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    own = tmp_path / "temporary" / f"layernorm_asr_{os.getuid()}"
+    with full_disk(compiler.ROOM - 1):
+        assert compiler.obstacle() == f"no room for the compiled kernels in {tmp_path} and {own}"
+    monkeypatch.setattr(compiler, "_has_room", own.__eq__)
+    assert compiler._library_path().parent == own and own.stat().st_mode & 0o777 == 0o700
+    monkeypatch.undo()
+    assert compiler._has_room(tmp_path)
+
+
+def test_the_compiler_may_have_arguments(monkeypatch):
+    monkeypatch.setenv("CXX", "env 'A=b c' c++")
+    assert compiler._compiler() == ["env", "A=b c", "c++"]
+    monkeypatch.setenv("CXX", "no 'end")
+    with pytest.raises(compiler.BuildError, match=r"no C\+\+ compiler \(no 'end\) on the PATH"):
+        compiler._compiler()
 
 
 def las_losses(backend, steps=50):

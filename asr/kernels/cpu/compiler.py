@@ -1,11 +1,14 @@
 """Compiles the C++ kernels once per machine and version, and loads them.
 
 The library is stored in $LAYERNORM_LSTM_CACHE, else in ~/.cache/layernorm-asr, or, where that is
-not writable, in a temporary folder owned by this user. Its name is a hash of the sources, the
-flags, torch's version and the processor's features. Where several processes need it, one compiles
-under a file lock, which the system releases with the process; the others wait.
+not writable or full, in a temporary folder owned by this user. Its name is a hash of the sources,
+the flags and the processor's features. A file beside it has its checksum, because a library that is
+truncated would end the process; one that does not fit is compiled again. Where several processes
+need it, one compiles under a file lock, which the system releases with the process; the others
+wait.
 
-$LAYERNORM_LSTM_MARCH overrides the processor to compile for (-march): x86-64-v3 is AVX2.
+$CXX names the compiler (c++). $LAYERNORM_LSTM_MARCH overrides the processor to compile for
+(-march): x86-64-v3 is AVX2.
 """
 
 import ctypes
@@ -14,18 +17,28 @@ import functools
 import hashlib
 import os
 import platform
+import re
+import shlex
 import shutil
+import signal
 import stat
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from asr.io import user_cache
+from asr.errors import UserError
+from asr.io import atomic_writer, read_small_file, sha256_of_files, sync, user_cache
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+SHARED = ("-shared", "-fPIC", "-pthread")
+TRIAL_LIMIT, TIME_LIMIT = 30.0, 600.0  # seconds; compiling takes 20 on two cores
+ROOM = 4 << 20  # bytes that compiling needs in the folder of the library
+# In a compiler's messages: other flags would fail, too.
+HOPELESS = re.compile("No space left|quota exceeded|signal terminated|Killed|[Oo]ut of memory")
 
 
 class BuildError(Exception):
@@ -39,8 +52,8 @@ def load() -> ctypes.CDLL:
         raise BuildError(_failures[0])
     try:
         return ctypes.CDLL(str(_compiled()))
-    except (OSError, RuntimeError, ImportError) as error:
-        _failures.append(_reason(error))
+    except (BuildError, OSError, RuntimeError) as error:
+        _failures.append(_first_error(str(error)) or type(error).__name__)
         raise BuildError(_failures[0]) from error
 
 
@@ -48,58 +61,150 @@ _failures: list[str] = []
 
 
 def obstacle() -> str | None:
-    """Why the kernels cannot be compiled here; None where they can be, or already are."""
+    """Why the kernels cannot be compiled here; None where they can be, or already are.
+
+    Whether the compiler works is not tried.
+    """
     if _failures:
         return _failures[0]
     try:
-        if _library_path().exists():
+        if _fault(_library_path()) is None:
             return None
-    except (OSError, RuntimeError) as error:
-        return _reason(error)
-    tools = {os.environ.get("CXX", "c++"): "C++ compiler", "ninja": "ninja"}
-    for tool, role in tools.items():
-        if shutil.which(tool) is None:
-            return f"no {role} ({tool}) on the PATH"
+        _compiler()
+    except (BuildError, OSError, RuntimeError) as error:
+        return _first_error(str(error))
     return None
+
+
+def _compiler() -> list[str]:
+    """The compiler with its first arguments: CXX may be `ccache c++`. BuildError without one."""
+    named = os.environ.get("CXX") or "c++"
+    try:
+        command = shlex.split(named)
+    except ValueError:  # quotes that do not end
+        command = [named]
+    if shutil.which(command[0]) is None:
+        raise BuildError(f"no C++ compiler ({command[0]}) on the PATH")
+    return command
 
 
 def _compiled() -> Path:
     target = _library_path()
-    if target.exists():
+    if _fault(target) is None:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            _compile(target)
+        if fault := _fault(target):
+            _compile(target, fault)
     return target
 
 
-def _compile(target: Path) -> None:
-    if missing := obstacle():
-        raise RuntimeError(missing)
-    print(f"compiling the CPU kernels, once, into {target.parent}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+def _fault(library: Path) -> str | None:
+    """Why a library cannot be loaded as it is: it is missing, or its checksum differs."""
+    if not library.exists():
+        return "once"
+    try:
+        if read_small_file(_checksum_file(library)) == _checksum(library):
+            return None
+    except (FileNotFoundError, UserError, ValueError):
+        pass
+    return f"again, since {library.name} does not fit the checksum beside it"
+
+
+def _checksum_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _checksum(library: Path) -> str:
+    """As sha256sum prints it."""
+    return f"{sha256_of_files([library])}  {library.name}\n"
+
+
+def _compile(target: Path, why: str) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        folder = Path(name)
+        _check_compiler(folder)
+        print(f"compiling the CPU kernels into {target.parent}, {why}", file=sys.stderr)
         try:
-            built = _build(target.stem, folder, [_march(), "-fopenmp"])
+            built = _build(folder, [_march(), "-fopenmp"])
         except RuntimeError as error:  # some compilers support neither flag
-            print(f"compiling again, for any processor: {_reason(error)}", file=sys.stderr)
-            built = _build(f"{target.stem}_any", folder, [])
-        built.replace(target)  # a rename is atomic: no process loads half a library
+            print(f"compiling again, for any processor: {error}", file=sys.stderr)
+            built = _build(folder, [])
+        # A rename, for another process may have the old one loaded. The checksum comes last: what
+        # has one is complete, also after a power failure.
+        sync(built)
+        built.replace(target)
+        with atomic_writer(_checksum_file(target), sync=True) as file:
+            file.write(_checksum(target).encode())
 
 
-def _build(name: str, folder: str, flags: list[str]) -> Path:
-    from torch.utils import cpp_extension  # slow to import, rarely needed
+def _check_compiler(folder: Path) -> None:
+    """Compile and load an empty library. BuildError where that fails, or takes TRIAL_LIMIT."""
+    source, library = folder / "trial.cpp", folder / "trial.so"
+    source.write_text("int trial;\n")
+    try:
+        _run([[*_compiler(), *SHARED, str(source), "-o", str(library)]], folder, TRIAL_LIMIT)
+        ctypes.CDLL(str(library))
+    except (OSError, RuntimeError) as error:
+        raise BuildError(f"the C++ compiler does not work: {error}") from None
 
-    cpp_extension.load(
-        name=name,
-        sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
-        extra_cflags=[*FLAGS, *flags],
-        extra_ldflags=["-pthread", *(flag for flag in flags if flag == "-fopenmp")],
-        build_directory=folder,
-        is_python_module=False,
-    )
-    return Path(folder) / f"{name}.so"
+
+def _build(folder: Path, flags: Sequence[str]) -> Path:
+    """The library, with these flags besides FLAGS.
+
+    Raises RuntimeError where the compiler refuses, and BuildError where others would not help: it
+    hangs, is killed, or the disk is full.
+    """
+    sources, library = sorted(SOURCES.glob("*.cpp")), folder / "kernels.so"
+    objects = [str(folder / f"{path.stem}.o") for path in sources]
+    compile_one = [*_compiler(), *FLAGS, *flags, "-fPIC", "-c"]
+    commands = [
+        [*compile_one, str(path), "-o", out] for path, out in zip(sources, objects, strict=True)
+    ]
+    _run(commands, folder, TIME_LIMIT)
+    openmp = [flag for flag in flags if flag == "-fopenmp"]
+    link = [*_compiler(), *SHARED, *openmp, *objects, "-o", str(library)]
+    _run([link], folder, TIME_LIMIT)
+    return library
+
+
+def _run(commands: Sequence[Sequence[str]], folder: Path, limit: float) -> None:
+    """Run compilers at the same time. Raises RuntimeError and BuildError as _build does."""
+    end, started = time.monotonic() + limit, []
+    try:
+        for number, command in enumerate(commands):
+            with (folder / f"messages{number}").open("wb") as messages:  # a pipe could fill up
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=messages,
+                    stderr=messages,
+                    env={**os.environ, "LC_ALL": "C"},
+                    start_new_session=True,  # so that what it has started can be ended with it
+                )
+            started.append(process)
+        for number, process in enumerate(started):
+            if code := process.wait(max(0.0, end - time.monotonic())):
+                text = (folder / f"messages{number}").read_text(errors="replace")
+                how = (
+                    f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                )
+                reason = _first_error(text) or f"{process.args[0]} {how}"
+                raise (BuildError if code < 0 or HOPELESS.search(text) else RuntimeError)(reason)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{commands[0][0]} has not ended after {limit:g} s") from None
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _first_error(messages: str) -> str:
+    """The compiler's first error, else its first line."""
+    lines = [line.strip()[:200] for line in messages.splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line), (lines or [""])[0])
 
 
 def _march() -> str:
@@ -108,10 +213,30 @@ def _march() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _library_path() -> Path:
-    parts = [torch.__version__, platform.machine(), _processor(), _march(), *FLAGS]
+    """Where the library is, or is to be compiled. BuildError where both disks are full."""
+    parts = [platform.machine(), _processor(), _march(), *FLAGS]
     parts += [path.read_text() for path in sorted(SOURCES.glob("*.[hc]*")) if path.suffix != ".py"]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return cache_folder() / f"layernorm_lstm_{key}.so"
+    folders = []
+    for folder in (cache_folder, _temporary_folder):
+        folders.append(folder())
+        library = folders[-1] / f"layernorm_lstm_{key}.so"
+        if _fault(library) is None or _has_room(library.parent):
+            return library
+    raise BuildError(f"no room for the compiled kernels in {folders[0]} and {folders[1]}")
+
+
+def _has_room(folder: Path) -> bool:
+    """Whether the library can be compiled there; quotas show in writing alone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(ROOM))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True
 
 
 def cache_folder() -> Path:
@@ -125,6 +250,10 @@ def cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError):
         pass
+    return _temporary_folder()
+
+
+def _temporary_folder() -> Path:
     return _own_folder(Path(tempfile.gettempdir()) / f"layernorm_asr_{os.getuid()}")
 
 
@@ -143,10 +272,3 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     wanted = ("flags", "Features", "model name", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _reason(error: Exception) -> str:
-    """The compiler's first error, else the first line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    errors = [line for line in lines if "error:" in line]
-    return (errors or lines or [type(error).__name__])[0]
