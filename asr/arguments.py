@@ -31,7 +31,7 @@ EXAMPLES = {
         "compare": "runs/norms",
     },
     "Using a model": {
-        "transcribe": "las my.wav other.mp3",
+        "transcribe": "conformer my.wav other.mp3",
         "export": "runs/demo --to shared/demo",
         "prune": "runs/demo_transformer --to runs/shallow --encoder 3",
     },

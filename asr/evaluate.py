@@ -75,7 +75,11 @@ def arguments() -> argparse.Namespace:
         epilog="decode.* and data.* keys of the run's recipe can be overridden: decode.beam=8 ...",
     )
     add = parser.add_argument
-    add("run", type=run_folder, help="a run folder, a shipped run (las) or hf:USER/NAME[@REVISION]")
+    add(
+        "run",
+        type=run_folder,
+        help="a run folder, a shipped run (conformer) or hf:USER/NAME[@REVISION]",
+    )
     parser.add_overrides()
     add("--split", required=True, help="train, valid, a name under data.test, or a manifest (.tsv)")
     out = "folder of the result (RUN/evaluate/SPLIT; of hf:USER/NAME evaluate/NAME/SPLIT)"

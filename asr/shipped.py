@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
+RUNS = ("conformer", "las", "transformer")  # of pretrained/; setup.cfg puts some into a wheel
 NAME = re.compile(r"\w{1,100}", re.ASCII)
 
 
@@ -37,6 +38,17 @@ def find_run(path: Path) -> Path:
     shipped = _folder("pretrained") / path
     named = NAME.fullmatch(str(path)) and not path.is_dir()
     return shipped if named and (shipped / "recipe.yaml").is_file() else path
+
+
+def lacking(run: Path) -> str | None:
+    """Where a shipped run is that this installation has not; None for others."""
+    if str(run) not in RUNS or find_run(run) != run:
+        return None
+    here = [name for name in RUNS if find_run(Path(name)) != Path(name)]
+    return (
+        f"this installation has {' and '.join(here) or 'no trained run'} alone; {run} is in the "
+        "folder pretrained/ of the project's repository: give the path of that folder"
+    )
 
 
 def is_installed(run: Path) -> bool:

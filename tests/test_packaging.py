@@ -2,7 +2,10 @@
 
 import ast
 import importlib.metadata
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -12,6 +15,7 @@ import pytest
 
 import asr
 from asr.errors import ASR_PACKAGES
+from asr.shipped import RUNS
 
 ROOT = Path(__file__).parent.parent
 SETUP = ConfigParser()
@@ -39,6 +43,77 @@ def test_a_command_names_the_extra_that_it_lacks(command):
     assert done.returncode == 2
     pattern = r"error: the package \w+ is not installed: pip install \S+, or in the checkout .+\n"
     assert re.fullmatch(pattern, done.stderr), done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The folder with what a wheel installs."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for path in ROOT.iterdir():
+        if path.name in ("asr", "features", "recipes", "pretrained"):
+            shutil.copytree(path, source / path.name)
+        elif path.is_file():
+            shutil.copy(path, source)
+    code = "from setuptools import setup; setup()"
+    line = [sys.executable, "-c", code, "--quiet", "build", "--build-lib", str(target)]
+    subprocess.run(line, cwd=source, check=True, capture_output=True)
+    return target
+
+
+# The lines that a wheel gives for the first argument of each command.
+INSTALLED = """
+import json, sys
+from pathlib import Path
+from asr.arguments import EXAMPLES
+from asr.config.loader import read_recipe
+from asr.config.missing_run import missing_run
+from asr.errors import UserError
+from asr.shipped import find_run
+found = {}
+for command, example in [pair for group in EXAMPLES.values() for pair in group.items()]:
+    name = example.split()[0]
+    if command in ("train", "sweep", "recipe"):
+        found[command] = read_recipe(name).run
+    elif command != "prepare":
+        run = find_run(Path(name))
+        found[command] = str(run) if run.is_dir() else str(missing_run(run))
+for name in ("las", "transformer", "conformer"):
+    found[name] = str(missing_run(find_run(Path(name))))
+try:
+    read_recipe("las")
+except UserError as error:
+    found["recipe las"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_the_examples_of_the_help_are_in_a_wheel(wheel, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALLED],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found["train"] == found["sweep"] == found["recipe"] == "demo"
+    assert found["transcribe"] == str(wheel / "asr" / "pretrained" / "conformer")
+    trained = {"evaluate": "demo", "compare": None, "export": "demo", "prune": "demo_transformer"}
+    for command, recipe in trained.items():  # of a run that a shipped recipe makes, or a sweep
+        made = (
+            f"python -m asr.train {recipe}" if recipe else "asr.train RECIPE.yaml --run runs/norms"
+        )
+        assert found[command].endswith(made)
+    for name, key in (("las", "las"), ("transformer", "transformer"), ("las", "recipe las")):
+        assert found[key].rstrip(".") == (
+            f"{name}: this installation has conformer alone; {name} is in the folder pretrained/ "
+            "of the project's repository: give the path of that folder"
+        )
+
+
+def test_each_trained_run_is_listed():
+    assert sorted(path.name for path in (ROOT / "pretrained").iterdir()) == sorted(RUNS)
 
 
 def names(requirements):

@@ -138,7 +138,7 @@ class Recognizer(SpeechDecoder):
     def load(cls, run: str | os.PathLike[str], overrides: Sequence[str] = ()) -> "Recognizer":
         """The model of a run, from the checkpoints that its recipe chooses.
 
-        `run` is a folder, the name of a shipped run (`las`), or hf:USER/NAME[@REVISION] on the
+        `run` is a folder, a shipped run (`conformer`), or hf:USER/NAME[@REVISION] on the
         Hugging Face Hub. `overrides` are recipe keys (`decode.beam=4`). Raises UserError for a
         folder that is no run, has no checkpoint, or has one of another model or vocabulary, and as
         local_run does.
