@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -25,8 +26,8 @@ from asr.errors import EXIT_STOPPED
 from asr.inference import tune
 from asr.inference.recognition import Recognizer
 from asr.tasks.speech import SpeechTask
+from asr.training import losses, trainer
 from asr.training import run as training_run
-from asr.training import trainer
 from asr.training.checkpoint import list_checkpoints
 from asr.training.losses import SpeechObjective
 
@@ -152,6 +153,24 @@ def test_a_run_is_not_resumed_to_an_end_before_its_last_step(tiny, tiny_run, com
     assert "3 epochs are done, more than train.epochs = 2" in line
 
 
+def test_a_learning_rate_that_more_epochs_change_is_logged(tiny, tiny_run, commands, tmp_path):
+    """Where the rate had fallen to its end; the log has the settings that keep it."""
+    shutil.copytree(tiny_run, tmp_path / "run")
+    shutil.copytree(tiny_run, tmp_path / "kept")
+    arguments = tiny, "--resume", "train.epochs=3", "--run"
+    code, out, _ = commands(train, *arguments, tmp_path / "run")
+    # After 2 of 5 batches of the third epoch; in the second half of the run it falls to 5 %.
+    rate = 0.01 * 0.05 ** (((2 + 2 / 5) / 3 - 0.5) / 0.5)
+    assert code == 0 and f"learning rate 0.0005 -> {rate:.3g} at step 7: train.schedule" in out
+    rates = dict(curve(tmp_path / "run", "train/learning_rate"))
+    assert (rates[6], rates[7]) == pytest.approx((0.0005, rate))
+    (settings,) = re.findall("end has changed; (.*) keeps the rate", out)
+    code, out, _ = commands(train, *arguments, tmp_path / "kept", *settings.split())
+    assert code == 0 and "\nlearning rate " not in out
+    rates = dict(curve(tmp_path / "kept", "train/learning_rate"))
+    assert [rates[step] for step in (6, 7, 8, 9)] == pytest.approx([0.0005] * 4)
+
+
 def test_a_damaged_checkpoint_is_replaced_from_the_one_before_it(
     tiny, tiny_run, commands, tmp_path
 ):
@@ -254,6 +273,37 @@ def test_non_finite_losses_stop_the_run_and_the_batches_are_kept(
     assert "not used; utterances train-" in (tmp_path / "train.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("changed", "fault", "remedy"),
+    [
+        ("lr=1e38", r"\S+ is (infinite|NaN|[\d.]+e\+37)", "lower train.optimizer.lr = 1e+38 (eps"),
+        ("eps=1e-300", r"\S+ is NaN", "raise train.optimizer.eps = 1e-300 (lr = 0.01, weight"),
+        ("weight_decay=1e300", r"\S+ is NaN", "lower train.optimizer.weight_decay = 1e+300 (lr"),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 100])
+def test_weights_that_diverge_stop_the_run_and_are_not_saved(
+    changed, fault, remedy, every, tiny, commands, tmp_path
+):
+    more = f"train.optimizer.{changed}", f"train.save_every={every}", "train.epochs=1"
+    line = commands.refused(train, tiny, "--run", tmp_path, *more)
+    assert re.match(rf"step 1: a weight of {fault} after its update, and is not saved; ", line)
+    assert remedy in line
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_validation_loss_that_is_nan_stops_the_run(tiny, commands, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        training_run, "means", lambda sums: dict.fromkeys(losses.means(sums), math.nan)
+    )
+    line = commands.refused(train, tiny, "--run", tmp_path, "train.optimizer.lr=0.5")
+    assert line == (
+        "step 3: the validation loss is NaN; lower train.optimizer.lr = 0.5 (eps = 1e-08, "
+        "weight_decay = 0)"
+    )
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_a_full_disk_stops_the_run_with_one_line(tiny, commands, tmp_path, monkeypatch):
     write = torch.save
 
@@ -264,7 +314,8 @@ def test_a_full_disk_stops_the_run_with_one_line(tiny, commands, tmp_path, monke
 
     monkeypatch.setattr(torch, "save", full)
     line = commands.refused(train, tiny, "--run", tmp_path, "train.save_every=1")
-    assert "00000002: cannot be saved" in line and "resume with --resume" in line
+    assert "00000002: cannot be saved" in line
+    assert line.endswith("; step 1 is saved: make room, then resume with --resume")
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import pytest
 import torch
@@ -139,6 +139,23 @@ def test_a_non_finite_gradient_is_skipped_and_reported():
     torch.testing.assert_close(objective.state_dict(), Frames().state_dict())
     assert state.step == 1
     assert seen.notes == ["step 1: loss or gradient not finite, not used; utterances u2.0 u2.1"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_diverged_stops_the_run_at_the_next_step(value):
+    """The second step, whose loss it makes NaN, names the update of the first."""
+    objective = Frames()
+
+    def diverge(state):
+        if state.step == 1:
+            with torch.no_grad():
+                objective.model.bias[3:5] = torch.tensor([value, -value])
+
+    callbacks = replace(Seen().callbacks, after_step=diverge)
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=r"^step 1: a weight of model.bias is .* lower train.optim"):
+        given = Few([batch(1), batch(2), batch(3)]), optimizer, constant(0.1, 0), TrainState()
+        fit(objective, *given, CONFIG, MAX_UNREADABLE, callbacks)
 
 
 def test_ten_bad_steps_in_a_row_stop_the_run_but_not_nine():

@@ -28,7 +28,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from asr.errors import UserError, discard_stdout, printable, terminal
 from asr.io import open_append
-from asr.training.checkpoint import NotSaved
+from asr.training.checkpoint import NotSaved, checkpoint_folders
 from asr.training.losses import Sum, add, means
 from asr.training.scalars import explanation, first_charts
 from asr.training.trainer import Step, TrainState
@@ -121,8 +121,10 @@ class Log:
                 if error.errno not in DISK_FULL:
                     raise
                 reason = f"{self.run}: its log cannot be written ({error.strerror})"
-            remedy = "the last checkpoint is complete: make room, then resume with --resume"
-            raise UserError(f"{reason}; {remedy}") from None
+            saved = checkpoint_folders(self.run)
+            state = f"step {int(saved[-1].name)} is saved" if saved else "no step is saved yet"
+            remedy = "resume with --resume" if saved else "start again with the same command"
+            raise UserError(f"{reason}; {state}: make room, then {remedy}") from None
 
     @contextmanager
     def _thread_errors(self) -> Iterator[None]:

@@ -11,15 +11,18 @@
 Every schedule warms up linearly over `warmup` steps. Steps are counted from 1.
 """
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 from asr.config.schema import OptimizerConfig, ScheduleConfig
+from asr.errors import UserError
 from asr.training import distributed
+from asr.training.losses import read
 
 Schedule = Callable[[int, float], float]  # (step, progress from 0 to 1) -> learning rate
 
@@ -63,6 +66,39 @@ def make_schedule(config: ScheduleConfig, lr: float) -> Schedule:
 
 # Matrices with a row per token or class, at the ends of a network; Muon is for those between.
 ENDS = re.compile(r"((.+\.)?(embedding|words|output|ctc_head)|(model\.)?(speller\.)?out)\.weight")
+
+
+LARGEST = 1e18  # of a weight: products of two such overflow float32
+
+
+def check_weights(tensors: Mapping[str, Tensor], step: int, config: OptimizerConfig) -> None:
+    """Raise UserError where one is NaN, infinite or beyond LARGEST, which no further step mends.
+
+    It names `step`, the first such tensor and the setting that is probably responsible.
+    """
+    named = {n: t.detach() for n, t in tensors.items() if t.is_floating_point() and t.numel()}
+    largest = read([torch.linalg.vector_norm(t, math.inf) for t in named.values()]).tolist()
+    for name, value in zip(named, largest, strict=True):
+        if not value <= LARGEST:
+            shown = f"{value:.3g}" if value < math.inf else "infinite"
+            shown = "NaN" if math.isnan(value) else shown
+            raise UserError(
+                f"step {step}: a weight of {name} is {shown} after its update, and is not saved; "
+                f"{probable_cause(config)}"
+            )
+
+
+def probable_cause(config: OptimizerConfig) -> str:
+    """Which setting of the optimizer to change where a training diverges, and the others."""
+    change = "lower", "lr"
+    if config.eps < torch.finfo(torch.float32).tiny:  # it is 0 beside float32
+        change = "raise", "eps"
+    elif config.weight_decay > 1.0:
+        change = "lower", "weight_decay"
+    verb, key = change
+    others = [k for k in ("lr", "eps", "weight_decay") if k != key]
+    values = ", ".join(f"{k} = {getattr(config, k):g}" for k in others)
+    return f"{verb} train.optimizer.{key} = {getattr(config, key):g} ({values})"
 
 
 def make_optimizer(config: OptimizerConfig, module: nn.Module) -> "optim.Optimizer | Muon":

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from asr.config.loader import as_yaml, at_stage, flat, write_recipe
+from asr.config.loader import as_yaml, at_stage, flat, parse_recipe, write_recipe
 from asr.config.schema import Recipe
 from asr.errors import EXIT_STOPPED, UserError
 from asr.io import lock_run_folder
@@ -216,6 +216,7 @@ class Training:
 
     def _check(self) -> None:
         state, log = self.state, self.log
+        self._check_weights()
         random = trainer.random_state()
         try:
             sums, stats = self.stop.interruptible_on_all_ranks(self._validate)
@@ -223,6 +224,9 @@ class Training:
             log.info(*trainer.unreadable_report(BatchStats.total(gather(stats))))
             if not losses:
                 raise UserError(self.task.no_validation_data())
+            if math.isnan(losses["nll"]):
+                cause = optim.probable_cause(self.config.optimizer)
+                raise UserError(f"step {state.step}: the validation loss is NaN; {cause}")
             reported = self.stop.interruptible_on_all_ranks(self._report)
         except Stopped:
             return
@@ -268,7 +272,13 @@ class Training:
         with self.weights.applied():
             self._save(loss)
 
+    def _check_weights(self) -> None:
+        """Raise UserError where weights that would be saved have diverged."""
+        tensors = self.task.objective.state_dict() | (self.weights.trained or {})
+        optim.check_weights(tensors, self.state.step, self.config.optimizer)
+
     def _save(self, loss: float) -> None:
+        self._check_weights()
         self.saved = self.state.step
         random, trained = gather(trainer.random_state()), self.weights.state()
         if not is_first():
@@ -292,7 +302,7 @@ class Training:
         prune(self.run, self.config.keep, self.config.keep_best)
 
     def _restore(self, start: ResumePoint) -> list[str]:
-        """Load the checkpoint; -> a line for the log where the number of ranks has changed."""
+        """Load the checkpoint; -> lines for the log where ranks or planned steps have changed."""
         checkpoint, saved = start.checkpoint, start.state
         load_weights(self.task.objective.model, [checkpoint], self.task.about)
         try:
@@ -311,11 +321,39 @@ class Training:
             saved["trackers"],
         )
         self.trackers = {name: known.get(name, new) for name, new in self.trackers.items()}
+        lines = self._rate_change(saved["recipe"])
         saved.clear()  # its file is mapped into memory, and would keep its disk space
-        if len(random) == world():
+        if len(random) != world():
+            step = f"{world()} x {self.config.accumulate} batches"
+            lines.append(f"{len(random)} ranks trained so far, now {world()}: a step takes {step}")
+        return lines
+
+    def _rate_change(self, recipe: str) -> list[str]:
+        """A line where another end of the run changes the learning rate of the next step.
+
+        recipe: the text of the one so far. Of its keys only those of the end matter: the log names
+        all others that have changed.
+        """
+        try:
+            old = parse_recipe(recipe, "recipe").train
+        except UserError:  # of an older version
             return []
-        step = f"{world()} x {self.config.accumulate} batches"
-        return [f"{len(random)} ranks trained so far, now {world()}: a step takes {step}"]
+        ends = {"steps": old.steps, "epochs": old.epochs}
+        new, state = self.config, self.state
+        schedule = optim.make_schedule(new.schedule, new.optimizer.lr)
+        batches = len(self.task.epochs.plan(state.epoch).batches)
+        after = min(state.batch + new.accumulate * world(), batches)
+        before, now = (
+            schedule(state.step + 1, trainer.progress(replace(state, batch=after), config, batches))
+            for config in (new.model_copy(update=ends), new)
+        )
+        if math.isclose(before, now, rel_tol=0.01):
+            return []
+        return [
+            f"learning rate {before:.3g} -> {now:.3g} at step {state.step + 1}: train.schedule.kind"
+            f" = {new.schedule.kind} spans the whole run, whose planned end has changed; --force "
+            f"train.schedule.kind=constant train.optimizer.lr={before:.3g} keeps the rate"
+        ]
 
     def _stopped(self) -> int:
         if self.saved != self.state.step:

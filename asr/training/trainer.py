@@ -29,7 +29,7 @@ from asr.errors import UserError, WorkerKilled
 from asr.training.distributed import add_gradients, add_sums, gather, rank, world
 from asr.training.losses import Sum, add, read
 from asr.training.oom import retry_in_halves
-from asr.training.optim import Schedule
+from asr.training.optim import Schedule, check_weights
 
 MAX_NAMED = 5  # utterances that the report of a validation names
 
@@ -162,7 +162,8 @@ def fit(
 
     Returns early, between two steps, where callbacks.stop_requested. max_unreadable: the share of
     the corpus that may be unreadable. Raises UserError where more of it is, where a batch does not
-    fit in memory, or where config.bad_steps steps in a row have no finite gradient.
+    fit in memory, where the weights have diverged, or where config.bad_steps steps in a row have
+    no finite gradient.
     """
     device = next(objective.parameters()).device
     scheduled = [module for module in objective.modules() if hasattr(module, "set_step")]
@@ -182,7 +183,7 @@ def fit(
             readable = [batch.to(device) for batch in group if len(batch)]
             step = take_step(objective, readable, optimizer, lr, config, callbacks.log)
             state.step += 1
-            bad = 0 if step.finite else bad_step(bad, group, state, config, callbacks)
+            bad = 0 if step.finite else bad_step(bad, group, objective, state, config, callbacks)
             state.train_seconds += time.perf_counter() - begin
             callbacks.log_step(state, replace(step, seconds=stats.seconds))
             callbacks.after_step(state)
@@ -297,14 +298,17 @@ def count_batches(
 def bad_step(
     bad: int,
     group: Sequence[TaskBatch],
+    objective: nn.Module,
     state: TrainState,
     config: TrainConfig,
     callbacks: Callbacks,
 ) -> int:
     """Log the utterances of a step without a finite gradient; -> the number of such in a row.
 
-    Dumps the batches and raises UserError where these are config.bad_steps.
+    Dumps the batches and raises UserError where these are config.bad_steps. Raises UserError at
+    once where not the batches but the weights are the reason.
     """
+    check_weights(dict(objective.named_parameters()), state.step - 1, config.optimizer)
     ids = " ".join(chain(*gather([name for batch in group for name in batch.ids])))
     callbacks.log(f"step {state.step}: loss or gradient not finite, not used; utterances {ids}")
     if bad + 1 >= config.bad_steps:
