@@ -196,7 +196,7 @@ def test_without_locks_a_rank_transcribes_its_own_shards(
 
 REFUSALS = [
     (["decode.beam=3"], "{out}: holds transcripts of another run, list or settings (decode.beam d"),
-    (["features.mvn=none"], "(features.mvn differ); choose another --out"),
+    (["features.mvn=speaker"], "(features.mvn differ); choose another --out"),
     (["--shard-files", 5], "(files in a shard differ); choose another --out"),
     (["--format", "json"], "(format differ); choose another --out"),
     (["--format", "srt"], "--format srt makes a file of each recording"),

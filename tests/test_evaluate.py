@@ -19,12 +19,13 @@ from test_fusion import save_language_run
 from tiny_speech import RATE
 from tone_model import spoken, tone_recognizer
 
-from asr import evaluate
+from asr import evaluate, export, prune, transcribe
 from asr.analysis.score_files import evaluation_name, write_evaluation
 from asr.analysis.wer import score
 from asr.config.loader import read_recipe
 from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.data.splits import check_result_name
+from asr.errors import UserError
 from asr.inference import evaluation
 from asr.inference.evaluation import batches, decode_long, decode_split
 from asr.inference.load import load_run_recipe
@@ -142,6 +143,44 @@ def test_a_run_trained_without_speakers_can_be_decoded_by_speaker(
 ):
     overrides = ("features.mvn=speaker", "--out", tmp_path)
     assert commands(evaluate, tiny_run, "--split", "test", *overrides)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["features.sample_rate=4000"], "features.sample_rate = 4000: its .* trained with 8000, "),
+        (["features.mel_bins=12"], "features.mel_bins = 12: its model was trained with 11, and"),
+        (["features.mvn=none"], "features.mvn = none: its model was trained with utterance, and"),
+        (["features.mvn=global"], "features.mvn = global: its model was trained with utterance"),
+        (["features.mvn_variance=false"], "features.mvn_variance = False: its model was trained"),
+        (["features={mel_bins: 13}"], "features.mel_bins = 13: its model was trained with 11"),
+        (["text.kind=bpe", "text.size=9"], r"text.kind = bpe: .* another run \(1 more like it\)"),
+        (["model.listener.norm=none"], "model.listener.norm = none: its model was trained with ba"),
+        (["model.kind=transformer"], "model.kind = transformer: its model was trained with las"),
+    ],
+)
+def test_what_a_model_was_trained_with_stays(more, message, tiny_run, commands, tmp_path):
+    to = ["--to", tmp_path / "to"]
+    lines = (
+        [evaluate, tiny_run, "--split", "test", "--out", tmp_path / "out"],
+        [transcribe, tiny_run, tmp_path / "a.wav"],
+        [export, tiny_run, *to],
+        [prune, tiny_run, "--encoder", 1, *to],
+    )
+    (tmp_path / "a.wav").touch()
+    for command, *line in lines:
+        assert re.match(f"{tiny_run}: {message}", commands.refused(command, *line, *more))
+    with pytest.raises(UserError, match=message):
+        Recognizer.load(tiny_run, more)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.wav"]
+
+
+def test_what_may_differ_from_training(tiny_run):
+    same = "features.sample_rate=8000", "features.mel_bins=11", "model.kind=las"
+    of_training = "features.noise=null", "model.listener.dropout=0", "train.precision=bf16"
+    later = "features.mvn=speaker", "model.speller.backend=python", "features.dither=1"
+    recognizer = Recognizer.load(tiny_run, [*same, *of_training, *later, "data.max_seconds=3"])
+    assert recognizer.front_end.norm.kind == "speaker" and recognizer.max_segment_seconds == 3.0
 
 
 @pytest.mark.parametrize("mvn", ["utterance", "speaker"])
@@ -408,7 +447,7 @@ def test_comparison_with_other_data_stops_before_decoding(
 
 def test_the_result_names_its_checkpoints_and_settings(tiny, tiny_run, commands, tmp_path):
     """Fewer checkpoints than requested, and a setting other than the run's."""
-    settings = ["decode.average=7", "decode.checkpoint=last", "features.mvn=none"]
+    settings = ["decode.average=7", "decode.checkpoint=last", "features.mvn=speaker"]
     given = ["--split", "test", "--out", tmp_path, "--pictures", "0", *settings]
     code, out, _ = commands(evaluate, tiny_run, *given)
     steps = [checkpoint.step for checkpoint in list_checkpoints(tiny_run)][::-1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_transformer import F
 from small_transformer import model as transformer
+from test_load import save_run
 from tiny_speech import RATE, tones
 
 from asr import export, transcribe
@@ -205,7 +206,6 @@ def test_text_of_tokens_equals_the_tokenizer(example):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["features.kind=mfcc", "features.ceps=11"], "features.kind=mfcc has no ONNX program"),
         (["features.dither=1"], "features.dither has no ONNX program"),
         (["--about", "x.md"], "--about is for a run with its model card"),
     ],
@@ -213,6 +213,12 @@ def test_text_of_tokens_equals_the_tokenizer(example):
 def test_what_has_no_onnx_files_is_one_line(more, words, tiny_run, commands, tmp_path):
     line = commands.refused(export, tiny_run, "--onnx", "--to", tmp_path / "to", *more)
     assert words in line and not (tmp_path / "to").exists()
+
+
+def test_mfcc_has_no_onnx_program(tiny_run, commands, tmp_path):
+    mfcc = save_run(tmp_path / "mfcc", tiny_run, features={"kind": "mfcc", "ceps": 11})
+    line = commands.refused(export, mfcc, "--onnx", "--to", tmp_path / "to")
+    assert "features.kind=mfcc has no ONNX program" in line
 
 
 def test_a_missing_package_is_one_line(tiny_run, commands, tmp_path, monkeypatch):

@@ -177,7 +177,7 @@ def test_the_scales_of_deepnet_stay_those_of_the_whole_model(tiny, commands, tmp
         (["--encoder", 2], "--encoder: every-other cannot prune 5 .* to 2, .* half: use search"),
         (["--encoder", 0, "--how", "search"], "--encoder: .* would leave no layer"),
         (["--encoder", 2, "--how", "search", "data.valid=/x.tsv"], "data.valid: /x.tsv is not the"),
-        (["--encoder", 3, "model.heads=3", "model.d_model=9"], ".*weights of another model"),
+        (["--encoder", 3, "model.heads=3", "model.d_model=9"], ".*: model.d_model = 9: its model"),
     ],
 )
 def test_runs_that_cannot_be_pruned(arguments, message, run, commands, tmp_path):

@@ -684,6 +684,20 @@ STAGE_KEYS = {
 }  # fmt: skip
 
 
+# What else of a trained model's sections may differ when it is decoded.
+TRAINED = ("features", "text", "model")
+LATER_KEYS = {*STAGE_KEYS["features"], *STAGE_KEYS["model"], "dither", "backend"}
+LATER_MVN = {"utterance", "speaker"}  # the same statistics, over less or more speech
+
+
+def may_differ_later(key: str, trained: Any, now: Any) -> bool:
+    """Whether a run that was trained with one value of a key can be decoded with another."""
+    section, *rest = key.split(".")
+    if section not in TRAINED or LATER_KEYS & set(rest):
+        return True
+    return key == "features.mvn" and {trained, now} <= LATER_MVN
+
+
 def _check_stage_keys(changes: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     section, allowed = str(info.field_name), STAGE_KEYS[str(info.field_name)]
 

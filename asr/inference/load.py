@@ -1,16 +1,23 @@
 """Load what run folders contain: recipe, front end, models of an ensemble, language models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from asr.config.language import LanguageRecipe
-from asr.config.loader import read_recipe
+from asr.config.loader import flat, read_recipe
 from asr.config.missing_run import missing_run, train_command
-from asr.config.schema import TRAINING_ONLY_FEATURES, DecodeConfig, SpeechRecipe, TextConfig
+from asr.config.schema import (
+    TRAINING_ONLY_FEATURES,
+    DecodeConfig,
+    SpeechRecipe,
+    TextConfig,
+    may_differ_later,
+)
 from asr.data.tokenizer import Tokenizer, about, load_tokenizer
 from asr.decoding.fusion import load_ngrams
 from asr.decoding.scorer import Scorer
@@ -28,7 +35,8 @@ STATISTICS = "features.safetensors"
 def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
     """The resolved recipe of a run.
 
-    Raises UserError for a folder that is no run of speech, or that has a link as a member.
+    Raises UserError for a folder that is no run of speech, or that has a link as a member, and for
+    overrides of what its model was trained with.
     """
     if not run.exists():
         raise missing_run(run)
@@ -41,7 +49,25 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
             f"{run}: a run of the task {recipe.task}, without speech to decode; its results are in "
             f"the log of its training and in tensorboard --logdir {run}"
         )
+    if overrides:
+        _check_later(run, flat(read_recipe(run / "recipe.yaml")), flat(recipe))
     return recipe
+
+
+def _check_later(run: Path, trained: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UserError where a key has changed that must be as in training."""
+    changed = [
+        key
+        for key in {**trained, **now}
+        if trained.get(key) != now.get(key)
+        and not may_differ_later(key, trained.get(key), now.get(key))
+    ]
+    if changed:
+        key, more = changed[0], f" ({len(changed) - 1} more like it)" if changed[1:] else ""
+        raise UserError(
+            f"{run}: {key} = {now.get(key)}: its model was trained with {trained.get(key)}, and "
+            f"fits no other value; remove it, or train another run{more}"
+        )
 
 
 def load_run_front_end(run: Path, recipe: SpeechRecipe) -> FrontEnd:
