@@ -4,7 +4,7 @@ A user's mistake is one line on standard error and exit code 2, without a traceb
 codes: 0 success, 3 a signal stopped the training, which is saved, 130 Ctrl-C with nothing to save.
 Where the reader of standard output has ended (`| head`, a closed terminal), long commands drop
 their output and continue. Control characters, which file names and texts may contain and which
-could act on a terminal, are printed as escapes.
+could act on a terminal, are printed as escapes, and so are those that reorder the text after them.
 """
 
 import errno
@@ -51,8 +51,10 @@ ASR_PACKAGES = {
 # The messages of CUDA and of the CPU's allocator.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
-# Control characters but tab (9) and line feed (10).
+# Control characters but tab (9) and line feed (10), and the embeddings, overrides and isolates of
+# Unicode's bidirectional algorithm; its marks are part of ordinary text.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+_CONTROL |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 class UserError(Exception):
@@ -92,7 +94,7 @@ def discard_stdout() -> None:
 
 
 def printable(text: str) -> str:
-    """The text with control characters, but not tab and line break, as escapes such as \\x1b."""
+    """The text with control characters, but not tab and line break, as escapes: \\x1b, \\u202e."""
     return text.translate(_CONTROL)
 
 

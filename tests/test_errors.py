@@ -11,15 +11,19 @@ import pytest
 
 from asr.errors import UserError, printable, run_command, terminal
 
-HOSTILE = "a\x1b[2J\rb\x07\x9b31m\x7f\x00é\t😀"
-ESCAPED = "a\\x1b[2J\\x0db\\x07\\x9b31m\\x7f\\x00é\t😀"
+HOSTILE = "a\x1b[2J\rb\x07\x9b31m\x7f\x00é\t😀\u202egpj.exe\u2069"
+ESCAPED = "a\\x1b[2J\\x0db\\x07\\x9b31m\\x7f\\x00é\t😀\\u202egpj.exe\\u2069"
+REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 
 
 def test_exactly_the_control_characters_are_escaped():
     for code in range(0x110000):
         sign = chr(code)
         control = unicodedata.category(sign) == "Cc" and sign not in "\t\n"
-        assert printable(sign) == (f"\\x{code:02x}" if control else sign)
+        expected = f"\\x{code:02x}" if control else sign
+        if unicodedata.bidirectional(sign) in REORDERING:
+            expected = f"\\u{code:04x}"
+        assert printable(sign) == expected
 
 
 def test_a_command_prints_no_control_character(capsys):

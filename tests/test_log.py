@@ -12,17 +12,19 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from html import unescape
 
 import numpy as np
 import pytest
 import torch
 from full_disk import full_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny_speech import age
 
-from asr.errors import UserError, run_command
+from asr.errors import UserError, printable, run_command
 from asr.training.logging import Log, figure_texts
 from asr.training.losses import Sum
 from asr.training.trainer import Step, TrainState
@@ -211,12 +213,32 @@ def test_pictures_and_texts(tmp_path):
     pixels[:, :, 1] = 200
     with Log(tmp_path, 1, 2) as log:
         log.picture("attention/u1", pixels, 7)
-        log.text("decoded/u1", "reference: a", 7)
+        log.text("decoded/u1", ["reference: a"], 7)
         log.scalars("valid", {"wer": 0.5, "nll": 1.5}, 7)
     (image,) = events(tmp_path).Images("attention/u1")
     assert (image.step, image.height, image.width) == (7, 11, 23)
     assert text(tmp_path, "decoded/u1/text_summary") == "reference: a"
     assert curve(tmp_path, "valid/wer") == [(7, 0.5)] and curve(tmp_path, "valid/nll") == [(7, 1.5)]
+
+
+MARKDOWN = [
+    "# a *b* __c__ ~~d~~ `e` [f](http://g) ![h](i.png) <b>j</b> <script>k</script> &amp; &lt; \\*",
+    "    four spaces", "~~~", "~~~", "| a | b |", "|---|---|", "1. one", "- two", "+ three",
+    "> four", "===", "---", "a  b\nc", "http://x.y <http://x.y> a_b_c", "\u202egpj.exe \x1b[2J",
+    "\tab", "é😀",
+]  # fmt: skip
+
+
+def test_texts_are_shown_as_they_are(tmp_path):
+    """TensorBoard's own Markdown is the judge; a browser then shows its HTML as text."""
+    with Log(tmp_path, 1, 2) as log:
+        log.text("decoded/u\u202e", MARKDOWN, 7)
+    written = text(tmp_path, "decoded/u\\u202e/text_summary")
+    page = markdown_to_safe_html(written)
+    paragraphs = re.findall(r"<p>(.*?)</p>", page, re.DOTALL)
+    assert set(re.findall("</?[a-z0-9]+", page)) == {"<p", "</p"}
+    shown = [unescape(one) for one in paragraphs]
+    assert shown == [printable(" ".join(line.split())) for line in MARKDOWN]
 
 
 def test_the_recipe_is_kept_as_text_and_hparams_and_no_curve_is_touched(tmp_path):

@@ -107,7 +107,7 @@ class LanguageTask(Task):
         # With learned positions there are no more than these.
         longest = min(MAX_SAMPLE, getattr(self.recipe.model, "max_positions", MAX_SAMPLE))
         sentences = sample(model, self.recipe.train.samples, longest, generator, device)
-        log.text("samples", "\n\n".join(map(self.tokenizer.decode, sentences)), state.step)
+        log.text("samples", map(self.tokenizer.decode, sentences), state.step)
         return {}
 
     def health_batches(self) -> Iterator[SentenceBatch]:

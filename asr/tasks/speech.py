@@ -143,7 +143,7 @@ class SpeechTask(Task):
             lines = [f"reference: {utterance.text}", f"attention: {texts[utterance.id]}"]
             if ctc_texts:
                 lines.append(f"CTC: {ctc_texts.get(utterance.id)}")
-            log.text(f"decoded/{utterance.id}", "\n\n".join(lines), step)
+            log.text(f"decoded/{utterance.id}", lines, step)
 
 
 def speech_task(recipe: SpeechRecipe, run: Path, resume: bool, stage: int = 0) -> SpeechTask:

@@ -3,10 +3,11 @@
 import errno
 import logging
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ class Log:
             # Hides the points that a killed run wrote after its last checkpoint.
             board = SummaryWriter(str(self.run), purge_step=self.first)
             self.board = files.enter_context(closing(board))
-            self.text("about/scalars", explanation(), 0)
+            self.board.add_text("about/scalars", explanation(), 0)
             if self.trackers:
                 files.enter_context(self.trackers)
             if self.progress:
@@ -204,11 +205,11 @@ class Log:
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         """pixels (height, width, 3) uint8."""
-        self.board.add_image(name, pixels, step, dataformats="HWC")
+        self.board.add_image(printable(name), pixels, step, dataformats="HWC")
 
-    def text(self, name: str, text: str, step: int) -> None:
-        """Markdown."""
-        self.board.add_text(name, text, step)
+    def text(self, name: str, paragraphs: Iterable[str], step: int) -> None:
+        """Plain text, each paragraph on a line; TensorBoard shows it as it is, not as Markdown."""
+        self.board.add_text(printable(name), "\n\n".join(map(_plain, paragraphs)), step)
 
     def finish(self, yaml: str, flat: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """The resolved recipe as text, and as hparams beside the last points of the metrics."""
@@ -306,6 +307,15 @@ class _Figures(ProgressColumn):
                 break
             shown = longer
         return Text(shown)
+
+
+MARKUP = re.compile(r"[\\`*_{}\[\]()<>#+\-.!|~&=]")
+
+
+def _plain(text: str) -> str:
+    """The text in Markdown, its markup as entities: a line of a table or code would be none."""
+    line = " ".join(printable(text).split())  # four spaces at the begin are code
+    return MARKUP.sub(lambda sign: f"&#{ord(sign[0])};", line)
 
 
 def _encodable(text: str, encoding: str) -> str:
