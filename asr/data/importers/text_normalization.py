@@ -1,50 +1,134 @@
-"""Transcripts in the form that a recipe trains on: --text keep, lower or upper-az.
+"""Transcripts in the form that a recipe trains on: --text keep, lower, lower-tr or upper-az.
 
     keep      as they are
     lower     lower case
+    lower-tr  lower case of Turkish and Azerbaijani: I to ı, İ to i
     upper-az  the letters A to Z, the apostrophe and single spaces, as LibriSpeech. Accents are
               removed; other characters are dropped: a full stop without a gap, all else with one.
 
-What is dropped or changed is counted. Letters, digits and signs such as % are spoken: texts that
-lose some no longer match their audio.
+Before that, and for every form, characters without width are removed, the text is put into
+Unicode's composed form (NFC), the quoting of CSV is undone, and tags are dropped (--tags drop) or
+left as they are (keep). A tag is a note of the transcriber in brackets:
+
+    <...>         anywhere: <COMMA>, <SIL> (GigaSpeech), <unk> (TED-LIUM, Kaldi), <b_aside>
+    [...]  {...}  with no letter beside it, so not th[at]-: [laughter] (Switchboard), {BREATH}
+    (...)         of a name in NON_SPEECH alone, since other texts in parentheses are spoken
+
+[laughter-WORD] is the word, spoken with laughter. What is dropped or changed is counted. Letters,
+digits and signs such as % are spoken: texts that lose some no longer match their audio.
 """
 
 import re
 import unicodedata
 from collections import Counter
 
-CHOICES = ("keep", "lower", "upper-az")
+CHOICES = ("keep", "lower", "lower-tr", "upper-az")
+TAGS = ("drop", "keep")
 SPELLED = {"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"}
 APOSTROPHES = "\u2018\u2019\u02bc\u0060\u00b4"
-NO_GAP = ".\u00ad\u200b\u200c\u200d\ufeff"  # full stop, soft hyphen, characters of no width
+NO_GAP = ".\u200c\u200d"  # full stop and joiners
 SPOKEN = re.compile(r"[LN].|S[cmo]")  # categories of Unicode: letters, numbers, symbols
 SPOKEN_MARKS = "%&@#"
-SHOWN = 12  # characters in the report
+SHOWN = 12  # characters or tags in the report
+TURKISH = str.maketrans({"I": "ı", "İ": "i"})
+NON_SPEECH = (
+    "applause|breath|breathing|breaths|cheering|cheers|clapping|cough|coughing|coughs|crosstalk|"
+    "inaudible|laugh|laughing|laughs|laughter|music|noise|pause|sigh|sighs|silence|unintelligible"
+)
 _OTHER = re.compile(r"[^A-Za-z' ]")
+# Soft hyphens, spaces without width, marks of direction and byte-order marks. Joiners are kept
+# after Arabic and Indic letters, whose spelling needs them.
+_NO_WIDTH = re.compile(
+    r"[\u00ad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff]"
+    r"|(?<![\u0600-\u1cff])[\u200c\u200d]|[\u200c\u200d](?=\s|$)"
+)
+_QUOTES = re.compile('"+')
+_TAG = re.compile(
+    r" ?(?P<tag><[^<>\s][^<>]{0,40}>"
+    r"|(?<!\w)(?:\[{1,2}[^][]{1,40}\]{1,2}|\{[^{}]{1,40}\})(?![\w-])"
+    rf"|(?<!\w)\((?:{NON_SPEECH})\)(?!\w))(?=(?P<stop>[.,;:!?])?)",
+    re.IGNORECASE,
+)
+_LAUGHED = re.compile(r"\[laughter-(.+)\]", re.IGNORECASE)
+_UNWRITTEN = re.compile(r"\W*(unk|inaudible|unintelligible)\W*", re.IGNORECASE)
 
 
 class TextNormalizer:
-    """`normalizer(text)` is the transcript in the chosen form; `report()` what was lost."""
+    """`normalizer(text)` is the transcript in the chosen form; `report()` what was changed."""
 
-    def __init__(self, choice: str) -> None:
-        self.choice = choice
+    def __init__(self, choice: str, tags: str = "drop") -> None:
+        self.choice, self.keeps_tags = choice, tags == "keep"
         self.dropped: Counter[str] = Counter()
         self.changed: Counter[str] = Counter()  # "É to E" -> how often
+        self.no_width: Counter[str] = Counter()
+        self.tags: Counter[str] = Counter()
+        self.composed = self.unquoted = 0  # texts
         self.damaged = 0  # texts that have lost something spoken
+        self.unwritten = 0  # tags that stand for speech
+        self.turkish = 0  # texts with a letter of Turkish in form lower
         self._table = _UpperTable()
 
     def __call__(self, text: str) -> str:
+        text = text if text.isascii() else self._composed(text)
+        text = self._unquoted(" ".join(text.split()))
+        if not any(bracket in text for bracket in "<[{("):
+            return self._in_form(text)
+        if not self.keeps_tags:
+            return self._in_form(_TAG.sub(self._without_tag, text))
+        parts, end = [], 0
+        for match in _TAG.finditer(text):
+            self.tags[match["tag"]] += 1
+            parts += [self._in_form(text[end : match.start()]), match["tag"]]
+            end = match.end()
+        parts.append(self._in_form(text[end:]))
+        return " ".join(filter(None, parts))
+
+    def _composed(self, text: str) -> str:
+        """In form NFC, without characters of no width."""
+        if found := _NO_WIDTH.findall(text):
+            self.no_width.update(found)
+            text = _NO_WIDTH.sub("", text)
+        if unicodedata.is_normalized("NFC", text):
+            return text
+        self.composed += 1
+        return unicodedata.normalize("NFC", text)
+
+    def _unquoted(self, text: str) -> str:
+        """Without the quoting of CSV, which doubles quotes and encloses the field in two more."""
+        if '""' not in text:
+            return text
+        inner = text[1:-1] if text[0] == text[-1] == '"' else text
+        for plain in (inner, text):
+            if (runs := _QUOTES.findall(plain)) and not any(len(run) % 2 for run in runs):
+                self.unquoted += 1
+                return plain.replace('""', '"')
+        return text
+
+    def _without_tag(self, match: re.Match[str]) -> str:
+        tag = match["tag"]
+        if word := _LAUGHED.fullmatch(tag):
+            self.tags["[laughter-WORD]"] += 1
+            return f" {word[1]}" if match["stop"] else f" {word[1]} "
+        self.tags[tag] += 1
+        self.unwritten += bool(_UNWRITTEN.fullmatch(tag))
+        return "" if match["stop"] else " "
+
+    def _in_form(self, text: str) -> str:
         text = " ".join(text.split())
         if self.choice == "keep":
             return text
-        if self.choice == "lower":
-            return text.lower()
-        if others := _OTHER.findall(unicodedata.normalize("NFC", text)):
-            return self._without(text, others)
-        return text.upper()
+        if self.choice == "upper-az":
+            others = _OTHER.findall(text)
+            return self._without(text, others) if others else text.upper()
+        if self.choice == "lower-tr":
+            text = text.translate(TURKISH)
+        elif not text.isascii():
+            self.turkish += "İ" in text or "ı" in text
+        # Python's lower case of İ is i with a combining dot, a letter of no alphabet.
+        return text.lower().replace("i\u0307", "i")
 
     def _without(self, text: str, others: list[str]) -> str:
-        text = unicodedata.normalize("NFC", text).translate(self._table)
+        text = text.translate(self._table)
         damaged = False
         for character in others:
             to = self._table[ord(character)]
@@ -57,13 +141,23 @@ class TextNormalizer:
         return " ".join(text.split())
 
     def report(self) -> list[str]:
-        """Lines on the characters dropped and changed, with counts; none if all were kept."""
+        """Lines on what was removed and changed, with counts; none if all was kept."""
         lines = []
+        if self.composed:
+            lines.append(f"{self.composed:,} transcripts changed to Unicode's composed form (NFC)")
+        if self.no_width:
+            lines.append(f"{_listed('characters without width removed', self.no_width)}")
+        if self.unquoted:
+            lines.append(f"{self.unquoted:,} transcripts were quoted as in CSV; quotes undone")
+        lines += self._tag_report()
+        if self.turkish:
+            lines.append(
+                f"{self.turkish:,} transcripts have ı or İ: for Turkish and Azerbaijani choose "
+                "--text lower-tr, which changes I to ı"
+            )
         for what, count in (("dropped", self.dropped), ("changed", self.changed)):
             if count:
-                shown = ", ".join(f"{c!r} {n:,}" for c, n in count.most_common(SHOWN))
-                more = f" and {len(count) - SHOWN} others" if len(count) > SHOWN else ""
-                lines.append(f"--text {self.choice}: {count.total():,} {what}: {shown}{more}")
+                lines.append(f"--text {self.choice}: {_listed(what, count)}")
         if self.damaged:
             remedy = "write them as words, or choose --text keep or lower"
             lines.append(
@@ -71,6 +165,25 @@ class TextNormalizer:
                 f"spoken; {remedy}"
             )
         return lines
+
+    def _tag_report(self) -> list[str]:
+        if not self.tags:
+            return []
+        if self.keeps_tags:
+            return [f"--tags keep: {_listed('tags kept as they are', self.tags)}"]
+        lines = [f"{_listed('tags dropped', self.tags)}; --tags keep leaves them as they are"]
+        if self.unwritten:
+            lines.append(
+                f"warning: {self.unwritten:,} of these tags stand for words that are spoken but "
+                "not written; such transcripts do not match their audio"
+            )
+        return lines
+
+
+def _listed(what: str, count: Counter[str]) -> str:
+    shown = ", ".join(f"{c!r} {n:,}" for c, n in count.most_common(SHOWN))
+    more = f" and {len(count) - SHOWN} others" if len(count) > SHOWN else ""
+    return f"{count.total():,} {what}: {shown}{more}"
 
 
 def _is_spoken(character: str) -> bool:
