@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from asr.data.importers.records import numbered_lines
 from asr.data.importers.rows import Fault, Row, Split
-from asr.data.manifest import open_table
 from asr.errors import UserError
 
 PIPE = (
@@ -82,11 +82,9 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
 
 def _lines(path: Path) -> Iterator[tuple[int, str, str]]:
     """(line number, key, the rest) of every line."""
-    with open_table(path) as file:
-        for number, line in enumerate(file, start=1):
-            key, *rest = line.split(maxsplit=1) or [""]
-            if key:
-                yield number, key, rest[0].strip() if rest else ""
+    for number, line in numbered_lines(path):
+        key, *rest = line.split(maxsplit=1)
+        yield number, key, rest[0] if rest else ""
 
 
 def _table(path: Path) -> Iterator[Fault]:

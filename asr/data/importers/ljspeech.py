@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from asr.data.importers.records import first_line
+from asr.data.importers.records import first_line, numbered_lines
 from asr.data.importers.rows import Fault, Row, Split
-from asr.data.manifest import open_table
 from asr.errors import UserError
 
 TABLE = "metadata.csv"
@@ -32,15 +31,12 @@ def read(source: Path) -> list[Split]:
 
 
 def _rows(table: Path, speaker: str) -> Iterator[Row | Fault]:
-    with open_table(table) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            fields = [field.strip() for field in line.split("|")]
-            if len(fields) not in (2, 3):
-                fault = f"{len(fields)} fields between |, where ID|TEXT|NORMALISED is expected"
-                yield Fault(table, number, fault)
-                continue
-            name, text = fields[0], fields[-1] or fields[1]
-            audio = name if name.endswith((".wav", ".flac")) else f"{name}.wav"
-            yield Row(table, number, name, audio if name else "", text, speaker)
+    for number, line in numbered_lines(table):
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) not in (2, 3):
+            fault = f"{len(fields)} fields between |, where ID|TEXT|NORMALISED is expected"
+            yield Fault(table, number, fault)
+            continue
+        name, text = fields[0], fields[-1] or fields[1]
+        audio = name if name.endswith((".wav", ".flac")) else f"{name}.wav"
+        yield Row(table, number, name, audio if name else "", text, speaker)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asr.data.importers.rows import Fault, Row
-from asr.data.manifest import open_table, read_rows
+from asr.data.manifest import BYTE_ORDER_MARK, open_table, read_rows
 from asr.errors import UserError
 from asr.io import parse_json
 
@@ -20,7 +20,7 @@ Record = tuple[int, dict[str, Any]]
 def rows_of(
     table: Path,
     records: Iterable[Record | Fault],
-    read: Callable[[int, dict[str, Any]], Iterable[Row]],
+    read: Callable[[int, dict[str, Any]], Iterable[Row | Fault]],
 ) -> Iterator[Row | Fault]:
     """The rows that `read` makes of each record, and the faults: also its ValueError is one."""
     for found in records:
@@ -33,11 +33,21 @@ def rows_of(
             yield Fault(table, found[0], str(error))
 
 
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file with their numbers, without empty ones and byte-order marks.
+
+    Raises UserError as manifest.open_table does.
+    """
+    with open_table(path) as file:
+        for number, line in enumerate(file, start=1):
+            if text := line.lstrip(BYTE_ORDER_MARK).strip():
+                yield number, text
+
+
 def first_line(path: Path) -> str:
     """The first line of a text file with content; "" if there is none that can be read."""
     try:
-        with open_table(path) as file:
-            return next((line.rstrip("\n") for line in file if line.strip()), "")
+        return next((line for _, line in numbered_lines(path)), "")
     except UserError:
         return ""
 
@@ -67,7 +77,8 @@ def csv_records(path: Path) -> Iterator[Record | Fault]:
     Raises UserError as manifest.open_table does, and for what breaks the rules of CSV.
     """
     with open_table(path) as file:
-        reader, line = csv.reader(file, strict=True), 1
+        lines = (line.lstrip(BYTE_ORDER_MARK) for line in file)
+        reader, line = csv.reader(lines, strict=True), 1
         try:
             header = next(reader, [])
             line = reader.line_num + 1
@@ -84,15 +95,12 @@ def csv_records(path: Path) -> Iterator[Record | Fault]:
 
 def json_records(path: Path) -> Iterator[Record | Fault]:
     """The objects of JSON lines. Raises UserError as manifest.open_table does."""
-    with open_table(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            about = _parse(line)
-            if about is None:
-                yield Fault(path, number, "not a JSON object; one is expected in every line")
-            else:
-                yield number, about
+    for number, line in numbered_lines(path):
+        about = _parse(line)
+        if about is None:
+            yield Fault(path, number, "not a JSON object; one is expected in every line")
+        else:
+            yield number, about
 
 
 def _parse(line: str) -> dict[str, Any] | None:
