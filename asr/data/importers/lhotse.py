@@ -19,6 +19,9 @@ from asr.errors import UserError
 ENDINGS = (".jsonl", ".jsonl.gz")
 SAVE = "write its audio with Lhotse's CutSet.save_audios(FOLDER), and import the CutSet it returns"
 NEAR = 1e-4  # seconds between the ends of a cut and of its recording, which JSON may round
+ROUNDING = 0.02  # seconds, two frames: cuts may have been made on a grid of frames
+WHOLE = "import the CutSet from before CutSet.truncate or cut_into_windows; trim_to_supervisions "
+WHOLE += "leaves no parts if keep_overlapping is False"
 
 
 def recognise(source: Path) -> bool:
@@ -51,7 +54,7 @@ def _rows(manifest: Path) -> Iterator[Row | Fault]:
     return rows_of(manifest, json_records(manifest), partial(_checked_utterances, manifest))
 
 
-def _checked_utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Iterator[Row]:
+def _checked_utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Iterator[Row | Fault]:
     try:
         yield from _utterances(manifest, line, cut)
     except (TypeError, AttributeError, KeyError):
@@ -59,7 +62,7 @@ def _checked_utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Itera
         raise ValueError(fault) from None
 
 
-def _utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Iterator[Row]:
+def _utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Iterator[Row | Fault]:
     """A row for each supervision. Raises ValueError for a cut that is no part of a file."""
     kind, recording = cut.get("type"), cut.get("recording")
     if kind not in ("MonoCut", "MultiCut", None):
@@ -72,7 +75,10 @@ def _utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Iterator[Row]
     if not supervisions:
         raise ValueError("the cut has no supervision, hence no text")
     for supervision in supervisions:
-        yield _utterance(manifest, line, cut, recording, supervision)
+        try:
+            yield _utterance(manifest, line, cut, recording, supervision)
+        except ValueError as error:  # the cut's other supervisions may be good
+            yield Fault(manifest, line, str(error))
 
 
 def _utterance(
@@ -82,16 +88,21 @@ def _utterance(
     audio, channel = _file(recording, channels if isinstance(channels, list) else [channels])
     begin, end = number_of(cut, "start") or 0.0, number_of(cut, "duration")
     start, length = float(said.get("start") or 0.0), number_of(said, "duration")
-    # A supervision may reach over the ends of its cut.
+    name = text_of(said, "id") or text_of(cut, "id")
     first = begin + max(0.0, start)
     last = begin + min(end, start + length) if end and length else begin + (end or 0.0)
     if not first < last < math.inf:  # also for what is not a number
         raise ValueError(f"the supervision from {first:g} to {last:g} s has no length")
+    # The text would be that of all of it.
+    if length and last - first < length - ROUNDING:
+        raise ValueError(
+            f"cut {text_of(cut, 'id')!r} has {last - first:g} of the {length:g} s of supervision "
+            f"{name!r}, hence a part of its text; {WHOLE}"
+        )
     whole = number_of(recording, "duration")
     is_whole = first < NEAR and whole is not None and abs(last - whole) < NEAR
-    part = (None, None) if is_whole else (first, last - first)
+    part = (None if is_whole else first, last - first)
     text, speaker = text_of(said, "text"), text_of(said, "speaker")
-    name = text_of(said, "id") or text_of(cut, "id")
     return Row(manifest, line, name, audio, text, speaker, "", *part, channel)
 
 
