@@ -5,6 +5,7 @@ are in the column of the type Audio and stay encoded as they are. The library, t
 reads the Arrow files.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -72,13 +73,24 @@ def _split(name: str, dataset: Any, place: Path, text_column: str | None) -> Spl
 def _rows(
     about: Any, contents: Any, path_column: str, text_column: str, place: Path
 ) -> Iterator[Row]:
+    names: Counter[str] = Counter()
     for number, record in enumerate(about, start=1):
         path = record[path_column] or ""
-        stem = PurePosixPath(path).stem
-        name = text_of(record, "id") or stem or f"{place.name}-{number}"
+        name = text_of(record, "id")
+        name = name or _numbered(PurePosixPath(path).stem or f"{place.name}-{number}", names)
         text, speaker = text_of(record, text_column), text_of(record, *SPEAKER_KEYS)
         load = partial(_content, contents, number - 1)
         yield Row(place, number, name, path or name, text, speaker, load=load)
+
+
+def _numbered(name: str, names: Counter[str]) -> str:
+    """The name, with a number from 2 on if it is repeated: the library keeps no files' folders."""
+    unique = name
+    while names[unique]:
+        names[name] += 1
+        unique = f"{name}-{names[name]}"
+    names[unique] += 1
+    return unique
 
 
 def _content(contents: Any, index: int) -> bytes:
