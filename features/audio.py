@@ -19,7 +19,7 @@ import re
 import stat
 import tarfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from functools import lru_cache
@@ -315,15 +315,20 @@ def stream_audio(
             yield block.clamp(-1.0, 1.0)
 
 
-def decoded_seconds(path: Source, max_seconds: float | None = None) -> float:
+def decoded_seconds(
+    path: Source,
+    max_seconds: float | None = None,
+    inspect: Callable[[np.ndarray], None] | None = None,
+) -> float:
     """Duration of what can be decoded, a block at a time in memory.
 
+    inspect: called with every block (S, C), which the next one overwrites.
     Raises AudioError as `read_audio` does, and for a truncated file, which holds less than its
     header claims. MP3 and OGG headers seldom have a length; there only a broken frame shows it.
     """
     count = 0
     with open_audio(path) as (sound, name):
-        for block in _blocks(sound, name, max_seconds):
+        for block in _blocks(sound, name, max_seconds, inspect=inspect):
             count += len(block)
         claimed, decoded = _claimed_frames(sound) / sound.samplerate, count / sound.samplerate
         if claimed > decoded + TOLERANCE:
@@ -406,6 +411,7 @@ def _blocks(
     name: str,
     max_seconds: float | None = None,
     sample_rate: int | None = None,
+    inspect: Callable[[np.ndarray], None] | None = None,
 ) -> Iterator[np.ndarray]:
     """The file, averaged over channels and checked, (S,) at a time; also at `sample_rate`, a block
     has at most BLOCK_VALUES. AudioError without samples, or soon after `max_seconds`.
@@ -424,6 +430,8 @@ def _blocks(
             with np.errstate(invalid="ignore", over="ignore"):  # such values are refused next
                 mono = block[:read].mean(axis=1) if sound.channels > 1 else block[:read, 0].copy()
             check_values(torch.from_numpy(mono), name)
+            if inspect:
+                inspect(block[:read])
             yield mono
     if not count:
         raise NoSamples(f"{name}: no audio, 0 samples")

@@ -171,6 +171,43 @@ def test_each_fault_has_its_message_and_can_be_skipped(own, tmp_path, asr_prepar
     assert read_manifest(tmp_path / "to" / "mine.tsv").ids == ["a", "b", "c"]
 
 
+def test_audio_without_content_is_a_fault(own, tmp_path, asr_prepare):
+    """As the features see it: channels averaged, the mean removed."""
+    folder, draw = own.parent, np.random.default_rng(0)
+    speech = 0.3 * np.sin(np.arange(16000) / 7) * np.hanning(16000)
+    silent = {
+        "zero.wav": np.zeros(16000),
+        "high.flac": np.full(16000, 0.1),
+        "low.wav": np.full(16000, 0.001),
+        "dither.wav": draw.integers(-1, 2, 16000).astype(np.int16),
+        "zero.mp3": np.zeros(16000),
+        "stereo.wav": np.full((16000, 2), [0.1, -0.2]),
+    }
+    opposite = {
+        "exact.wav": np.stack([speech, -speech], 1),
+        "noisy.flac": np.stack([speech, 4e-4 * draw.standard_normal(16000) - speech], 1),
+        "mean.wav": np.stack([speech + 0.2, 0.1 - speech], 1),
+    }
+    good = {
+        "quiet.wav": 1e-3 * speech,
+        "left.wav": np.stack([speech, 0 * speech], 1),
+        "weaker.wav": np.stack([speech, -0.9 * speech], 1),
+        "late.wav": np.concatenate([np.zeros(50_000), speech]),
+    }
+    for name, samples in (silent | opposite | good).items():
+        soundfile.write(folder / name, samples, 16000)
+    rows = "".join(f"{name}\t{name}\tText\n" for name in (silent | opposite | good))
+    own.write_text("id\taudio\ttext\n" + rows)
+    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+    assert code == 2 and f"{own}: 9 of 13 rows are faulty" in err[-1]
+    for name, line in zip(silent | opposite, err[:-1], strict=True):
+        words = "holds no sound: all samples" if name in silent else "channels have opposite phase"
+        assert line.startswith(f"{own}:") and words in line
+    assert asr_prepare("tsv", own, "--to", tmp_path / "to", "--skip-bad")[0] == 0
+    assert read_manifest(tmp_path / "to" / "mine.tsv").ids == list(good)
+    assert asr_prepare("tsv", own, "--to", tmp_path / "to", "--headers-only")[0] == 0
+
+
 def test_headers_alone_do_not_show_a_truncated_file(own, tmp_path, asr_prepare):
     spoil(own.parent)
     own.write_text(own.read_text() + "d\tcut.flac\tText\t\ts\tr\n")

@@ -1,10 +1,10 @@
 """From the rows of any corpus to manifests: check, select, measure, cut, normalise, write.
 
-Rows are read, measured and written one after another, in bounded memory: a million rows cost the
-set of their ids. Audio that is a whole file stays where it is; NAME.audio becomes a link to its
-folder. Parts of files, single channels and audio inside the corpus' own files go into NAME-*.tar
-(shards.py), parts as FLAC of the same rate. Nothing is written if a row is faulty, unless such rows
-are to be skipped.
+Rows are read, measured and written one after another, in bounded memory: a million rows cost their
+ids, and a number each for audio and text. Audio that is a whole file stays where it is; NAME.audio
+becomes a link to its folder. Parts of files, single channels and audio inside the corpus' own files
+go into NAME-*.tar (shards.py), parts as FLAC of the same rate. Nothing is written if a row is
+faulty, unless such rows are to be skipped.
 """
 
 import math
@@ -19,6 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
@@ -28,13 +29,17 @@ from asr.data.importers.rows import Fault, Row, Split
 from asr.data.importers.text_normalization import TextNormalizer
 from asr.data.manifest import COLUMNS, check_names, join_fields, parse_seconds, seconds_field
 from asr.data.shards import TarWriter
-from asr.errors import UserError, one_line, terminal
+from asr.errors import UserError, one_line, print_line, terminal
 from asr.io import atomic_writer, made_folder, usable_cores
 from features import AudioError
-from features.audio import audio_seconds, decoded_seconds
-from features.cut import OVERSHOOT, audio_channels, cut_audio
+from features.audio import audio_seconds, decoded_seconds, open_audio
+from features.cut import audio_channels, cut_audio
 
 TOLERANCE = 0.1  # seconds between what a table says and what its file has
+PADDING = 0.5  # seconds that lossy codecs add, most at low rates: MP3 of 8 kHz 0.3
+LOSSY = ("MP3", "OGG")  # libsndfile's names
+SILENT = 2**-14  # from lowest to highest value: two steps of 16 bits, as of dither
+CANCELLED = 1e-4  # of the power, where channels of opposite phase are averaged
 EXACT = 1e-3  # seconds: a part that ends so near to its file's end is the whole file
 TAR_BYTES = 1e9
 IN_FLIGHT = 8  # rows measured ahead, per thread
@@ -57,6 +62,43 @@ class Measured(NamedTuple):
     seconds: float
     content: bytes | None
     name: str  # of the content
+    padded: bool  # whether the table's duration differs by more than TOLERANCE
+
+
+class _Levels:
+    """Whether decoded audio holds anything once its channels are averaged and the mean is removed.
+
+    That is all the features see; the mean is removed as in log-mel.
+    """
+
+    def __init__(self) -> None:
+        self.low, self.high = math.inf, -math.inf  # of the average of the channels
+        self.count = 0
+        self.sums = np.zeros((2, 1))  # of the values and of their squares: (2, 1 + C)
+
+    def add(self, block: np.ndarray) -> None:
+        """A further block (S, C)."""
+        mono = block.mean(axis=1, keepdims=True)
+        self.low, self.high = min(self.low, mono.min()), max(self.high, mono.max())
+        if block.shape[1] > 1:
+            values = np.concatenate([mono, block], axis=1)
+            squares = np.einsum("sc,sc->c", values, values, dtype=np.float64)
+            self.count += len(block)
+            self.sums = self.sums + np.stack([values.sum(axis=0, dtype=np.float64), squares])
+
+    def check(self) -> None:
+        """Raise ValueError for audio without content."""
+        if self.count:
+            mean, square = self.sums / self.count
+            power = square - mean**2  # of the average, and of each channel
+            if power[0] < CANCELLED * power[1:].mean() and power[1:].mean() > SILENT**2:
+                raise ValueError(
+                    "its channels have opposite phase and cancel when they are averaged; write one "
+                    "of them to a file of its own"
+                )
+        if self.low <= self.high <= self.low + SILENT:  # none if nothing was decoded
+            value = (self.high + self.low) / 2
+            raise ValueError(f"holds no sound: all samples are about {value:.3g}")
 
 
 class _Output:
@@ -71,10 +113,13 @@ class _Output:
         self.root = os.path.abspath(options.audio or split.root)  # noqa: PTH100
         self.base = os.path.abspath(options.audio or split.base or split.root)  # noqa: PTH100
         self.faults, self.rows = FaultReport(), 0
+        self.padded = 0  # rows whose duration is not their audio's
+        self.retold = 0  # rows of a whole file that an earlier row gives another text
         self.outside = ""  # the folder common to all audio outside the root
         self.links = False  # whether the manifest names files outside its tars
         self._linked = linked_folder(self.manifest, Path(self.root)).relative_to(to).as_posix()
         self._tars: TarWriter | None = None
+        self._texts: dict[int, int] = {}  # hash of the path of a whole file -> that of its text
 
     def path_of(self, row: Row) -> str:
         """The absolute path of a row's file. Raises ValueError for a row with a fault."""
@@ -107,11 +152,13 @@ class _Output:
             return None
         if measured.content is None:
             self.links = True
+            self.retold += self._texts.setdefault(hash(path), hash(text)) != hash(text)
             below = os.path.relpath(path, self.root)
             own[2] = os.path.normpath(os.path.join(self._linked, below))  # noqa: PTH118
         else:
             own[2] = self._store(row, measured, text)
         self.rows += 1
+        self.padded += measured.padded
         return join_fields([*own, *row.more])
 
     def _store(self, row: Row, measured: Measured, text: str) -> str:
@@ -141,6 +188,18 @@ class _Output:
             self._tars.finish()
         if self.links:
             link_audio(self.manifest, Path(self.root))
+        place = self.split.place
+        if self.padded:
+            print_line(
+                f"{place}: {self.padded:,} durations differ by {TOLERANCE} to {PADDING} s from "
+                "the audio, as codecs pad or segments end after their recording; the audio's are "
+                "written"
+            )
+        if self.retold:
+            print_line(
+                f"warning: {place}: {self.retold:,} rows name a whole file that an earlier row "
+                "gives another text; parts of a recording need their times"
+            )
 
 
 def convert(
@@ -258,34 +317,33 @@ def _measured(
 
 def _measure(row: Row, path: str, options: Options) -> Measured | str:
     """Open a row's audio -> its measure, or what is wrong with it."""
-    limit = options.max_seconds
     try:
-        measured = _cut_or_measure(row, path, options)
-        seconds_field(measured.seconds)
+        return _cut_or_measure(row, path, options)
     except (AudioError, ValueError) as error:
         return str(error)
-    if limit is not None and measured.seconds > limit:
-        return f"{measured.seconds:.2f} seconds long, over the limit of {limit:g}"
-    if row.seconds and abs(float(row.seconds) - measured.seconds) > TOLERANCE:
-        return f"seconds is {row.seconds}, but the file has {measured.seconds:.3f}"
-    return measured
 
 
 def _cut_or_measure(row: Row, path: str, options: Options) -> Measured:
     """Cut what is not a whole file. Raises AudioError and ValueError."""
     content = row.load() if row.load else None
     audio: str | bytes = path if content is None else content
-    limit = options.max_seconds
+    limit, name, levels = options.max_seconds, row.audio, _Levels()
     if row.length is not None and limit is not None and row.length > limit + TOLERANCE:
         raise ValueError(f"{row.length:.2f} seconds long, over the limit of {limit:g}")
     if _is_part(row, audio):
         content, seconds = cut_audio(audio, row.start or 0.0, row.length, row.channel)
-        return Measured(seconds, content, "part.flac")
-    seconds = audio_seconds(audio) if options.headers_only else decoded_seconds(audio, limit)
-    missing = TOLERANCE if row.start is None else OVERSHOOT
-    if row.length is not None and row.length - seconds > missing:
-        raise ValueError(f"duration is {row.length:g}, but the file has {seconds:.3f}")
-    return Measured(seconds, content, row.audio)
+        decoded_seconds(content, inspect=levels.add)
+        name = "part.flac"
+    elif options.headers_only:
+        seconds = audio_seconds(audio)
+    else:
+        seconds = decoded_seconds(audio, limit, levels.add)
+    seconds_field(seconds)
+    if limit is not None and seconds > limit:
+        raise ValueError(f"{seconds:.2f} seconds long, over the limit of {limit:g}")
+    padded = _is_padded(row, seconds, audio)
+    levels.check()
+    return Measured(seconds, content, name, padded)
 
 
 def _is_part(row: Row, audio: str | bytes) -> bool:
@@ -294,8 +352,32 @@ def _is_part(row: Row, audio: str | bytes) -> bool:
         return True
     if row.length is None:
         return False
-    tolerance = TOLERANCE if row.start is None else EXACT
-    return audio_seconds(audio) - row.length > tolerance
+    more = audio_seconds(audio) - row.length
+    if row.start is None and TOLERANCE < more <= PADDING:
+        return not _is_lossy(audio)
+    return more > (TOLERANCE if row.start is None else EXACT)
+
+
+def _is_padded(row: Row, seconds: float, audio: str | bytes) -> bool:
+    """Whether the row's duration differs by more than TOLERANCE from its audio's.
+
+    Raises ValueError if it differs by more than PADDING, or the audio is a whole file without loss,
+    which a codec cannot have padded.
+    """
+    given, name = row.length, "duration"
+    if row.seconds:
+        given, name = float(row.seconds), "seconds"
+    difference = 0.0 if given is None else abs(given - seconds)
+    if difference <= TOLERANCE:
+        return False
+    if difference > PADDING or not (row.start is not None or _is_lossy(audio)):
+        raise ValueError(f"{name} is {given:g}, but the file has {seconds:.3f}")
+    return True
+
+
+def _is_lossy(audio: str | bytes) -> bool:
+    with open_audio(audio) as (sound, _):
+        return sound.format in LOSSY
 
 
 def _with_progress(items: Iterable[Any], name: str) -> Iterator[Any]:
