@@ -4,12 +4,13 @@ import argparse
 import inspect
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from asr.arguments import CommandParser, above_zero, natural, share
-from asr.data.importers.text_normalization import CHOICES
+from asr.data.importers.text_normalization import CHOICES, TAGS
 from asr.errors import UserError, print_line, run_command
 
 # Name of a corpus format -> its SOURCE, and its help: a summary and more.
@@ -137,9 +138,13 @@ def _add_format(kind: argparse.ArgumentParser, name: str, source: str) -> None:
     kind.add_argument("--audio", type=Path, metavar="FOLDER", help=text)
     text = "list the faulty rows and write the others"
     kind.add_argument("--skip-bad", action="store_true", help=text)
-    text = "transcripts: keep them, in lower case, or in upper case with only A to Z, apostrophes "
-    text += "and spaces; what is dropped is reported (default: %(default)s)"
+    text = "transcripts: keep them, in lower case (lower-tr: of Turkish and Azerbaijani), or in "
+    text += "upper case with only A to Z, apostrophes and spaces; what is dropped is reported "
+    text += "(default: %(default)s)"
     kind.add_argument("--text", choices=CHOICES, default="keep", help=text)
+    text = "notes in brackets such as <COMMA>, [laughter] or {breath}: drop them, or keep them as "
+    text += "they are; their counts are reported (default: %(default)s)"
+    kind.add_argument("--tags", choices=TAGS, default="drop", help=text)
     if name in WITH_TEXT_COLUMN:
         kind.add_argument("--text-column", metavar="NAME", help="the column of the transcripts")
     text = "trust the audio files' headers: faster, but truncated files pass"
@@ -190,7 +195,7 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
     """Any corpus that somebody already has, in one of FORMATS."""
     from asr.data.importers import formats
     from asr.data.importers.convert import Options, convert
-    from asr.data.importers.hold_out import hold_out
+    from asr.data.importers.hold_out import hold_out, shared_texts
     from asr.data.importers.text_normalization import TextNormalizer
 
     if name == "auto":
@@ -204,7 +209,7 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
             f"--valid {args.valid:g}: the corpus has a validation split, {valid}; leave out --valid"
         )
     options = Options(args.audio, args.headers_only, args.max_seconds, args.hours, args.skip_bad)
-    normalize = TextNormalizer(args.text)
+    normalize = TextNormalizer(args.text, args.tags)
     manifests = convert(splits, args.to, options, normalize)
     for line in normalize.report():
         print_line(line)
@@ -213,8 +218,12 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
         valid, line = hold_out(whole, args.valid)
         print_line(line)
         manifests.append(valid)
-    seconds = {manifest: _report(manifest) for manifest in manifests}
-    print_line(_next_command(args.to, seconds))
+    hours = {manifest: _report(manifest) for manifest in manifests}
+    train, valid = _find_splits(args.to, hours)
+    with suppress(UserError):  # a table that was in the folder before may be no manifest
+        if train and valid and (line := shared_texts(train, valid)):
+            print_line(line)
+    print_line(_next_command(args.to, train, valid, hours.get(train, 0.0)))
 
 
 def _shards(args: argparse.Namespace) -> None:
@@ -269,18 +278,23 @@ def _report(manifest: Path) -> float:
     return hours
 
 
-def _next_command(folder: Path, hours: Mapping[Path, float]) -> str:
-    """What to do with the manifests just written, and those that were in their folder before."""
-    manifests = sorted({*hours, *folder.glob("*.tsv")}, key=lambda path: (path not in hours, path))
+def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, Path | None]:
+    """The manifests to train on and to validate on: just written, or in their folder before."""
+    paths = {*written, *folder.glob("*.tsv")}
+    manifests = sorted(paths, key=lambda path: (path not in written, path))
     valid = next((path for path in manifests if VALID.search(path.stem)), None)
     others = [path for path in manifests if not VALID.search(path.stem)]
     trains = [path for path in others if path.stem.startswith("train")]
-    train = next(iter(trains or [path for path in others if path in hours]), None)
+    return next(iter(trains or [path for path in others if path in written]), None), valid
+
+
+def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: float) -> str:
+    """What to do with the manifests."""
     if train is None or valid is None:
         missing = "training" if train is None else "validation"
         remedy = "" if train is None else ", or hold out a part: --valid 0.05"
         return f"next: prepare a {missing} split into {folder}{remedy}"
-    is_large = hours.get(train, 0.0) >= LARGE_HOURS
+    is_large = hours >= LARGE_HOURS
     recipe = LARGE_RECIPE if is_large else SMALL_RECIPE
     command = ["python", "-m", "asr.train", recipe]
     command += ["data.corpus=null", "data.test={}", "run=own"] if is_large else []

@@ -218,7 +218,8 @@ def test_common_voice_has_its_splits(tmp_path, asr_prepare):
     assert lines[0].startswith("--text upper-az: 45 dropped: '“' 9, ',' 9, '”' 9, '.' 9, '0' 3")
     assert lines[1] == "--text upper-az: 9 changed: 'Ç to C' 9"
     assert lines[2].startswith("warning: 9 transcripts lost letters, digits or signs")
-    assert lines[3].startswith("next: python -m asr.train ")
+    assert lines[3].startswith("warning: 3 of 3 utterances of ") and "have a text that" in lines[3]
+    assert lines[4].startswith("next: python -m asr.train ")
 
 
 def test_a_table_of_common_voice_alone(tmp_path, asr_prepare):
@@ -293,6 +294,23 @@ def test_speakers_whose_names_are_also_ids_are_held_out_whole(tmp_path):
         for path in (valid, tmp_path / "all.tsv")
     ]
     assert f"{len(voices[0])} of 13 speakers" in line and not voices[0] & voices[1]
+
+
+def test_texts_that_are_held_out_and_trained_on_are_counted(tmp_path, asr_prepare):
+    noise(tmp_path / "own" / "a.wav")
+    rows = [f"u{n}\ta.wav\tprompt {n % 3 if n < 60 else n}\ts{n % 13}\n" for n in range(65)]
+    table = tmp_path / "own" / "all.tsv"
+    table.write_text("id\taudio\ttext\tspeaker\n" + "".join(rows))
+    call = ("tsv", table, "--to", tmp_path, "--valid", 0.2)
+    code, out, _ = asr_prepare(*call)
+    train, valid = (tmp_path / f"all{end}.tsv" for end in ("", "-valid"))
+    texts = [read_manifest(path).texts for path in (train, valid)]
+    shared = sum(text in texts[0] for text in texts[1])
+    assert code == 0 and shared > 5
+    assert f"warning: {shared} of {len(texts[1])} utterances of {valid} have a text" in out
+    table.write_text("id\taudio\ttext\n" + "".join(f"u{n}\ta.wav\t{n}\n" for n in range(9)))
+    code, out, _ = asr_prepare(*call)
+    assert code == 0 and "have a text that" not in out
 
 
 def test_utterances_of_few_speakers_are_held_out(tmp_path):
@@ -537,6 +555,92 @@ def test_cuts_that_are_computed_are_refused(tmp_path, asr_prepare):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.fixture
+def spoken(tmp_path):
+    """A CutSet of one recording with two supervisions."""
+    lhotse = pytest.importorskip("lhotse", reason="pip install '.[test]' has it")
+    samples = noise(tmp_path / "a.wav", 4.0)
+    said = [
+        lhotse.SupervisionSegment(f"s{n}", "a", start, length, text=f"text {n}")
+        for n, (start, length) in enumerate([(0.2, 1.5), (1.6, 2.2)])
+    ]
+    recording = lhotse.Recording.from_file(tmp_path / "a.wav")
+    cut = lhotse.MonoCut("c", 0, 4.0, 0, said, recording=recording)
+    return lhotse.CutSet.from_cuts([cut]), samples
+
+
+PARTIAL = {
+    "truncate": (lambda cuts: cuts.truncate(max_duration=2.0, offset_type="start"), ["s0"]),
+    "windows": (lambda cuts: cuts.cut_into_windows(2.0), ["s0"]),
+    "overlapping": (lambda cuts: cuts.trim_to_supervisions(), ["s0", "s1"]),
+    "rounded": (lambda cuts: cuts.truncate(max_duration=3.79, offset_type="start"), ["s0", "s1"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("change", "whole"), PARTIAL.values(), ids=PARTIAL)
+def test_a_part_of_a_supervision_has_not_its_text(tmp_path, asr_prepare, spoken, change, whole):
+    cuts, samples = spoken
+    change(cuts).to_file(tmp_path / "cuts.jsonl")
+    call = ("lhotse", tmp_path / "cuts.jsonl", "--to", tmp_path / "to")
+    code, _, err = asr_prepare(*call, "--skip-bad")
+    assert code == 0
+    corpus = read_manifest(tmp_path / "to" / "cuts.tsv")
+    assert corpus.ids == whole and corpus.texts == [f"text {name[1]}" for name in whole]
+    check_audio(corpus[0], part(samples, 0.2, 1.7))
+    partial = [line for line in err if "hence a part of its text; import the CutSet from" in line]
+    if change is PARTIAL["rounded"][0]:
+        assert err == []
+        return
+    assert partial == err and asr_prepare(*call)[0] == 2
+    if change is PARTIAL["truncate"][0]:
+        assert " has 0.4 of the 2.2 s of supervision 's1'" in err[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recording_shorter_than_lhotse_says(tmp_path, asr_prepare, spoken):
+    cuts, _ = spoken
+    (cut,) = cuts
+    cut.supervisions = [cut.supervisions[0].with_alignment("word", [])]
+    cut.supervisions[0].start, cut.supervisions[0].duration = 0, 4.0
+    cuts.to_file(tmp_path / "cuts.jsonl")
+    noise(tmp_path / "a.wav", 3.0)
+    code, _, err = asr_prepare("lhotse", tmp_path / "cuts.jsonl", "--to", tmp_path / "to")
+    assert code == 2 and "duration is 4, but the file has 3.000" in err[0]
+
+
+def test_durations_of_codecs_that_pad(tmp_path, asr_prepare):
+    """Up to 0.5 s with one count, whatever the offset; more, or without a codec, it is a fault."""
+    noise(tmp_path / "set" / "a.mp3", 2.0, rate=8000)
+    noise(tmp_path / "set" / "b.wav", 2.0, rate=8000)
+    length = len(soundfile.read(tmp_path / "set" / "a.mp3")[0]) / 8000
+    rows = [("a.mp3", length + more, None) for more in (0.09, 0.4, -0.4, 0.6)]
+    rows += [("a.mp3", length - 0.7 + 0.4, 0.7), ("a.mp3", length - 0.7 + 0.6, 0.7)]
+    rows += [("b.wav", 2.4, None), ("b.wav", 1.6, None), ("b.wav", 2.09, None)]
+    about = [
+        {"audio_filepath": name, "duration": duration, "offset": offset, "text": "a"}
+        for name, duration, offset in rows
+    ]
+    manifest = json_lines(tmp_path / "set" / "train.json", about)
+    code, out, err = asr_prepare("nemo", manifest, "--to", tmp_path / "to", "--skip-bad")
+    assert code == 0 and [line.split(":")[2] for line in err] == ["4", "6", "7"]
+    assert f"{manifest}: 3 durations differ by 0.1 to 0.5 s from the audio" in out
+    corpus = read_manifest(tmp_path / "to" / "train.tsv")
+    expected = [length, length, length, length - 0.7, 1.6, 2.0]
+    np.testing.assert_allclose(corpus.seconds, expected, atol=2e-3)
+    assert corpus[2].audio.resolve() == tmp_path / "set" / "a.mp3"
+
+
+def test_repeated_names_in_a_data_set_are_numbered(tmp_path):
+    from asr.data.importers import datasets
+
+    names = ["SA1.WAV", "SA2.WAV", "SA1.WAV", "SA1-2.WAV", "SA1.WAV", "", "x/SA2.WAV"]
+    about = [{"audio.path": name, "text": "a"} for name in names]
+    rows = datasets._rows(about, [], "audio.path", "text", tmp_path / "set")
+    ids = ["SA1", "SA2", "SA1-2", "SA1-2-2", "SA1-3", "set-6", "SA2-2"]
+    assert [row.id for row in rows] == ids
+
+
 def test_hours_are_of_each_split_and_cut_no_more(tmp_path, asr_prepare):
     rows = [
         {"audio_filepath": "a.wav", "offset": n / 10, "duration": 0.9, "text": "a"}
@@ -634,7 +738,7 @@ def test_a_source_of_another_form_is_one_line(tmp_path, asr_prepare, name):
     [
         ("It’s “fine”, e.g. well-known", "IT'S FINE EG WELL KNOWN", ["6 dropped", "1 changed"]),
         ("Ÿ ﬁ Œuvre ß ø", "Y FI OEUVRE SS O", ["5 changed: 'Ÿ to Y' 1, 'ﬁ to FI' 1"]),
-        ("e\u0301te\u0301", "ETE", ["2 changed: 'é to E' 2"]),  # accents apart from their letters
+        ("e\u0301te\u0301", "ETE", ["1 transcripts changed to Unicode", "2 changed: 'é to E' 2"]),
         ("5 % да", "", ["4 dropped: '5' 1, '%' 1, 'д' 1, 'а' 1", "warning: 1 transcripts lost"]),
         ("A\u00a0B\tC", "A B C", []),
     ],
@@ -645,6 +749,89 @@ def test_upper_az(text, expected, report):
     lines = normalize.report()
     assert len(lines) == len(report)
     assert all(words in line for words, line in zip(report, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "expected", "report"),
+    [
+        ("upper-az", "hello<COMMA> you <UNK>", "HELLO YOU", ["2 tags dropped", "1 of these tags"]),
+        ("keep", "A [laughter]. {NOISE} (Applause) b", "A. b", ["3 tags dropped: '[laughter]' 1"]),
+        ("keep", "[laughter-yeah] [[skip]] <b_aside> so", "yeah so", ["3 tags dropped"]),
+        ("keep", "th[at]- (which is spoken) 5 < 6 > 3", "th[at]- (which is spoken) 5 < 6 > 3", []),
+        ("lower", "e\u0301 \u00e9 zero\u200b\ufeffwidth", "é é zerowidth", ["1 transcr", "2 char"]),
+        ("keep", "می\u200cخواهم a\u200cb", "می\u200cخواهم ab", ["1 characters without width"]),
+        ("lower", "İstanbul I\u0307", "istanbul i", ["1 transcripts changed", "--text lower-tr"]),
+        ("lower-tr", "İstanbul Irmak", "istanbul ırmak", []),
+        ("keep", '"""Good-bye,"" said he."', '"Good-bye," said he.', ["1 transcripts were quoted"]),
+        ("keep", '"Hello."', '"Hello."', []),
+        ("keep", '"A," he said, "b."', '"A," he said, "b."', []),
+        ("keep", '""A,"" he said', '"A," he said', ["1 transcripts were quoted"]),
+    ],
+)
+def test_what_is_no_text_is_removed_and_counted(choice, text, expected, report):
+    normalize = TextNormalizer(choice)
+    assert normalize(text) == expected
+    lines = normalize.report()
+    assert len(lines) == len(report)
+    assert all(words in line for words, line in zip(report, lines, strict=True))
+
+
+def test_the_quoting_of_csv_is_undone_as_csv_does():
+    normalize = TextNormalizer("keep")
+    for text in ('"Good-bye," said he.', 'say "x"', '"x"', '"', 'a "b" "c"', '"a" b "c"', "plain"):
+        file = io.StringIO()
+        csv.writer(file, delimiter="\t").writerow([text])
+        assert normalize(file.getvalue()) == text
+
+
+@pytest.mark.parametrize("choice", ["keep", "lower", "upper-az"])
+def test_tags_are_kept_on_request(choice):
+    normalize = TextNormalizer(choice, "keep")
+    expected = {"keep": "Yes <COMMA> no [noise]", "lower": "yes <COMMA> no [noise]"}
+    assert normalize("Yes<COMMA> no [noise]") == expected.get(choice, "YES <COMMA> NO [noise]")
+    (line,) = normalize.report()
+    assert line == "--tags keep: 2 tags kept as they are: '<COMMA>' 1, '[noise]' 1"
+
+
+def test_a_transcript_of_tags_alone_is_a_fault(tmp_path, asr_prepare):
+    noise(tmp_path / "set" / "a.wav")
+    rows = [{"audio_filepath": "a.wav", "text": text} for text in ("a <COMMA> b", "<SIL>")]
+    manifest = json_lines(tmp_path / "set" / "train.json", rows)
+    call = ("nemo", manifest, "--to", tmp_path / "to")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and err[0] == f"{manifest}:2: no text is left of '<SIL>'"
+    code, out, _ = asr_prepare(*call, "--skip-bad")
+    assert code == 0 and "2 tags dropped: '<COMMA>' 1, '<SIL>' 1; --tags keep" in out
+    code, out, _ = asr_prepare(*call, "--tags", "keep")
+    assert code == 0 and f"warning: {manifest}: 1 rows name a whole file that an earlier row" in out
+    assert read_manifest(tmp_path / "to" / "train.tsv").texts == ["a <COMMA> b", "<SIL>"]
+
+
+@pytest.mark.parametrize("form", ["kaldi", "nemo", "tsv", "audiofolder"])
+def test_byte_order_marks_of_joined_tables_are_no_content(tmp_path, asr_prepare, form):
+    mark, folder = "\ufeff", tmp_path / "set"
+    for name in "ab":
+        noise(folder / f"{name}.wav")
+    source = folder
+    if form == "kaldi":
+        (folder / "wav.scp").write_text(f"{mark}a a.wav\n{mark}b b.wav\n")
+        (folder / "text").write_text(f"{mark}a one\n{mark}b {mark}two\n")
+    elif form == "nemo":
+        rows = (
+            '{"audio_filepath": "a.wav", "text": "one"}\n{"audio_filepath": "b.wav", "text": "two"}'
+        )
+        source = folder / "train.json"
+        source.write_text(mark + rows.replace("\n", f"\n{mark}"))
+    elif form == "tsv":
+        source = folder / "all.tsv"
+        source.write_text(f"{mark}id\taudio\ttext\n{mark}a\ta.wav\tone\n{mark}b\tb.wav\ttwo\n")
+    else:
+        (folder / "metadata.csv").write_text(f"{mark}file_name,text\na.wav,one\n{mark}b.wav,two\n")
+    code, _, err = asr_prepare(form, source, "--to", tmp_path / "to")
+    assert code == 0 and err == []
+    (manifest,) = (tmp_path / "to").glob("*.tsv")
+    corpus = read_manifest(manifest)
+    assert corpus.texts == ["one", "two"] and not any(mark in name for name in corpus.ids)
 
 
 def test_auto_refuses_what_it_does_not_recognise(tmp_path, asr_prepare):

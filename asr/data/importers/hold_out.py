@@ -42,6 +42,19 @@ def hold_out(manifest: Path, share: float) -> tuple[Path, str]:
     )
 
 
+def shared_texts(train: Path, valid: Path) -> str:
+    """How many texts of a validation manifest are in the training manifest: a warning, or ""."""
+    known = {hash(row["text"]) for _, row in read_rows(train, COLUMNS)}
+    texts = [hash(row["text"]) for _, row in read_rows(valid, COLUMNS)]
+    count = sum(text in known for text in texts)
+    if not count:
+        return ""
+    return (
+        f"warning: {count:,} of {len(texts):,} utterances of {valid} have a text that {train} has "
+        "too: error rates are higher for texts that are new"
+    )
+
+
 def _choose(counts: Counter[str], share: float) -> set[str]:
     """Names with about `share` of the utterances in an order by their hashes, else the smallest."""
     rest, chosen = share * counts.total(), set()
