@@ -1,6 +1,7 @@
 # make demo   everything from an empty machine to a word error rate, in minutes
 # make test   the tests
-# Both make .venv themselves, with uv where it is on the PATH, else with venv and pip.
+# Both make .venv themselves. uv installs the packages in a fifth of pip's time; where it is not on the
+# PATH it is installed into .venv first.
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,12 +17,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 $(BIN)/python:
 	@if command -v uv >/dev/null; then uv venv --quiet --allow-existing --python $(PYTHON) $(VENV); \
-	else $(PYTHON) -m venv $(VENV); fi
+	else $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; fi
 
 $(VENV)/%.stamp: setup.cfg pyproject.toml | $(BIN)/python
 	@echo "installing .[$*] into $(VENV)"
-	@if command -v uv >/dev/null; then uv pip install --quiet --python $(BIN)/python -e '.[$*]'; \
-	else $(BIN)/python -m pip install --quiet -e '.[$*]'; fi
+	@PATH="$$PATH:$(CURDIR)/$(BIN)" uv pip install --quiet --python $(BIN)/python -e '.[$*]'
 	@touch $@
 
 demo: $(VENV)/demo.stamp

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,9 +22,44 @@ SLOW = (
 )  # fmt: skip
 
 
+# Variables by which a user chooses backends, servers, accounts and ranks; with an underscore at
+# the end, all that begin so. CUDA_, OMP_ and the compiler's say which machine the tests run on.
+SETTINGS = (
+    "LAYERNORM_LSTM_BACKEND", "ASR_", "HF_", "HUGGING_", "MLFLOW_", "WANDB_", "TORCHELASTIC_",
+    "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "XDG_", "LANG", "LANGUAGE", "LC_", "COLUMNS",
+    "PYTHONPATH", "PYTHONWARNINGS",
+)  # fmt: skip
+KEPT = ("ASR_SHARED",)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give tests an empty home folder and no settings of the person who runs them.
+
+    Else a login or a matplotlibrc would change results. Compiled kernels stay in that person's
+    cache, since compiling them takes a minute.
+    """
+    from asr.io import user_cache
+
+    os.environ.setdefault("LAYERNORM_LSTM_CACHE", str(user_cache()))
+    if shared := os.environ.get("ASR_SHARED"):
+        os.environ["ASR_SHARED"] = str(Path(shared).absolute())
+    for name in set(os.environ) - set(KEPT):
+        if any(name == key or (key.endswith("_") and name.startswith(key)) for key in SETTINGS):
+            del os.environ[name]
+    home = TemporaryDirectory(prefix="asr-home-")
+    os.environ["HOME"] = home.name
+    config.add_cleanup(home.cleanup)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slow files first; each file's tests keep their order."""
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_folder(tmp_path_factory) -> None:
+    """Tests start in an empty folder: what lies in the checkout's runs/ and data/ changes none."""
+    os.chdir(tmp_path_factory.mktemp("work"))
 
 
 @pytest.fixture(scope="session", autouse=True)
