@@ -31,12 +31,21 @@ CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 def limit_onednn_cache(shapes: int) -> None:
     """Keep the code of so many shapes, unless the environment sets a number.
 
-    oneDNN crashes with a capacity of 0 or text. To be called before torch.set_num_threads and
-    torch's first convolution, which read the environment once.
+    oneDNN and torch read the number from the environment once, at the first convolution, so this
+    does one, and leaves the environment as it was. After another convolution it has no effect.
+    oneDNN crashes with a capacity of 0 or text.
     """
-    for name in CAPACITIES:
-        if not re.fullmatch("[1-9][0-9]{0,8}", os.environ.get(name, "")):
+    before = {name: os.environ.get(name) for name in CAPACITIES}
+    for name, value in before.items():
+        if not re.fullmatch("[1-9][0-9]{0,8}", value or ""):
             os.environ[name] = str(shapes)
+    with torch.inference_mode():
+        torch.nn.functional.conv1d(torch.ones(2, 3, 11), torch.ones(16, 3, 5))
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
 
 def release_memory() -> None:
