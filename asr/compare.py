@@ -26,9 +26,11 @@ def main() -> int:
     add("--curve", default="valid/nll", help="the loss on validation (%(default)s)")
     args = parser.parse()
     levels = None if args.levels is None else [_level(text) for text in args.levels]
-    from asr.analysis.comparison import compare
+    from asr.analysis.comparison import compare_runs
+    from asr.analysis.comparison_report import report, report_folder
 
-    compare(args.runs, args.out, args.curve, levels, args.ignore)
+    out = args.out or report_folder(args.runs)
+    report(compare_runs(args.runs, args.curve, args.ignore), out, levels)
     return 0
 
 

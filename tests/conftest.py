@@ -140,7 +140,7 @@ def empty_pictures(request, monkeypatch) -> None:
     if plots := sys.modules.get("asr.analysis.plots"):
         pixel = plots.np.zeros((1, 1, 3), plots.np.uint8)
         monkeypatch.setattr(plots, "_pixels", lambda *_: pixel)
-    if comparison := sys.modules.get("asr.analysis.comparison"):
+    if comparison := sys.modules.get("asr.analysis.comparison_report"):
         for name in ("draw_curves", "draw_seeds"):
             monkeypatch.setattr(comparison, name, lambda *_: (b"", "<svg></svg>"))
 

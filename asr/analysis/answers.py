@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from asr.analysis.report import plain_text
-from asr.analysis.runs import PERCENT, Run, SettingRuns
+from asr.analysis.runs import PERCENT, RunRecord, SettingRuns
 from asr.analysis.significance import ALPHA, SettingDifference, corrected
 from asr.analysis.statistics import POWER, PairedT, detectable
 from asr.analysis.wer import between, untrained
@@ -92,7 +92,7 @@ def untrained_settings(settings: Sequence[SettingRuns], split: str) -> list[str]
     return [f"WER of {split}: that of {', '.join(names)} is {remark}."] if names else []
 
 
-def missing_evaluations(runs: Sequence[Run], settings: Iterable[SettingRuns]) -> list[str]:
+def missing_evaluations(runs: Sequence[RunRecord], settings: Iterable[SettingRuns]) -> list[str]:
     """How to get the word error rates that speech runs lack."""
     scores = {m.name: set(m.scores) for setting in settings for m in setting.members}
     speech = [r for r in runs if r.name in scores and r.settings.get("task") == "speech"]
@@ -112,11 +112,11 @@ def missing_evaluations(runs: Sequence[Run], settings: Iterable[SettingRuns]) ->
     return lines
 
 
-def _has(run: Run, split: str) -> bool:
+def _has(run: RunRecord, split: str) -> bool:
     """Whether the run's recipe names the split; other evaluations are of a manifest."""
     return split in ("train", "valid") or f"data.test.{split}" in run.settings
 
 
-def _evaluate(run: Run, split: str) -> str:
+def _evaluate(run: RunRecord, split: str) -> str:
     folder, split = (shlex.quote(plain_text(text)) for text in (str(run.folder), split))
     return f"python -m asr.evaluate {folder} --split {split}"

@@ -11,7 +11,7 @@ import yaml
 
 from asr.analysis.curves import read_scalars
 from asr.analysis.report import markdown_text
-from asr.analysis.runs import HOURS, SECONDS, Run, read_cost
+from asr.analysis.runs import HOURS, SECONDS, RunRecord, read_cost
 from asr.analysis.wer import between, percent
 from asr.config.schema import SpeechRecipe
 from asr.errors import UserError
@@ -130,7 +130,7 @@ def description(
 ) -> Iterator[str]:
     """The lines on model, training cost and evaluations of these weights."""
     curves = read_scalars(run, {HOURS, SECONDS})
-    cost = read_cost(Run(run, {}, curves, None, run.name)).at(max(steps))
+    cost = read_cost(RunRecord(run, {}, curves, None, run.name)).at(max(steps))
     millions = f"{parameters / 1e6:.2f} M parameters"
     yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
     if cost and all(cost):

@@ -146,7 +146,7 @@ def value_text(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """One run. `fault` is the reason why it is not counted."""
 
     folder: Path
@@ -156,7 +156,7 @@ class Run:
     name: str  # unique among the runs read with it
 
 
-def read_runs(folders: Sequence[Path], curve: str) -> list[Run]:
+def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
     """Each run's recipe and curves, and what is wrong with it, if anything is."""
     runs = []
     for folder, name in zip(folders, run_names(folders), strict=True):
@@ -165,12 +165,12 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[Run]:
             settings[DATA] = _data_hash(folder, settings)
             curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
         except UserError as error:
-            runs.append(Run(folder, {}, {}, str(error), name))
+            runs.append(RunRecord(folder, {}, {}, str(error), name))
             continue
         except OSError as error:
-            runs.append(Run(folder, {}, {}, f"{error.filename}: {error.strerror}", name))
+            runs.append(RunRecord(folder, {}, {}, f"{error.filename}: {error.strerror}", name))
             continue
-        runs.append(Run(folder, settings, curves, _fault(folder, curves, curve), name))
+        runs.append(RunRecord(folder, settings, curves, _fault(folder, curves, curve), name))
     return runs
 
 
@@ -243,7 +243,7 @@ class Cost:
         return float(hours), float(np.interp(place, self.steps, self.seconds) * scale)
 
 
-def read_cost(run: Run) -> Cost:
+def read_cost(run: RunRecord) -> Cost:
     """From the curves HOURS and SECONDS; without them from the last checkpoint."""
     hours, seconds = finite(run.curves[HOURS]), finite(run.curves[SECONDS])
     if len(hours) and len(seconds):
@@ -334,7 +334,7 @@ class SettingRuns:
     comparable: bool  # its losses are of the same data and vocabulary as most others'
 
 
-def read_setting_run(run: Run, curve: str, notes: list[str]) -> SettingRun:
+def read_setting_run(run: RunRecord, curve: str, notes: list[str]) -> SettingRun:
     """A run with its cost and evaluations; `notes` gets the damaged and the outdated ones."""
     seed, loss = run.settings["seed"], run.curves[curve]
     scores, figures, decoded = {}, {BEST_LOSS: float(finite(loss).values.min())}, {}
