@@ -1,11 +1,55 @@
-"""Train attention-based speech recognisers and measure normalisation; LayerNormLSTM as a layer."""
+"""Train attention-based speech recognisers and measure what normalisation does.
+
+    import asr
+
+    model = asr.load("conformer")                   # a shipped model, a run folder or hf:USER/NAME
+    print(model("my.wav").text)
+
+    run = asr.api.train("recipes/demo.yaml", ["train.steps=100"], run="runs/x")
+    print(run.metrics["valid/wer"], run.evaluate("test").wer)
+
+    lstm = asr.LayerNormLSTM(80, 256, bidirectional=True, norm="ba")    # in place of nn.LSTM
+
+docs/api.md describes all names. Importing this package imports nothing else: torch takes seconds.
+"""
+
+from importlib import import_module
+from typing import Any
+
+# Name -> the module that defines it.
+_MODULES = {
+    "LayerNormLSTM": "asr.nn.lstm",
+    "LayerNormLSTMCell": "asr.nn.lstm",
+    "Recognizer": "asr.inference.recognition",
+    "RecipeError": "asr.config.loader",
+    "Run": "asr.api",
+    "Transcript": "asr.inference.transcript",
+    "UserError": "asr.errors",
+    "load": "asr.api",
+}
+__all__ = [
+    "LayerNormLSTM", "LayerNormLSTMCell", "RecipeError", "Recognizer", "Run", "Transcript",
+    "UserError", "__version__", "api", "load",
+]  # fmt: skip
 
 
-def __getattr__(name: str) -> str:
-    """`__version__`: of the installed package, else of setup.cfg beside an uninstalled one."""
-    if name != "__version__":
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
+    if name == "api":
+        return import_module("asr.api")
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Imported here: a quarter of the time of --help.
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    """That of the installed package, else that of setup.cfg beside an uninstalled one."""
     from configparser import ConfigParser
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path

@@ -15,44 +15,28 @@ def main() -> int:
     args = arguments()
     if is_installed(args.run) and (args.tune or not args.out):
         raise UserError(f"{args.run}: is not written to; add --out, or give --tune a copy of it")
-    import torch
-
-    from asr.analysis.score_files import evaluation_name
     from asr.analysis.significance import compare_two
-    from asr.data import splits
     from asr.inference import evaluation
     from asr.inference.hub import is_on_hub, local_run
-    from asr.inference.load import load_run_recipe
-    from asr.inference.recognition import Recognizer
     from asr.inference.tune import tune
 
     on_hub, run = is_on_hub(args.run), local_run(args.run)
     if args.tune and (on_hub or not os.access(run, os.W_OK)):
         raise UserError(f"--tune writes into the run: copy {run} to a folder, and tune that")
-    recipe = load_run_recipe(run, args.overrides)
-    name = evaluation_name(args.split)
-    corpus = splits.load_split(recipe.data, args.split)
-    if not args.out:
-        splits.check_result_name(recipe.data, args.split, name)
-    labels = {column: evaluation.groups_of(corpus, column) for column in args.by}
+    split = evaluation.open_split(run, args.split, args.overrides, args.by)
+    if args.tune:
+        for line in tune(split.load(), split.corpus, split.recipe, run):
+            print(line, flush=True)
+        return 0
+    out = args.out or (Path("evaluate", args.run.name, split.name) if on_hub else None)
+    # Before hours of decoding.
+    folder = evaluation.check_writable(out) if out else split.result_folder()
     other = None
     if args.against:
         check_run_folder(args.against)
-        other = evaluation.evaluation_of_run(args.against, name, corpus)
-    recognizer = Recognizer.load(run, args.overrides)
-    if recipe.train.threads:
-        torch.set_num_threads(recipe.train.threads)
-    if note := splits.check_vocabulary_coverage(corpus.texts, recognizer.tokenizer, corpus.path):
-        print(note, flush=True)
-    if args.tune:
-        for line in tune(recognizer, corpus, recipe, run):
-            print(line, flush=True)
-        return 0
-    place = Path("evaluate", args.run.name) if on_hub else run / "evaluate"
-    folder = args.out or place / name
-    check_writable(folder)  # before hours of decoding
-    title = f"{(args.run if on_hub else run.resolve()).name}: {name}"
-    result = evaluation.evaluate(recognizer, corpus, recipe, labels, title, args.overrides)
+        other = evaluation.evaluation_of_run(args.against, split.name, split.corpus)
+    title = f"{args.run.name}: {split.name}" if on_hub else None
+    result, recognizer = split.evaluate(title)
     lines = list(evaluation.summary(result))
     if other:
         lines += [f"{args.run} against {args.against}, WER"]
@@ -94,13 +78,6 @@ def arguments() -> argparse.Namespace:
     if args.tune and (args.out or args.by or args.against):
         parser.error("--tune writes no results: leave out --out, --by and --against")
     return args
-
-
-def check_writable(folder: Path) -> None:
-    """Raise UserError where the folder cannot be written into or made; it is not made yet."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        raise UserError(f"{folder}: {existing} cannot be written into; choose another --out")
 
 
 if __name__ == "__main__":

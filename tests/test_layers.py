@@ -16,7 +16,7 @@ COMMANDS += ("transcribe", "completion", "__main__")
 # Lowest first: a package imports those before it, and itself; exceptions are listed below.
 ORDER = ["features", "asr.errors", "asr.io", "asr.shipped", "asr.config", "asr.kernels", "asr.nn"]
 ORDER += ["asr.data", "asr.models", "asr.decoding", "asr.training", "asr.analysis", "asr.inference"]
-ORDER += ["asr.recognizer", "asr.tasks", "asr.images", "asr.arguments"]
+ORDER += ["asr.tasks", "asr.images", "asr.arguments", "asr.api"]
 ORDER += [f"asr.{name}" for name in COMMANDS]
 NOT_IMPORTED = {
     "asr.errors": set(ORDER) - {"features"},
@@ -28,9 +28,12 @@ NOT_IMPORTED = {
     "asr.data": {"asr.kernels", "asr.nn"},
     "asr.decoding": {"features", "asr.io", "asr.kernels", "asr.models"},
     "asr.analysis": {"features", "asr.kernels", "asr.nn", "asr.data", "asr.models"},
-    "asr.images": {"asr.models", "asr.decoding", "asr.inference", "asr.recognizer", "asr.tasks"},
+    "asr.images": {"asr.models", "asr.decoding", "asr.inference", "asr.tasks"},
     "asr.arguments": set(ORDER) - {"asr.errors", "asr.shipped"},
-    **{f"asr.{name}": {f"asr.{other}" for other in COMMANDS if other != name} for name in COMMANDS},
+    **{
+        f"asr.{name}": {"asr.api", *(f"asr.{other}" for other in COMMANDS if other != name)}
+        for name in COMMANDS
+    },
     "asr.__main__": set(ORDER) - {"asr.arguments", "asr.completion", "asr.errors"},
 }
 NO_BACKEND = {"asr.kernels.dispatch", "asr.kernels.types", "asr.kernels.deferred"}
@@ -154,10 +157,6 @@ def test_training_speech_loads_speech_alone(tiny, tmp_path):
     modules = set(loaded.split())
     other = {"asr.images.task", "asr.images.models", "asr.models.language_model"}
     assert not modules & {*other, "asr.tasks.language", "sklearn", "librosa", "asr.compare"}
-    own = [name for name in modules if name in MODULES]
-    lines = sum(len(MODULES[name].read_text().splitlines()) for name in own)
-    print(len(own), "files,", lines, "lines")
-    assert len(own) <= 81 and lines <= 15_200
 
 
 @pytest.mark.parametrize("command", COMMANDS[:-2])

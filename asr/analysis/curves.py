@@ -10,7 +10,7 @@ import math
 import os
 import re
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +41,14 @@ class Curve:
         return len(self.steps)
 
 
-def read_scalars(folder: Path, names: Collection[str]) -> dict[str, Curve]:
-    """The named curves from the event files of a folder; a missing one has no points.
+def read_scalars(folder: Path, names: Collection[str] | None = None) -> dict[str, Curve]:
+    """The named curves from the event files of a folder, or all; a missing one has no points.
 
     A run resumed at a step replaces all points from it on. Of several points at one step the last
     counts. A file is read to its first damaged or incomplete record. Raises UserError for one that
     is not a regular file, and for more records than a training writes.
     """
-    kinds = {name.encode(): place for place, name in enumerate(names)}
+    kinds = {name: place for place, name in enumerate(names or ())}
     rows, records = array("d"), 0
     for path in sorted(folder.glob("*tfevents*")):
         for record in _records(path):
@@ -56,7 +56,7 @@ def read_scalars(folder: Path, names: Collection[str]) -> dict[str, Curve]:
             if records > MAX_RECORDS:
                 raise UserError(f"{folder}: more than {MAX_RECORDS} records in its event files")
             try:
-                row = _row(record[:-4], kinds)
+                row = _row(record[:-4], kinds, names is None)
             except DecodeError:
                 break
             if row and not _is_intact(record):
@@ -67,7 +67,7 @@ def read_scalars(folder: Path, names: Collection[str]) -> dict[str, Curve]:
     # The lowest step at which the run was started again later.
     ends = np.minimum.accumulate(np.where(start, step, np.inf)[::-1])[::-1]
     table = table[~start & (step < ends)]
-    return {name: _curve(table[table[:, 0] == place, 1:]) for place, name in enumerate(names)}
+    return {name: _curve(table[table[:, 0] == place, 1:]) for name, place in kinds.items()}
 
 
 def _records(path: Path) -> Iterator[bytes]:
@@ -90,17 +90,20 @@ def _is_intact(content: bytes) -> bool:
     return masked_crc32c(content[:-4]) == int.from_bytes(content[-4:], "little")
 
 
-def _row(record: bytes, kinds: Mapping[bytes, int]) -> Sequence[float]:
-    """A point's (place of its name, step, value); of a start (_START, step, 0)."""
+def _row(record: bytes, kinds: dict[str, int], grows: bool) -> Sequence[float]:
+    """A point's (number of its name, step, value); of a start (_START, step, 0).
+
+    grows: names that are not in `kinds` are added to it.
+    """
     event = Event.FromString(record)
     if not 0 <= event.step <= MAX_STEP:
         return ()
     if event.session_log.status == SessionLog.START:
         return (_START, event.step, 0.0)
     for value in event.summary.value:
-        place = kinds.get(value.tag.encode())
-        if place is not None and value.WhichOneof("value") == "simple_value":
-            return (place, event.step, value.simple_value)
+        if value.WhichOneof("value") == "simple_value" and (grows or value.tag in kinds):
+            number = kinds.setdefault(value.tag, len(kinds))
+            return (number, event.step, value.simple_value)
     return ()
 
 

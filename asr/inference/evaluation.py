@@ -1,6 +1,7 @@
 """Decode a split, score it, and write the result: files, HTML page, printed lines."""
 
 import io
+import os
 import shlex
 from base64 import b64encode
 from collections import Counter
@@ -21,7 +22,12 @@ from torch import Tensor
 from asr.analysis.page import write_page
 from asr.analysis.plots import attention_picture
 from asr.analysis.runs import decode_settings, evaluation_notes, unequal_decoding
-from asr.analysis.score_files import SavedEvaluation, read_evaluation, write_evaluation
+from asr.analysis.score_files import (
+    SavedEvaluation,
+    evaluation_name,
+    read_evaluation,
+    write_evaluation,
+)
 from asr.analysis.statistics import MIN_SPEAKERS
 from asr.analysis.wer import (
     Score,
@@ -35,6 +41,7 @@ from asr.analysis.wer import (
     untrained,
 )
 from asr.config.schema import SpeechRecipe
+from asr.data import splits
 from asr.data.batching import Batch, Example, collate, plan_evaluation
 from asr.data.corpus import Corpus, Utterance
 from asr.data.loader import UtteranceDataset, load_batches, with_split_statistics
@@ -77,6 +84,63 @@ class Evaluation:
     score: Score
     groups: Mapping[str, Mapping[str, Score]]
     about: Mapping[str, Any]  # for score.json
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split of a run that is to be evaluated; its manifest is read, its audio is not."""
+
+    run: Path
+    split: str  # as the caller names it
+    name: str  # of the folder of results
+    recipe: SpeechRecipe
+    corpus: Corpus
+    labels: Labels
+    overrides: Sequence[str]
+
+    def result_folder(self) -> Path:
+        """RUN/evaluate/SPLIT. UserError where that is another split's, or cannot be written."""
+        splits.check_result_name(self.recipe.data, self.split, self.name)
+        return check_writable(self.run / "evaluate" / self.name)
+
+    def load(self) -> Recognizer:
+        """The run's model. Prints a note where its vocabulary lacks letters of the split."""
+        recognizer = Recognizer.load(self.run, self.overrides)
+        if threads := self.recipe.train.threads:
+            torch.set_num_threads(threads)
+        path, tokenizer = self.corpus.path, recognizer.tokenizer
+        if note := splits.check_vocabulary_coverage(self.corpus.texts, tokenizer, path):
+            print(note, flush=True)
+        return recognizer
+
+    def evaluate(self, title: str | None = None) -> tuple["Evaluation", Recognizer]:
+        """Decode and score every utterance; -> also the model, for the pictures of `write`."""
+        recognizer = self.load()
+        title = title or f"{self.run.resolve().name}: {self.name}"
+        parts = self.corpus, self.recipe, self.labels, title, self.overrides
+        return evaluate(recognizer, *parts), recognizer
+
+
+def open_split(
+    run: Path, split: str, overrides: Sequence[str] = (), by: Sequence[str] = ()
+) -> Split:
+    """A split of a run: `train`, `valid`, a name under data.test, or a manifest (.tsv).
+
+    by: columns of the manifest, whose groups are scored too. Raises UserError for a split or column
+    that does not exist, and for overrides that do not fit the run.
+    """
+    recipe = load_run_recipe(run, overrides)
+    name, corpus = evaluation_name(split), splits.load_split(recipe.data, split)
+    labels = {column: groups_of(corpus, column) for column in by}
+    return Split(run, split, name, recipe, corpus, labels, overrides)
+
+
+def check_writable(folder: Path) -> Path:
+    """The folder. UserError where it cannot be written into or made; it is not made yet."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        raise UserError(f"{folder}: {existing} cannot be written into; choose another --out")
+    return folder
 
 
 def evaluate(

@@ -1,0 +1,168 @@
+"""Load, train, evaluate and compare from Python, as the commands do.
+
+    run = asr.api.train("recipes/demo.yaml", ["train.steps=100"], run="runs/x")
+    run.metrics                      # figures of the last validation, with cost
+    run.history()                    # a mapping for each logged step: pandas.DataFrame(...)
+    run.evaluate("test").wer
+    run.load()("my.wav").text
+    asr.api.compare([run, "runs/y"]).rows()
+
+A mistake of the caller raises UserError, RecipeError among them, with a message of one line;
+unreadable audio raises AudioError. Nothing here changes os.environ or ends the process.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asr.analysis import runs as run_folders
+from asr.analysis.comparison import Comparison, compare_runs
+from asr.analysis.curves import read_scalars
+from asr.analysis.runs import VALID
+from asr.analysis.wer import Score
+from asr.arguments import key_of
+from asr.config.loader import read_recipe
+from asr.config.schema import Recipe
+from asr.errors import EXIT_STOPPED, UserError
+from asr.inference import evaluation
+from asr.inference.hub import local_run
+from asr.inference.recognition import Recognizer
+from asr.training import run as training
+
+AnyPath = str | os.PathLike[str]
+
+
+def load(
+    run: "AnyPath | Run",
+    overrides: Sequence[str] = (),
+    *,
+    device: str | None = None,
+    beam: int | None = None,
+) -> Recognizer:
+    """A trained model that transcribes audio.
+
+    run: a run folder, the name of a shipped model (`conformer`), or hf:USER/NAME[@REVISION] on the
+    Hugging Face Hub. overrides: recipe keys, such as `decode.lm=runs/lm`. device: `cpu`, `cuda` or
+    `cuda:N`, by default a GPU if there is one. beam: hypotheses of the search, 1 for greedy search.
+
+    Raises UserError for what is no run, has no checkpoint or cannot be downloaded.
+    """
+    named = {"train.device": device, "decode.beam": beam}
+    chosen = [f"{key}={value}" for key, value in named.items() if value is not None]
+    folder = run.folder if isinstance(run, Run) else run
+    return Recognizer.load(folder, [*_listed(overrides), *chosen])
+
+
+class Run:
+    """A run folder, trained or in training.
+
+    Attributes: folder, a Path. Raises UserError where the folder holds no run.
+    """
+
+    def __init__(self, folder: AnyPath) -> None:
+        self.folder = local_run(folder)
+        run_folders.recipe_of(self.folder)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Every setting of the run."""
+        return run_folders.recipe_of(self.folder)
+
+    @property
+    def finished(self) -> bool:
+        """Whether training reached its last step."""
+        return run_folders.finished(self.folder) is not None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of every scalar: `valid/nll`, `valid/wer`, `train/accuracy`, ..."""
+        curves = read_scalars(self.folder)
+        return {name: float(c.values[-1]) for name, c in sorted(curves.items()) if len(c)}
+
+    def history(self) -> list[dict[str, float]]:
+        """A mapping for each step at which a scalar was logged, with the scalars of that step.
+
+        `step` is one of its keys; pandas.DataFrame(run.history()) is a table of them all.
+        """
+        rows: dict[int, dict[str, float]] = {}
+        for name, curve in sorted(read_scalars(self.folder).items()):
+            for step, value in zip(curve.steps.tolist(), curve.values.tolist(), strict=True):
+                rows.setdefault(step, {"step": step})[name] = value
+        return [rows[step] for step in sorted(rows)]
+
+    def evaluate(
+        self, split: AnyPath, overrides: Sequence[str] = (), *, out: AnyPath | None = None
+    ) -> Score:
+        """Decode and score a split, and write what asr.evaluate writes.
+
+        split: `train`, `valid`, a name under data.test of the recipe, or a manifest (.tsv). out:
+        folder of the files, by default evaluate/SPLIT in the run. The result has wer and cer
+        (fractions), wer_interval (95 %), speakers, and utterances with reference and hypothesis.
+        Utterances that cannot be read are scored as empty. Raises UserError as asr.evaluate does.
+        """
+        opened = evaluation.open_split(self.folder, os.fspath(split), _listed(overrides))
+        folder = evaluation.check_writable(Path(out)) if out is not None else opened.result_folder()
+        result, recognizer = opened.evaluate()
+        evaluation.write(folder, result, recognizer, pictures=0)
+        return result.score
+
+    def load(self, overrides: Sequence[str] = ()) -> Recognizer:
+        """The trained model; see load."""
+        return load(self, overrides)
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+
+def train(
+    recipe: AnyPath | Recipe,
+    overrides: Sequence[str] = (),
+    run: AnyPath | None = None,
+    *,
+    resume: bool = False,
+    force: bool = False,
+) -> Run:
+    """Train the model that a recipe describes; -> its run.
+
+    recipe: a YAML file or the name of a shipped recipe (`demo`), whose keys `overrides` change
+    (`model.listener.norm=none`). run: the run's folder, by default runs/ and the recipe's `run`.
+    resume: continue from the last checkpoint, if there is one; a finished run returns at once.
+    force: resume although recipe or data changed.
+
+    SIGINT (a notebook's stop button) finishes the step and saves; then KeyboardInterrupt is raised.
+    Raises UserError as asr.train does.
+    """
+    keys = _listed(overrides)
+    if not isinstance(recipe, Recipe):
+        recipe = read_recipe(Path(recipe), keys)
+    elif keys:
+        raise UserError("overrides are for a recipe file: give its path, or change the recipe")
+    folder = Path(run) if run is not None else Path("runs") / recipe.run
+    code = training.train(recipe, folder, resume, force, {key_of(key) for key in keys})
+    if code == EXIT_STOPPED:
+        raise KeyboardInterrupt(f"{folder}: training was stopped and saved; resume=True continues")
+    return Run(folder)
+
+
+def compare(
+    runs: Sequence[AnyPath | Run], *, curve: str = VALID, ignore: Sequence[str] = ()
+) -> Comparison:
+    """Test the differences between runs, or between the settings of sweep folders.
+
+    Runs whose recipes differ in nothing but the seed are one setting. curve: the loss on
+    validation. ignore: keys that may differ within a setting, too. The evaluations of the runs are
+    compared if they have any. `python -m asr.compare` writes a report from the same comparison.
+    Raises UserError where no run can be compared.
+    """
+    return compare_runs([Path(run) for run in _listed(runs)], curve, _listed(ignore))
+
+
+def _listed(values: Sequence[Any]) -> Sequence[Any]:
+    """The values. UserError for one text or path in place of a list of them."""
+    if isinstance(values, str | os.PathLike):
+        raise UserError(f"{os.fspath(values)!r}: must be a list, [{os.fspath(values)!r}]")
+    return values
