@@ -13,26 +13,39 @@ Shapes: S samples, C channels.
 
 import errno
 import io
+import logging
 import math
 import os
 import re
 import stat
 import tarfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryFile
 from typing import IO, NamedTuple
 
 import numpy as np
 import soundfile
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 from torchaudio.transforms import Resample
 
 from features import AudioError, NoSamples
+from features.streams import (
+    TOLERANCE,
+    Mp3Stream,
+    Stream,
+    Window,
+    find_streams,
+    is_read_whole,
+)
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 512  # bytes: what precedes a member in a tar is a header of this size
 _PLACE = re.compile(r"(.+\.tar)/(.+)@(\d{1,18})\+(\d{1,18})", re.DOTALL)
@@ -64,7 +77,7 @@ def read_member(member: TarMember) -> bytes:
 
 
 @contextmanager
-def open_member(member: TarMember) -> Iterator["Window"]:
+def open_member(member: TarMember) -> Iterator[Window]:
     """The content, open for reading. Raises PackedError as read_member does."""
     with ExitStack() as stack:
         try:
@@ -83,38 +96,6 @@ def open_member(member: TarMember) -> Iterator["Window"]:
             other = f"another file there, {header.name!r}"
             raise PackedError(f"the tar has {other}; was it packed anew?")
         yield Window(file, member.offset, member.size)
-
-
-class Window:
-    """`size` bytes of an open file from `offset`, as soundfile reads a file.
-
-    error: what ended the reading early, which soundfile would print with a traceback.
-    """
-
-    def __init__(self, file: IO[bytes], offset: int, size: int) -> None:
-        self.file, self.offset, self.size, self.position = file, offset, size, 0
-        self.error: OSError | None = None
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position from the start, from the present one, or from the end; -> it."""
-        position += (0, self.position, self.size)[whence]
-        self.position = max(0, min(position, self.size))
-        return self.position
-
-    def tell(self) -> int:
-        """The position, in bytes from the start of the window."""
-        return self.position
-
-    def readinto(self, buffer: bytearray) -> int:
-        """Fill the buffer as far as the window goes; -> the number of bytes."""
-        try:
-            self.file.seek(self.offset + self.position)
-            count = self.file.readinto(memoryview(buffer)[: self.size - self.position])
-        except OSError as error:
-            self.error = error
-            return 0
-        self.position += count
-        return count
 
 
 def name_of(path: str | os.PathLike[str]) -> str:
@@ -272,12 +253,11 @@ def whole_rate(rate: float, name: str) -> int:
 
 
 BLOCK_VALUES = 2**22  # decoded at once, over all channels: 16 MB, which most utterances fit
-UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's length if the header has none (FLAC written to a pipe)
+UNKNOWN_SAMPLES = 2**63 - 1  # libsndfile's length if the header has none (FLAC written to a pipe)
 # libsndfile's note on WAV, RF64, W64, AIFF and AU with fewer bytes than their header claims, which
 # it then trusts no more. A file written to a pipe claims PIPED_BYTES or more.
 FEWER_BYTES = re.compile(r"(?:data|SSND|Data Size|[Rr]iff(?: size)?) +: (\d+) \(should be (\d+)\)")
 PIPED_BYTES = 2**31 - 2**25
-TOLERANCE = 0.1  # seconds between header and content: lossy coders pad
 # An open file has a name here, beside which no file ._NAME can be: libsndfile would open it as the
 # file's resource fork, which a FIFO would block. For an open file without a name it opens ./._
 HAS_FILE_NAMES = Path("/dev/fd").is_dir()
@@ -288,6 +268,11 @@ QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
 # MP3, search all of the file for the next page or frame, at a gigabyte per second.
 INDEXED = (b"RIFF", b"RF64", b"riff", b"fLaC", b"FORM")
 MAX_SEARCHED = 4 << 30  # bytes of such a file: three days at 128 kbit/s
+# Seconds of an Ogg Vorbis that are decoded before a part of it, since a seek into the last page of
+# a file, which has about a second, leads to another place.
+OGG_LEAD = 10.0
+KEPT = 8  # decoded files of which parts are cut
+REPORTED = 10  # files of a kind that a process names
 Source = str | os.PathLike[str] | bytes  # a file, a place in a tar, or a file's content
 IN_MEMORY = "the audio"  # the name of a content in messages
 
@@ -309,9 +294,9 @@ def stream_audio(
     path: str | os.PathLike[str], sample_rate: int, max_seconds: float | None = None
 ) -> Iterator[Tensor]:
     """`read_audio` in blocks (S,), each decoded when it is asked for."""
-    with open_audio(path) as (sound, name):
-        blocks = map(torch.from_numpy, _blocks(sound, name, max_seconds, sample_rate))
-        for block in resample_blocks(blocks, sound.samplerate, sample_rate):
+    with open_audio(path) as sound:
+        blocks = map(torch.from_numpy, _mono_blocks(sound, max_seconds, sample_rate))
+        for block in resample_blocks(blocks, sound.rate, sample_rate):
             yield block.clamp(-1.0, 1.0)
 
 
@@ -324,91 +309,320 @@ def decoded_seconds(
 
     inspect: called with every block (S, C), which the next one overwrites.
     Raises AudioError as `read_audio` does, and for a truncated file, which holds less than its
-    header claims. MP3 and OGG headers seldom have a length; there only a broken frame shows it.
+    header claims. An OGG header seldom has a length; there only a broken frame shows it.
     """
-    count = 0
-    with open_audio(path) as (sound, name):
-        for block in _blocks(sound, name, max_seconds, inspect=inspect):
-            count += len(block)
-        claimed, decoded = _claimed_frames(sound) / sound.samplerate, count / sound.samplerate
+    with open_audio(path) as sound:
+        count = sum(len(block) for block in _mono_blocks(sound, max_seconds, inspect=inspect))
+        claimed, decoded = sound.claimed_samples() / sound.rate, count / sound.rate
         if claimed > decoded + TOLERANCE:
             lengths = f"its header says {claimed:.3f} seconds and {decoded:.3f} are there"
-            raise AudioError(f"{name}: breaks off: {lengths}")
+            raise AudioError(f"{sound.name}: breaks off: {lengths}")
         return decoded
 
 
-def _claimed_frames(sound: soundfile.SoundFile) -> float:
-    """The header's length; 0 if it has none. For MP3 libsndfile guesses."""
-    if sound.format == "MP3":
-        return 0
-    for claimed, actual in FEWER_BYTES.findall(sound.extra_info):
-        if int(claimed) < PIPED_BYTES:
-            return sound.frames * int(claimed) / max(1, int(actual))
-    return 0 if sound.frames == UNKNOWN_FRAMES else sound.frames
-
-
 def audio_seconds(path: Source) -> float:
-    """Duration by the file's header; decoded and counted only if the header has none.
+    """Duration by the headers in the file; decoded and counted only if it has none.
 
-    Raises AudioError as `read_audio` does, for what shows without decoding.
+    Raises AudioError as `read_audio` does, for what shows without decoding. A second FLAC behind
+    the first in one file is not looked for, which would read all of it.
     """
-    with open_audio(path) as (sound, name):
-        frames = sound.frames
-        if frames == UNKNOWN_FRAMES:
-            frames = sum(len(block) for block in _blocks(sound, name))
-        if frames <= 0:
-            raise NoSamples(f"{name}: no audio, 0 samples")
-        return frames / sound.samplerate
+    with open_audio(path) as sound:
+        samples = sound.exact_samples()
+        if samples <= 0:
+            raise NoSamples(f"{sound.name}: no audio, 0 samples")
+        return samples / sound.rate
 
 
 @contextmanager
-def open_audio(path: Source) -> Iterator[tuple[soundfile.SoundFile, str]]:
-    """The open file, and its name for messages: on one line, whatever it holds.
-
-    Raises AudioError for what is not audio, and at the end for a tar that cannot be read.
+def open_audio(path: Source) -> Iterator["Sound"]:
+    """The open file. Raises AudioError for what is not audio, and at the end where reading failed,
+    which libsndfile takes for the end of the file.
     """
     name = IN_MEMORY if isinstance(path, bytes) else name_of(path)
     with ExitStack() as stack:
         try:
-            source, beginning, size = _source(path, name, stack)
+            source, window = _source(path, name, stack)
+            beginning = window.read_at(0, 4)
             if not beginning:
                 raise AudioError(f"{name}: the file is empty (0 bytes)")
             if beginning.startswith(SDS):
                 raise AudioError(f"{name}: not readable as audio (a MIDI sample dump)")
-            if beginning not in INDEXED and size > MAX_SEARCHED:
-                most = f"{size} bytes, more than {MAX_SEARCHED}"
+            if beginning not in INDEXED and window.size > MAX_SEARCHED:
+                most = f"{window.size} bytes, more than {MAX_SEARCHED}"
                 raise AudioError(f"{name}: {most}; convert it to FLAC or WAV")
             with suppress_stderr(beginning not in QUIET):
-                sound = stack.enter_context(soundfile.SoundFile(source, closefd=False))
+                file = stack.enter_context(_File(source, closefd=False))
         except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
             raise AudioError(f"{name}: not readable as audio ({sound_error(error)})") from error
-        whole_rate(sound.samplerate, name)
-        yield sound, name
-        if isinstance(source, Window) and source.error:
-            raise AudioError(f"{name}: the tar cannot be read: {source.error.strerror}")
+        whole_rate(file.samplerate, name)
+        yield Sound(path, name, file, window)
+        _check_read(window, name)
 
 
-def _source(path: Source, name: str, stack: ExitStack) -> tuple[str | int | Window, bytes, int]:
-    """What soundfile opens, its first four bytes and its size."""
+def _source(path: Source, name: str, stack: ExitStack) -> tuple[str | int | Window, Window]:
+    """What soundfile opens, and the same bytes as a window."""
     if isinstance(path, bytes):
-        return Window(io.BytesIO(path), 0, len(path)), path[:4], len(path)
+        window = Window(io.BytesIO(path), 0, len(path))
+        return window, window
     member = member_of(path)
     try:
         if member is None:
-            number = stack.enter_context(open_regular(path)).fileno()
+            file = stack.enter_context(open_regular(path))
+            number = file.fileno()
             source = f"/dev/fd/{number}" if HAS_FILE_NAMES else number
-            return source, os.pread(number, 4, 0), os.fstat(number).st_size
+            return source, Window(file, 0, os.fstat(number).st_size)
         window = stack.enter_context(open_member(member))
-        return window, window.file.read(min(4, window.size)), window.size
+        return window, window
     except PackedError as error:
         raise AudioError(f"{name}: {error}") from None
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a null character
         raise AudioError(f"{name}: no such file") from None
 
 
-def _blocks(
-    sound: soundfile.SoundFile,
-    name: str,
+class _File(soundfile.SoundFile):
+    """Reads without soundfile's seek behind every block, which fails at the end of a FLAC without a
+    length, and behind which an MP3 of variable bit rate is decoded wrongly.
+    """
+
+    def seekable(self) -> bool:
+        return False
+
+    def seeks_exactly(self) -> bool:
+        """Whether samples are the same behind a seek. Opus may differ until the end of the file."""
+        return super().seekable() and self.subtype != "OPUS"
+
+    def seek_near(self, sample: int) -> int:
+        """Seek to a sample, or so far before it that it is decoded exactly; -> the distance."""
+        lead = round(OGG_LEAD * self.samplerate) if self.format == "OGG" else 0
+        begin = max(0, sample - lead)
+        if begin:
+            self.seek(begin)
+        return sample - begin
+
+
+class Sound:
+    """An open audio file; of several streams in a row it is all.
+
+    name: for messages, on one line. rate: in Hz. subtype: libsndfile's name of the coding.
+    """
+
+    def __init__(self, path: Source, name: str, file: _File, window: Window) -> None:
+        self.name, self.rate, self.channels = name, file.samplerate, file.channels
+        self.subtype = file.subtype
+        self._path, self._file, self._window = path, file, window
+        # What is read in place of the file; nothing where libsndfile reads all of it.
+        self._streams = [] if file.format == "FLAC" else self._find_streams()
+
+    def samples(self) -> int:
+        """The number of samples (a channel) by the headers; UNKNOWN_SAMPLES if they have none."""
+        if self._file.format == "MP3" and self._streams:
+            return sum(stream.samples for stream in self._streams)
+        return min(UNKNOWN_SAMPLES, self._of_headers(lambda file: file.frames))
+
+    def search(self) -> None:
+        """Look for a second FLAC behind the first, which reads all of the file."""
+        if self._file.format == "FLAC":
+            self._streams = self._find_streams()
+
+    def exact_samples(self) -> int:
+        """The number of samples, decoded and counted if the headers have none."""
+        samples = self.samples()
+        if samples != UNKNOWN_SAMPLES:
+            return samples
+        if isinstance(self._path, bytes):
+            return _count(self._path)
+        return _counted(os.fspath(self._path), self._version())
+
+    def claimed_samples(self) -> float:
+        """The number of samples by the headers, also where the file has fewer; 0 without one."""
+        if self._file.format != "MP3":
+            return self._of_headers(_claimed)
+        missing = sum(stream.stated - stream.count for stream in self._streams)
+        return self.samples() + missing * self._streams[0].frame.samples if missing > 0 else 0
+
+    def blocks(self, dtype: str, values: float, start: int = 0) -> Iterator[np.ndarray]:
+        """All samples from `start` on, (S, C) with at most `values` at once, or all of them as a
+        map of a file; the next block overwrites the one before. Raises AudioError.
+        """
+        if start and not self._file.seeks_exactly():
+            yield self._decoded(dtype)[start:]
+            return
+        length = max(1, min(self.samples(), int(values) // self.channels))
+        block = np.empty((length, self.channels), dtype)
+        for file, skip, most in self._files(start):
+            read = length
+            while read == length and most > 0:
+                read = self._read(file, block)
+                part = block[min(skip, read) : min(read, skip + most)]
+                skip, most = max(0, skip - read), most - len(part)
+                if len(part):
+                    yield part
+            if most > 0 and file.format == "FLAC" and file.frames != UNKNOWN_SAMPLES:
+                raise AudioError(f"{self.name}: broken, or shorter than its header claims")
+
+    def _files(self, start: int) -> Iterator[tuple[_File, int, int]]:
+        """What is read from sample `start` on: files, the samples of each to be dropped before it
+        is exact, and how many are read then.
+        """
+        self.search()
+        if not self._streams or (start == 0 and is_read_whole(self._streams)):
+            yield self._file, self._file.seek_near(start), self._file.frames - start
+        elif self._file.format == "MP3":
+            for stream in self._streams:
+                if start < stream.samples:
+                    part, skip = stream.starting_at(self._window, start)
+                    with self._open(part) as file:
+                        yield file, skip, stream.samples - start
+                start = max(0, start - stream.samples)
+        else:
+            for stream in self._streams:
+                with self._open(stream) as file:
+                    if start and file.frames == UNKNOWN_SAMPLES and len(self._streams) > 1:
+                        what = "holds streams without a length, of which no part can be cut"
+                        raise AudioError(f"{self.name}: {what}; convert it to one FLAC or WAV")
+                    if start < file.frames:
+                        yield file, file.seek_near(start), file.frames - start
+                    start = max(0, start - file.frames)
+
+    def _decoded(self, dtype: str) -> np.ndarray:
+        """All samples (S, C), decoded once for all parts that are cut of a file."""
+        if isinstance(self._path, bytes):
+            return np.concatenate([block.copy() for block in self.blocks(dtype, BLOCK_VALUES)])
+        return _decoded_file(os.fspath(self._path), dtype, self._version()).samples()
+
+    def _read(self, file: _File, block: np.ndarray) -> int:
+        """Fill `block` (S, C) from its start -> the number of samples, less at the end."""
+        try:
+            with suppress_stderr(file.format == "MP3"):
+                return len(file.read(out=block))
+        except (soundfile.SoundFileError, ValueError) as error:
+            fault = "broken, or shorter than its header claims"
+            raise AudioError(f"{self.name}: {fault} ({sound_error(error)})") from error
+
+    def _of_headers(self, number: Callable[[_File], float]) -> float:
+        """The sum of a number over the streams."""
+        if not self._streams:
+            return number(self._file)
+        total = 0
+        for stream in self._streams:
+            with self._open(stream) as file:
+                total += number(file)
+        return total
+
+    @contextmanager
+    def _open(self, stream: Stream) -> Iterator[_File]:
+        """A stream as a file of its own."""
+        try:
+            with suppress_stderr(self._file.format == "MP3"):
+                file = _File(self._window.part(stream))
+        except soundfile.SoundFileError as error:
+            what = f"the stream at byte {stream.offset} is not readable as audio"
+            raise AudioError(f"{self.name}: {what} ({sound_error(error)})") from error
+        with file:
+            self._check_format(file.samplerate, file.channels)
+            yield file
+
+    def _check_format(self, rate: int, channels: int) -> None:
+        if (rate, channels) != (self.rate, self.channels):
+            formats = f"of {self.rate} Hz, {self.channels} channels and {rate} Hz, {channels}"
+            remedy = "split it, or convert it to FLAC or WAV"
+            raise AudioError(f"{self.name}: holds streams {formats} channels; {remedy}")
+
+    def _find_streams(self) -> Sequence[Stream] | Sequence[Mp3Stream]:
+        kind = self._file.format
+        if isinstance(self._path, bytes):
+            streams = find_streams(self._window, kind)
+        else:
+            streams = _streams_of(os.fspath(self._path), kind, self._version())
+        for stream in streams:
+            if isinstance(stream, Mp3Stream):
+                self._check_format(stream.frame.rate, stream.frame.channels)
+            elif stream.stated is not None:
+                _report_unfinished(self.name, stream)
+        return streams
+
+    def _version(self) -> tuple[int, ...]:
+        """What another content of the file changes."""
+        status = os.fstat(self._window.file.fileno())
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=256)  # an index of an hour of MP3 has 140 kB
+def _streams_of(path: str, kind: str, version: tuple[int, ...]) -> Sequence[Stream | Mp3Stream]:
+    """`find_streams` in a file, once for all of its parts that are cut. version: for the cache."""
+    with ExitStack() as stack:
+        window = _source(path, name_of(path), stack)[1]
+        streams = find_streams(window, kind)
+        _check_read(window, name_of(path))
+        return streams
+
+
+@lru_cache(maxsize=4096)
+def _counted(path: str, version: tuple[int, ...]) -> int:
+    """`_count` of a file, once for all of its parts that are cut."""
+    return _count(path)
+
+
+def _count(path: Source) -> int:
+    """The number of samples that are decoded."""
+    with open_audio(path) as sound:
+        return sum(len(block) for block in sound.blocks("int16", BLOCK_VALUES))
+
+
+class _DecodedFile:
+    """The samples of a file, decoded into a temporary file when they are first asked for."""
+
+    def __init__(self, path: str, dtype: str) -> None:
+        self._path, self._dtype, self._lock = path, dtype, threading.Lock()
+        self._samples: np.ndarray | None = None
+
+    def samples(self) -> np.ndarray:
+        """(S, C), mapped. Raises AudioError."""
+        with self._lock:
+            if self._samples is None:
+                with TemporaryFile() as file, open_audio(self._path) as sound:
+                    for block in sound.blocks(self._dtype, BLOCK_VALUES):
+                        file.write(block)
+                    file.flush()
+                    self._samples = np.memmap(file, self._dtype, "r").reshape(-1, sound.channels)
+            return self._samples
+
+
+@lru_cache(maxsize=KEPT)
+def _decoded_file(path: str, dtype: str, version: tuple[int, ...]) -> _DecodedFile:
+    return _DecodedFile(path, dtype)
+
+
+def _claimed(file: _File) -> float:
+    """The header's number of samples; 0 if it has none."""
+    for claimed, actual in FEWER_BYTES.findall(file.extra_info):
+        if int(claimed) < PIPED_BYTES:
+            return file.frames * int(claimed) / max(1, int(actual))
+    return 0 if file.frames == UNKNOWN_SAMPLES else file.frames
+
+
+def _check_read(window: Window, name: str) -> None:
+    """AudioError if reading failed, which libsndfile takes for the end of the file."""
+    for error in window.errors:
+        what = "the tar cannot be read" if member_of(name) else "cannot be read"
+        raise AudioError(f"{name}: {what}: {error.strerror}")
+
+
+_unfinished = 0  # files reported
+
+
+def _report_unfinished(name: str, stream: Stream) -> None:
+    """Log a line for each of the first files; a process that loads training batches logs none."""
+    global _unfinished
+    if _unfinished < REPORTED and get_worker_info() is None:
+        _unfinished += 1
+        more = "; further files like it are not named" if _unfinished == REPORTED else ""
+        stated = f"its header states {stream.stated} bytes of samples, and {stream.size} are there"
+        logger.warning("%s: %s: read to its end%s", name, stated, more)
+
+
+def _mono_blocks(
+    sound: Sound,
     max_seconds: float | None = None,
     sample_rate: int | None = None,
     inspect: Callable[[np.ndarray], None] | None = None,
@@ -416,41 +630,21 @@ def _blocks(
     """The file, averaged over channels and checked, (S,) at a time; also at `sample_rate`, a block
     has at most BLOCK_VALUES. AudioError without samples, or soon after `max_seconds`.
     """
-    limit = math.inf if max_seconds is None else max_seconds * sound.samplerate
-    values = BLOCK_VALUES * min(1.0, sound.samplerate / (sample_rate or sound.samplerate))
-    length = max(1, min(sound.frames, int(values) // sound.channels))
-    block = np.empty((length, sound.channels), np.float32)
-    count, read = 0, length
-    while read == length:
-        read = _read_block(sound, block, name)
-        count += read
+    limit = math.inf if max_seconds is None else max_seconds * sound.rate
+    values = BLOCK_VALUES * min(1.0, sound.rate / (sample_rate or sound.rate))
+    count = 0
+    for block in sound.blocks("float32", values):
+        count += len(block)
         if count > limit:
-            raise AudioError(f"{name}: longer than the limit of {max_seconds:g} seconds")
-        if read:
-            with np.errstate(invalid="ignore", over="ignore"):  # such values are refused next
-                mono = block[:read].mean(axis=1) if sound.channels > 1 else block[:read, 0].copy()
-            check_values(torch.from_numpy(mono), name)
-            if inspect:
-                inspect(block[:read])
-            yield mono
+            raise AudioError(f"{sound.name}: longer than the limit of {max_seconds:g} seconds")
+        with np.errstate(invalid="ignore", over="ignore"):  # such values are refused next
+            mono = block.mean(axis=1) if sound.channels > 1 else block[:, 0].copy()
+        check_values(torch.from_numpy(mono), sound.name)
+        if inspect:
+            inspect(block)
+        yield mono
     if not count:
-        raise NoSamples(f"{name}: no audio, 0 samples")
-
-
-def _read_block(sound: soundfile.SoundFile, block: np.ndarray, name: str) -> int:
-    """Fills `block` (S, C) from its start; returns the number of samples read, less at the end."""
-    if sound.frames == UNKNOWN_FRAMES:
-        block.fill(np.nan)
-    try:
-        with suppress_stderr(sound.format == "MP3"):
-            return len(sound.read(out=block))
-    except (soundfile.SoundFileError, ValueError) as error:
-        # soundfile seeks after reading, which fails at the end of a file of unknown length: the
-        # samples are read, but their number is lost. Such files are FLAC, hence never NaN.
-        if sound.frames == UNKNOWN_FRAMES and "fseek" in str(error):
-            return int((~np.isnan(block[:, 0])).sum())
-        fault = "broken, or shorter than its header claims"
-        raise AudioError(f"{name}: {fault} ({sound_error(error)})") from error
+        raise NoSamples(f"{sound.name}: no audio, 0 samples")
 
 
 def sound_error(error: Exception) -> str:

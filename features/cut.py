@@ -15,11 +15,11 @@ import torch
 from features import AudioError
 from features.audio import (
     BLOCK_VALUES,
+    Sound,
     Source,
     check_values,
     open_audio,
     sound_error,
-    suppress_stderr,
 )
 
 MAX_PART = 3600.0  # seconds of a part, which is cut in memory
@@ -29,7 +29,7 @@ FINE = {"PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ALAC_20", "ALAC_24", "ALAC_32"} 
 
 def audio_channels(path: Source) -> int:
     """The number of channels by the file's header. Raises AudioError as `audio_seconds` does."""
-    with open_audio(path) as (sound, _):
+    with open_audio(path) as sound:
         return sound.channels
 
 
@@ -42,14 +42,15 @@ def cut_audio(
     24 bits stay as they are. Raises AudioError as `read_audio` does, and for a part that is not in
     the file or longer than MAX_PART.
     """
-    with open_audio(path) as (sound, name):
+    with open_audio(path) as sound:
+        name = sound.name
         if channel is not None and channel >= sound.channels:
             raise AudioError(f"{name}: no channel {channel}, counted from 0: has {sound.channels}")
         if channel is None and sound.channels > 8:
             count = f"{sound.channels} channels, of which FLAC holds 8"
             raise AudioError(f"{name}: {count}; choose one")
-        rate, kind = sound.samplerate, "PCM_24" if sound.subtype in FINE else "PCM_16"
-        samples = _read_part(sound, name, start, seconds)
+        rate, kind = sound.rate, "PCM_24" if sound.subtype in FINE else "PCM_16"
+        samples = _read_part(sound, start, seconds)
     if channel is not None:
         samples = samples[:, channel]
     file = io.BytesIO()
@@ -65,30 +66,24 @@ def _samples_of(seconds: float, rate: int) -> int:
     return math.floor(round(seconds * rate, 8) + 0.5)
 
 
-def _read_part(
-    sound: soundfile.SoundFile, name: str, start: float, seconds: float | None
-) -> np.ndarray:
+def _read_part(sound: Sound, start: float, seconds: float | None) -> np.ndarray:
     """(S, C) of a part: int16, int32 for 24 bits, float32 for floating-point audio."""
-    rate, where = sound.samplerate, f"the part from {start:.3f} s"
-    begin = _samples_of(start, rate)
+    name, rate, where = sound.name, sound.rate, f"the part from {start:.3f} s"
+    sound.search()
+    begin, total = _samples_of(start, rate), sound.exact_samples()
     count = _samples_of(MAX_PART + 1 if seconds is None else seconds, rate)
     if seconds is not None and seconds > MAX_PART:
         raise AudioError(f"{name}: {where} is longer than {MAX_PART:g} seconds")
-    if begin >= sound.frames or count <= 0:
-        raise AudioError(f"{name}: {where} is not in the file of {sound.frames / rate:.3f} s")
+    if begin >= total or count <= 0:
+        raise AudioError(f"{name}: {where} is not in the file of {total / rate:.3f} s")
     kind = "int16" if sound.subtype not in FINE else "int32"
     kind = "float32" if sound.subtype in ("FLOAT", "DOUBLE") else kind
-    length, parts, rest = max(1, BLOCK_VALUES // sound.channels), [], count
-    try:
-        with suppress_stderr(sound.format == "MP3"):
-            sound.seek(begin)
-            while rest and len(block := sound.read(min(rest, length), kind, always_2d=True)):
-                parts.append(block)
-                rest -= len(block)
-    except (soundfile.SoundFileError, ValueError) as error:
-        raise AudioError(
-            f"{name}: broken before the end of {where} ({sound_error(error)})"
-        ) from error
+    parts, rest = [], count
+    for block in sound.blocks(kind, min(BLOCK_VALUES, count * sound.channels), begin):
+        parts.append(block[:rest].copy())
+        rest -= len(parts[-1])
+        if not rest:
+            break
     if seconds is None and not rest:
         raise AudioError(f"{name}: {where} is longer than {MAX_PART:g} seconds")
     if not parts or (seconds is not None and rest > OVERSHOOT * rate):
