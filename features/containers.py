@@ -30,7 +30,9 @@ from features.audio import (
     whole_rate,
 )
 
-MEMORY = 2 << 30  # bytes that ffmpeg may have
+MEMORY = 2 << 30  # bytes that ffmpeg may have; it fills two hours at most
+# Silence where the container has no audio: before it starts, and in gaps of its time stamps.
+FILL = "aresample=async=1:first_pts=0"
 AU = struct.Struct(">4sIIIII")  # magic, offset of the samples, bytes, encoding, rate, channels
 
 
@@ -49,6 +51,9 @@ def stream_container(
     path: str | os.PathLike[str], demuxer: str, sample_rate: int
 ) -> Iterator[Tensor]:
     """The first audio track, its channels mixed, in blocks (S,), each decoded when asked for.
+
+    Sample 0 is at time 0 of the container's clock: where the track starts later, or its time stamps
+    have a gap, there is silence, so that times of words are those of the video.
 
     Raises AudioError as features.audio.stream_audio does, and where ffmpeg is not installed.
     """
@@ -75,7 +80,8 @@ def _decoder(path: str | os.PathLike[str], demuxer: str, name: str) -> Iterator[
     with open_regular(path) as file:
         source = f"/dev/fd/{file.fileno()}"
         line = [program, "-nostdin", "-v", "quiet", "-protocol_whitelist", "file", "-f", demuxer]
-        line += ["-i", source, "-map", "0:a:0", "-ac", "1", "-c:a", "pcm_f32be", "-f", "au", "-"]
+        line += ["-copyts", "-i", source, "-map", "0:a:0", "-ac", "1", "-af", FILL]
+        line += ["-c:a", "pcm_f32be", "-f", "au", "-"]
         process = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[file.fileno()]
         )

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import soundfile
 import srt
+import torch
 import webvtt
 from tiny_speech import RATE, tones
 from tone_model import spoken, tone_recognizer
 
 from asr import transcribe
 from asr.inference import recognition
+from features.containers import container_of, stream_container
 
 
 @pytest.fixture
@@ -237,6 +239,36 @@ def test_ffmpeg_decodes_what_libsndfile_cannot(kind, recordings, commands, tmp_p
     file.write_bytes(file.read_bytes()[:12] + bytes(700))
     code, out, err = commands(transcribe, "run", file)
     assert code == 2 and err.startswith(f"error: {file}: ") and len(err.splitlines()) == 1
+
+
+GAP = "asetpts='if(gt(T,1),PTS+3*SR,PTS)'"  # three seconds without audio from second 1 on
+
+
+@pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed")
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("m4a", "aac"), ("mp4", "aac"), ("mkv", "flac"), ("webm", "libopus")]
+)
+def test_times_are_those_of_the_container(kind, codec, tmp_path):
+    """The judge is where a burst of noise, at 1.5 s of 2, is found."""
+    samples, rate = np.zeros((96_000, 1), np.float32), 48_000
+    samples[72_000:76_800, 0] = np.random.default_rng(0).uniform(-0.5, 0.5, 4_800)
+    soundfile.write(tmp_path / "in.wav", samples, rate)
+    video = ["-f", "lavfi", "-i", "testsrc=s=32x32:r=5:d=6", "-map", "0:v", "-map", "1:a"]
+    video += ["-c:v", "libvpx" if kind == "webm" else "mpeg4"]
+    cases = {
+        "plain": ([], [], 1.5),
+        "late": (["-itsoffset", "4"], [] if kind == "m4a" else video, 5.5),
+        "gap": ([], ["-af", GAP], 4.5),
+    }
+    for name, (before, after, expected) in cases.items():
+        path = tmp_path / f"{name}.{kind}"
+        line = [FFMPEG, "-v", "error", *after[:4], *before, "-i", tmp_path / "in.wav", *after[4:]]
+        if name == "gap":
+            line = [FFMPEG, "-v", "error", "-i", tmp_path / "in.wav", *after]
+        subprocess.run([*line, "-c:a", codec, path], check=True)
+        waveform = torch.cat(list(stream_container(path, container_of(path), 16_000)))
+        found = int((waveform.abs() > 0.1).nonzero()[0]) / 16_000
+        assert found == pytest.approx(expected, abs=0.03), name
 
 
 def test_without_ffmpeg_a_line_names_it(recordings, commands, tmp_path, monkeypatch):
