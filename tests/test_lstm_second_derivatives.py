@@ -10,6 +10,8 @@ from test_lstm_backends import HERE, make, start_of, weights_of
 from torch import nn
 from torch.autograd import functional, gradgradcheck
 
+from asr.config.schema import LasConfig
+from asr.models.las import LAS
 from asr.nn.dropout import Dropout
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
@@ -147,3 +149,26 @@ def test_gradient_of_dropout_is_differentiable():
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(gradient.sum(), x)
     torch.testing.assert_close(second, 2 * (y / x).square())
+
+
+@pytest.mark.parametrize("backend", [name for name in ("cpu", "reference") if name in HERE])
+def test_las_is_exact_by_the_reference_and_refused_in_cpp(backend):
+    torch.manual_seed(1)
+    speller = {"hidden": 5, "embedding": 3, "backend": backend}
+    keys = {"listener": {"layers": 2, "hidden": 5, "pyramid": [2]}, "speller": speller}
+    model = LAS(3, 7, LasConfig(kind="las", **keys)).double()
+    lengths, tokens = torch.tensor([5, 4]), torch.randint(7, (2, 3))
+
+    def gradient(x, **options):
+        loss = model.decode(model.encode(x, lengths), tokens).log_softmax(-1)[..., 0].sum()
+        return torch.autograd.grad(loss, x, **options)[0]
+
+    x = torch.randn(2, 5, 3, **DOUBLE, requires_grad=True)
+    vector, step = torch.randn_like(x), 1e-5
+    if backend == "cpu":
+        with pytest.raises(RuntimeError, match="no second derivatives .*: use backend='reference'"):
+            gradient(x, create_graph=True)
+        return
+    (found,) = torch.autograd.grad((gradient(x, create_graph=True) * vector).sum(), x)
+    sides = [gradient((x + sign * step * vector).detach().requires_grad_()) for sign in (1, -1)]
+    torch.testing.assert_close(found, (sides[0] - sides[1]) / (2 * step), atol=1e-8, rtol=1e-5)
