@@ -166,7 +166,7 @@ def test_las_is_exact_by_the_reference_and_refused_in_cpp(backend):
     x = torch.randn(2, 5, 3, **DOUBLE, requires_grad=True)
     vector, step = torch.randn_like(x), 1e-5
     if backend == "cpu":
-        with pytest.raises(RuntimeError, match="no second derivatives .*: use backend='reference'"):
+        with pytest.raises(RuntimeError, match="use backend='reference'"):
             gradient(x, create_graph=True)
         return
     (found,) = torch.autograd.grad((gradient(x, create_graph=True) * vector).sum(), x)
