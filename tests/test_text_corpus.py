@@ -107,7 +107,7 @@ def test_empty_texts_of_a_manifest_are_skipped(tmp_path):
 
 def test_lines_are_cleaned(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_bytes("\ufeffÉIN  WORT \r\n\r\n \t\nZWEI\tWÖRTER".encode())
+    path.write_bytes("\ufeffÉIN  WORT \r\n\r\n \t\n\ufeffZWEI\tWÖRTER".encode())
     read = read_lines(path)
     assert [read[i] for i in range(len(read))] == ["ÉIN WORT", "ZWEI WÖRTER"]
     assert read.lengths.tolist() == [9, 12]  # bytes

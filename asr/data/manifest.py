@@ -37,7 +37,6 @@ BLOCK = 1 << 20  # characters of the rows checked at once
 READ = 1 << 16  # bytes read at once
 SHORTEST = 0.0005  # seconds: less would be written as 0.000
 EMPTY = "the manifest is empty; it needs one line per utterance"
-BYTE_ORDER_MARK = "\ufeff"  # also in mid-file, where tables were joined
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 # The fields of n rows, column by column in the order of COLUMNS: plain lists of strings, since a
@@ -90,12 +89,11 @@ def open_table(path: Path) -> Iterator[IO[str]]:
 
 
 def split_line(line: str) -> list[str]:
-    """The fields of a line, without the space around them."""
-    line = line.lstrip(BYTE_ORDER_MARK).rstrip("\n")
-    return [field.strip() for field in line.split("\t")]
+    """The fields of a line, without space around them and a mark at which tables were joined."""
+    return [field.strip() for field in line.lstrip("\ufeff").rstrip("\n").split("\t")]
 
 
-def _read_header(path: Path, file: IO[str], required: Sequence[str]) -> tuple[int, list[str]]:
+def parse_header(path: Path, file: IO[str], required: Sequence[str]) -> tuple[int, list[str]]:
     """The number of the line after the header, and the header.
 
     Raises UserError for a column that is missing or appears twice.
@@ -117,12 +115,6 @@ def _read_header(path: Path, file: IO[str], required: Sequence[str]) -> tuple[in
     return line, header
 
 
-def read_header(path: Path, required: Sequence[str]) -> list[str]:
-    """The names of a table's columns. Raises UserError for a missing file or column."""
-    with open_table(path) as file:
-        return _read_header(path, file, required)[1]
-
-
 def read_rows(
     path: Path, required: Sequence[str], faults: dict[int, str] | None = None
 ) -> Iterator[tuple[int, dict[str, str]]]:
@@ -133,7 +125,7 @@ def read_rows(
     without a required column.
     """
     with open_table(path) as file:
-        line, header = _read_header(path, file, required)
+        line, header = parse_header(path, file, required)
         rows = ((n, split_line(text)) for n, text in enumerate(file, start=line) if text.strip())
         number = None
         for number, fields in rows:
@@ -238,7 +230,7 @@ def read_blocks(path: Path, allow_outside: bool) -> Iterator[Block]:
     """
     hashes: list[np.ndarray] = []
     with open_table(path) as file:
-        line, header = _read_header(path, file, COLUMNS)
+        line, header = parse_header(path, file, COLUMNS)
         width, places = len(header), [header.index(name) for name in COLUMNS]
         while lines := file.readlines(BLOCK):
             columns = _valid_columns(lines, width, places, None if allow_outside else path.parent)

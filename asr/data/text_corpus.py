@@ -91,8 +91,7 @@ def _sentences(file: IO[bytes], path: Path, most: float) -> Iterator[str]:
         if len(line) > LONGEST:
             raise UserError(f"{path}:{number}: over {LONGEST} bytes long; is this a text file?")
         try:
-            # A byte-order mark may stand before the first line of each of several joined texts.
-            words = line.decode("utf-8-sig").split()
+            words = line.decode("utf-8-sig").split()  # joined texts have several marks
         except UnicodeDecodeError as error:
             raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from None
         if words:

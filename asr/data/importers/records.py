@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from asr.data.importers.rows import Fault, Row
-from asr.data.manifest import BYTE_ORDER_MARK, open_table, read_rows
+from asr.data.manifest import open_table, parse_header, read_rows
 from asr.errors import UserError
 from asr.io import parse_json
 
+BYTE_ORDER_MARK = "\ufeff"  # also in mid-file, where tables were joined
 Record = tuple[int, dict[str, Any]]
 
 
@@ -55,6 +56,12 @@ def first_line(path: Path) -> str:
 def first_object(path: Path) -> dict[str, Any]:
     """The JSON object in the first line of a file; empty if there is none."""
     return _parse(first_line(path)) or {}
+
+
+def read_header(path: Path, required: Sequence[str]) -> list[str]:
+    """The names of a table's columns. Raises UserError for a missing file or column."""
+    with open_table(path) as file:
+        return parse_header(path, file, required)[1]
 
 
 def tsv_records(path: Path, required: Sequence[str]) -> Iterator[Record | Fault]:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from asr.data.importers.records import first_line, rows_of, tsv_records
+from asr.data.importers.records import first_line, read_header, rows_of, tsv_records
 from asr.data.importers.rows import Fault, Row, Split
-from asr.data.manifest import COLUMNS, read_header
+from asr.data.manifest import COLUMNS
 
 REQUIRED = ("id", "audio", "text")
 
