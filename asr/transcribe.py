@@ -59,16 +59,19 @@ def transcribe(
     faults: dict[Path, str],
 ) -> None:
     """Report the transcript of every source, or add it to `faults`. places: in --out, if given."""
+    from asr.inference.transcript import level_warning
     from features.audio import name_of
 
     names = {source.path: source.name for source in sources}
     failed: dict[Path, str] = {}
     for path, transcript in recognizer.transcribe_files(names, failed):
         name = names[path]
+        reason = level_warning(transcript.level)
         if transcript.seconds < (least := recognizer.min_seconds):
-            reason = f"{transcript.seconds:.3f} seconds of audio, fewer than {least:g}"
-            line = f"warning: {name_of(name)}: {reason}; its transcript is empty"
-            print(line, file=sys.stderr, flush=True)
+            short = f"{transcript.seconds:.3f} seconds of audio, fewer than {least:g}"
+            reason = f"{short}; its transcript is empty"
+        if reason:
+            print(f"warning: {name_of(name)}: {reason}", file=sys.stderr, flush=True)
         try:
             report(name, transcript, args.format, args.out, places.get(path))
         except OSError as error:

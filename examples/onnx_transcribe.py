@@ -58,39 +58,62 @@ class Model:
 
 
 def has_speech(model: Model, samples: np.ndarray) -> bool:
-    """False for audio that is too short, or silent throughout."""
+    """False for audio that is too short, or silent but for a constant."""
     hop = round(0.01 * model.settings["sample_rate"])
     blocks = samples[: len(samples) // hop * hop].reshape(-1, hop)
-    power = np.square(blocks).mean(axis=1).max(initial=0.0)
+    power = blocks.var(axis=1).max(initial=0.0)
     loud = 10 * np.log10(max(power, 1e-18)) > model.settings["silence_db"]
     return len(samples) >= model.settings["min_samples"] and bool(loud)
 
 
 def greedy(model: Model, memory: dict[str, np.ndarray]) -> list[int]:
-    """The likeliest token of the decoder at every step, up to <eos>."""
+    """The likeliest token of the decoder at every step, up to <eos>; none if it is no speech."""
     settings, special = model.settings["decoder"], model.settings["vocabulary"]["special"]
     constants = {name: memory[name] for name in settings["constants"]}
     state = {name: memory[name] for name in settings["state"]}
     limit = int(settings["max_ratio"] * memory["valid"].sum() + settings["max_constant"])
     tokens: list[int] = []
-    last = special["sos"]
-    while len(tokens) < limit:
+    last, total = special["sos"], 0.0
+    while True:
         inputs = {"tokens": np.array([[last]]), **constants, **state}
         outputs = model.run("decoder", inputs)
         log_probs = outputs["log_probs"][0, 0]  # (V,)
         log_probs[settings["never"]] = -np.inf
-        last = int(log_probs.argmax())
+        last = int(log_probs.argmax()) if len(tokens) < limit else special["eos"]
+        total += float(log_probs[last])
         if last == special["eos"]:
             break
         tokens.append(last)
         state = {name: outputs[f"next_{name}"] for name in state}
+    least = model.settings["no_speech_log_prob"]
+    if model.settings["ctc"] and least is not None and total / (len(tokens) + 1) < least:
+        frames, blank = ctc_frames(model, memory), special["blank"]
+        if ctc_log_prob(frames, tokens, blank) < frames[:, blank].sum():
+            return []
     return tokens
+
+
+def ctc_frames(model: Model, memory: dict[str, np.ndarray]) -> np.ndarray:
+    """The log-probabilities (T', V) of the CTC head."""
+    return model.run("ctc", {"states": memory["states"]})["log_probs"][0][memory["valid"][0]]
+
+
+def ctc_log_prob(frames: np.ndarray, tokens: list[int], blank: int) -> float:
+    """frames (T', V) -> log-probability of all paths of the tokens (Graves et al. 2006)."""
+    labels = np.full(2 * len(tokens) + 1, blank)
+    labels[1::2] = tokens
+    skips = np.where((labels[2:] != blank) & (labels[2:] != labels[:-2]), 0.0, -np.inf)
+    paths = np.append(0.0, np.full(len(labels) - 1, -np.inf))  # by the label that they end in
+    for frame in frames:
+        longer = np.append(paths[0], np.logaddexp(paths[1:], paths[:-1]))
+        longer[2:] = np.logaddexp(longer[2:], paths[:-2] + skips)
+        paths = longer + frame[labels]
+    return float(np.logaddexp.reduce(paths[-2:]))
 
 
 def ctc(model: Model, memory: dict[str, np.ndarray]) -> list[int]:
     """The likeliest label of every frame; repetitions merged, blanks dropped."""
-    log_probs = model.run("ctc", {"states": memory["states"]})["log_probs"]  # (1, T', V)
-    path = log_probs[0][memory["valid"][0]].argmax(axis=1)
+    path = ctc_frames(model, memory).argmax(axis=1)
     first = np.append(True, path[1:] != path[:-1])
     blank = model.settings["vocabulary"]["special"]["blank"]
     return path[first & (path != blank)].tolist()

@@ -5,11 +5,13 @@ import math
 from collections import defaultdict
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from asr.config.schema import DecodeConfig
-from asr.decoding.ctc import collapse, ctc_beam_search, ctc_greedy
+from asr.decoding.ctc import collapse, ctc_greedy
+from asr.decoding.ctc_search import ctc_beam_search, ctc_gains
 from asr.errors import UserError
 from asr.inference.decode import decode_memory
 from asr.nn.attention import Memory
@@ -57,6 +59,46 @@ def test_a_wide_beam_finds_the_sums_over_all_paths(seed):
         assert [h.tokens for h in results[utterance]] == [tokens for _, tokens in judge]
         ours = [h.score for h in results[utterance]]
         assert ours == pytest.approx([score for score, _ in judge], abs=1e-9)
+
+
+def prefix_beam_search(log_probs, beam):
+    """Hannun et al. 2014, algorithm 1, prefix by prefix: (T, V) -> sentences and scores."""
+    prefixes = {(): (0.0, -math.inf)}
+    for frame in log_probs.tolist():
+        grown = defaultdict(lambda: [-math.inf, -math.inf])
+        for prefix, (blank, token) in prefixes.items():
+            both = np.logaddexp(blank, token)
+            grown[prefix][0] = np.logaddexp(grown[prefix][0], both + frame[0])
+            for label, score in enumerate(frame[1:], start=1):
+                longer, before = grown[(*prefix, label)], both
+                if prefix and prefix[-1] == label:
+                    grown[prefix][1] = np.logaddexp(grown[prefix][1], token + score)
+                    before = blank
+                longer[1] = np.logaddexp(longer[1], before + score)
+        prefixes = dict(sorted(grown.items(), key=lambda p: -np.logaddexp(*p[1]))[:beam])
+    return [(prefix, np.logaddexp(*both)) for prefix, both in prefixes.items()]
+
+
+@pytest.mark.parametrize(("beam", "sharpness"), [(3, 0.7), (7, 0.7), (29, 2.0)])
+def test_a_narrow_beam_keeps_the_prefixes_of_the_slow_search(beam, sharpness):
+    """Over enough frames that prefixes leave the beam and come back."""
+    log_probs = random_log_probs(2, 61, 5, seed=beam, sharpness=sharpness)
+    valid = torch.arange(61) < torch.tensor([61, 43])[:, None]
+    results = ctc_beam_search(log_probs, valid, beam=beam, nbest=beam)
+    for ours, own, length in zip(results, log_probs, (61, 43), strict=True):
+        judge = prefix_beam_search(own[:length], beam)
+        assert [h.tokens for h in ours] == [tokens for tokens, _ in judge]
+        assert [h.score for h in ours] == pytest.approx([score for _, score in judge], abs=1e-9)
+
+
+def test_the_gain_of_a_sentence_is_a_ratio_of_sums_over_paths():
+    log_probs = random_log_probs(4, 6, 4, sharpness=1.0)
+    valid = torch.arange(6) < torch.tensor([6, 4, 3, 2])[:, None]
+    sentences = [(2, 1, 3), (), (3, 3), (1, 2, 3)]  # the last has too few frames
+    gains = ctc_gains(log_probs.masked_fill(~valid[..., None], 9.0), valid, sentences)
+    for own, length, tokens, gain in zip(log_probs, (6, 4, 3, 2), sentences, gains, strict=True):
+        sums = {tokens: score for score, tokens in sums_over_paths(own[:length])}
+        assert gain == pytest.approx(sums.get(tokens, -math.inf) - sums[()], abs=1e-5)
 
 
 def test_the_best_sentence_need_not_be_the_best_path():

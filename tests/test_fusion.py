@@ -144,8 +144,8 @@ def test_a_recognizer_takes_the_language_model_of_a_run(tiny_run, tmp_path):
     silent = Recognizer.load(tiny_run, [*named, "decode.lm_weight=0"])
     audio = torch.randn(8000, generator=torch.Generator().manual_seed(1)) * 0.3
     assert len(fused.lm.start(_memory()).h) == 1
-    assert silent.transcribe(audio) == plain.transcribe(audio)
-    assert fused.transcribe(audio).score != plain.transcribe(audio).score
+    assert silent(audio) == plain(audio)
+    assert fused(audio).score != plain(audio).score
 
 
 def _memory():

@@ -87,7 +87,7 @@ def test_an_ensemble_of_a_run_with_itself_equals_the_run(tiny, tiny_run):
     corpus = read_manifest(tiny.parent / "test.tsv")
     alone, twice = (Recognizer.load(tiny_run, [*SEARCH, *o]) for o in ([], [together(tiny_run)]))
     for utterance in corpus:
-        one, two = alone.transcribe(utterance.audio), twice.transcribe(utterance.audio)
+        one, two = alone(utterance.audio), twice(utterance.audio)
         assert one.text == two.text and one.score == pytest.approx(two.score, abs=1e-4)
 
 
@@ -107,7 +107,7 @@ def test_files_match_the_split(tiny, tiny_run, commands, tmp_path):
     transcripts = dict(recognizer.transcribe_files([u.audio for u in corpus]))
     assert {u.id: transcripts[u.audio].text for u in corpus} == rows
     alone = Recognizer.load(tiny_run, SEARCH)
-    assert any(alone.transcribe(u.audio).score != transcripts[u.audio].score for u in corpus)
+    assert any(alone(u.audio).score != transcripts[u.audio].score for u in corpus)
     decode = json.loads((out / "score.json").read_text())["about"]["decode"]
     assert decode["ensemble"] == [str(tmp_path / "other")]
     assert "ensemble with" in (out / "page.html").read_text()

@@ -32,5 +32,5 @@ def test_it_recognises_unseen_speakers(name, shared):
     some = read_manifest(shared("speech/dev.tsv"))[:300:100]
     assert len(some.speakers) == 3
     recognizer = Recognizer.load(ROOT / "pretrained" / name, ["decode.speeds=[1.0]"])
-    hypotheses = [recognizer.transcribe(utterance.audio).text for utterance in some]
+    hypotheses = [recognizer(utterance.audio).text for utterance in some]
     assert jiwer.cer([utterance.text for utterance in some], hypotheses) < MOST

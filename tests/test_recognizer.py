@@ -24,7 +24,7 @@ FRAME = 0.04  # of memory
 @pytest.mark.parametrize("pause", [0.3, 0.12])
 def test_words_start_at_their_times(pause, with_ctc):
     samples, starts = spoken(WORDS, pause)
-    result = tone_recognizer(with_ctc=with_ctc).transcribe(samples)
+    result = tone_recognizer(with_ctc=with_ctc)(samples, RATE)
     assert result.text.split() == WORDS == [word.text for word in result.words]
     results = [word.start for word in result.words]
     errors = np.abs(np.array(results) - starts)
@@ -35,7 +35,7 @@ def test_words_start_at_their_times(pause, with_ctc):
 
 def test_ctc_times_are_exact_to_a_frame():
     samples, starts = spoken(WORDS, 0.3)
-    result = tone_recognizer().transcribe(samples)
+    result = tone_recognizer()(samples, RATE)
     for word, start in zip(result.words, starts, strict=True):
         assert abs(word.start - start) <= FRAME
         assert abs(word.end - (start + LETTER * (len(word.text) - 1))) <= 2 * FRAME
@@ -45,8 +45,8 @@ def test_ctc_times_are_exact_to_a_frame():
 @pytest.mark.parametrize("beam", [1, 4])
 def test_ctc_alone_gives_times_and_confidences_too(beam):
     samples, _ = spoken(WORDS, 0.3)
-    joint = tone_recognizer().transcribe(samples)
-    alone = tone_recognizer(search="ctc", beam=beam).transcribe(samples)
+    joint = tone_recognizer()(samples, RATE)
+    alone = tone_recognizer(search="ctc", beam=beam)(samples, RATE)
     assert [w.text for w in alone.words] == WORDS
     assert [w.start for w in alone.words] == [w.start for w in joint.words]
     sure = 1.0001 / 1.0008  # a label among the eight of the tone model's CTC head
@@ -62,7 +62,7 @@ def test_a_frame_of_memory_lasts_as_long_as_the_reduction():
 def test_long_audio_has_every_word_once_at_its_time(seconds, pause):
     words = [WORDS[i % 13] for i in range(61)]
     samples, starts = spoken(words, pause)
-    result = tone_recognizer(seconds, overlap=min(2.0, seconds / 4)).transcribe(samples)
+    result = tone_recognizer(seconds, overlap=min(2.0, seconds / 4))(samples, RATE)
     if pause < 0.2 and seconds < 3:
         # No pauses and half a second of overlap: a few words are cut.
         assert abs(len(result.words) - 61) <= 8
@@ -79,7 +79,7 @@ def test_batch_mates_change_nothing(tmp_path):
         samples, _ = spoken(WORDS[:count], 0.3, seed=number)
         paths.append(tmp_path / f"{number}.wav")
         soundfile.write(paths[-1], samples, RATE, subtype="FLOAT")
-        alone.append(tone_recognizer(4.0).transcribe(paths[-1]))
+        alone.append(tone_recognizer(4.0)(paths[-1]))
     for seconds in (0.5, 9.0, 240.0):
         together = tone_recognizer(4.0, batch_seconds=seconds).transcribe_files(paths)
         for (path, result), before, expected in zip(together, alone, paths, strict=True):
@@ -94,33 +94,85 @@ def test_batch_mates_change_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "samples",
-    [np.zeros(0), np.zeros(3), np.zeros(RATE), np.zeros(50 * RATE), np.full(RATE, 1e-4)],
-    ids=["none", "less than a frame", "a second", "long", "an inaudible hum"],
+    [np.zeros(0), np.zeros(3), np.zeros(RATE), np.zeros(50 * RATE), np.full(RATE, 0.1)],
+    ids=["none", "less than a frame", "a second", "long", "a constant"],
 )
 def test_silence_gives_an_empty_transcript(samples, tmp_path):
-    result = tone_recognizer(5.0).transcribe(samples)
+    result = tone_recognizer(5.0)(samples, RATE)
     assert (result.text, result.tokens, result.times, result.words) == ("", (), (), ())
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
-    assert tone_recognizer(5.0).transcribe(tmp_path / "a.wav") == result
+    assert tone_recognizer(5.0)(tmp_path / "a.wav") == result
 
 
 def test_samples_need_their_rate_and_shape():
     samples, _ = spoken(["abc"], 0.3)
-    transcribe = tone_recognizer().transcribe
+    recognizer = tone_recognizer()
     stereo = np.stack([samples, samples], axis=1)
-    assert transcribe(samples, float(RATE)).text == transcribe(stereo).text == "abc"
+    assert recognizer(samples, float(RATE)).text == recognizer(stereo, RATE).text == "abc"
     for wrong, rate in ((stereo.T, RATE), (samples, 0)):
         with pytest.raises(AudioError, match="the waveform: "):
-            transcribe(wrong, rate)
+            recognizer(wrong, rate)
+    # At 44.1 kHz, say, but taken for the model's rate, they would give a wrong text.
+    with pytest.raises(AudioError, match=f"sample_rate={RATE}"):
+        recognizer(samples)
 
 
 def test_a_silent_segment_is_skipped():
     samples, starts = spoken(["abc", "cab"], 0.3)
     silence = np.zeros(30 * RATE)
-    result = tone_recognizer(4.0).transcribe(np.concatenate([samples, silence, samples]))
+    result = tone_recognizer(4.0)(np.concatenate([samples, silence, samples]), RATE)
     assert result.text == "abc cab abc cab"
     shift = (len(samples) + len(silence)) / RATE
     assert result.words[2].start == pytest.approx(starts[0] + shift, abs=0.08)
+
+
+class UnsureModel(ToneModel):
+    """Hallucinates: its decoder is unsure, and its CTC head finds `blanks` for its tokens."""
+
+    def __init__(self, unsure, blanks):
+        super().__init__()
+        self.unsure, self.blanks = unsure, blanks
+
+    def step(self, state, tokens):
+        log_probs, state = super().step(state, tokens)
+        return (log_probs * (0.2 if self.unsure else 1.0)).log_softmax(-1), state
+
+    def ctc(self, memory):
+        log_probs = super().ctc(memory)
+        return (log_probs * (0.1 if self.blanks else 1.0) + self.blanks * BLANK_FIRST).log_softmax(
+            -1
+        )
+
+
+BLANK_FIRST = torch.tensor([6.0] + [0.0] * 7)
+
+
+@pytest.mark.parametrize("search", [{"beam": 1}, {"beam": 3, "ctc_weight": 0.1}])
+@pytest.mark.parametrize(
+    ("unsure", "blanks", "threshold", "kept"),
+    [
+        (True, True, -0.5, False),
+        (True, True, None, True),
+        (True, False, -0.5, True),
+        (False, True, -0.5, True),  # of a CTC head that is not trained yet
+    ],
+)
+def test_a_text_that_neither_decoder_nor_ctc_believes_is_dropped(
+    unsure, blanks, threshold, kept, search
+):
+    recognizer = tone_recognizer(4.0, no_speech_log_prob=threshold, **search)
+    recognizer.model = UnsureModel(unsure, blanks)
+    samples, _ = spoken(WORDS, 0.3)
+    result = recognizer(samples, RATE)
+    assert (result.text.split(), len(result.words)) == ((WORDS, 13) if kept else ([], 0))
+
+
+def test_the_level_is_that_of_the_loudest_part(tmp_path):
+    samples, _ = spoken(WORDS, 0.3)
+    loud = tone_recognizer(4.0)(samples, RATE)
+    quiet = tone_recognizer(4.0)(0.1 + samples * 1e-3, RATE)
+    assert quiet.level == pytest.approx(loud.level - 60, abs=0.1) and -20 < loud.level < 0
+    assert tone_recognizer()(np.zeros(RATE), RATE).level == -180
 
 
 def test_unreadable_files_are_recorded_or_raised(tmp_path):
@@ -174,7 +226,7 @@ def test_long_audio_is_decoded_while_it_is_read(monkeypatch, pause):
     samples, _ = spoken(WORDS * 4, pause)
     wave = torch.from_numpy(samples).float()
     recognizer = tone_recognizer(3.0, overlap=0.75, batch_seconds=10.0)
-    whole = recognizer.transcribe(samples)
+    whole = recognizer(samples, RATE)
     read, decoded, recognize = 0, 0.0, recognizer.recognize
 
     def blocks(path):
@@ -191,7 +243,7 @@ def test_long_audio_is_decoded_while_it_is_read(monkeypatch, pause):
 
     monkeypatch.setattr(recognizer.front_end, "stream", blocks)
     monkeypatch.setattr(recognizer, "recognize", counted)
-    assert recognizer.transcribe("any") == whole and read == pytest.approx(len(wave) / RATE)
+    assert recognizer("any") == whole and read == pytest.approx(len(wave) / RATE)
 
 
 def test_damage_after_minutes_is_a_fault_of_that_file_alone(tmp_path, monkeypatch):
@@ -238,7 +290,7 @@ def test_only_the_file_that_cannot_be_decoded_fails(tmp_path, monkeypatch, error
     assert results == [(path, "abc") for path in paths if path != paths[2]]
     assert faults == {paths[2]: f"{paths[2]}: {reason}"}
     with pytest.raises(type(error)):
-        recognizer.transcribe(paths[2])
+        recognizer(paths[2])
 
 
 def test_segments_have_the_length_of_the_training_data(tiny_run):
@@ -271,3 +323,18 @@ def test_all_models_move_to_a_device():
     recognizer = tone_recognizer()
     recognizer.lm = object()  # n-grams are on no device
     assert recognizer.to("cpu").device == torch.device("cpu")
+
+
+def test_a_list_is_transcribed_as_each_alone(tmp_path):
+    samples, _ = spoken(["ab", "c"], 0.3)
+    soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
+    recognizer = tone_recognizer()
+    several = recognizer.transcribe([samples, tmp_path / "a.wav", np.zeros(RATE)], RATE)
+    assert [one.text for one in several] == [recognizer(samples, RATE).text] * 2 + [""]
+    assert recognizer.transcribe([]) == []
+
+
+@pytest.mark.parametrize("audio", ["a.wav", np.zeros(RATE)])
+def test_one_recording_is_no_list(audio):
+    with pytest.raises(UserError, match="takes a list"):
+        tone_recognizer().transcribe(audio, RATE)

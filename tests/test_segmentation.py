@@ -8,7 +8,7 @@ import torch
 
 from asr.decoding import segmentation
 from asr.decoding.alignment import TimedWord
-from asr.decoding.segmentation import Segment, merge_words
+from asr.decoding.segmentation import SILENT, Segment, loudness, merge_words
 from asr.errors import UserError
 
 RATE = 1000
@@ -80,6 +80,24 @@ def test_any_audio_is_covered_within_the_limit(seed):
         assert before.start < after.start <= before.end < after.end
         assert before.end - after.start in (0, 997)
     assert all(piece.end - piece.start <= 5 * 997 for piece in pieces)
+
+
+@pytest.mark.parametrize(("gain", "constant"), [(1.0, 0.3), (1e-3, 0.0), (1e-3, 0.1), (1e-4, 0.0)])
+def test_cuts_depend_on_neither_level_nor_a_constant(gain, constant):
+    pauses = [(3.1, 3.5), (7.2, 7.7), (13.0, 13.3), (18.4, 19.0), (24.0, 24.3)]
+    wave = speech(29, pauses, floor=0.05)
+    expected = split_at_pauses(wave, RATE, max_seconds=8.0, overlap=2.0)
+    assert all(a.end == b.start for a, b in itertools.pairwise(expected))
+    assert split_at_pauses(wave * gain + constant, RATE, 8.0, 2.0) == expected
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.1, -0.9])
+def test_loudness_is_that_of_the_loudest_part_without_its_mean(constant):
+    wave = torch.full((3 * RATE,), constant, dtype=torch.float32)
+    assert loudness(wave, RATE) <= SILENT
+    step = 2 * torch.pi * torch.arange(RATE) * 200 / RATE
+    wave[RATE : 2 * RATE] += 0.01 * step.sin()
+    assert loudness(wave, RATE) == pytest.approx(-43.01, abs=0.02)  # 0.01 / sqrt(2)
 
 
 @pytest.mark.parametrize("size", [97, 1000, 12_345])

@@ -1,6 +1,8 @@
 """Subtitles parsed back by independent libraries."""
 
 import io
+import itertools
+import unicodedata
 from datetime import timedelta
 
 import pytest
@@ -72,7 +74,7 @@ def test_cues_have_a_maximum_duration():
 
 def test_a_cue_ends_where_the_next_begins():
     words = words_at("a b", [(0.0, 5.0), (4.0, 11.5)])
-    assert make_cues(words) == [Cue(0.0, 4.0, "a"), Cue(4.0, 11.5, "b")]
+    assert make_cues(words) == [Cue(0.0, 4.0, "a"), Cue(4.0, 11.0, "b")]
 
 
 def test_unordered_words_still_give_consecutive_cues():
@@ -83,6 +85,41 @@ def test_unordered_words_still_give_consecutive_cues():
     assert "".join(cue.text for cue in cues).replace(" ", "") == "abc"
 
 
-def test_a_word_longer_than_a_line_is_kept_whole():
-    (cue,) = make_cues([TimedWord("x" * 99, 0.0, 1.0, 1.0)])
-    assert cue.text == "x" * 99
+def columns(line):
+    """As a terminal counts them, with a mark as a column of its own: never fewer than len()."""
+    return sum(1 + (unicodedata.east_asian_width(letter) in ("W", "F")) for letter in line)
+
+
+TEXTS = {
+    "letters": "x" * 199,
+    "Chinese": "他说明天的会议改到下午三点在二楼的大会议室举行请大家准时参加不要迟到" * 4,
+    "Thai": "การประชุมวันพรุ่งนี้เลื่อนไปเป็นเวลาบ่ายสามโมงที่ห้องประชุมใหญ่ชั้นสองขอให้ทุกคนมาให้ตรงเวลา" * 2,
+    "Hindi": "नमस्तेदुनिया" * 12,
+    "both": "Meeting室は２階です" * 9,
+}
+
+
+@pytest.mark.parametrize("seconds", [3.0, 29.0, 83.0])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_text_without_spaces_obeys_the_limits(text, seconds):
+    words = [TimedWord("so", 0.5, 0.9, 1.0), TimedWord(text, 1.0, 1.0 + seconds, 1.0)]
+    cues = make_cues(words)
+    lines = [line for cue in cues for line in cue.text.split("\n")]
+    assert "".join(lines).replace(" ", "") == "so" + text
+    assert all(columns(line) <= 42 for line in lines)
+    assert all(len(cue.text.split("\n")) <= 2 for cue in cues)
+    assert all(0 < cue.end - cue.start <= 7.0 + 1e-9 for cue in cues)
+    assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(cues))
+    assert cues[-1].end == pytest.approx(1.0 + seconds)
+    assert not any(unicodedata.category(line[0]).startswith("M") for line in lines)
+    for before, cue in itertools.pairwise(cues):  # a time fits to the text before it
+        shown = len("".join(c.text for c in cues[: cues.index(cue)]).replace("\n", "")) - 2
+        assert cue.start == pytest.approx(
+            1.0 + seconds * shown / len(text), abs=0.06 * seconds + 0.2
+        )
+        assert before.start < cue.start
+
+
+def test_a_short_word_that_lasts_too_long_is_not_cut():
+    cues = make_cues([TimedWord("hello", 0.0, 20.0, 1.0), TimedWord("there", 20.5, 21.0, 1.0)])
+    assert cues == [Cue(0.0, 7.0, "hello"), Cue(20.5, 21.0, "there")]

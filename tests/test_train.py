@@ -526,7 +526,7 @@ def test_evaluate_scores_its_transcripts(tiny, tiny_run, commands, tmp_path):
     assert score["about"]["ctc_wer"] == pytest.approx(jiwer.wer(column["reference"], column["ctc"]))
     recognizer = Recognizer.load(tiny_run)
     for utterance, hypothesis in zip(column["id"], column["hypothesis"], strict=True):
-        assert recognizer.transcribe(tiny.parent / f"{utterance}.flac").text == hypothesis
+        assert recognizer(tiny.parent / f"{utterance}.flac").text == hypothesis
     assert (tmp_path / "e" / "alignment.txt").stat().st_size
 
 
@@ -561,7 +561,7 @@ def test_transcribe_writes_one_line_per_file(tiny, tiny_run, commands, tmp_path)
     (warning,) = err.splitlines()
     assert code == 0 and "short.wav: 0.001 seconds of audio" in warning
     recognizer = Recognizer.load(tiny_run)
-    assert out.splitlines() == [f"{path}: {recognizer.transcribe(path).text}" for path in files]
+    assert out.splitlines() == [f"{path}: {recognizer(path).text}" for path in files]
     assert out.splitlines()[2] == f"{files[2]}: "
 
 
@@ -588,7 +588,7 @@ def test_recognizer_reads_paths_arrays_and_tensors_alike(tiny, tiny_run):
     recognizer = Recognizer.load(tiny_run)
     path = tiny.parent / "test-2.flac"
     samples, rate = soundfile.read(path, dtype="float32")
-    expected = recognizer.transcribe(path)
-    assert recognizer.transcribe(samples, rate) == expected
-    assert recognizer.transcribe(torch.from_numpy(samples)) == expected
-    assert recognizer.transcribe(str(path)) == expected
+    expected = recognizer(path)
+    assert recognizer(samples, rate) == expected
+    assert recognizer(torch.from_numpy(samples), rate) == expected
+    assert recognizer(str(path)) == expected

@@ -302,6 +302,23 @@ def test_silence_and_empty_audio_give_empty_transcripts(commands, tiny_run, tmp_
         assert (code, out) == (0, f"{tmp_path / name}.wav: \n")
 
 
+def test_quiet_and_silent_files_are_named_with_their_level(commands, tiny_run, tmp_path):
+    wave = spoken(["ac"], 0.3)[0]
+    sounds = {"loud": wave, "quiet": wave * 1e-3, "silent": np.full(len(wave), 0.1)}
+    for name, sound in sounds.items():
+        soundfile.write(tmp_path / f"{name}.wav", sound, RATE)
+    files = [tmp_path / f"{name}.wav" for name in sounds]
+    code, out, err = commands(transcribe, tiny_run, *files, "--json")
+    loud, quiet, silent = map(json.loads, out.splitlines())
+    assert code == 0 and silent["text"] == "" and silent["level"] < -110
+    assert quiet["level"] == pytest.approx(loud["level"] - 60, abs=0.5)
+    assert err.splitlines() == [
+        f"warning: {tmp_path}/quiet.wav: too quiet, {quiet['level']:.0f} dB of full scale at most; "
+        "its transcript may be wrong",
+        f"warning: {tmp_path}/silent.wav: silent; its transcript is empty",
+    ]
+
+
 def test_a_folder_name_may_contain_an_equals_sign(commands, tiny_run, tmp_path):
     """As the runs of a sweep do; also for members of a tar, which are not files."""
     folder = tmp_path / "norm=ba"

@@ -144,7 +144,7 @@ def test_the_planted_weight_is_found_saved_and_decodes_without_errors(tiny_run, 
     assert f"decode.lm={tmp_path}" in lines[-1] and "decode.lm_weight=0.5" in lines[-1]
     assert any(re.match(r"4 .* 0\.00 % +0 +decoded$", line) for line in lines)
     recognizer.decode = written
-    assert [recognizer.transcribe(u.audio).text for u in corpus] == texts
+    assert [recognizer(u.audio).text for u in corpus] == texts
 
 
 def test_a_language_model_that_does_not_help_is_not_written(tiny_run, commands, tmp_path):

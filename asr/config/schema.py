@@ -644,6 +644,10 @@ class DecodeConfig(BeamConfig):
     # Longer audio is cut at pauses into segments of at most this length; null: data.max_seconds.
     max_segment_seconds: Annotated[float, Field(ge=1.0, le=1e9)] | None = None
     overlap: NotNegative = 2.0  # seconds shared by segments that are cut without a pause
+    # A decoder proposes a text for noise, music or a hum as well. It is dropped if the mean
+    # log-probability of its tokens is below this and the CTC head finds no text likelier; null, or
+    # without a CTC head: never.
+    no_speech_log_prob: Annotated[float, Field(le=0.0)] | None = -0.5
 
     @property
     def other_speeds(self) -> list[float]:

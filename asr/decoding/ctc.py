@@ -1,10 +1,6 @@
-"""CTC decoding: the best path, prefix beam search, and prefix scores for joint decoding.
+"""CTC decoding: the best path, and prefix scores for joint decoding.
 
 A path has one label per frame; equal neighbours are merged and blanks dropped (Graves et al. 2006).
-A sentence's probability is the sum over all its paths, so the likeliest sentence need not be that
-of the likeliest path. Prefix beam search (Hannun et al. 2014, algorithm 1) goes through the frames
-and keeps, for each of the best prefixes, the probability of its paths that end in blank and of
-those that end in its last token.
 
 CTCPrefixScorer scores every next token of every hypothesis (Watanabe et al. 2017, Hybrid
 CTC/Attention, algorithm 2). With y_t(c) the probability of c in frame t, and r^n_t(g), r^b_t(g)
@@ -23,8 +19,6 @@ hypotheses or vocabulary. float64, since accumulated log-probabilities are large
 Shapes: B utterances, K hypotheses of each, T frames, V vocabulary, blank included.
 """
 
-import math
-from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -32,12 +26,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from asr.data.tokenizer import BLANK, EOS
-from asr.decoding.scorer import Hypothesis
 from asr.nn.attention import Memory, keeps_all
 
-PrefixTokens = tuple[int, ...]
-# Prefix -> log-probabilities of its paths that end in blank, and in its last token.
-PrefixBeam = dict[PrefixTokens, tuple[float, float]]
 LEAST = -500.0  # smallest log-probability of a frame: its exp() is within the range of float64
 
 # The CTC head alone -----------------------------------------------------------------------------
@@ -54,59 +44,6 @@ def ctc_greedy(log_probs: Tensor, valid: Tensor) -> list[list[int]]:
     """log_probs (B, T, V), valid (B, T) -> the tokens of each utterance's likeliest path."""
     paths = log_probs.argmax(dim=2).masked_fill(~valid, BLANK)
     return [collapse(path) for path in paths.tolist()]
-
-
-@torch.no_grad()
-def ctc_beam_search(
-    log_probs: Tensor, valid: Tensor, beam: int, *, nbest: int = 1, tokens: int = 20
-) -> list[list[Hypothesis]]:
-    """log_probs (B, T, V), valid (B, T) -> each utterance's nbest sentences, best first.
-
-    score is the log-probability of all paths of the sentence that the beam kept. In each frame only
-    blank and the `tokens` likeliest labels are tried.
-    """
-    best = log_probs.topk(min(tokens, log_probs.shape[2]), dim=2)
-    columns = [kept.cpu() for kept in (log_probs[..., BLANK], best.indices, best.values)]
-    results = []
-    for b, length in enumerate(valid.sum(dim=1).tolist()):
-        blanks, labels, scores = (kept[b, :length].tolist() for kept in columns)
-        prefixes: PrefixBeam = {(): (0.0, -math.inf)}
-        for blank, *frame in zip(blanks, labels, scores, strict=True):
-            prefixes = _best(_next_frame(prefixes, blank, *frame), beam)
-        pairs = _best(prefixes, nbest).items()
-        results.append([Hypothesis(prefix, _add(*both), True) for prefix, both in pairs])
-    return results
-
-
-def _next_frame(
-    prefixes: PrefixBeam, blank: float, labels: list[int], scores: list[float]
-) -> PrefixBeam:
-    """All prefixes after one more frame: a blank, the last token again, or a new token."""
-    in_blank, in_token = (defaultdict(lambda: -math.inf) for _ in range(2))
-    for prefix, (after_blank, after_token) in prefixes.items():
-        either = _add(after_blank, after_token)
-        in_blank[prefix] = either + blank
-        for label, score in zip(labels, scores, strict=True):
-            if label == BLANK:
-                continue
-            longer = (*prefix, label)
-            if prefix and prefix[-1] == label:  # repeated only after a blank
-                in_token[prefix] = _add(in_token[prefix], after_token + score)
-                in_token[longer] = _add(in_token[longer], after_blank + score)
-            else:
-                in_token[longer] = _add(in_token[longer], either + score)
-    return {prefix: (in_blank[prefix], in_token[prefix]) for prefix in {**in_blank, **in_token}}
-
-
-def _best(prefixes: PrefixBeam, beam: int) -> PrefixBeam:
-    ranked = sorted(prefixes.items(), key=lambda pair: _add(*pair[1]), reverse=True)
-    return dict(ranked[:beam])
-
-
-def _add(a: float, b: float) -> float:
-    """log(exp(a) + exp(b))."""
-    low, high = min(a, b), max(a, b)
-    return high if low == -math.inf else high + math.log1p(math.exp(low - high))
 
 
 # Prefix scores for joint decoding ---------------------------------------------------------------

@@ -21,7 +21,12 @@ from asr.errors import UserError
 HOP = 0.01  # seconds between measurements of energy
 PAUSE = 0.2  # seconds: length of a pause
 QUIETER = 15.0  # dB of a pause below the loudest tenth of its segment
-SILENT = -70.0  # dB of full scale that always count as a pause
+# Levels in dB of full scale. Log-mel features of an utterance hardly depend on its level, so quiet
+# speech is decoded like any other, but 16 bits leave it noisy: one step has -90 dB.
+QUIET = -70.0  # where the loudest part of a recording is below, its text may suffer
+SILENT = -110.0  # where no part is louder, there is nothing to decode
+LOWEST = -180.0  # any lower level counts as this one
+BELOW_LOUDEST = 40.0  # dB: what is QUIET and so far below its segment's loudest part is a pause
 # Seconds between the middles of one word as two segments time it, at most. These differ by a few
 # frames of memory; a repetition of the word is seldom so close.
 MAX_DIFFERENCE = 0.4
@@ -62,16 +67,21 @@ def split_at_pauses(
         yield Segment(start, first + len(held)), held[start - first :].clone()
 
 
-def is_silent(waveform: Tensor, sample_rate: int) -> bool:
-    """Whether no part of waveform (S,) is louder than SILENT; a model hallucinates there."""
-    hop = max(1, round(HOP * sample_rate))
-    return bool((_decibels(waveform, hop if len(waveform) >= hop else 1) <= SILENT).all())
+def loudness(waveform: Tensor, sample_rate: int) -> float:
+    """The level of the loudest HOP of waveform (S,) in dB of full scale; LOWEST without one."""
+    decibels = _decibels(waveform, max(1, round(HOP * sample_rate)))
+    return float(decibels.max()) if len(decibels) else LOWEST
 
 
 def _decibels(waveform: Tensor, hop: int) -> Tensor:
-    """waveform (S,) -> energy (S // hop,) in dB of full scale."""
+    """waveform (S,) -> level (S // hop,) in dB of full scale.
+
+    Without the mean of each hop: features remove it as well.
+    """
     blocks = waveform[: len(waveform) // hop * hop].view(-1, hop)
-    return 20 * torch.linalg.vector_norm(blocks, dim=1).div(hop**0.5).clamp_min(1e-9).log10()
+    blocks = blocks - blocks.mean(dim=1, keepdim=True)
+    deviation = torch.linalg.vector_norm(blocks, dim=1).div(hop**0.5)  # faster than std
+    return 20 * deviation.clamp_min(10 ** (LOWEST / 20)).log10()
 
 
 def _pause(decibels: Tensor) -> int | None:
@@ -85,7 +95,8 @@ def _pause(decibels: Tensor) -> int | None:
         return None
     loudest = max_pool1d(half[None, None], width, stride=1)[0, 0]
     quietest = int(loudest.argmin())
-    if float(loudest[quietest]) > max(float(decibels.quantile(0.9)) - QUIETER, SILENT):
+    quiet = max(SILENT, min(QUIET, float(decibels.max()) - BELOW_LOUDEST))
+    if float(loudest[quietest]) > max(float(decibels.quantile(0.9)) - QUIETER, quiet):
         return None
     return len(decibels) // 2 + quietest + width // 2
 

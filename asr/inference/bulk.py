@@ -29,7 +29,7 @@ from asr.data.manifest import write_rows
 from asr.errors import UserError, one_line
 from asr.inference.load import missing_language_model
 from asr.inference.recognition import Recognizer
-from asr.inference.transcript import ON_ONE_LINE, json_line, json_row
+from asr.inference.transcript import ON_ONE_LINE, json_line, json_row, level_warning
 from asr.io import (
     atomic_writer,
     check_run_folder,
@@ -130,6 +130,7 @@ class BulkJob:
                         known = {"error": str(row["error"]), "attempt": int(row["attempt"])}
                     else:
                         known = {"text": str(row["text"]), "seconds": float(row["seconds"])}
+                        known["level"] = float(row.get("level", 0.0))  # older shards have none
                     if row["audio"] != name_of(name):
                         raise ValueError("a line of another file")
                     yield row | known
@@ -327,6 +328,11 @@ class Progress:
         self._update()
         job, shards = self.job, range(self.job.count)
         failures = [(row["audio"], row["error"]) for row in job.rows(shards) if "error" in row]
+        warnings = [
+            (row["audio"], reason)
+            for row in job.rows(shards)
+            if "error" not in row and (reason := level_warning(row["level"]))
+        ]
         seconds = sum(row.get("seconds", 0.0) for row in job.rows(shards))
         for part in job.path(0).parent.glob(".*"):  # of processes killed while they wrote
             part.unlink()
@@ -335,6 +341,7 @@ class Progress:
         summary = {
             "files": len(job.files),
             "failures": len(failures),
+            "too_quiet": len(warnings),
             "attempt": job.attempt,
             "audio_hours": round(seconds / 3600, 4),
             "last_session": {
@@ -345,8 +352,9 @@ class Progress:
             },
         }
         write_files(job.out, {SUMMARY: json.dumps(summary, indent=1) + "\n"})
-        for name, reason in failures[:PRINTED]:
-            print(one_line(f"failed: {name}: {reason}"), file=sys.stderr, flush=True)
+        for kind, pairs in (("failed", failures), ("warning", warnings)):
+            for name, reason in pairs[:PRINTED]:
+                print(one_line(f"{kind}: {name}: {reason}"), file=sys.stderr, flush=True)
         print(
             f"{job.out}: {len(job.files)} files, {seconds / 3600:.2f} hours of audio, "
             f"{len(failures)} failures; this session {self.seconds / 3600:.2f} hours at "

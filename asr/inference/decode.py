@@ -14,7 +14,7 @@ from asr.config.schema import BeamConfig, DecodeConfig
 from asr.data.batching import Batch
 from asr.data.tokenizer import Tokenizer
 from asr.decoding.beam_search import beam_search
-from asr.decoding.ctc import ctc_beam_search, ctc_greedy
+from asr.decoding.ctc import ctc_greedy
 from asr.decoding.scorer import Hypothesis, Scorer, check_not_nan, greedy
 from asr.errors import UserError
 from asr.nn.attention import Memory
@@ -71,6 +71,8 @@ def _decode_ctc(model: nn.Module, memory: Memory, beam: int, nbest: int) -> list
         )
     check_not_nan(bool(log_probs[memory.valid].isnan().any()))
     if beam > 1:
+        from asr.decoding.ctc_search import ctc_beam_search  # not for training
+
         return ctc_beam_search(log_probs, memory.valid, beam, nbest=nbest)
     scores = log_probs.amax(dim=2).masked_fill(~memory.valid, 0.0).sum(dim=1).tolist()
     paths = ctc_greedy(log_probs, memory.valid)
@@ -105,11 +107,6 @@ class SpeechDecoder:
                 model.to(device)
         self.device = next(self.model.parameters()).device
         return self
-
-    def recognize(self, batch: Batch) -> tuple[Memory, list[Hypothesis]]:
-        """The memory of a batch, and the best hypothesis of every utterance."""
-        memory = self.encode(batch)
-        return memory, self.hypotheses(memory, self.encode_other_speeds(batch))
 
     def encode(self, batch: Batch) -> Memory:
         """The model's memory at speed 1, without dropout."""

@@ -440,9 +440,11 @@ def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
 
 
 def _flags(evaluation: Evaluation) -> dict[str, tuple[str, ...]]:
-    """By id, why a decoded utterance is flagged: cut off, low coverage, repetition."""
-    decoded = zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
-    flags = {name: ("cut off",) * (not own.finished) + own.health.flags for name, own in decoded}
+    """By id, why a decoded utterance is flagged: empty, cut off, low coverage, repetition."""
+    flags = {
+        name: ("empty",) * (not own.text) + ("cut off",) * (not own.finished) + own.health.flags
+        for name, own in zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
+    }
     return {name: own for name, own in flags.items() if own and name not in evaluation.reasons}
 
 

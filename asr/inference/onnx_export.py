@@ -86,9 +86,13 @@ def describe(
         "features": recipe.features.model_dump(mode="json", exclude=TRAINING_ONLY_FEATURES),
         "frame_seconds": recognizer.frame_seconds,  # of memory
         "max_seconds": recognizer.max_segment_seconds,  # longer audio: split it
-        # Audio of fewer samples, or without 10 ms above silence_db of full scale, has no text.
+        # Audio of fewer samples, or without 10 ms above silence_db of full scale, their mean
+        # removed, has no text.
         "min_samples": extract.window + (FEWEST_FRAMES - 1) * extract.shift,
         "silence_db": SILENT,
+        # Tokens of a lower mean log-probability, EOS counted, are no text where the CTC head finds
+        # them less likely than none; null: keep them.
+        "no_speech_log_prob": recipe.decode.no_speech_log_prob,
         "vocabulary": {
             "kind": "characters" if isinstance(tokenizer, Characters) else "sentencepiece",
             "tokens": tokenizer.surfaces,  # joined they are the text; without its leading space

@@ -8,7 +8,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,8 +22,9 @@ from asr.config.schema import DecodeConfig, Recipe
 from asr.data.batching import Batch, Example, collate, plan_evaluation
 from asr.data.tokenizer import BLANK, SOS, Tokenizer, about, load_tokenizer
 from asr.decoding.alignment import has_ctc_path
+from asr.decoding.ctc_search import ctc_gains
 from asr.decoding.scorer import Hypothesis, Scorer
-from asr.decoding.segmentation import Segment, is_silent, split_at_pauses
+from asr.decoding.segmentation import LOWEST, SILENT, Segment, loudness, split_at_pauses
 from asr.errors import UserError, is_out_of_memory
 from asr.inference.decode import SpeechDecoder
 from asr.inference.hub import local_run
@@ -61,6 +62,7 @@ class _Recording:
     segments: list[Segment] = field(default_factory=list)
     transcripts: list[Transcript] = field(default_factory=list)  # empty until decoded
     undecoded: int = 0
+    level: float = LOWEST  # of its loudest part so far
     complete: bool = False  # all of it has been read
     fault: Exception | None = None
 
@@ -68,6 +70,12 @@ class _Recording:
     def is_finished(self) -> bool:
         """Whether nothing will change it any more."""
         return self.fault is not None or (self.complete and not self.undecoded)
+
+    def read(self, sample_rate: int) -> Iterator[Tensor]:
+        """The blocks, while their level is measured."""
+        for block in self.blocks:
+            self.level = max(self.level, loudness(block, sample_rate))
+            yield block
 
     def add(self, group: Iterable[tuple[Segment, Tensor]]) -> Iterator["_Part"]:
         """Append segments with their samples -> those that have samples, which need decoding."""
@@ -101,6 +109,7 @@ def _finished(queue: deque[_Recording]) -> Iterator[_Recording]:
         yield queue.popleft()
 
 
+NO_SPEECH = Hypothesis((), 0.0, True)
 MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
 FEWEST_FRAMES = 10  # of features: 0.1 s has no word, but a model gives a letter for it
 
@@ -109,7 +118,7 @@ def has_no_speech(front_end: FrontEnd, waveform: Tensor) -> bool:
     """Whether audio (S,) is silent or of fewer than FEWEST_FRAMES frames: its text is empty."""
     if front_end.extract.num_frames(len(waveform)) < FEWEST_FRAMES:
         return True
-    return is_silent(waveform, front_end.sample_rate)
+    return loudness(waveform, front_end.sample_rate) <= SILENT
 
 
 class Recognizer(SpeechDecoder):
@@ -154,14 +163,28 @@ class Recognizer(SpeechDecoder):
         lm = load_language_scorer(decode, tokenizer, choose_device(recipe.train.device))
         return cls(model, tokenizer, front_end, decode, seconds, lm, steps, ensemble)
 
-    def transcribe(self, audio: Audio, rate: float | None = None) -> Transcript:
-        """A file, or samples (S,) or (S, channels) in -1 to 1, at `rate` or the model's.
+    def __call__(self, audio: Audio, sample_rate: float | None = None) -> Transcript:
+        """The transcript of a file, or of samples in -1 to 1, (S,) or (S, channels).
 
-        Raises features.AudioError for a file or samples that cannot be read. Audio that is empty,
-        silent, or shorter than `min_seconds` gives an empty text.
+        sample_rate: of the samples, in Hz. Raises features.AudioError for a file or samples that
+        cannot be read. Audio without speech, or shorter than `min_seconds`, gives an empty text.
         """
-        (recording,) = self._transcribe([_Recording(audio, self._blocks(audio, rate))])
-        return self._result(recording)
+        (transcript,) = self.transcribe([audio], sample_rate)
+        return transcript
+
+    def transcribe(
+        self, audios: Sequence[Audio], sample_rate: float | None = None
+    ) -> list[Transcript]:
+        """The transcripts of several recordings, decoded together where they are short.
+
+        Each is as for a call of the model; all samples have the same rate.
+        """
+        if isinstance(audios, str | os.PathLike | np.ndarray | Tensor):
+            raise UserError(
+                "transcribe takes a list, [AUDIO, ...]; call the model for one: m(AUDIO)"
+            )
+        recordings = (_Recording(audio, self._blocks(audio, sample_rate)) for audio in audios)
+        return [self._result(recording) for recording in self._transcribe(recordings)]
 
     def transcribe_files(
         self, paths: Iterable[Path], faults: dict[Path, str] | None = None
@@ -181,19 +204,23 @@ class Recognizer(SpeechDecoder):
             else:
                 faults[recording.audio] = fault_line(recording.fault, name_of(recording.audio))
 
-    def _blocks(self, audio: Audio, rate: float | None = None) -> Iterator[Tensor]:
+    def _blocks(self, audio: Audio, sample_rate: float | None = None) -> Iterator[Tensor]:
         """The waveform at the model's rate, in blocks (S,)."""
-        own = self.front_end.sample_rate
         with suppress(NoSamples):
             if isinstance(audio, np.ndarray | Tensor):
-                yield from_samples(audio, own if rate is None else rate, own)
+                if sample_rate is None:
+                    rate = self.front_end.sample_rate
+                    raise AudioError(f"samples need their sample rate: sample_rate={rate}, say")
+                yield from_samples(audio, sample_rate, self.front_end.sample_rate)
             else:
                 yield from self.front_end.stream(audio)
 
     def _result(self, recording: "_Recording") -> Transcript:
         if recording.fault is not None:
             raise recording.fault
-        return merge_segments(recording.segments, recording.transcripts, self.front_end.sample_rate)
+        rate = self.front_end.sample_rate
+        merged = merge_segments(recording.segments, recording.transcripts, rate)
+        return replace(merged, level=recording.level)
 
     def _transcribe(self, recordings: Iterable["_Recording"]) -> Iterator["_Recording"]:
         """Each recording, in order, once it is decoded or has a fault."""
@@ -221,7 +248,7 @@ class Recognizer(SpeechDecoder):
     def _groups(self, recording: "_Recording") -> Iterator[list[tuple[Segment, Tensor]]]:
         """`segment_groups` of a recording, whose fault is recorded."""
         try:
-            yield from self.segment_groups(recording.blocks)
+            yield from self.segment_groups(recording.read(self.front_end.sample_rate))
         except (AudioError, MemoryError, RuntimeError) as error:
             recording.fault = error
         recording.complete = True
@@ -285,6 +312,26 @@ class Recognizer(SpeechDecoder):
                     inputs[row] = Example("", own, no_tokens, others)
         return list(inputs), collate(list(inputs.values()))
 
+    def recognize(self, batch: Batch) -> tuple[Memory, list[Hypothesis]]:
+        """The memory of a batch, and the best hypotheses; an empty one for no speech."""
+        memory = self.encode(batch)
+        hypotheses = self.hypotheses(memory, self.encode_other_speeds(batch))
+        return memory, self._without_hallucinations(memory, hypotheses)
+
+    @torch.no_grad()
+    def _without_hallucinations(
+        self, memory: Memory, hypotheses: Sequence[Hypothesis]
+    ) -> list[Hypothesis]:
+        """The hypotheses, empty where decode.no_speech_log_prob judges that there is no speech."""
+        threshold, log_probs = self.decode.no_speech_log_prob, self.model.ctc(memory)
+        if threshold is None or log_probs is None:
+            return list(hypotheses)
+        gains = ctc_gains(log_probs, memory.valid, [best.tokens for best in hypotheses])
+        return [
+            NO_SPEECH if gain < 0 and _mean(best.log_probs) < threshold else best
+            for best, gain in zip(hypotheses, gains, strict=True)
+        ]
+
     @torch.no_grad()
     def transcripts(self, memory: Memory, hypotheses: Sequence[Hypothesis]) -> list[Transcript]:
         """The hypotheses of a batch with timed words."""
@@ -323,6 +370,11 @@ class Recognizer(SpeechDecoder):
         """Seconds per frame of memory: the frame shift times the encoder's reduction."""
         reduction = MANY_FRAMES / int(self.model.memory_lengths(torch.tensor([MANY_FRAMES])))
         return reduction * self.front_end.extract.shift / self.front_end.sample_rate
+
+
+def _mean(log_probs: Sequence[float]) -> float:
+    """0 for none, as after a search of the CTC head alone."""
+    return sum(log_probs) / max(len(log_probs), 1)
 
 
 Item, Result = TypeVar("Item"), TypeVar("Result")

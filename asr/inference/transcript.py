@@ -15,7 +15,7 @@ from torch import Tensor
 from asr.data.tokenizer import Tokenizer
 from asr.decoding.alignment import TimedWord, ctc_log_probs, group_words, token_spans
 from asr.decoding.scorer import Hypothesis
-from asr.decoding.segmentation import Segment, merge_words
+from asr.decoding.segmentation import LOWEST, QUIET, SILENT, Segment, merge_words
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Transcript:
     times: tuple[float, ...] = ()  # at which each token begins
     words: tuple[TimedWord, ...] = ()
     seconds: float = 0.0  # of audio
+    level: float = LOWEST  # of its loudest 10 ms in dB of full scale, their mean removed
 
 
 EMPTY_TRANSCRIPT = Transcript("", 0.0, ())
@@ -94,13 +95,22 @@ def merge_segments(
 def json_row(path: Path, transcript: Transcript) -> dict[str, Any]:
     """A transcript as a JSON object; times and confidence have three decimals."""
     row = {"audio": str(path), **asdict(transcript)}
-    row["seconds"] = round(transcript.seconds, 3)
+    row["seconds"], row["level"] = round(transcript.seconds, 3), round(transcript.level, 1)
     row["times"] = [round(time, 3) for time in transcript.times]
     row["words"] = [
         {name: value if name == "text" else round(value, 3) for name, value in word.items()}
         for word in row["words"]
     ]
     return row
+
+
+def level_warning(level: float) -> str | None:
+    """Why a transcript of audio of this level may be wrong; None for loud audio."""
+    if level > QUIET:
+        return None
+    if level <= SILENT:
+        return "silent; its transcript is empty"
+    return f"too quiet, {level:.0f} dB of full scale at most; its transcript may be wrong"
 
 
 ON_ONE_LINE = str.maketrans("\t\n\r", "   ")  # for str.translate; a vocabulary may have any

@@ -224,10 +224,10 @@ def measure_run(run: Path) -> None:
     for beam, ctc_weight in ((1, 0.0), (10, 0.0), (10, 0.3)):  # independent of the recipe
         settings = f"decode.beam={beam} decode.ctc_weight={ctc_weight}"
         recognizer = Recognizer.load(run, settings.split())
-        recognizer.transcribe(some[0].audio)  # compiles and warms up
+        recognizer(some[0].audio)  # compiles and warms up
         begin = time.perf_counter()
         for utterance in some:
-            recognizer.transcribe(utterance.audio)
+            recognizer(utterance.audio)
         factor = (time.perf_counter() - begin) / sum(u.seconds for u in some)
         print(f"{settings:40} real-time factor {factor:.4f}")
     longest = max(float(seconds) for seconds in corpus.seconds)
@@ -252,7 +252,7 @@ def measure_run(run: Path) -> None:
 def memory(run: str, path: str, *settings: str) -> None:
     from asr.inference.recognition import Recognizer
 
-    transcript = Recognizer.load(run, settings).transcribe(path)
+    transcript = Recognizer.load(run, settings)(path)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"words": len(transcript.words), "peak": peak}))
 

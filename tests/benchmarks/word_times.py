@@ -71,7 +71,7 @@ def main() -> None:
         late = [
             seconds
             for text, starts, samples in phrases_spoken
-            for seconds in errors(text, starts, recognizer.transcribe(samples, engine.sample_rate))
+            for seconds in errors(text, starts, recognizer(samples, engine.sample_rate))
         ]
         size = [abs(seconds) for seconds in late]
         print(
