@@ -13,8 +13,14 @@
 docs/api.md describes all names. Importing this package imports nothing else: torch takes seconds.
 """
 
+import os.path
 from importlib import import_module
 from typing import Any
+
+# In a checkout the acoustic front end is the folder features/ beside this one. A wheel has it in
+# here: as a package of its own it would be mistaken for a features.py of the user's.
+if not os.path.isdir(os.path.join(__path__[0], "features")):  # noqa: PTH112, PTH118 (fast to import)
+    __path__.append(os.path.dirname(__path__[0]))  # noqa: PTH120
 
 # Name -> the module that defines it.
 _MODULES = {

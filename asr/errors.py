@@ -17,7 +17,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
-from features import AudioError, StatisticsError
+from asr.features import AudioError, StatisticsError
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3

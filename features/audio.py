@@ -31,12 +31,8 @@ from typing import IO, NamedTuple
 import numpy as np
 import soundfile
 import torch
-from torch import Tensor
-from torch.utils.data import get_worker_info
-from torchaudio.transforms import Resample
-
-from features import AudioError, NoSamples
-from features.streams import (
+from asr.features import AudioError, NoSamples
+from asr.features.streams import (
     TOLERANCE,
     Mp3Stream,
     Stream,
@@ -44,6 +40,9 @@ from features.streams import (
     find_streams,
     is_read_whole,
 )
+from torch import Tensor
+from torch.utils.data import get_worker_info
+from torchaudio.transforms import Resample
 
 logger = logging.getLogger(__name__)
 

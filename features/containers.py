@@ -18,10 +18,8 @@ from typing import IO
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from features import AudioError, NoSamples
-from features.audio import (
+from asr.features import AudioError, NoSamples
+from asr.features.audio import (
     BLOCK_VALUES,
     check_values,
     name_of,
@@ -29,6 +27,7 @@ from features.audio import (
     resample_blocks,
     whole_rate,
 )
+from torch import Tensor
 
 MEMORY = 2 << 30  # bytes that ffmpeg may have; it fills two hours at most
 # Silence where the container has no audio: before it starts, and in gaps of its time stamps.
@@ -55,7 +54,7 @@ def stream_container(
     Sample 0 is at time 0 of the container's clock: where the track starts later, or its time stamps
     have a gap, there is silence, so that times of words are those of the video.
 
-    Raises AudioError as features.audio.stream_audio does, and where ffmpeg is not installed.
+    Raises AudioError as asr.features.audio.stream_audio does, and where ffmpeg is not installed.
     """
     name = name_of(path)
     with _decoder(path, demuxer, name) as pipe:

@@ -11,9 +11,8 @@ import math
 import numpy as np
 import soundfile
 import torch
-
-from features import AudioError
-from features.audio import (
+from asr.features import AudioError
+from asr.features.audio import (
     BLOCK_VALUES,
     Sound,
     Source,

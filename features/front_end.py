@@ -10,12 +10,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from asr.features.audio import read_audio, stream_audio
+from asr.features.augment import SpecAugment, add_noise, change_speed
+from asr.features.fbank import FeatureExtractor
+from asr.features.normalize import MeanVarianceNorm
 from torch import Tensor
-
-from features.audio import read_audio, stream_audio
-from features.augment import SpecAugment, add_noise, change_speed
-from features.fbank import FeatureExtractor
-from features.normalize import MeanVarianceNorm
 
 
 class FrontEnd:
@@ -56,7 +55,7 @@ class FrontEnd:
 
         Here, but not in `load`, ffmpeg decodes what libsndfile cannot read.
         """
-        from features.containers import container_of, stream_container  # not for training
+        from asr.features.containers import container_of, stream_container  # not for training
 
         if demuxer := container_of(path):
             return stream_container(path, demuxer, self.sample_rate)

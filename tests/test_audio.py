@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-
-from features import AudioError, NoSamples
-from features.audio import (
+from asr.features import AudioError, NoSamples
+from asr.features.audio import (
     BLOCK,
     BLOCK_VALUES,
     Window,
@@ -31,7 +30,7 @@ from features.audio import (
     stream_audio,
     suppress_stderr,
 )
-from features.cut import cut_audio
+from asr.features.cut import cut_audio
 
 SECONDS, RATE = 0.73, 16_000
 WAV = [("WAV", subtype) for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")]
@@ -102,7 +101,7 @@ def test_resampling_keeps_the_band_and_removes_aliases(tmp_path):
 def test_a_file_of_many_blocks_is_read_completely(tmp_path, monkeypatch):
     expected = sines(16_000, 3).astype(np.float32)
     soundfile.write(tmp_path / "a.wav", expected, 16_000, subtype="FLOAT")
-    monkeypatch.setattr("features.audio.BLOCK_VALUES", 3 * 997)
+    monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", 3 * 997)
     np.testing.assert_allclose(read_audio(tmp_path / "a.wav", RATE), expected.mean(1), atol=1e-6)
 
 
@@ -114,7 +113,7 @@ def test_blocks_join_to_what_one_block_gives(tmp_path, monkeypatch, rate, sample
     soundfile.write(tmp_path / "a.wav", samples, rate, subtype="FLOAT")
     whole = read_audio(tmp_path / "a.wav", sample_rate)
     for size in (40_003, 40_000, 4_096, 997):
-        monkeypatch.setattr("features.audio.BLOCK_VALUES", size)
+        monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", size)
         blocks = list(stream_audio(tmp_path / "a.wav", sample_rate))
         torch.testing.assert_close(torch.cat(blocks), whole, atol=5e-7, rtol=0)
 
@@ -122,7 +121,7 @@ def test_blocks_join_to_what_one_block_gives(tmp_path, monkeypatch, rate, sample
 def test_a_stream_is_read_as_it_is_asked_for_in_blocks_of_one_size(tmp_path, monkeypatch):
     """1,000 Hz becomes sixteen times as many samples, which the size of a block includes."""
     soundfile.write(tmp_path / "a.flac", np.zeros(600_000, np.int16), 1_000)
-    monkeypatch.setattr("features.audio.BLOCK_VALUES", 16_000)
+    monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", 16_000)
     read, reads = soundfile.SoundFile.read, []
 
     def counted(self, **settings):
@@ -236,7 +235,7 @@ def test_a_flac_that_claims_49_days_is_refused_in_bounded_memory(tmp_path):
 
 @pytest.mark.parametrize("block", [1000, 997, 2**22])
 def test_a_flac_without_a_length_is_read_completely(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("features.audio.BLOCK_VALUES", block)
+    monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", block)
     samples = sines(16_000, 1, seconds=0.5)
     flac(tmp_path / "pipe.flac", 0, samples)
     decoded = read_audio(tmp_path / "pipe.flac", RATE)
@@ -248,7 +247,7 @@ def test_more_than_max_seconds_is_refused_without_decoding_it_all(tmp_path, monk
     path = tmp_path / "long.flac"  # an hour of silence in a small file
     soundfile.write(path, np.zeros(3600 * 1_000, np.int16), 1_000)
     assert path.stat().st_size < 50_000
-    monkeypatch.setattr("features.audio.BLOCK_VALUES", 1_000)
+    monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", 1_000)
     with pytest.raises(AudioError, match=r"long.flac: longer than the limit of 7.5 seconds"):
         read_audio(path, RATE, max_seconds=7.5)
     tracemalloc.start()
@@ -418,7 +417,7 @@ def test_a_disk_error_within_a_tar_is_one_line(tmp_path, monkeypatch, capfd):
 
     assert len(read_audio(path, RATE)) == 48_000
     monkeypatch.setattr(Window, "readinto", fails_later)
-    monkeypatch.setattr("features.audio.BLOCK_VALUES", 1000)
+    monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", 1000)
     with pytest.raises(AudioError, match="the tar cannot be read: Input/output error"):
         read_audio(path, RATE)
     assert capfd.readouterr().err == ""
@@ -736,5 +735,5 @@ def test_an_mp3_of_many_blocks_is_read_as_one_block(tmp_path, monkeypatch):
     """soundfile seeks behind every block, which damages an MP3 of variable bit rate."""
     mp3(tmp_path / "a.mp3", speech_like(9, 16_000, 1), 16_000, **VARIABLE)
     expected = read_audio(tmp_path / "a.mp3", RATE)
-    monkeypatch.setattr("features.audio.BLOCK_VALUES", 9_973)
+    monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", 9_973)
     torch.testing.assert_close(read_audio(tmp_path / "a.mp3", RATE), expected, atol=0, rtol=0)

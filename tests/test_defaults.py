@@ -6,13 +6,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from asr.features.fbank import Fbank, Mfcc, SlaneyMel
+from asr.features.normalize import MeanVarianceNorm
 
 from asr.config.language import LanguageRecipe
 from asr.config.schema import Config, FeaturesConfig, LSTMConfig, SpeechRecipe
 from asr.images.config import ImageRecipe
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
-from features.fbank import Fbank, Mfcc, SlaneyMel
-from features.normalize import MeanVarianceNorm
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("asr", "features") for path in (ROOT / folder).rglob("*.py"))

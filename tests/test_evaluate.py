@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from asr.features.augment import change_speed
 from test_fusion import save_language_run
 from tiny_speech import RATE
 from tone_model import spoken, tone_recognizer
@@ -33,7 +34,6 @@ from asr.inference.recognition import Recognizer
 from asr.models import build
 from asr.tasks.speech import speech_task
 from asr.training.checkpoint import list_checkpoints
-from features.augment import change_speed
 
 KEEP = "decode.no_speech_log_prob=null"  # the tiny model is sure of nothing
 SPEEDS = "decode.speeds=[0.9,1.0,1.1]"

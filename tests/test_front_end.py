@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from asr.features import AudioError, StatisticsError
+from asr.features.audio import read_audio
+from asr.features.augment import add_noise, change_speed
+from asr.features.fbank import Fbank, Mfcc
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
 from tiny_speech import spec_augment
 from torchaudio.compliance import kaldi
-
-from features import AudioError, StatisticsError
-from features.audio import read_audio
-from features.augment import add_noise, change_speed
-from features.fbank import Fbank, Mfcc
-from features.front_end import FrontEnd
-from features.normalize import MeanVarianceNorm
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from asr.features.normalize import MeanVarianceNorm
 from test_evaluate import hypothesis_rows
 from test_fusion import save_language_run
 from torch.nn.functional import ctc_loss
@@ -19,7 +20,6 @@ from asr.inference.evaluation import batches
 from asr.inference.load import STATISTICS, load_run_recipe
 from asr.inference.recognition import Recognizer, write_run
 from asr.models import build
-from features.normalize import MeanVarianceNorm
 
 TRANSFORMER = {"kind": "transformer", "d_model": 8, "heads": 2, "feed_forward": 13}
 TRANSFORMER |= {"encoder_layers": 2, "decoder_layers": 1}

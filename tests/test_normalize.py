@@ -6,10 +6,9 @@ import os
 import numpy as np
 import pytest
 import torch
+from asr.features import StatisticsError
+from asr.features.normalize import MeanVarianceNorm
 from safetensors.torch import save_file
-
-from features import StatisticsError
-from features.normalize import MeanVarianceNorm
 
 F = 5
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from asr.features.fbank import Fbank, SlaneyMel
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
 from small_transformer import F
 from small_transformer import model as transformer
 from test_load import save_run
@@ -18,9 +21,6 @@ from asr.data.tokenizer import SOS, SentencePieces
 from asr.inference import onnx_export
 from asr.inference.programs import Features, speech_programs
 from asr.inference.recognition import Recognizer
-from features.fbank import Fbank, SlaneyMel
-from features.front_end import FrontEnd
-from features.normalize import MeanVarianceNorm
 
 pytest.importorskip("onnxscript", reason="torch exports to ONNX by onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -60,6 +60,21 @@ def wheel(tmp_path_factory):
     return target
 
 
+def test_a_package_features_of_the_user_changes_nothing(wheel, tmp_path):
+    """As a module beside a notebook, or a folder where a command is run."""
+    (tmp_path / "features.py").write_text("raise SystemExit('the features of the user')")
+    code = "from asr import features; features.Fbank, features.read_audio; print(features.__file__)"
+    env = os.environ | {"PYTHONPATH": str(wheel)}
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert Path(done.stdout.strip()) == wheel / "asr" / "features" / "__init__.py", done.stderr
+    assert not (wheel / "features").exists()
+    (tmp_path / "features.py").unlink()
+    (tmp_path / "features").mkdir()
+    line = [sys.executable, "-m", "asr.recipe", "demo"]
+    subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, check=True)
+
+
 # The lines that a wheel gives for the first argument of each command.
 INSTALLED = """
 import json, sys
@@ -132,7 +147,7 @@ def test_the_extra_has_what_the_commands_import():
             if isinstance(node, ast.ImportFrom):
                 found = [node.module]
             own = {name.partition(".")[0] for name in found} - sys.stdlib_module_names
-            assert own <= {"asr", "features", "torch", "numpy", "triton", *ASR_PACKAGES}, path
+            assert own <= {"asr", "torch", "numpy", "triton", *ASR_PACKAGES}, path
 
 
 def test_the_version_is_that_of_setup_cfg(monkeypatch):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from asr.features import AudioError
 from tiny_speech import RATE
 from tone_model import LETTER, ToneModel, spoken, tone_recognizer
 
@@ -14,7 +15,6 @@ from asr.data.tokenizer import Characters, SentencePieces
 from asr.errors import UserError
 from asr.inference.recognition import Recognizer
 from asr.inference.transcript import token_texts
-from features import AudioError
 
 WORDS = ["abc", "cab", "bca", "ac", "b", "c", "a", "bab", "cb", "abcabc", "bc", "ca", "cbc"]
 FRAME = 0.04  # of memory
@@ -247,7 +247,7 @@ def test_long_audio_is_decoded_while_it_is_read(monkeypatch, pause):
 
 
 def test_damage_after_minutes_is_a_fault_of_that_file_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("features.audio.BLOCK_VALUES", RATE)
+    monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", RATE)
     paths = [tmp_path / f"{name}.flac" for name in ("one", "broken", "two")]
     for path in paths:
         soundfile.write(path, spoken(WORDS * (5 if path.stem == "broken" else 1), 0.3)[0], RATE)

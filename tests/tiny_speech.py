@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import soundfile
 import yaml
+from asr.features.augment import SpecAugment
 
 from asr import errors
 from asr.data.corpus import Utterance, write_manifest
 from asr.training.trainer import TrainState, random_state
-from features.augment import SpecAugment
 
 RATE = 8000
 PITCH = {"a": 350.0, "b": 900.0, "c": 2100.0, " ": 0.0}

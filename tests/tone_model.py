@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from asr.features.fbank import Fbank
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
 from tiny_speech import PITCH, RATE, tones
 from torch import Tensor, nn
 
@@ -15,9 +18,6 @@ from asr.config.schema import DecodeConfig
 from asr.data.tokenizer import BLANK, EOS, Characters
 from asr.inference.recognition import Recognizer
 from asr.nn.attention import Memory
-from features.fbank import Fbank
-from features.front_end import FrontEnd
-from features.normalize import MeanVarianceNorm
 
 LETTER = 0.12  # seconds of a tone
 REDUCTION = 4

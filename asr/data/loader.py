@@ -28,9 +28,9 @@ from asr.data.batching import Batch, Broken, EpochPlan, Example, Item, collate, 
 from asr.data.corpus import Corpus
 from asr.data.tokenizer import Tokenizer
 from asr.errors import KILLED, WorkerKilled, is_killed
-from features import AudioError
-from features.front_end import FrontEnd
-from features.normalize import MeanVarianceNorm
+from asr.features import AudioError
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # of Linux

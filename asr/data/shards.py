@@ -25,8 +25,8 @@ from asr.data.corpus import Corpus, Utterance, read_manifest
 from asr.data.line_index import damaged_index
 from asr.data.manifest import COLUMNS, read_rows, write_rows
 from asr.errors import UserError, terminal
+from asr.features.audio import BLOCK, PackedError, member_of, read_member
 from asr.io import atomic_writer, open_file
-from features.audio import BLOCK, PackedError, member_of, read_member
 
 SMALLEST = 0.01  # megabytes: tars are padded to 10 kB
 MAX_AUDIO = 1 << 30  # bytes of one utterance

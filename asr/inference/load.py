@@ -22,12 +22,12 @@ from asr.data.tokenizer import Tokenizer, about, load_tokenizer
 from asr.decoding.fusion import load_ngrams
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError, print_line
+from asr.features.front_end import FrontEnd
 from asr.io import check_run_folder
 from asr.models.build import build_front_end, build_language_model, build_speech_model
 from asr.shipped import find_run
 from asr.training.checkpoint import MemoryLimit, choose, load_weights
 from asr.training.distributed import choose_device
-from features.front_end import FrontEnd
 
 STATISTICS = "features.safetensors"
 

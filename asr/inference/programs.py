@@ -28,6 +28,8 @@ from torch.fx.experimental import _config as symbolic_sizes
 from torch.nn.functional import pad
 
 from asr.data.tokenizer import SOS
+from asr.features.fbank import KALDI_SCALE, POWER_FLOOR, Fbank, SlaneyMel
+from asr.features.front_end import FrontEnd
 from asr.kernels import dispatch
 from asr.kernels.types import Weights
 from asr.models.las import LAS, SpellerState
@@ -35,8 +37,6 @@ from asr.models.transformer import Transformer, TransformerState
 from asr.nn.attention import AttentionState, Memory, valid_places
 from asr.nn.lstm import LayerNormLSTM, get_weights
 from asr.nn.positions import RotaryPositions, SinusoidalPositions, rotate, rotations, sinusoids
-from features.fbank import KALDI_SCALE, POWER_FLOOR, Fbank, SlaneyMel
-from features.front_end import FrontEnd
 
 # Modules that cannot be traced, and what replaces them ------------------------------------------
 

@@ -26,6 +26,9 @@ from asr.decoding.ctc_search import ctc_gains
 from asr.decoding.scorer import Hypothesis, Scorer
 from asr.decoding.segmentation import LOWEST, SILENT, Segment, loudness, split_at_pauses
 from asr.errors import UserError, is_out_of_memory
+from asr.features import AudioError, NoSamples
+from asr.features.audio import from_samples, name_of
+from asr.features.front_end import FrontEnd
 from asr.inference.decode import SpeechDecoder
 from asr.inference.hub import local_run
 from asr.inference.load import (
@@ -46,9 +49,6 @@ from asr.nn.attention import Memory
 from asr.training.checkpoint import NotSaved, save_checkpoint
 from asr.training.distributed import choose_device
 from asr.training.oom import SHAPES_DECODING, limit_onednn_cache, release_device_memory
-from features import AudioError, NoSamples
-from features.audio import from_samples, name_of
-from features.front_end import FrontEnd
 
 Audio = str | os.PathLike[str] | np.ndarray | Tensor  # a path, or samples (S,) or (S, channels)
 
@@ -166,8 +166,8 @@ class Recognizer(SpeechDecoder):
     def __call__(self, audio: Audio, sample_rate: float | None = None) -> Transcript:
         """The transcript of a file, or of samples in -1 to 1, (S,) or (S, channels).
 
-        sample_rate: of the samples, in Hz. Raises features.AudioError for a file or samples that
-        cannot be read. Audio without speech, or shorter than `min_seconds`, gives an empty text.
+        sample_rate: of the samples, in Hz. Raises AudioError for a file or samples that cannot be
+        read. Audio without speech, or shorter than `min_seconds`, gives an empty text.
         """
         (transcript,) = self.transcribe([audio], sample_rate)
         return transcript

@@ -13,8 +13,8 @@ from tempfile import NamedTemporaryFile
 from typing import IO, NamedTuple
 
 from asr.errors import UserError
+from asr.features.audio import name_of
 from asr.io import CHUNK
-from features.audio import name_of
 
 STDIN = Path("-")
 MAX_STDIN = 4 << 30  # bytes: three days of MP3 at 128 kbit/s

@@ -9,10 +9,10 @@ from torch import nn
 from asr.config.language import LanguageModelConfig
 from asr.config.schema import FeaturesConfig, SpeechModelConfig
 from asr.errors import UserError
-from features.augment import SpecAugment
-from features.fbank import Fbank, FeatureExtractor, Mfcc, SlaneyMel
-from features.front_end import FrontEnd
-from features.normalize import MeanVarianceNorm
+from asr.features.augment import SpecAugment
+from asr.features.fbank import Fbank, FeatureExtractor, Mfcc, SlaneyMel
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
 
 # model.kind -> its class, imported when a recipe names it, so that commands load no other model.
 SPEECH_MODELS = {

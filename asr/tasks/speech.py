@@ -23,6 +23,7 @@ from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches
 from asr.data.tokenizer import Tokenizer, about, labels_of, load_tokenizer, train_tokenizer
 from asr.decoding.alignment import diagonality, has_ctc_path
 from asr.errors import UserError
+from asr.features.front_end import FrontEnd
 from asr.inference.decode import SpeechDecoder
 from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_scorer, save_inputs
 from asr.io import sha256_of_files
@@ -34,7 +35,6 @@ from asr.training.losses import SpeechObjective
 from asr.training.resume import SHA256, Content
 from asr.training.run import Task
 from asr.training.trainer import TrainState
-from features.front_end import FrontEnd
 
 INSPECTED = 4  # utterances for train.health
 # Of a larger corpus, utterances evenly spaced that are used before training begins.

@@ -14,12 +14,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from asr.features.front_end import FrontEnd
 
 from asr.config.schema import FeaturesConfig
 from asr.data.corpus import Corpus, read_manifest
 from asr.kernels.reference import normalise
 from asr.models import build
-from features.front_end import FrontEnd
 
 GATES, EVERY, EPS = 4 * 128, 40, 1e-5
 

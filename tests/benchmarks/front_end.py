@@ -15,12 +15,11 @@ from pathlib import Path
 
 import soundfile
 import torch
+from asr.features.audio import read_audio
+from asr.features.augment import SpecAugment, add_noise, change_speed
+from asr.features.fbank import Fbank, Mfcc, SlaneyMel
+from asr.features.normalize import MeanVarianceNorm
 from torch import Tensor
-
-from features.audio import read_audio
-from features.augment import SpecAugment, add_noise, change_speed
-from features.fbank import Fbank, Mfcc, SlaneyMel
-from features.normalize import MeanVarianceNorm
 
 RATE = 16_000
 PASSES = 5

@@ -30,10 +30,10 @@ from asr.data.importers.text_normalization import TextNormalizer
 from asr.data.manifest import COLUMNS, check_names, join_fields, parse_seconds, seconds_field
 from asr.data.shards import TarWriter
 from asr.errors import UserError, one_line, print_line, terminal
+from asr.features import AudioError
+from asr.features.audio import audio_seconds, decoded_seconds, open_audio
+from asr.features.cut import audio_channels, cut_audio
 from asr.io import atomic_writer, made_folder, usable_cores
-from features import AudioError
-from features.audio import audio_seconds, decoded_seconds, open_audio
-from features.cut import audio_channels, cut_audio
 
 TOLERANCE = 0.1  # seconds between what a table says and what its file has
 PADDING = 0.5  # seconds that lossy codecs add, most at low rates: MP3 of 8 kHz 0.3

@@ -17,8 +17,8 @@ from asr.data.importers.archive import unpack
 from asr.data.importers.download import fetch
 from asr.data.importers.rows import Row, Split
 from asr.errors import UserError
+from asr.features.audio import audio_seconds
 from asr.io import read_small_file
-from features.audio import audio_seconds
 
 URL = "https://www.openslr.org/resources"
 CORPUS = "LibriSpeech"  # the folder that every archive holds
