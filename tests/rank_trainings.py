@@ -268,10 +268,10 @@ def drops(folder: Path) -> dict:
         passing, drop = Stack.passing, Dropout.forward
         first: list[float] = []
 
-        def seen(self: Stack) -> list[object]:
+        def seen(self: Stack) -> list[tuple[int, object]]:
             layers = list(passing(self))
             if self.training:
-                kept.append([list(self.layers).index(layer) for layer in layers])
+                kept.append([number for number, _ in layers])
             return layers
 
         def dropped(self: Dropout, x: object) -> object:

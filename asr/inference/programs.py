@@ -189,15 +189,15 @@ class TransformerDecoder(nn.Module):
 class Encoder(nn.Module):
     """The encoder with what its decoder computes once per utterance."""
 
-    def __init__(self, model: nn.Module, decoder: LasDecoder | TransformerDecoder) -> None:
+    def __init__(self, decoder: LasDecoder | TransformerDecoder) -> None:
         super().__init__()
-        self.model, self.decoder = model, decoder
+        self.decoder = decoder
         names = ("states", "valid", *decoder.constants, *decoder.state)
         self.outputs = tuple(dict.fromkeys(names))
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensors:
         """features (B, T, F), lengths (B,) of at least 1 -> the tensors that `outputs` names."""
-        memory = self.model.encode(features, lengths)
+        memory = self.decoder.model.encode(features, lengths)
         constants, state = self.decoder.start(memory)
         named = dict(zip(self.decoder.constants, constants, strict=True))
         named |= dict(zip(self.decoder.state, state, strict=True)) | memory._asdict()
@@ -285,7 +285,7 @@ def speech_programs(model: nn.Module, front_end: FrontEnd) -> dict[str, Program]
     """`features`, `encoder`, `decoder` and, with a CTC head, `ctc`."""
     model = traceable(model)
     decoder = LasDecoder(model) if isinstance(model, LAS) else TransformerDecoder(model)
-    encoder = Encoder(model, decoder)
+    encoder = Encoder(decoder)
     first, second = (
         _examples(encoder, front_end, *sizes) for sizes in ((2, 41, 3, 5), (7, 67, 1, 4))
     )
@@ -314,7 +314,7 @@ def _examples(
     decoder, extract = encoder.decoder, front_end.extract
     waveform = torch.rand(extract.window + (T - 1) * extract.shift)
     audio = torch.randn(B, T, front_end.size), torch.full((B,), T)
-    memory = encoder.model.encode(*audio)
+    memory = decoder.model.encode(*audio)
     constants, state = decoder.start(memory)
     for _ in range(U):
         _, *state = decoder(torch.full((B, 1), SOS), constants, tuple(state))

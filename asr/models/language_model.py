@@ -125,7 +125,7 @@ class TransformerLanguageModel(nn.Module):
         """tokens (B, U) from <sos> on -> logits (B, U, V) of the token after each."""
         x = self.dropout(self.words(tokens) + self.positions(0, tokens.size(1)))
         x = self.stack.first_norm(x)
-        for layer in self.stack.passing():
+        for _, layer in self.stack.passing():
             x = layer(x, valid=None, causal=True)
         return self._logits(x)
 

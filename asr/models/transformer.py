@@ -75,7 +75,7 @@ class Transformer(nn.Module):
         self.ctc_head = nn.Linear(size, vocabulary) if config.ctc_weight else None
         self.dropout = Dropout(config.dropout)
         inner = config.intermediate_ctc
-        self.ctc_layers = {self.encoder.layers[n - 1] for n in inner.layers} if inner else set()
+        self.ctc_layers = frozenset(inner.layers) if inner else frozenset()
         self.conditioning = None
         if inner and inner.self_conditioning:
             self.conditioning = nn.Linear(vocabulary, size)
@@ -104,9 +104,10 @@ class Transformer(nn.Module):
         x = self.dropout(x * math.sqrt(x.size(-1)) + self.frame_positions(0, x.size(1)))
         x = self.encoder.first_norm(x)
         intermediate = []
-        for layer in self.encoder.passing():
+        for number, layer in self.encoder.passing():
             x = layer(x, valid[:, None, None])
-            if layer in self.ctc_layers:
+            # A number, since torch.export may call the layer by a proxy of another identity.
+            if number in self.ctc_layers:
                 log_probs = self.ctc_head(self.encoder.last_norm(x)).log_softmax(-1)
                 intermediate.append(log_probs)
                 if self.conditioning is not None:
@@ -120,7 +121,7 @@ class Transformer(nn.Module):
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
         """tokens (B, U), beginning with SOS -> logits (B, U, V) of the token after each."""
         x, valid = self._embed(tokens), memory.valid[:, None, None]
-        for layer in self.decoder.passing():
+        for _, layer in self.decoder.passing():
             x, _ = layer(x, layer.cross_attention.project(memory.states), valid)
         return self._logits(x)
 
@@ -131,9 +132,9 @@ class Transformer(nn.Module):
     def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The results of decode and attention in one pass, without LayerDrop."""
         x, valid = self._embed(tokens), memory.valid[:, None, None]
-        for layer in self.decoder.layers:
-            keys = layer.cross_attention.project(memory.states)
-            x, weights = layer(x, keys, valid, need_weights=layer is self.decoder.layers[-1])
+        for number, layer in enumerate(self.decoder.layers, start=1):
+            keys, last = layer.cross_attention.project(memory.states), len(self.decoder.layers)
+            x, weights = layer(x, keys, valid, need_weights=number == last)
         return self._logits(x), weights
 
     @torch.no_grad()

@@ -458,12 +458,14 @@ class Stack(nn.Module):
         if self.choice_seed is not None:
             self.draw = np.random.default_rng([*self.choice_seed, step]).random
 
-    def passing(self) -> Iterator[nn.Module]:
-        """The layers of one pass: in training without those that LayerDrop skips, else all."""
+    def passing(self) -> Iterator[tuple[int, nn.Module]]:
+        """The layers of one pass, each with its number from 1: in training without those that
+        LayerDrop skips, else all.
+        """
         rate = self.layer_drop if self.training else 0.0
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers, start=1):
             if rate == 0.0 or (self.draw() if self.draw else torch.rand(())) >= rate:
-                yield layer
+                yield number, layer
 
 
 def encoder_stack(
