@@ -88,7 +88,8 @@ def save_inputs(run: Path, tokenizer: Tokenizer, front_end: FrontEnd) -> None:
 def load_run_model(
     run: Path, recipe: SpeechRecipe, features: int, tokenizer: Tokenizer
 ) -> tuple[nn.Module, list[int]]:
-    """The mean of the checkpoints that decode.checkpoint and decode.average choose; their steps.
+    """The mean of the checkpoints that decode.checkpoint and decode.average choose, for
+    evaluation, and their steps.
 
     Raises UserError for a run without checkpoints, or with those of another model or vocabulary.
     """
@@ -97,7 +98,7 @@ def load_run_model(
         model = build_speech_model(recipe.model, features, tokenizer.size)
     load_weights(model, chosen, about(tokenizer))
     steps = [checkpoint.step for checkpoint in chosen]
-    return model.to(choose_device(recipe.train.device)), steps
+    return model.to(choose_device(recipe.train.device)).eval(), steps
 
 
 def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
