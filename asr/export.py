@@ -129,7 +129,7 @@ def export_onnx(run: Path, overrides: Sequence[str], to: Path) -> None:
     recipe = load_run_recipe(run, overrides)
     check_new_folder(to)
     recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS, "train.device=cpu"])
-    write_onnx(recognizer, recipe, to)
+    print(write_onnx(recognizer, recipe, to))
     print(f"{', '.join(sorted(path.name for path in to.iterdir()))} are in {to}")
 
 

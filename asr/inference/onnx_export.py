@@ -7,7 +7,7 @@
     model.json      sample rate, vocabulary, limits, names of constants and state
 
 All sizes in capitals but F, E and V are free. asr/inference/programs.py describes the programs,
-examples/onnx_transcribe.py uses them.
+asr/inference/onnx_check.py compares them with the model, examples/onnx_transcribe.py uses them.
 """
 
 import json
@@ -18,31 +18,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 
 from asr.config.schema import TRAINING_ONLY_FEATURES, SpeechRecipe
 from asr.data.tokenizer import BLANK, EOS, SOS, UNK, Characters
 from asr.decoding.scorer import MAX_CONSTANT, NEVER
 from asr.decoding.segmentation import SILENT
 from asr.errors import UserError, missing_package
+from asr.inference.onnx_check import check_programs
 from asr.inference.programs import Program, speech_programs
 from asr.inference.recognition import FEWEST_FRAMES, Recognizer
-from asr.io import new_folder
+from asr.io import made_folder, new_folder
 
-PACKAGES = ("onnx", "onnxscript")
+PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 
 
 def _check_packages() -> None:
-    """Raise UserError where torch's export to ONNX lacks a package."""
+    """Raise UserError where a package for export, or for the check of its result, is missing."""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise UserError(f"--onnx: {missing_package(missing[0], 'onnx')}")
 
 
-def write_onnx(recognizer: Recognizer, recipe: SpeechRecipe, to: Path) -> None:
+def write_onnx(recognizer: Recognizer, recipe: SpeechRecipe, to: Path) -> str:
     """Write the files into the folder `to`, which is empty or does not exist.
 
-    Raises UserError for a missing package, for features that have no ONNX program, and where the
-    files cannot be written.
+    Returns a line on their differences from the model. Raises UserError, and writes nothing, for a
+    missing package, for features that have no ONNX program, for programs that do not compute the
+    same as the model, and where the files cannot be written.
     """
     _check_packages()
     features = recipe.features
@@ -51,25 +52,25 @@ def write_onnx(recognizer: Recognizer, recipe: SpeechRecipe, to: Path) -> None:
         raise UserError(f"--onnx: {setting} has no ONNX program; log-mel without dither has")
     programs = speech_programs(recognizer.model, recognizer.front_end)
     try:
-        with new_folder(to) as part:
+        with made_folder(to.parent), new_folder(to) as part:
             for name, program in programs.items():
                 write_program(program, part / f"{name}.onnx")
             text = json.dumps(describe(recognizer, recipe, programs), indent=1)
             (part / "model.json").write_text(text + "\n", encoding="utf-8")
+            line = check_programs(part, programs, recognizer, recipe)
             part.replace(to)
+            return line
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"--to {to}: cannot be written ({reason}); make room, try again") from None
 
 
-def write_program(program: Program, path: Path) -> ExportedProgram:
-    """Trace a program, write it as an ONNX file, and return what was traced."""
+def write_program(program: Program, path: Path) -> None:
+    """Trace a program and write it as an ONNX file."""
     # torch's exporter logs which packages it could use as well.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     names = {"input_names": program.inputs, "output_names": program.outputs}
-    traced = program.trace()
-    torch.onnx.export(traced, **names, verbose=False).save(path)
-    return traced
+    torch.onnx.export(program.trace(), **names, verbose=False).save(path)
 
 
 def describe(
