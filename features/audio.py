@@ -31,6 +31,10 @@ from typing import IO, NamedTuple
 import numpy as np
 import soundfile
 import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+from torchaudio.transforms import Resample
+
 from asr.features import AudioError, NoSamples
 from asr.features.streams import (
     TOLERANCE,
@@ -40,9 +44,6 @@ from asr.features.streams import (
     find_streams,
     is_read_whole,
 )
-from torch import Tensor
-from torch.utils.data import get_worker_info
-from torchaudio.transforms import Resample
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-from asr.features.audio import resample
 from torch import Tensor
 from torch.nn.functional import interpolate
+
+from asr.features.audio import resample
 
 SPEEDS = (0.25, 4.0)  # beyond these, speech is unintelligible
 

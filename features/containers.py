@@ -18,6 +18,8 @@ from typing import IO
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from asr.features import AudioError, NoSamples
 from asr.features.audio import (
     BLOCK_VALUES,
@@ -27,7 +29,6 @@ from asr.features.audio import (
     resample_blocks,
     whole_rate,
 )
-from torch import Tensor
 
 MEMORY = 2 << 30  # bytes that ffmpeg may have; it fills two hours at most
 # Silence where the container has no audio: before it starts, and in gaps of its time stamps.

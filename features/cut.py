@@ -11,6 +11,7 @@ import math
 import numpy as np
 import soundfile
 import torch
+
 from asr.features import AudioError
 from asr.features.audio import (
     BLOCK_VALUES,

@@ -10,11 +10,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
+
 from asr.features.audio import read_audio, stream_audio
 from asr.features.augment import SpecAugment, add_noise, change_speed
 from asr.features.fbank import FeatureExtractor
 from asr.features.normalize import MeanVarianceNorm
-from torch import Tensor
 
 
 class FrontEnd:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from asr.features import StatisticsError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+
+from asr.features import StatisticsError
 
 Kind = Literal["none", "utterance", "speaker", "global"]
 # A spread below this share of the mean is rounding: features are float32 (2**-24 = 6e-8).

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+
 from asr.features import AudioError, NoSamples
 from asr.features.audio import (
     BLOCK,

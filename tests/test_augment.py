@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from asr.features.augment import add_noise, change_speed
 from tiny_speech import spec_augment
+
+from asr.features.augment import add_noise, change_speed
 
 T, F = 211, 83
 

@@ -7,9 +7,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from asr.features.fbank import Fbank
-from asr.features.front_end import FrontEnd
-from asr.features.normalize import MeanVarianceNorm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_speech import spec_augment
@@ -18,6 +15,9 @@ from asr.data.batching import Broken, Example, Item, collate, plan_epoch, plan_e
 from asr.data.corpus import Corpus, Utterance
 from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches, utterance_generator
 from asr.data.tokenizer import BLANK, Characters
+from asr.features.fbank import Fbank
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
 
 SPEEDS = (0.9, 1.0, 1.1)
 SECONDS = np.random.default_rng(0).uniform(0.3, 17.0, 211).astype(np.float32)

@@ -6,11 +6,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from asr.features.fbank import Fbank, Mfcc, SlaneyMel
-from asr.features.normalize import MeanVarianceNorm
 
 from asr.config.language import LanguageRecipe
 from asr.config.schema import Config, FeaturesConfig, LSTMConfig, SpeechRecipe
+from asr.features.fbank import Fbank, Mfcc, SlaneyMel
+from asr.features.normalize import MeanVarianceNorm
 from asr.images.config import ImageRecipe
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 

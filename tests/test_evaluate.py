@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from asr.features.augment import change_speed
 from test_fusion import save_language_run
 from tiny_speech import RATE
 from tone_model import spoken, tone_recognizer
@@ -27,6 +26,7 @@ from asr.config.loader import read_recipe
 from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.data.splits import check_result_name
 from asr.errors import UserError
+from asr.features.augment import change_speed
 from asr.inference import evaluation
 from asr.inference.evaluation import batches, decode_long, decode_split
 from asr.inference.load import load_run_recipe

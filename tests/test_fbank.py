@@ -6,8 +6,9 @@ import librosa
 import numpy as np
 import pytest
 import torch
-from asr.features.fbank import Fbank, Mfcc, SlaneyMel, add_deltas
 from torchaudio.compliance import kaldi
+
+from asr.features.fbank import Fbank, Mfcc, SlaneyMel, add_deltas
 
 KINDS = [Fbank, Mfcc, SlaneyMel]
 

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from tiny_speech import spec_augment
+from torchaudio.compliance import kaldi
+
 from asr.features import AudioError, StatisticsError
 from asr.features.audio import read_audio
 from asr.features.augment import add_noise, change_speed
 from asr.features.fbank import Fbank, Mfcc
 from asr.features.front_end import FrontEnd
 from asr.features.normalize import MeanVarianceNorm
-from tiny_speech import spec_augment
-from torchaudio.compliance import kaldi
 
 
 def seeded(seed: int = 0) -> torch.Generator:

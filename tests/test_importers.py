@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from asr.features.audio import read_audio
 from scipy.signal import resample_poly
 from tiny_speech import json_lines
 
@@ -20,6 +19,7 @@ from asr.data.importers.hold_out import hold_out
 from asr.data.importers.rows import Split
 from asr.data.importers.text_normalization import TextNormalizer
 from asr.errors import UserError
+from asr.features.audio import read_audio
 
 RATE = 22_050  # of the recordings, which the recogniser resamples
 

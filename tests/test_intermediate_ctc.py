@@ -163,3 +163,24 @@ def test_listener_layers_of_another_frame_rate_are_refused(listener, layers, wor
 def test_without_a_ctc_head_it_is_refused(build):
     with pytest.raises(ValueError, match=r"set model\.ctc_weight=0\.3"):
         build(ctc_weight=0, intermediate_ctc=LAYERS)
+
+
+class HeldTwice(torch.nn.Module):
+    """A model under two names, of which torch.export makes proxies."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = self.same = network
+
+    def forward(self, features, lengths):
+        return self.network.encode(features, lengths).states
+
+
+@torch.no_grad()
+def test_an_exported_encoder_reads_its_own_predictions():
+    """Compared by identity, a layer is not the one of its number in a program of torch.export."""
+    network, (features, lengths, _) = made({}), batch()
+    program = torch.export.export(HeldTwice(network), (features, lengths)).module()
+    memory = network.encode(features, lengths)
+    states = program(features, lengths)
+    torch.testing.assert_close(states[memory.valid], memory.states[memory.valid])

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from asr.features.normalize import MeanVarianceNorm
 from test_evaluate import hypothesis_rows
 from test_fusion import save_language_run
 from torch.nn.functional import ctc_loss
@@ -14,6 +13,7 @@ from asr import evaluate, train
 from asr.config.loader import validate
 from asr.data.corpus import read_manifest
 from asr.data.tokenizer import BLANK, EOS, SOS, Characters
+from asr.features.normalize import MeanVarianceNorm
 from asr.inference import evaluation
 from asr.inference.bulk import identity
 from asr.inference.evaluation import batches

@@ -6,9 +6,10 @@ import os
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from asr.features import StatisticsError
 from asr.features.normalize import MeanVarianceNorm
-from safetensors.torch import save_file
 
 F = 5
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from asr.features import AudioError
 from tiny_speech import RATE
 from tone_model import LETTER, ToneModel, spoken, tone_recognizer
 
 from asr.data.tokenizer import Characters, SentencePieces
 from asr.errors import UserError
+from asr.features import AudioError
 from asr.inference.recognition import Recognizer
 from asr.inference.transcript import token_texts
 

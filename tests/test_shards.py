@@ -10,11 +10,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from asr.features import AudioError
-from asr.features.audio import TarMember, audio_seconds, member_of, read_audio
-from asr.features.fbank import Fbank
-from asr.features.front_end import FrontEnd
-from asr.features.normalize import MeanVarianceNorm
 from full_disk import full_disk
 from tiny_speech import make_corpus, make_recipe, spec_augment
 
@@ -26,6 +21,11 @@ from asr.data.manifest import join_fields
 from asr.data.shards import pack
 from asr.data.tokenizer import Characters
 from asr.errors import UserError
+from asr.features import AudioError
+from asr.features.audio import TarMember, audio_seconds, member_of, read_audio
+from asr.features.fbank import Fbank
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
 
 
 @pytest.fixture

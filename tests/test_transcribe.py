@@ -13,11 +13,11 @@ import soundfile
 import srt
 import torch
 import webvtt
-from asr.features.containers import container_of, stream_container
 from tiny_speech import RATE, tones
 from tone_model import spoken, tone_recognizer
 
 from asr import transcribe
+from asr.features.containers import container_of, stream_container
 from asr.inference import recognition
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from asr.features.audio import read_audio
 
 from asr import prepare
 from asr.data.corpus import read_manifest
@@ -21,6 +20,7 @@ from asr.data.importers.convert import Options, convert
 from asr.data.importers.text_normalization import TextNormalizer
 from asr.data.shards import pack
 from asr.errors import UserError
+from asr.features.audio import read_audio
 
 LONG = "d" * 120 + "/" + "n" * 120  # longer than a single header's limit
 

@@ -12,14 +12,14 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from asr.features.fbank import Fbank
-from asr.features.front_end import FrontEnd
-from asr.features.normalize import MeanVarianceNorm
 from torch.utils.data import DataLoader
 
 from asr.data.corpus import read_manifest
 from asr.data.loader import measure_statistics, read_batches, start_worker
 from asr.errors import WorkerKilled
+from asr.features.fbank import Fbank
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
 
 fork = multiprocessing.get_context("fork")
 

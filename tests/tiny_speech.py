@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import soundfile
 import yaml
-from asr.features.augment import SpecAugment
 
 from asr import errors
 from asr.data.corpus import Utterance, write_manifest
+from asr.features.augment import SpecAugment
 from asr.training.trainer import TrainState, random_state
 
 RATE = 8000

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from asr.features.fbank import Fbank
-from asr.features.front_end import FrontEnd
-from asr.features.normalize import MeanVarianceNorm
 from tiny_speech import PITCH, RATE, tones
 from torch import Tensor, nn
 
 from asr.config.schema import DecodeConfig
 from asr.data.tokenizer import BLANK, EOS, Characters
+from asr.features.fbank import Fbank
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
 from asr.inference.recognition import Recognizer
 from asr.nn.attention import Memory
 

@@ -26,11 +26,11 @@ from asr.data.splits import filter_by_duration
 from asr.data.tokenizer import EOS, SOS
 from asr.decoding.scorer import NEVER
 from asr.errors import UserError
+from asr.features import AudioError
+from asr.features.front_end import FrontEnd
 from asr.inference.programs import Program
 from asr.inference.recognition import Recognizer, has_no_speech
 from asr.nn.attention import Memory
-from features import AudioError
-from features.front_end import FrontEnd
 
 TOLERANCE = 1e-4
 ROUNDING = 1e-6  # of an amplitude, as a share of the loudest of its frame

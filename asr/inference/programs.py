@@ -262,7 +262,7 @@ class Program(NamedTuple):
 
     @torch.no_grad()
     def trace(self) -> ExportedProgram:
-        """The program. It asserts that a memory has two frames or more; its ONNX does not."""
+        """The program. It may assert two utterances, frames or hypotheses; its ONNX does not."""
         with symbolic_sizes.patch(backed_size_oblivious=True):
             return torch.export.export(
                 self.module,

@@ -14,10 +14,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from asr.features.front_end import FrontEnd
 
 from asr.config.schema import FeaturesConfig
 from asr.data.corpus import Corpus, read_manifest
+from asr.features.front_end import FrontEnd
 from asr.kernels.reference import normalise
 from asr.models import build
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import soundfile
 import torch
+from torch import Tensor
+
 from asr.features.audio import read_audio
 from asr.features.augment import SpecAugment, add_noise, change_speed
 from asr.features.fbank import Fbank, Mfcc, SlaneyMel
 from asr.features.normalize import MeanVarianceNorm
-from torch import Tensor
 
 RATE = 16_000
 PASSES = 5

@@ -12,10 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from asr.features.audio import read_audio
-
 from asr.data.corpus import Corpus, read_manifest
 from asr.data.shards import pack
+from asr.features.audio import read_audio
 
 ROUNDS = 7
 
