@@ -16,7 +16,7 @@ options.add_argument("--norm", default="ba", help="none is nn.LSTM")
 options.add_argument("--steps", type=int, default=200)
 args = options.parse_args()
 torch.manual_seed(1)
-lstm = LayerNormLSTM(1, 32, bidirectional=True, norm=args.norm, recurrent_gain=0.1)
+lstm = LayerNormLSTM(1, 32, bidirectional=True, norm=args.norm)
 head = nn.Linear(64, 4)
 optimizer = torch.optim.Adam([*lstm.parameters(), *head.parameters()], lr=5e-3)
 

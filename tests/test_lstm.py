@@ -63,6 +63,21 @@ def test_cell_without_norm_is_torch_cell():
     torch.testing.assert_close(ours(x), judge(x))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_cell_takes_what_torch_cell_takes(bias):
+    args = 3, 7, bias, "cpu", torch.float64
+    ours, judge = LayerNormLSTMCell(*args, norm="none"), nn.LSTMCell(*args)
+    ours.load_state_dict(judge.state_dict())
+    x, state = torch.randn(3, dtype=torch.float64), torch.randn(2, 7, dtype=torch.float64).unbind()
+    torch.testing.assert_close(ours(x, state), judge(x, state))
+    torch.testing.assert_close(ours(input=x, hx=None), judge(input=x, hx=None))
+    torch.manual_seed(4)
+    ours.reset_parameters()
+    torch.manual_seed(4)
+    again = LayerNormLSTMCell(*args, norm="none").state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in ours.state_dict().items())
+
+
 @pytest.mark.parametrize("norm", SETTINGS)
 def test_cell_repeated_is_the_layer(norm):
     torch.manual_seed(3)
@@ -85,8 +100,9 @@ def test_start_values(norm):
     _, forget, _, _ = (lstm.bias_ih_l0 + lstm.bias_hh_l0).chunk(4)
     assert (forget == 1).all()
     assert (lstm.bias_ih_l0 + lstm.bias_hh_l0).sum() == 7
-    gains = [p for name, p in lstm.named_parameters() if name.startswith("gain")]
-    assert all((gain == 1).all() for gain in gains)
+    gains = {n: weight for n, weight in lstm.named_parameters() if n.startswith("gain")}
+    for name, gain in gains.items():
+        assert (gain == (0.1 if name.startswith("gain_hh") else 1.0)).all()
     counts = {"none": 0, "ba": 3, "per_gate": 2, "joined": 1, "joined hidden rms": 2}
     counts |= {"ba without c": 2, "per_gate state hidden": 3, "ba hidden": 4, "joined carried": 2}
     counts |= {"ba state": 3, "ba rms": 3, "joined state rms": 2, "per_gate output rms": 2}
@@ -171,7 +187,7 @@ def test_what_a_norm_fixes_may_be_named(norm):
 
 def test_the_representation_names_what_differs_from_the_norm():
     assert str(LayerNormLSTMCell(3, 7)).endswith("(3, 7, norm='ba')")
-    other = LayerNormLSTMCell(3, 7, "joined", cell_norm="state", norm_kind="rms", eps=1e-3)
+    other = LayerNormLSTMCell(3, 7, norm="joined", cell_norm="state", norm_kind="rms", eps=1e-3)
     assert str(other).endswith("(3, 7, norm='joined', cell_norm='state', norm_kind='rms')")
 
 
@@ -239,6 +255,7 @@ MISTAKES = {
     "recurrent_gain is nan; it must be from 0 to 1000": lambda: LayerNormLSTM(
         3, 7, recurrent_gain=float("nan")
     ),
+    "bias is 'ba'; it must be True or False": lambda: LayerNormLSTMCell(3, 7, "ba"),
     r"recurrent_gain is 1e\+39; it must be": lambda: LayerNormLSTMCell(3, 7, recurrent_gain=1e39),
     "eps is 0": lambda: LayerNormLSTM(3, 7, eps=0),
     "dropout 1.0 is not a rate": lambda: LayerNormLSTM(3, 7, dropout=1.0),
