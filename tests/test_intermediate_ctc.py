@@ -179,7 +179,7 @@ class HeldTwice(torch.nn.Module):
 @torch.no_grad()
 def test_an_exported_encoder_reads_its_own_predictions():
     """Compared by identity, a layer is not the one of its number in a program of torch.export."""
-    network, (features, lengths, _) = made({}), batch()
+    network, (features, lengths, _) = model(intermediate_ctc={"layers": [1]}), batch(frames=29)
     program = torch.export.export(HeldTwice(network), (features, lengths)).module()
     memory = network.encode(features, lengths)
     states = program(features, lengths)

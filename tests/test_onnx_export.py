@@ -111,8 +111,7 @@ MODELS = {
     },
     "hybrid": {
         "kind": "conformer", "positions": "sinusoidal", "norm": "derf", "convolution_norm": "scale",
-        "residual_scale": 1.3, "intermediate_ctc": CTC | {"self_conditioning": False},
-        "encoder_layers": 2,
+        "residual_scale": 1.3,
     },
     "sub": {
         "kind": "conformer", "heads": 1, "norm": "dyt", "convolution_norm": "derf", "kernel": 3,

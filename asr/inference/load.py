@@ -88,8 +88,7 @@ def save_inputs(run: Path, tokenizer: Tokenizer, front_end: FrontEnd) -> None:
 def load_run_model(
     run: Path, recipe: SpeechRecipe, features: int, tokenizer: Tokenizer
 ) -> tuple[nn.Module, list[int]]:
-    """The mean of the checkpoints that decode.checkpoint and decode.average choose, for
-    evaluation, and their steps.
+    """The mean of the checkpoints that the recipe's decode chooses, for evaluation; their steps.
 
     Raises UserError for a run without checkpoints, or with those of another model or vocabulary.
     """

@@ -133,8 +133,8 @@ class Transformer(nn.Module):
         """The results of decode and attention in one pass, without LayerDrop."""
         x, valid = self._embed(tokens), memory.valid[:, None, None]
         for number, layer in enumerate(self.decoder.layers, start=1):
-            keys, last = layer.cross_attention.project(memory.states), len(self.decoder.layers)
-            x, weights = layer(x, keys, valid, need_weights=number == last)
+            keys = layer.cross_attention.project(memory.states)
+            x, weights = layer(x, keys, valid, need_weights=number == len(self.decoder.layers))
         return self._logits(x), weights
 
     @torch.no_grad()

@@ -459,9 +459,7 @@ class Stack(nn.Module):
             self.draw = np.random.default_rng([*self.choice_seed, step]).random
 
     def passing(self) -> Iterator[tuple[int, nn.Module]]:
-        """The layers of one pass, each with its number from 1: in training without those that
-        LayerDrop skips, else all.
-        """
+        """The layers of one pass by number from 1: in training without those LayerDrop skips."""
         rate = self.layer_drop if self.training else 0.0
         for number, layer in enumerate(self.layers, start=1):
             if rate == 0.0 or (self.draw() if self.draw else torch.rand(())) >= rate:
