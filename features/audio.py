@@ -403,12 +403,13 @@ class _File(soundfile.SoundFile):
 class Sound:
     """An open audio file; of several streams in a row it is all.
 
-    name: for messages, on one line. rate: in Hz. subtype: libsndfile's name of the coding.
+    name: for messages, on one line. rate: in Hz. format, subtype: libsndfile's names of the
+    container (WAV, MP3) and the coding.
     """
 
     def __init__(self, path: Source, name: str, file: _File, window: Window) -> None:
         self.name, self.rate, self.channels = name, file.samplerate, file.channels
-        self.subtype = file.subtype
+        self.format, self.subtype = file.format, file.subtype
         self._path, self._file, self._window = path, file, window
         # What is read in place of the file; nothing where libsndfile reads all of it.
         self._streams = [] if file.format == "FLAC" else self._find_streams()

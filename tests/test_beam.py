@@ -372,7 +372,7 @@ def test_errors_are_one_clear_line(settings, message):
     [
         ("beam", -1, "greater than or equal to 1"),
         ("beam", 0, "greater than or equal to 1"),
-        ("temperature", 0, "greater than 0"),
+        ("temperature", 0, "greater than or equal to 0.001"),
         ("length_penalty", -0.1, "greater than or equal to 0"),
         ("coverage_penalty", -1, "greater than or equal to 0"),
         ("eos_threshold", 0, "greater than 0"),

@@ -47,6 +47,7 @@ HOMONYMS = {
     ("prepare", "valid"): "utterances of the generated corpus",
     ("prepare", "test"): "utterances of the generated corpus",
     ("prepare", "seed"): "of the generated corpus",
+    ("Sound.blocks", "start"): "first sample",
     ("try_lock", "start"): "first locked byte",
     ("unlock", "start"): "first locked byte",
     ("sample", "device"): "where the given model is",

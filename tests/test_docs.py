@@ -37,6 +37,7 @@ def name_of(page):
 def commands_of(page):
     """The words of every `python -m asr.NAME ...` or `layernorm-asr NAME ...`, from the name on."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)  # Python
     for inline, line in CODE.findall(text):
         for call in re.split(r"&&|\n(?=python)", inline or line):
             call = re.sub(r"^\s*layernorm-asr (?=[a-z]+( |$))", "python -m asr.", call)

@@ -142,7 +142,7 @@ def test_a_layer_that_layer_drop_skips_has_no_loss():
 def test_layers_that_do_not_exist_are_refused(overrides, words):
     keys = ["model.encoder_layers=6", f"model.intermediate_ctc={overrides}"]
     with pytest.raises(RecipeError) as error:
-        read_recipe("recipes/demo_conformer.yaml", keys)
+        read_recipe("demo_conformer", keys)
     assert words in str(error.value)
 
 

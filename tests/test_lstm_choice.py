@@ -336,6 +336,7 @@ def test_a_compiler_without_openmp_or_march_gets_a_second_try(tmp_path, monkeypa
     assert "again, for any processor: cc1plus: error: bad value" in capsys.readouterr().err
 
 
+COMPILED = os.environ["LAYERNORM_LSTM_CACHE"]  # tests/conftest.py sets it
 TRUNCATED, FOREIGN, NO_CHECKSUM, OLD_CHECKSUM = range(4)
 
 
@@ -345,7 +346,7 @@ def test_a_stored_library_that_does_not_fit_is_compiled_again(
     fault, tmp_path, monkeypatch, no_compiler, capsys
 ):
     monkeypatch.delenv("CXX")
-    monkeypatch.delenv("LAYERNORM_LSTM_CACHE")
+    monkeypatch.setenv("LAYERNORM_LSTM_CACHE", COMPILED)
     compiled = compiler._compiled()
     monkeypatch.setenv("LAYERNORM_LSTM_CACHE", str(tmp_path))
     compiler._library_path.cache_clear()

@@ -648,7 +648,7 @@ class DecodeConfig(BeamConfig):
     # A decoder proposes a text for noise, music or a hum as well. It is dropped if the mean
     # log-probability of its tokens is below this and the CTC head finds no text likelier; null, or
     # without a CTC head: never.
-    no_speech_log_prob: Annotated[float, Field(le=0.0)] | None = -0.5
+    no_speech_log_prob: Annotated[float, Field(ge=-1000.0, le=0.0)] | None = -0.8
 
     @property
     def other_speeds(self) -> list[float]:

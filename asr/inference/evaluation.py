@@ -87,7 +87,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Split:
+class EvaluationSplit:
     """A split of a run that is to be evaluated; its manifest is read, its audio is not."""
 
     run: Path
@@ -123,7 +123,7 @@ class Split:
 
 def open_split(
     run: Path, split: str, overrides: Sequence[str] = (), by: Sequence[str] = ()
-) -> Split:
+) -> EvaluationSplit:
     """A split of a run: `train`, `valid`, a name under data.test, or a manifest (.tsv).
 
     by: columns of the manifest, whose groups are scored too. Raises UserError for a split or column
@@ -132,7 +132,7 @@ def open_split(
     recipe = load_run_recipe(run, overrides)
     name, corpus = evaluation_name(split), splits.load_split(recipe.data, split)
     labels = {column: groups_of(corpus, column) for column in by}
-    return Split(run, split, name, recipe, corpus, labels, overrides)
+    return EvaluationSplit(run, split, name, recipe, corpus, labels, overrides)
 
 
 def check_writable(folder: Path) -> Path:

@@ -376,7 +376,7 @@ def _is_padded(row: Row, seconds: float, audio: str | bytes) -> bool:
 
 
 def _is_lossy(audio: str | bytes) -> bool:
-    with open_audio(audio) as (sound, _):
+    with open_audio(audio) as sound:
         return sound.format in LOSSY
 
 
