@@ -92,7 +92,7 @@ def test_vaswani_s_settings(size, width, heads, hidden, dropout, average):
         ),
         (
             "encoder_windows: {offsets: [1, 2], width: 0}",
-            r"model.encoder_windows.width = 0: should be greater than 0\.$",
+            r"model.encoder_windows.width = 0: should be greater than or equal to 0.001\.$",
         ),
         (
             "encoder_windows: {offsets: [1, 2]}",

@@ -1,7 +1,8 @@
 """Words that a model gives for audio without speech: python tests/benchmarks/non_speech.py RUN...
 
 20 kinds, each of 5 and 20 s: noise, hum, tones, chords, clicks. Keys of the recipe may follow the
-runs, such as decode.no_speech_log_prob=null, which keeps all. Prints the words of each kind and in all.
+runs, such as decode.no_speech_log_prob=null, which keeps all. Prints the words of each kind and
+their sum.
 """
 
 import sys
