@@ -93,7 +93,8 @@ def test_bad_settings_give_one_clear_line():
     with pytest.raises(ValueError, match=r"has 2 offsets for 3 heads: give one each"):
         TransformerConfig(kind="transformer", d_model=E, heads=3, encoder_windows=windows)
     for width in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=r"width\n  Input should be (greater than or equal to 0.001|a finite)"):
+        message = r"width\n  Input should be (greater than or equal to 0\.001|a finite)"
+        with pytest.raises(ValueError, match=message):
             WindowsConfig(offsets=[1.0], width=width)
 
 
