@@ -386,7 +386,8 @@ def test_a_full_disk_moves_the_cache_to_a_temporary_folder(tmp_path, monkeypatch
     (tmp_path / "temporary").mkdir()
     own = tmp_path / "temporary" / f"layernorm_asr_{os.getuid()}"
     with full_disk(compiler.ROOM - 1):
-        assert compiler.obstacle() == f"no room for the compiled kernels in {tmp_path} and {own}"
+        expected = f"no room for the compiled kernels in {tmp_path} and {own}"
+        assert compiler.obstacle() == expected[:200]  # as long as a reason may be
     monkeypatch.setattr(compiler, "_has_room", own.__eq__)
     assert compiler._library_path().parent == own and own.stat().st_mode & 0o777 == 0o700
     monkeypatch.undo()
