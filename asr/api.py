@@ -14,7 +14,6 @@ unreadable audio raises AudioError. Nothing here changes os.environ or ends the 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from asr.analysis import runs as run_folders
 from asr.analysis.comparison import Comparison, compare_runs
@@ -24,7 +23,7 @@ from asr.analysis.wer import Score
 from asr.arguments import key_of
 from asr.config.loader import read_recipe
 from asr.config.schema import Recipe
-from asr.errors import EXIT_STOPPED, UserError
+from asr.errors import EXIT_STOPPED, UserError, check_list
 from asr.inference import evaluation
 from asr.inference.hub import local_run
 from asr.inference.recognition import Recognizer
@@ -34,7 +33,7 @@ AnyPath = str | os.PathLike[str]
 
 
 def load(
-    run: "AnyPath | Run",
+    run: AnyPath,
     overrides: Sequence[str] = (),
     *,
     device: str | None = None,
@@ -42,20 +41,21 @@ def load(
 ) -> Recognizer:
     """A trained model that transcribes audio.
 
-    run: a run folder, the name of a shipped model (`conformer`), or hf:USER/NAME[@REVISION] on the
-    Hugging Face Hub. overrides: recipe keys, such as `decode.lm=runs/lm`. device: `cpu`, `cuda` or
-    `cuda:N`, by default a GPU if there is one. beam: hypotheses of the search, 1 for greedy search.
+    run: a Run, a run folder, the name of a shipped model (`conformer`), or hf:USER/NAME[@REVISION]
+    on the Hugging Face Hub. overrides: recipe keys, such as `decode.lm=runs/lm`. device: `cpu`,
+    `cuda` or `cuda:N`, by default a GPU if there is one. beam: hypotheses of the search, 1 for
+    greedy search.
 
     Raises UserError for what is no run, has no checkpoint or cannot be downloaded.
     """
+    check_list("overrides", overrides)
     named = {"train.device": device, "decode.beam": beam}
     chosen = [f"{key}={value}" for key, value in named.items() if value is not None]
-    folder = run.folder if isinstance(run, Run) else run
-    return Recognizer.load(folder, [*_listed(overrides), *chosen])
+    return Recognizer.load(run, [*overrides, *chosen])
 
 
-class Run:
-    """A run folder, trained or in training.
+class Run(os.PathLike):
+    """A run folder, trained or in training; usable as its path.
 
     Attributes: folder, a Path. Raises UserError where the folder holds no run.
     """
@@ -101,7 +101,7 @@ class Run:
         (fractions), wer_interval (95 %), speakers, and utterances with reference and hypothesis.
         Utterances that cannot be read are scored as empty. Raises UserError as asr.evaluate does.
         """
-        opened = evaluation.open_split(self.folder, os.fspath(split), _listed(overrides))
+        opened = evaluation.open_split(self.folder, os.fspath(split), overrides)
         folder = evaluation.check_writable(Path(out)) if out is not None else opened.result_folder()
         result, recognizer = opened.evaluate()
         evaluation.write(folder, result, recognizer, pictures=0)
@@ -136,20 +136,19 @@ def train(
     SIGINT (a notebook's stop button) finishes the step and saves; then KeyboardInterrupt is raised.
     Raises UserError as asr.train does.
     """
-    keys = _listed(overrides)
     if not isinstance(recipe, Recipe):
-        recipe = read_recipe(Path(recipe), keys)
-    elif keys:
+        recipe = read_recipe(Path(recipe), overrides)
+    elif overrides:
         raise UserError("overrides are for a recipe file: give its path, or change the recipe")
     folder = Path(run) if run is not None else Path("runs") / recipe.run
-    code = training.train(recipe, folder, resume, force, {key_of(key) for key in keys})
+    code = training.train(recipe, folder, resume, force, set(map(key_of, overrides)))
     if code == EXIT_STOPPED:
         raise KeyboardInterrupt(f"{folder}: training was stopped and saved; resume=True continues")
     return Run(folder)
 
 
 def compare(
-    runs: Sequence[AnyPath | Run], *, curve: str = VALID, ignore: Sequence[str] = ()
+    runs: Sequence[AnyPath], *, curve: str = VALID, ignore: Sequence[str] = ()
 ) -> Comparison:
     """Test the differences between runs, or between the settings of sweep folders.
 
@@ -158,11 +157,6 @@ def compare(
     compared if they have any. `python -m asr.compare` writes a report from the same comparison.
     Raises UserError where no run can be compared.
     """
-    return compare_runs([Path(run) for run in _listed(runs)], curve, _listed(ignore))
-
-
-def _listed(values: Sequence[Any]) -> Sequence[Any]:
-    """The values. UserError for one text or path in place of a list of them."""
-    if isinstance(values, str | os.PathLike):
-        raise UserError(f"{os.fspath(values)!r}: must be a list, [{os.fspath(values)!r}]")
-    return values
+    check_list("runs", runs)
+    check_list("ignore", ignore)
+    return compare_runs([Path(run) for run in runs], curve, ignore)

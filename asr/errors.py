@@ -61,6 +61,13 @@ class UserError(Exception):
     """Ends a command with its message and exit code 2, without a traceback."""
 
 
+def check_list(name: str, values: object) -> None:
+    """Raise UserError for one text or path in place of a list of them, which is a sequence, too."""
+    if isinstance(values, str | os.PathLike):
+        text = os.fspath(values)
+        raise UserError(f"{name} = {text!r}: must be a list, [{text!r}]")
+
+
 class WorkerKilled(UserError):
     """A data loader's worker was killed: the model is sound, the next batches are lost."""
 

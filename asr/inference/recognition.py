@@ -25,7 +25,7 @@ from asr.decoding.alignment import has_ctc_path
 from asr.decoding.ctc_search import ctc_gains
 from asr.decoding.scorer import Hypothesis, Scorer
 from asr.decoding.segmentation import LOWEST, SILENT, Segment, loudness, split_at_pauses
-from asr.errors import UserError, is_out_of_memory
+from asr.errors import UserError, check_list, is_out_of_memory
 from asr.features import AudioError, NoSamples
 from asr.features.audio import from_samples, name_of
 from asr.features.front_end import FrontEnd
@@ -195,8 +195,7 @@ class Recognizer(SpeechDecoder):
         `faults`; without `faults`, its exception is raised. Files are read while they are decoded:
         memory depends on max_segment_seconds and decode.batch_seconds, never on a file's length.
         """
-        if isinstance(paths, str | Path):
-            raise UserError(f"paths = {str(paths)!r}: must be a list, [{str(paths)!r}]")
+        check_list("paths", paths)
         recordings = (_Recording(path, self._blocks(path)) for path in paths)
         for recording in self._transcribe(recordings):
             if faults is None or recording.fault is None:
@@ -323,13 +322,16 @@ class Recognizer(SpeechDecoder):
         self, memory: Memory, hypotheses: Sequence[Hypothesis]
     ) -> list[Hypothesis]:
         """The hypotheses, empty where decode.no_speech_log_prob judges that there is no speech."""
-        threshold, log_probs = self.decode.no_speech_log_prob, self.model.ctc(memory)
-        if threshold is None or log_probs is None:
+        threshold = self.decode.no_speech_log_prob
+        unsure = [
+            threshold is not None and _mean(best.log_probs) < threshold for best in hypotheses
+        ]
+        if not any(unsure) or (log_probs := self.model.ctc(memory)) is None:
             return list(hypotheses)
         gains = ctc_gains(log_probs, memory.valid, [best.tokens for best in hypotheses])
         return [
-            NO_SPEECH if gain < 0 and _mean(best.log_probs) < threshold else best
-            for best, gain in zip(hypotheses, gains, strict=True)
+            NO_SPEECH if doubt and gain < 0 else best
+            for best, doubt, gain in zip(hypotheses, unsure, gains, strict=True)
         ]
 
     @torch.no_grad()
