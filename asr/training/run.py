@@ -238,7 +238,7 @@ class Training:
         log.info(f"step {state.step}  validation: {'  '.join(figure_texts(figures))}")
         self._alarm(reported)
         self.validated = state.step
-        self.save(losses["nll"])
+        self._save(losses["nll"])  # the weights that were checked above
         release_memory()
 
     def _validate(self) -> tuple[dict[str, Sum], BatchStats]:
@@ -270,6 +270,7 @@ class Training:
     def save(self, loss: float) -> None:
         """Write a checkpoint of everything that a resume needs."""
         with self.weights.applied():
+            self._check_weights()
             self._save(loss)
 
     def _check_weights(self) -> None:
@@ -278,7 +279,6 @@ class Training:
         optim.check_weights(tensors, self.state.step, self.config.optimizer)
 
     def _save(self, loss: float) -> None:
-        self._check_weights()
         self.saved = self.state.step
         random, trained = gather(trainer.random_state()), self.weights.state()
         if not is_first():
