@@ -133,18 +133,16 @@ class FeaturesConfig(Config):
     mel_bins: Annotated[int, Field(ge=4, le=512)] = 80  # mel filters
     ceps: Annotated[int, Field(ge=1, le=512)] = 13  # mfcc: cepstral coefficients kept
     deltas: Annotated[int, Field(ge=0, le=2)] = 0  # mfcc: 1 adds deltas, 2 delta-deltas too
-    dither: Annotated[float, Field(ge=0.0, le=32768.0)] = (
-        0.0  # standard deviation of noise on 16-bit samples, as in Kaldi
-    )
+    # standard deviation of noise on 16-bit samples, as in Kaldi
+    dither: Annotated[float, Field(ge=0.0, le=32768.0)] = 0.0
     # Mean and variance normalisation: over each utterance, each speaker or the training split.
     mvn: Literal["none", "utterance", "speaker", "global"] = "utterance"
     mvn_variance: bool = True  # false subtracts the mean only
     spec_augment: SpecAugmentConfig | None = None  # masks in training; null: none
     # Speed factors in training, one drawn per utterance and epoch.
     speed_perturb: Annotated[tuple[Speed, ...], Field(min_length=1)] = (1.0,)
-    noise: tuple[Decibels, Decibels] | None = (
-        None  # white noise in training: lowest and highest SNR, dB
-    )
+    # white noise in training: lowest and highest SNR, dB
+    noise: tuple[Decibels, Decibels] | None = None
 
 
 class TextConfig(Config):
@@ -168,9 +166,8 @@ class LSTMConfig(Config):
     # ba: initial gain of the norm of W_h h; 1.0 is as published, 0.1 trains faster:
     # docs/experiments.md.
     recurrent_gain: Annotated[float, Field(gt=0.0, le=1000.0)] = 0.1
-    eps: Annotated[float, Field(ge=1e-30, le=1.0)] | None = (
-        None  # of the norms; null: 1e-3 for raw and thesis, else 1e-5
-    )
+    # of the norms; null: 1e-3 for raw and thesis, else 1e-5
+    eps: Annotated[float, Field(ge=1e-30, le=1.0)] | None = None
     # A row of zero variance: guard gives 0 with zero gradient, raw the textbook formula.
     zero_variance: Literal["guard", "raw"] = "guard"
     backend: Backend = "auto"  # implementation
@@ -285,9 +282,8 @@ def _one_line_error(message: str) -> WrapValidator:
 class WindowsConfig(Config):
     """Section `model.encoder_windows:`: initial Gaussian windows of the encoder's heads."""
 
-    offsets: tuple[
-        Annotated[float, Field(ge=-1e5, le=1e5)], ...
-    ]  # centre of each head's window after the query, frames
+    # centre of each head's window after the query, frames
+    offsets: tuple[Annotated[float, Field(ge=-1e5, le=1e5)], ...]
     width: Annotated[float, Field(ge=1e-3, le=1e5)]  # standard deviation of every window, frames
 
 
@@ -487,14 +483,12 @@ class OptimizerConfig(Config):
     # adamw: decoupled weight decay; muon: orthogonal steps of matrices; schedule_free: AdamW with
     # averaged weights, for train.schedule.kind = constant.
     kind: Literal["adam", "adamw", "muon", "schedule_free"] = "adam"
-    lr: Annotated[float, Field(gt=0.0)] = (
-        1e-3  # peak learning rate; for `noam` the factor of the formula
-    )
+    # peak learning rate; for `noam` the factor of the formula
+    lr: Annotated[float, Field(gt=0.0)] = 1e-3
     betas: tuple[Rate, Rate] = (0.9, 0.999)  # decay of the first and second moments
     eps: Annotated[float, Field(gt=0.0)] = 1e-8  # added to the root of the second moment
-    weight_decay: Annotated[float, Field(ge=0.0)] = (
-        0.0  # of matrices; gains and biases are not decayed
-    )
+    # of matrices; gains and biases are not decayed
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
 
 
 class ScheduleConfig(Config):
@@ -605,17 +599,15 @@ class BeamConfig(Config):
     # after label smoothing, which leaves <eos> some probability at every step. Greedy search
     # ignores this key and token_reward.
     length_penalty: Annotated[float, Field(ge=0.0, le=10.0)] = 0.6
-    token_reward: Annotated[float, Field(ge=-1000.0, le=1000.0)] = (
-        0.0  # added to the score per token
-    )
+    # added to the score per token
+    token_reward: Annotated[float, Field(ge=-1000.0, le=1000.0)] = 0.0
     coverage_penalty: NotNegative = 0.0  # beta of Wu et al. 2016
     # <eos> may end a hypothesis only if its log-probability is at least this factor times that of
     # the best other token (Hannun et al. 2019); null: always.
     eos_threshold: Positive | None = 1.5
     ngram: Natural = 0  # no n-gram of this length may occur twice; 0: all may
-    temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = (
-        1.0  # divides the model's log-probabilities
-    )
+    # divides the model's log-probabilities
+    temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     # The search stops after patience * beam finished hypotheses (Kasai et al. 2022); null: when no
     # unfinished hypothesis can win.
     patience: Positive | None = None
