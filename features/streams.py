@@ -281,7 +281,7 @@ def mp3_streams(window: Window) -> list[Mp3Stream]:
     """The streams of an MP3, also of MPEG audio of the layers I and II; none if of free format.
 
     A stream ends where its frames do: at a tag, at another Xing frame, at other bytes. The last
-    frame of a truncated file is left out.
+    frame of a truncated file is skipped.
     """
     streams, place = [], _next_frame(window, 0)
     while place is not None and (stream := _walk(window, place)).count:

@@ -71,11 +71,10 @@ class Comparison:
         pairs = self.differences[figure]
         p_seeds = corrected(pair.over_seeds for pair in pairs)
         p_utterances = corrected(pair.over_utterances for pair in pairs)
-        for pair, *p_values in zip(pairs, p_seeds, p_utterances, strict=True):
-            over_seeds, over_utterances = p_values
-            test, p, units = pair.over_seeds, over_seeds, "seeds"
+        for pair, p_seed, p_utterance in zip(pairs, p_seeds, p_utterances, strict=True):
+            test, p, units = pair.over_seeds, p_seed, "seeds"
             if test is None:
-                test, p, units = pair.over_utterances, over_utterances, "utterances"
+                test, p, units = pair.over_utterances, p_utterance, "utterances"
             low, high = (test.interval if test else None) or (None, None)
             yield {
                 "figure": figure,

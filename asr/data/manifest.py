@@ -37,6 +37,7 @@ BLOCK = 1 << 20  # characters of the rows checked at once
 READ = 1 << 16  # bytes read at once
 SHORTEST = 0.0005  # seconds: less would be written as 0.000
 EMPTY = "the manifest is empty; it needs one line per utterance"
+BYTE_ORDER_MARK = "\ufeff"  # also in mid-file, where tables were joined
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 # The fields of n rows, column by column in the order of COLUMNS: plain lists of strings, since a
@@ -90,7 +91,7 @@ def open_table(path: Path) -> Iterator[IO[str]]:
 
 def split_line(line: str) -> list[str]:
     """The fields of a line, without space around them and a mark at which tables were joined."""
-    return [field.strip() for field in line.lstrip("\ufeff").rstrip("\n").split("\t")]
+    return [field.strip() for field in line.lstrip(BYTE_ORDER_MARK).rstrip("\n").split("\t")]
 
 
 def parse_header(path: Path, file: IO[str], required: Sequence[str]) -> tuple[int, list[str]]:

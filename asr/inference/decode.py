@@ -15,6 +15,7 @@ from asr.data.batching import Batch
 from asr.data.tokenizer import Tokenizer
 from asr.decoding.beam_search import beam_search
 from asr.decoding.ctc import ctc_greedy
+from asr.decoding.ctc_search import ctc_beam_search
 from asr.decoding.scorer import Hypothesis, Scorer, check_not_nan, greedy
 from asr.errors import UserError
 from asr.nn.attention import Memory
@@ -71,8 +72,6 @@ def _decode_ctc(model: nn.Module, memory: Memory, beam: int, nbest: int) -> list
         )
     check_not_nan(bool(log_probs[memory.valid].isnan().any()))
     if beam > 1:
-        from asr.decoding.ctc_search import ctc_beam_search  # not for training
-
         return ctc_beam_search(log_probs, memory.valid, beam, nbest=nbest)
     scores = log_probs.amax(dim=2).masked_fill(~memory.valid, 0.0).sum(dim=1).tolist()
     paths = ctc_greedy(log_probs, memory.valid)

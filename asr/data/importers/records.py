@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from asr.data.importers.rows import Fault, Row
-from asr.data.manifest import open_table, parse_header, read_rows
+from asr.data.manifest import BYTE_ORDER_MARK, open_table, parse_header, read_rows
 from asr.errors import UserError
 from asr.io import parse_json
 
-BYTE_ORDER_MARK = "\ufeff"  # also in mid-file, where tables were joined
 Record = tuple[int, dict[str, Any]]
 
 

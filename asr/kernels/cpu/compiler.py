@@ -67,6 +67,8 @@ def obstacle() -> str | None:
     """
     if _failures:
         return _failures[0]
+    if load.cache_info().currsize:  # loaded: the file need not be read again for its checksum
+        return None
     try:
         if _fault(_library_path()) is None:
             return None
