@@ -92,8 +92,8 @@ class Comparison:
 
     @cached_property
     def legends(self) -> dict[str, str]:
-        """The whole label of each setting by its short one, without its letter."""
-        return {s.short: s.legend.removeprefix(f"{s.short}. ") for s in self.settings}
+        """The whole label of each setting by its short one."""
+        return {s.short: s.legend for s in self.settings}
 
     def to_latex(self) -> str:
         """The rows as a table for the package booktabs; rates in percent, p below 0.05 in bold."""
@@ -244,7 +244,7 @@ def group_runs(
 
 
 def _labels(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
-    """Each group's label in tables, its short label and that for a picture's legend.
+    """Each group's label in tables, its short label and its whole label.
 
     Letters stand for labels unless all are short, in all tables where they are very long.
     """
@@ -253,10 +253,10 @@ def _labels(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
     longest = max(map(len, labels))
     if len(labels) == 1 or longest <= _SHORT:
         return [(label, label, label) for label in labels]
-    legends = [f"{one}. {label}" for one, label in zip(letters, labels, strict=True)]
-    if longest <= _LONG:
-        return list(zip(legends, letters, legends, strict=True))
-    return list(zip(letters, letters, legends, strict=True))
+    if longest > _LONG:
+        return list(zip(letters, letters, labels, strict=True))
+    tables = [f"{one}. {label}" for one, label in zip(letters, labels, strict=True)]
+    return list(zip(tables, letters, labels, strict=True))
 
 
 def _letter(place: int) -> str:

@@ -39,7 +39,7 @@ def report(comparison: Comparison, out: Path, levels: Sequence[float] | None = N
     facts = [f"{sizes} by differences of their recipes other than the seed."]
     lists = [
         Points("Which difference is real?", answers or ["No two settings are compared."], NOTE),
-        Points("Settings", [s.legend for s in settings if s.legend != s.short]),
+        Points("Settings", [f"{s.short}. {s.legend}" for s in settings if s.legend != s.short]),
         Points("Notes", comparison.notes),
     ]
     lists = [part for part in lists if part.lines]

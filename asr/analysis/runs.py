@@ -328,7 +328,7 @@ class SettingRuns:
 
     label: str
     short: str  # a letter instead of a long label, where two settings share a row
-    legend: str  # the whole label, for a picture
+    legend: str  # the whole label
     members: tuple[SettingRun, ...]
     failed: int
     comparable: bool  # its losses are of the same data and vocabulary as most others'
