@@ -6,7 +6,7 @@ from asr.config.language import LSTMLanguageModelConfig, TransformerLanguageMode
 from asr.models.language_model import LSTMLanguageModel, TransformerLanguageModel
 
 LSTM = {"embedding": 5, "hidden": 7, "layers": 2, "backend": "reference"}
-TRANSFORMER = {"d_model": 6, "heads": 2, "layers": 3, "feed_forward": 11, "max_positions": 31}
+TRANSFORMER = {"d_model": 6, "heads": 2, "layers": 3, "feed_forward": 11}
 
 
 def lstm(vocabulary, **settings):
@@ -24,7 +24,7 @@ KINDS = {
     "lstm none tied": (lstm, {"norm": "none", "tied": True}),
     "lstm thesis": (lstm, {"norm": "thesis", "zero_variance": "guard"}),
     "lstm per_gate": (lstm, {"norm": "per_gate", "layers": 1}),
-    "transformer pre": (transformer, {"positions": "learned"}),
+    "transformer pre": (transformer, {}),
     "transformer post": (
         transformer,
         {"norm_position": "post", "norm": "rms", "residual_scale": "deepnet"},

@@ -8,7 +8,7 @@ from asr.models.build import build_speech_model
 F, V, E = 13, 17, 10
 SETTINGS = (
     {},
-    {"norm_position": "post", "norm": "rms", "activation": "gelu", "positions": "learned"},
+    {"norm_position": "post", "norm": "rms", "activation": "gelu"},
     {"norm": "scale", "fixnorm": True, "tied": True, "residual_scale": 1.3},
     {"norm_position": "post", "residual_scale": "deepnet", "reduction": 6, "activation": "swish"},
     {"encoder_windows": {"offsets": [-1.5, 2], "width": 0.7}, "encoder_convolution": 5},
@@ -18,7 +18,7 @@ SETTINGS = (
     {"norm_position": "sub", "norm": "dyt"},
     {"depth_scaled": True, "fixnorm": True},
     {"kind": "conformer", "heads": 1, "kernel": 5, "convolution_norm": "batch"},
-    {"kind": "conformer", "norm_position": "post", "positions": "learned", "kernel": 3},
+    {"kind": "conformer", "norm_position": "post", "positions": "sinusoidal", "kernel": 3},
     {"kind": "conformer", "norm_position": "peri", "norm": "rms", "heads": 1, "qk_norm": True},
 )
 CONFIGS = {"transformer": TransformerConfig, "conformer": ConformerConfig}
@@ -26,7 +26,7 @@ CONFIGS = {"transformer": TransformerConfig, "conformer": ConformerConfig}
 
 def config(kind="transformer", **settings):
     sizes = {"d_model": E, "heads": 2, "feed_forward": 19, "subsampling_channels": 3}
-    sizes |= {"encoder_layers": 3, "decoder_layers": 2, "max_positions": 97}
+    sizes |= {"encoder_layers": 3, "decoder_layers": 2}
     return CONFIGS[kind](kind=kind, **(sizes | settings))
 
 

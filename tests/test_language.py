@@ -190,39 +190,15 @@ def test_a_text_in_other_letters_is_reported(commands, folder):
     assert "train.txt.gz: 100 % of its letters are not in the vocabulary: " in line
 
 
-def test_too_long_lines_are_counted_and_samples_fit_learned_positions(commands, folder):
+def test_too_long_lines_are_counted(commands, folder):
     recipe = make_recipe(folder, "transformer")
     lengths = [len(line) for line in (*make_lines(41), *make_lines(7, seed=5))]
     longest = sorted(lengths)[20]
-    given = [f"data.max_bytes={longest}", "model.positions=learned", "model.max_positions=60"]
-    code, out, err = commands(train, recipe, "--run", folder / "run", "train.steps=1", *given)
+    overrides = ["train.steps=1", f"data.max_bytes={longest}"]
+    code, out, err = commands(train, recipe, "--run", folder / "run", *overrides)
     assert code == 0, err
     rest = sum(length > longest for length in lengths)
     assert f"{48 - rest} sentences ({rest} more are over data.max_bytes = {longest})" in out
-
-
-@pytest.mark.parametrize("split", ["train", "valid"])
-def test_too_few_learned_positions_are_reported_before_training(commands, folder, split):
-    """Positions of characters and EOS: validation also reads the lines that training skips."""
-    recipe = make_recipe(folder, "transformer")
-    lines = {"train": [*make_lines(41), *make_lines(7, seed=5)], "valid": make_lines(9, seed=6)}
-    most = {name: max(map(len, texts)) + 1 for name, texts in lines.items()}
-    other = "train" if split == "valid" else "valid"
-    given = ["train.steps=1", "model.positions=learned", "--run", folder / "run"]
-    if split == "valid":
-        given += ["data.max_bytes=15"]
-        most[other] = 16
-    assert most[split] > 16
-    line = commands.refused(train, recipe, *given, f"model.max_positions={most[split] - 1}")
-    assert "positions with its end, and model.max_positions is" in line and "raise it" in line
-    assert f" {most[split]} positions" in line
-    assert commands(train, recipe, *given, f"model.max_positions={max(most.values())}")[0] == 0
-
-
-def test_learned_positions_do_not_hide_that_every_line_is_too_long(commands, folder):
-    given = ["data.max_bytes=1", "model.positions=learned", "--run", folder / "run"]
-    line = commands.refused(train, make_recipe(folder, "transformer"), *given)
-    assert "data.max_bytes = 1: each of the 48 lines is longer" in line
 
 
 def test_health_figures_use_unpadded_sentences(folder):

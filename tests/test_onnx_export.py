@@ -98,7 +98,7 @@ MODELS = {
         "encoder_windows": {"offsets": [-1.5, 2], "width": 0.7},
     },
     "post": {
-        "norm": "rms", "residual_scale": "deepnet", "positions": "learned", "qk_norm": True,
+        "norm": "rms", "residual_scale": "deepnet", "qk_norm": True,
         "encoder_convolution": 3, "convolution_norm": "bias", "reduction": 6, "activation": "gelu",
     },
     "peri": {

@@ -173,7 +173,7 @@ def test_ctc_gives_log_probabilities():
         ({"norm": "batch"}, "normalises over a whole batch and is for convolution modules alone"),
         ({"norm_position": "both"}, "should be 'pre', 'post', 'peri', 'reordered', 'hybrid' or"),
         ({"activation": "tanh"}, "should be 'relu', 'gelu' or 'swish'"),
-        ({"positions": "none"}, "should be 'sinusoidal', 'learned' or 'rope'"),
+        ({"positions": "none"}, "should be 'sinusoidal' or 'rope'"),
         ({"reduction": 3}, "should be 2, 4, 6 or 8"),
         ({"dropout": 1.0}, "should be less than 1"),
         ({"attention_dropout": -0.1}, "should be greater than or equal to 0"),

@@ -17,7 +17,6 @@ from reference_transformer import (
 from torch import nn
 
 from asr.config.schema import DropPerStack, PerStack, TransformerConfig
-from asr.errors import UserError
 from asr.nn.norm import ROW_NORMS, SQUASHING
 from asr.nn.positions import RotaryPositions, make_positions
 from asr.nn.transformer import (
@@ -317,18 +316,11 @@ def test_deepnet_scales_values_outputs_and_feed_forward_only():
 
 @pytest.mark.parametrize("size", [8, 7])
 def test_sinusoidal_positions(size):
-    positions = make_positions("sinusoidal", size, 13)
+    positions = make_positions("sinusoidal", size)
     slow = torch.stack([sinusoid(place, size) for place in range(1300)]).float()
     torch.testing.assert_close(positions(0, 3), slow[:3])
     torch.testing.assert_close(positions(1290, 10), slow[1290:])  # the table grows
     assert not positions.state_dict()
-
-
-def test_learned_positions_end_with_one_clear_line():
-    positions = make_positions("learned", 5, 13)
-    torch.testing.assert_close(positions(11, 2), positions.table[11:])
-    with pytest.raises(UserError, match=r"^a sequence of length 14 is longer than the 13 learned"):
-        positions(10, 4)
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "swish"])

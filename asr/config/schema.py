@@ -344,8 +344,7 @@ class TransformerLayersConfig(Config):
     tied: bool = False  # the output layer shares the embedding's weights
     activation: Literal["relu", "gelu", "swish"] = "relu"  # of the feed-forward sublayers
     # Position encodings, added to the input; rope: rotary, within self-attention.
-    positions: Literal["sinusoidal", "learned", "rope"] = "sinusoidal"
-    max_positions: Count = 5000  # learned: longest sequence, frames or tokens
+    positions: Literal["sinusoidal", "rope"] = "sinusoidal"
     dropout: Rate = 0.1  # on embedding + position and on every sublayer output
     attention_dropout: Rate = 0.0  # on attention weights
     feed_forward_dropout: Rate = 0.0  # after the activation
@@ -465,7 +464,7 @@ class ConformerConfig(EncoderDecoderConfig):
     kind: Literal["conformer"]  # selects the model; a change replaces the whole section
     kernel: OddKernel = 15  # of the convolution modules, frames, odd
     activation: Literal["relu", "gelu", "swish"] = "swish"  # of the feed-forward sublayers
-    positions: Literal["sinusoidal", "learned", "rope"] = "rope"  # position encodings
+    positions: Literal["sinusoidal", "rope"] = "rope"  # position encodings
 
     @model_validator(mode="after")
     def _is_not_deepnet(self) -> "ConformerConfig":

@@ -47,9 +47,8 @@ def check_programs(
     Raises UserError where that is more than TOLERANCE, or ONNX Runtime cannot run them.
     """
     waveforms, audio = check_audio(recognizer, recipe)
-    steps = min(STEPS, _positions(recipe))
     try:
-        found = differences(folder, programs, recognizer, waveforms, steps)
+        found = differences(folder, programs, recognizer, waveforms)
     except Exception as error:  # ONNX Runtime's exceptions have no common base
         if not type(error).__module__.startswith("onnxruntime"):
             raise
@@ -68,7 +67,7 @@ def check_programs(
 def check_audio(recognizer: Recognizer, recipe: SpeechRecipe) -> tuple[list[Tensor], str]:
     """Three waveforms (S,) or fewer, of data.valid where it can be read, and what they are."""
     front_end = recognizer.front_end
-    longest = min(recognizer.max_segment_seconds, _positions(recipe) * recognizer.frame_seconds)
+    longest = recognizer.max_segment_seconds
     valid, waveforms, reason = recipe.data.valid, [], "data.valid is not set"
     if valid:
         reason = "data.valid has no speech"
@@ -101,20 +100,12 @@ def synthetic_speech(seconds: float, rate: int) -> Tensor:
     return (0.1 * voice + 0.003 * noise).clamp(-1.0, 1.0).float()
 
 
-def _positions(recipe: SpeechRecipe) -> int:
-    """How many frames of memory, or tokens, the model can read."""
-    model = recipe.model
-    learned = model.kind != "las" and model.positions == "learned"
-    return model.max_positions if learned else 10**9
-
-
 @torch.no_grad()
 def differences(
     folder: Path,
     programs: Mapping[str, Program],
     recognizer: Recognizer,
     waveforms: Sequence[Tensor],
-    steps: int,
 ) -> dict[str, float]:
     """The figure of each program."""
     model, front_end = recognizer.model, recognizer.front_end
@@ -136,7 +127,7 @@ def differences(
             log_probs = run["ctc"](states=memory.states)["log_probs"]
             figures["ctc"].append(difference(log_probs, model.ctc(memory), real))
         decoder = run["decoder"], programs["decoder"].module
-        pairs = decoder_steps(*decoder, model, memory, encoded, steps)
+        pairs = decoder_steps(*decoder, model, memory, encoded)
         figures["decoder"] += [difference(*pair) for pair in pairs]
     return {name: max(each) for name, each in figures.items()}
 
@@ -190,14 +181,13 @@ def decoder_steps(
     model: nn.Module,
     memory: Memory,
     encoded: Mapping[str, Tensor],
-    steps: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """log_probs (B, K, V) of program and model at each step of a beam search by the model."""
     constants = {name: encoded[name] for name in program.constants}
     own, state = {name: encoded[name] for name in program.state}, model.start(memory)
     utterances = torch.arange(len(memory.valid)).unsqueeze(1)
     tokens, scores = torch.full_like(utterances, SOS), torch.zeros(len(utterances), 1)
-    for _ in range(steps):
+    for _ in range(STEPS):
         log_probs, state = model.step(state, tokens)
         outputs = run(tokens=tokens, **constants, **own)
         yield outputs["log_probs"], log_probs

@@ -115,7 +115,7 @@ class TransformerLanguageModel(nn.Module):
             gain = math.sqrt(math.log(2 * layers)) if config.norm_position == "sub" else 1.0
             scales = LayerScales(config.residual_scale, gain)
         self.words = WordEmbedding(vocabulary, size, config.fixnorm)
-        self.positions = make_positions(config.positions, size, config.max_positions)
+        self.positions = make_positions(config.positions, size)
         extras = (None, None, config.norm)
         self.stack = encoder_stack(config, layers, scales, config.layer_drop, *extras)
         self.output = None if config.tied else nn.Linear(size, vocabulary)

@@ -66,10 +66,10 @@ class Transformer(nn.Module):
         scales = layer_scales(config.residual_scale, config.norm_position, *counts)
         drops = per_stack(config.layer_drop)
         self.front = ConvSubsampling(features, size, config.reduction, config.subsampling_channels)
-        self.frame_positions = make_positions(config.positions, size, config.max_positions)
+        self.frame_positions = make_positions(config.positions, size)
         self.encoder = self.make_encoder(config, scales[0], drops[0])
         self.words = WordEmbedding(vocabulary, size, config.fixnorm)
-        self.token_positions = make_positions(config.positions, size, config.max_positions)
+        self.token_positions = make_positions(config.positions, size)
         self.decoder = decoder_stack(config, counts[1], scales[1], drops[1])
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.ctc_head = nn.Linear(size, vocabulary) if config.ctc_weight else None

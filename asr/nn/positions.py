@@ -1,4 +1,4 @@
-"""Position encodings: sinusoidal (Vaswani et al. 2017, section 3.5), learned, or rotary.
+"""Position encodings: sinusoidal (Vaswani et al. 2017, section 3.5) or rotary.
 
 Rotary encodings (RoPE, Su et al. 2021, arXiv:2104.09864, eq. 34; for speech: Zhang et al. 2025,
 arXiv:2501.06051) add nothing to the input. They turn each pair of elements of queries and keys by
@@ -10,14 +10,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from asr.errors import UserError
 
-
-def make_positions(kind: str, size: int, max_length: int) -> nn.Module:
-    """What is added to the input: `sinusoidal`, `learned` up to max_length, nothing for `rope`."""
-    if kind == "rope":
-        return NoPositions()
-    return SinusoidalPositions(size) if kind == "sinusoidal" else LearnedPositions(size, max_length)
+def make_positions(kind: str, size: int) -> nn.Module:
+    """What is added to the input: encodings if `sinusoidal`, nothing for `rope`."""
+    return NoPositions() if kind == "rope" else SinusoidalPositions(size)
 
 
 class NoPositions(nn.Module):
@@ -41,25 +37,6 @@ class SinusoidalPositions(nn.Module):
         stop = start + length
         if stop > len(self.table):
             self.table = sinusoids(0, 2 * stop, self.table.size(1)).to(self.table)
-        return self.table[start:stop]
-
-
-class LearnedPositions(nn.Module):
-    """A learned vector for each of the first `max_length` positions."""
-
-    def __init__(self, size: int, max_length: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(max_length, size) * size**-0.5)
-
-    def forward(self, start: int, length: int) -> Tensor:
-        """As SinusoidalPositions.forward; raises UserError beyond max_length."""
-        stop = start + length
-        if stop > len(self.table):
-            raise UserError(
-                f"a sequence of length {stop} is longer than the {len(self.table)} learned "
-                "positions: raise model.max_positions, set model.positions=sinusoidal, or use "
-                "shorter input"
-            )
         return self.table[start:stop]
 
 

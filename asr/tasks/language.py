@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asr.config.language import LanguageDataConfig, LanguageModelConfig, LanguageRecipe
+from asr.config.language import LanguageDataConfig, LanguageRecipe
 from asr.config.loader import at_stage
 from asr.config.missing_run import missing_run
 from asr.data import splits
@@ -33,7 +32,6 @@ CHECKED_LINES = 1000
 MAX_SAMPLE = 200  # tokens of a generated sentence
 ANY_LENGTH = 2**31 - 1
 INSPECTED = 4  # sentences for train.health
-LONGEST_LINES = 100  # in bytes: with learned positions, the tokens of these are counted
 
 
 class LanguageObjective(nn.Module):
@@ -104,9 +102,7 @@ class LanguageTask(Task):
         self.objective.eval()
         model, generator = self.objective.model, torch.Generator().manual_seed(self.recipe.seed)
         device = next(model.parameters()).device
-        # With learned positions there are no more than these.
-        longest = min(MAX_SAMPLE, getattr(self.recipe.model, "max_positions", MAX_SAMPLE))
-        sentences = sample(model, self.recipe.train.samples, longest, generator, device)
+        sentences = sample(model, self.recipe.train.samples, MAX_SAMPLE, generator, device)
         log.text("samples", map(self.tokenizer.decode, sentences), state.step)
         return {}
 
@@ -132,29 +128,12 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 
         lines = part.sentences.sample(CHECKED_LINES)
         print_first(splits.check_vocabulary_coverage(lines, tokenizer, path))
         part.sentences.tokenizer = tokenizer
-        _check_positions(recipe.model, part, path)
     epochs.plan(1)  # raises its errors before the run folder is made
     torch.manual_seed(recipe.seed)
     model = build_language_model(recipe.model, tokenizer.size)
     objective = LanguageObjective(model, recipe.train.label_smoothing)
     objective.to(choose_device(recipe.train.device))
     return LanguageTask(recipe, objective, epochs, validation, tokenizer, about(tokenizer))
-
-
-def _check_positions(model: LanguageModelConfig, part: SentenceEpochs, path: Path) -> None:
-    """Raises UserError where a sentence that is not skipped exceeds the learned positions."""
-    if getattr(model, "positions", None) != "learned":
-        return
-    sentences, lengths = part.sentences, part.sentences.lengths
-    rows = np.flatnonzero(lengths <= part.longest)
-    longest = rows[np.argsort(lengths[rows])[-LONGEST_LINES:]].tolist()
-    counts = [len(sentences.tokenizer.encode(sentences.line(row))) for row in longest]
-    positions = max(counts, default=0) + 1
-    if positions > model.max_positions:
-        raise UserError(
-            f"{path}: a sentence has {positions} positions with its end, and model.max_positions "
-            f"is {model.max_positions}; raise it, or take model.positions=sinusoidal"
-        )
 
 
 def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
