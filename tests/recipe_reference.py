@@ -46,13 +46,16 @@ UNBOUNDED = 1_000_000_000  # the largest value of integers without a practical l
 PLAIN = {bool: "`true` or `false`", str: "text", Path: "path", type(None): "`null`"}
 
 
+Shown = dict[tuple[str, ...], str]  # a key with its cells, or a group -> the section that has it
+
+
 def reference() -> str:
     """The text of the page."""
-    lines = [HEAD]
+    lines, shown = [HEAD], {}
     for title, recipe, keys in TASKS:
         own = keys or [key for key in recipe.model_fields if key not in TASKS[0][2]]
         lines += [f"## {title}", ""]
-        lines += _section("", recipe, {key: recipe.model_fields[key] for key in own})
+        lines += _section("", title, recipe, {key: recipe.model_fields[key] for key in own}, shown)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -66,29 +69,45 @@ def rows(recipe: type[Config], path: str = "") -> Iterator[tuple[str, str]]:
             yield from rows(group, f"{path}{key}.")
 
 
-def _section(path: str, config: type[Config], fields: dict[str, FieldInfo]) -> Iterator[str]:
-    """The table of a group's own keys, then a section for each group within it."""
+def _section(
+    path: str, title: str, config: type[Config], fields: dict[str, FieldInfo], shown: Shown
+) -> Iterator[str]:
+    """The table of a group's keys, then a section for each group within it.
+
+    Of three or more keys that an earlier section has with the same type, default and meaning,
+    only the names are given.
+    """
     plain = {k: f for k, f in fields.items() if not groups_in(f.annotation) or _is_optional(f)}
-    if plain:
-        yield from ("| key | type and bounds | default | meaning |", "|---|---|---|---|")
+    lines, found = {}, {}
     for key, field in sorted(plain.items(), key=lambda item: item[0] != "kind"):
         cells = (
-            f"`{path}{key}`",
             type_text(field.annotation, field.metadata),
             default_text(field),
             _markdown(meaning(config, key)),
         )
-        yield f"| {' | '.join(cells)} |"
-    if plain:
-        yield ""
+        lines[key] = f"| `{path}{key}` | {' | '.join(cells)} |"
+        if (where := shown.setdefault((key, *cells), title)) != title:
+            found.setdefault(where, []).append(key)
+    repeated = {where: keys for where, keys in found.items() if len(keys) > 2}
+    for keys in repeated.values():
+        for key in keys:
+            del lines[key]
+    if lines:
+        head = ("| key | type and bounds | default | meaning |", "|---|---|---|---|")
+        yield from (*head, *lines.values(), "")
+    for where, keys in repeated.items():
+        yield from (f"As in {where}: {', '.join(f'`{key}`' for key in keys)}.", "")
     for key, field in fields.items():
         groups = groups_in(field.annotation)
         for group in groups:
-            kind = f" (`kind: {kind_of(group)}`)" if len(groups) > 1 else ""
+            inner = f"`{path}{key}`" + (f" (`kind: {kind_of(group)}`)" if len(groups) > 1 else "")
+            if (path, key, repr(group)) in shown:
+                continue
+            shown[path, key, repr(group)] = inner
             about = re.sub("^Section `.*?`: ", "", inspect.getdoc(group) or "")
             about = _markdown(about[:1].upper() + about[1:])
-            yield from (f"### `{path}{key}`{kind}", "", about, "")
-            yield from _section(f"{path}{key}.", group, group.model_fields)
+            yield from (f"### {inner}", "", about, "")
+            yield from _section(f"{path}{key}.", inner, group, group.model_fields, shown)
 
 
 def _is_optional(field: FieldInfo) -> bool:

@@ -25,7 +25,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which also names removed files
-GUIDES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "api"))]
+GUIDES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "corpora", "api")),
+]
 CODE = re.compile(r"`([^`]+)`|^ {4}(.+)$", re.MULTILINE)  # inline, or an indented line
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
 
@@ -146,9 +149,9 @@ def known_keys():
 def test_the_keys_that_a_page_names_exist(page):
     for code, _ in CODE.findall(page.read_text(encoding="utf-8")):
         if re.fullmatch(r"(data|features|text|model|train|decode)(\.[a-z_]+)+", code):
-            assert code in known_keys() or code.endswith((".py", ".tsv", ".onnx", ".json")), (
-                f"{page.name}: no key {code}"
-            )
+            assert code in known_keys() or code.endswith(
+                (".py", ".tsv", ".onnx", ".json", ".gz")
+            ), f"{page.name}: no key {code}"
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name_of)

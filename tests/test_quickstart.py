@@ -1,4 +1,4 @@
-"""The shell blocks of docs/quickstart.md run, in their order, on corpora of a few utterances."""
+"""The commands of docs/quickstart.md and docs/corpora.md run, on corpora of a few utterances."""
 
 import csv
 import gzip
@@ -21,8 +21,8 @@ from tiny_speech import json_lines
 from asr.data.importers import spoken_numbers
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+TOUR = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+CORPORA = (ROOT / "docs" / "corpora.md").read_text(encoding="utf-8")
 NOT_RUN = {
     "make .venv": "installs",
     "source .venv/bin/activate": "is for the user's shell",
@@ -63,9 +63,10 @@ def blocks_of(section: str, indent: int = 4) -> list[list[str]]:
     return [[*map(str.strip, block.replace("\\\n", " ").splitlines())] for block in found]
 
 
-def section_of(title: str) -> str:
-    (section,) = (text for text in SECTIONS if title in text.partition("\n")[0])
-    return section
+def sections_of(page: str) -> dict[str, str]:
+    """Its sections by title."""
+    parts = (part.partition("\n") for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:])
+    return {title: text for title, _, text in parts}
 
 
 def audio_of(path: Path) -> None:
@@ -74,8 +75,8 @@ def audio_of(path: Path) -> None:
     soundfile.write(path, 0.3 * np.sin(2 * np.pi * 300 * seconds**2), RATE)
 
 
-def run(line: str, commands, more=()) -> None:
-    """One command: ours in this process, any other by the shell."""
+def run(line: str, commands, more=()) -> str:
+    """One command: ours in this process, any other by the shell -> what ours printed."""
     words = shlex.split(line, comments=True)
     if words[:2] == ["python", "-m"]:
         name = words[2].removeprefix("asr.")
@@ -85,10 +86,12 @@ def run(line: str, commands, more=()) -> None:
         given = [word for word in words[3:] if not word.startswith(replaced)]
         code, out, err = commands(module, *given, *short, *more)
         assert code == 0, f"{line}\n{out}\n{err}"
-    elif line not in NOT_RUN:
+        return out
+    if line not in NOT_RUN:
         where = str(Path(sys.executable).parent)
         env = {**os.environ, "PATH": f"{where}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         subprocess.run(["bash", "-ec", line], check=True, env=env, capture_output=True)
+    return ""
 
 
 def small(line: str) -> list[str]:
@@ -108,15 +111,15 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_tour_from_training_to_transcripts(folder, commands):
-    """Sections 2 to 6 and 9 up to the images, whose corpus is a download."""
+    """Sections 2 to 6 and 8 up to the images, whose corpus is a download."""
     pytest.importorskip("espeakng_loader", reason="needs the extra demo")
     spoken_numbers.prepare(folder / "data" / "spoken_numbers", train=12, valid=2, test=3)
     audio_of(folder / "my.wav")
     audio_of(folder / "recordings" / "first.wav")
     lines = [
         line
-        for section in SECTIONS
-        if section.partition(".")[0] in "234569"
+        for title, section in sections_of(TOUR).items()
+        if title.partition(".")[0] in "234568"
         for block in blocks_of(section)
         for line in block
         if "mnist" not in line
@@ -143,7 +146,9 @@ def test_the_tour_from_training_to_transcripts(folder, commands):
 
 
 def test_training_on_own_recordings(folder, commands):
-    (header, *_), *rest = blocks_of(section_of("your own recordings"))
+    sections = sections_of(CORPORA)
+    (header, *_), *rest = blocks_of(sections["A table of recordings"])
+    rest += blocks_of(sections["Fine-tune a model"])
     (folder / "my").mkdir()
     (folder / "wav").rename(folder / "my" / "audio")
     for split, rows in ROWS.items():
@@ -267,19 +272,23 @@ FORMS = (
     lhotse,
     webdataset,
 )
-FORM_BLOCKS = {block[0].split()[3]: block for block in blocks_of(section_of("another form"))}
+FORM_COMMANDS = {
+    line.split()[3]: line for line in re.findall(r"\| `(python -m asr\.prepare [^`]+)` \|", CORPORA)
+}
 
 
-def test_every_form_has_its_block():
-    assert list(FORM_BLOCKS) == [form.__name__.replace("_", "-") for form in FORMS]
+def test_every_form_has_its_command():
+    assert list(FORM_COMMANDS) == [form.__name__.replace("_", "-") for form in FORMS]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_a_corpus_in_another_form(form, folder, commands):
+def test_a_corpus_of_another_tool(form, folder, commands):
+    """It is prepared, and the command that is printed last trains on it."""
     form(folder)
-    prepare, train = FORM_BLOCKS[form.__name__.replace("_", "-")]
-    run(prepare.replace("/corpora/wav", str(folder / "wav")), commands)
+    prepare = FORM_COMMANDS[form.__name__.replace("_", "-")]
+    printed = run(prepare.replace("/corpora/wav", str(folder / "wav")), commands)
+    train = printed.splitlines()[-1].removeprefix("next: ")
     run(train, commands, small(train))
     assert list((folder / "runs").glob("*/checkpoints/*/model.safetensors"))
 
@@ -291,7 +300,7 @@ def test_commands_in_wav_scp_become_files(folder, commands):
         table = data / part / "wav.scp"
         rows = [line.split() for line in table.read_text().splitlines()]
         table.write_text("".join(f"{name} cat {path} |\n" for name, path in rows))
-        (script,) = blocks_of(section_of("another form"), indent=8)
+        (script,) = blocks_of(sections_of(CORPORA)["What is checked and written"], indent=8)
         subprocess.run(["bash", "-ec", "\n".join(script)], check=True, cwd=data / part)
     run("python -m asr.prepare kaldi data --to data/own", commands)
     assert len((data / "own" / "train.tsv").read_text().splitlines()) == 4
