@@ -2,10 +2,10 @@
 
 Removes layers of a Transformer that was trained with LayerDrop (Fan, Grave & Joulin 2019,
 arXiv:1909.11556): by the paper's rule, `every_other`, or by `search_layers` on the validation set.
-The result is an ordinary run. Its recipe holds the residual scales of `deepnet` as numbers, since
-the new layer counts would imply others than the weights were trained with.
+The result is an ordinary run. Its recipe states the residual scales of `deepnet` as numbers, since
+they depend on the layer counts that the weights were trained with.
 
-Imports beyond the command line's happen where they are used, so that --help is fast.
+Functions import what takes time, so that --help is fast.
 """
 
 import math
@@ -29,8 +29,8 @@ def main() -> None:
     """Read the command line and prune a run."""
     parser = CommandParser(
         prog="python -m asr.prune",
-        description="A Transformer run with fewer layers, as a run of its own. Train the full one "
-        "with model.layer_drop, so that it tolerates missing layers.",
+        description="Write a run with fewer layers of a Transformer. Train the full model with "
+        "model.layer_drop, so that it tolerates missing layers.",
         epilog="Keys of the run's recipe can be overridden: data.valid=my.tsv decode.average=5 ...",
     )
     parser.add_argument("run", type=run_folder, help="the run folder of a Transformer")
@@ -52,7 +52,7 @@ def prune_run(
 ) -> None:
     """Write a pruned run folder; `keep`: encoder and decoder layers, None for all.
 
-    Raises UserError, before anything is written, where that is impossible.
+    Raises UserError before anything is written.
     """
     from asr.inference.load import load_run_recipe
     from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder
@@ -73,17 +73,16 @@ def prune_run(
     kept: list[list[int]] = []
     for option, layers, count in zip(("--encoder", "--decoder"), before, counts, strict=True):
         with config_errors(option):
+            check_count(layers, count)
             if how == "every-other":
                 kept.append(every_other(layers, count))
-            else:
-                check_count(layers, count)
-    if how == "every-other":
-        keep_layers(model, *kept)
-    else:
+    if how == "search":
         score = validation_loss(recognizer, recipe)
         kept = search_layers(model, *counts, score)
         keep_layers(model, *kept)
         loss = score(model)
+    else:
+        keep_layers(model, *kept)
     _save(run, to, pruned_recipe(recipe, model, to), recognizer, loss)
     for name, indices, layers in zip(("encoder", "decoder"), kept, before, strict=True):
         print(f"{name}: kept {' '.join(str(i + 1) for i in indices)} of {layers} layers")
@@ -94,10 +93,9 @@ def every_other(layers: int, keep: int) -> list[int]:
     """Indices of the layers to keep, evenly spread, of a stack of `layers`.
 
     The layer at depth d, counted from 1, is removed when d mod floor(1/p) == 0, with
-    p = 1 - keep/layers. Where 1/p is not an integer the rule may keep fewer than `keep`. Raises
-    ValueError where none would be left, and for p above 1/2, where floor(1/p) = 1 removes all.
+    p = 1 - keep/layers. If 1/p is not an integer the rule may keep fewer than `keep`. Raises
+    ValueError for p above 1/2, where floor(1/p) = 1 removes all.
     """
-    check_count(layers, keep)
     removed = layers - keep
     if 2 * removed > layers:
         raise ValueError(
@@ -111,30 +109,23 @@ def search_layers(model: "Transformer", encoder: int, decoder: int, score: Score
     """Which `encoder` and `decoder` layers to keep; the model is not changed.
 
     Greedy: removes one layer at a time, from either stack, each time the one without which
-    score(model) is lowest, the first of equals. With N layers of which d are removed, that needs
-    about d (N - d/2) scores.
+    score(model) is lowest, the first of equals. Removing d of N layers takes about d (N - d/2)
+    scores.
     """
     stacks, keep = (model.encoder, model.decoder), (encoder, decoder)
-    every = [stack.layers for stack in stacks]
-    for layers, count in zip(every, keep, strict=True):
-        check_count(len(layers), count)
-    kept = tuple(list(range(len(layers))) for layers in every)
-
-    def restore() -> None:
-        for stack, layers in zip(stacks, every, strict=True):
-            stack.layers = layers
+    full = [stack.layers for stack in stacks]
+    kept = tuple(list(range(len(layers))) for layers in full)
 
     def score_without(removed: tuple[int, int]) -> float:
-        restore()
-        keep_layers(model, *([i for i in own if (s, i) != removed] for s, own in enumerate(kept)))
-        return score(model)
+        keep_layers(model, *([i for i in part if (s, i) != removed] for s, part in enumerate(kept)))
+        loss = score(model)
+        for stack, layers in zip(stacks, full, strict=True):
+            stack.layers = layers
+        return loss
 
-    try:
-        while choices := [(s, i) for s in (0, 1) if len(kept[s]) > keep[s] for i in kept[s]]:
-            s, removed = min(choices, key=score_without)
-            kept[s].remove(removed)
-    finally:
-        restore()
+    while choices := [(s, i) for s in (0, 1) if len(kept[s]) > keep[s] for i in kept[s]]:
+        s, removed = min(choices, key=score_without)
+        kept[s].remove(removed)
     return kept
 
 
@@ -143,7 +134,6 @@ def keep_layers(model: "Transformer", encoder: Sequence[int], decoder: Sequence[
     from torch import nn
 
     for stack, kept in ((model.encoder, encoder), (model.decoder, decoder)):
-        check_count(len(stack.layers), len(kept))
         stack.layers = nn.ModuleList(stack.layers[i] for i in sorted(set(kept)))
 
 
@@ -201,7 +191,7 @@ def pruned_recipe(recipe: "SpeechRecipe", model: "Transformer", to: Path) -> "Re
 def _save(
     run: Path, to: Path, recipe: "SpeechRecipe", recognizer: "Recognizer", loss: float
 ) -> None:
-    """Write a run folder with one checkpoint; training can resume unless `run` is an export."""
+    """Write a run folder with one checkpoint; training can resume it unless `run` is an export."""
     from asr.config.loader import as_yaml
     from asr.inference.load import load_run_recipe
     from asr.inference.recognition import write_run
@@ -220,7 +210,7 @@ def _save(
         training |= {"recipe": as_yaml(recipe), "optimizer": optimizer.state_dict()}
         # validated -1: the metrics were those of the unpruned model.
         training |= {"content": content, "validated": -1, "metrics": {}}
-        # The averaged weights of the unpruned model and its runs in trackers are not this run's.
+        # Without the averaged weights of the unpruned model and its runs in trackers.
         training |= {"trained": [], "trackers": {}}
     write_run(to, recipe, recognizer, training, source.step, loss)
 
