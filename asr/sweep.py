@@ -3,9 +3,9 @@
 Every combination of the values is a run, named after the keys with several values. Commas within
 brackets, braces or quotes belong to a value: features.speed_perturb=[0.9,1.1],[1.0] has two values.
 
-Every run is a process of its own, `python -m asr.train ... --resume`, in its own folder under
---out, so the same command resumes a sweep that was stopped. On Linux the processes end with the
-sweep, even if it is killed: a training then saves, as at any SIGTERM.
+Every run is a separate process, `python -m asr.train ... --resume`, with a folder under --out, so
+the same command resumes a sweep that was stopped. On Linux the processes get SIGTERM when the sweep
+ends, even if it is killed, and a training then saves.
 """
 
 import math
@@ -27,13 +27,13 @@ from asr.arguments import CommandParser, key_of, positive
 from asr.errors import UserError, print_line, run_command
 from asr.io import check_run_folder, lock_file, open_append, try_lock, usable_cores
 
-if TYPE_CHECKING:  # modules that load pydantic or numpy are imported where they are used
+if TYPE_CHECKING:  # functions import the modules that load pydantic or numpy
     from asr.config.schema import Recipe
 
 LOCK = ".lock"
-PYTHON = (sys.executable, "-m")  # begins every command
-# The process gets SIGTERM when its parent ends (PR_SET_PDEATHSIG), and becomes the command. Not a
-# preexec_fn, which may block where the parent has threads, as torch's.
+PYTHON = (sys.executable, "-m")  # the start of every command
+# The process gets SIGTERM when its parent ends (PR_SET_PDEATHSIG), then it becomes the command. Not
+# a preexec_fn, which may deadlock if the parent has threads, such as those of torch.
 _ENDS_WITH_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -44,7 +44,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 _LONGEST_NAME = 200  # bytes; file systems allow 255
 _MOST_RUNS = 10_000
-_PATIENCE = 600.0  # seconds in which a stopped run must finish its step and save
+_PATIENCE = 600.0  # seconds for a stopped run to finish its step and save
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def read_grid(recipe: Path, arguments: Sequence[str]) -> list[SweepRun]:
     if len(axes) < len(arguments):
         keys = list(map(key_of, arguments))
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise UserError(f"command line: {twice} stands twice; give its values in one list")
+        raise UserError(f"command line: {twice}: given twice; write {twice}=a,b,c")
     size = math.prod(map(len, axes.values()))
     if size > _MOST_RUNS:
         raise UserError(f"command line: a grid of {size} runs; at most {_MOST_RUNS} are allowed")
@@ -114,14 +114,14 @@ def _axis(argument: str) -> tuple[str, list[str]]:
             f"once, then give {key}=... and --out to python -m asr.evaluate RUN"
         )
     if key == "run":
-        raise UserError("command line: a sweep names its runs itself; choose their folder by --out")
+        raise UserError("command line: a sweep names its runs; choose their folder with --out")
     return key, values
 
 
 def _names(
     axes: dict[str, list[str]], rows: Iterable[tuple[tuple[str, str], ...]], keys: Iterable[str]
 ) -> list[str]:
-    """A folder name for every row of (key, value), a number where it is too long or not unique."""
+    """A folder name for every row of (key, value): a number if it is too long or not unique."""
     from asr.analysis.runs import short_names
 
     varying = [key for key, values in axes.items() if len(values) > 1]
@@ -146,12 +146,12 @@ def check_split(recipe: "Recipe", split: str) -> None:
     elif not (recipe.task == "images" and split == "test"):
         raise UserError(
             f"--evaluate {split}: runs of the task {recipe.task} have no such split; "
-            "images have test, a language model is measured on its validation text alone"
+            "images have test, a language model is only measured on its validation text"
         )
 
 
 def check_folder(run: SweepRun, folder: Path) -> None:
-    """Raise UserError if the folder holds a run of another recipe, or a link.
+    """Raise UserError if the folder has a run of another recipe, or a link.
 
     decode.* keys outside the grid may differ: asr.evaluate --tune writes them there.
     """
@@ -164,12 +164,12 @@ def check_folder(run: SweepRun, folder: Path) -> None:
     if not (folder / "recipe.yaml").exists():
         return
     old, new = (flat(recipe) for recipe in (recipe_of(folder), run.recipe))
-    named = set(map(key_of, run.overrides))
+    grid = set(map(key_of, run.overrides))
     for key in old | new:
-        if old.get(key) != new.get(key) and (key in named or not key.startswith("decode.")):
+        if old.get(key) != new.get(key) and (key in grid or not key.startswith("decode.")):
             change = f"{key} = {value_text(old.get(key))}, now {value_text(new.get(key))}"
             raise UserError(
-                f"{folder}: holds a run of another recipe ({change}); choose another --out"
+                f"{folder}: has a run of another recipe ({change}); choose another --out"
             )
 
 
@@ -193,23 +193,23 @@ class SweepProcess:
         return self.folder / CONSOLE
 
     def next_command(self) -> list[str] | None:
-        """Training, then evaluation; None where both are done."""
+        """Training, then evaluation; None if both are done."""
         from asr.analysis.runs import finished
         from asr.analysis.score_files import evaluation_name
 
         if finished(self.folder) is None:
-            overrides = [*self.run.overrides, "--run", _argument(self.folder), "--resume"]
-            return [*PYTHON, "asr.train", _argument(self.recipe), *overrides]
+            overrides = [*self.run.overrides, "--run", str(self.folder), "--resume"]
+            return [*PYTHON, "asr.train", str(self.recipe), *overrides]
         if self.split:
             score = self.folder / "evaluate" / evaluation_name(self.split) / "score.json"
             if not score.exists():
-                return [*PYTHON, "asr.evaluate", _argument(self.folder), "--split", self.split]
+                return [*PYTHON, "asr.evaluate", str(self.folder), "--split", self.split]
         return None
 
     def start(self, threads: int) -> bool:
-        """Start the next command; False without one.
+        """Start the next command; False if there is none.
 
-        Without starting it where the folder is in use: a process of a killed sweep still saves.
+        If the folder is in use, nothing is started: a process of a killed sweep may still save.
         """
         if (arguments := self.next_command()) is None:
             return False
@@ -220,7 +220,7 @@ class SweepProcess:
         with open_append(self.folder / LOCK) as lock, open_append(self.console) as console:
             if not try_lock(lock, inherited=True):
                 if not self.waits:
-                    print_line(f"{self.run.name}: waits for the process that works in its folder")
+                    print_line(f"{self.run.name}: waiting for the process that uses its folder")
                 self.waits = True
                 return True
             console.write(f"$ {' '.join(arguments)}\n".encode(errors="backslashreplace"))
@@ -231,20 +231,15 @@ class SweepProcess:
         return True
 
 
-def _argument(path: Path) -> str:
-    """The path as an argument that is no flag."""
-    return f"./{path}" if str(path).startswith("-") else str(path)
-
-
-def sweep(jobs: Sequence[SweepProcess], at_once: int, out: Path) -> int:
-    """Run the jobs, `at_once` at a time; a failure stops no other. 1 where one failed."""
-    threads = max(1, usable_cores() // at_once)
+def sweep(jobs: Sequence[SweepProcess], parallel: int, out: Path) -> int:
+    """Run the jobs, `parallel` at a time; all are run even if one fails. -> 1 if one failed."""
+    threads = max(1, usable_cores() // parallel)
     waiting, running, failed = deque(jobs), [], {}
     done = sum(job.next_command() is None for job in jobs)
     print_line(f"{len(jobs)} runs in {out}, {done} of them done already")
     try:
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and len(running) < parallel:
                 job = waiting.popleft()
                 job.started = time.monotonic()
                 if _start(job, threads, failed):
@@ -253,9 +248,9 @@ def sweep(jobs: Sequence[SweepProcess], at_once: int, out: Path) -> int:
             running = [job for job in running if _continues(job, threads, failed)]
             time.sleep(0.1)
     except KeyboardInterrupt as interrupt:
-        print_line(f"{len(running)} runs save and end; a second signal ends them at once")
+        print_line(f"{len(running)} runs save and end; a second signal kills them")
         processes = [job.process for job in running if job.process]
-        stop(processes, interrupted=not interrupt.args)  # SIGTERM gives arguments
+        stop(processes, interrupted=not interrupt.args)  # only SIGTERM has arguments
         print_line("stopped; the same command resumes it")
         raise
     print_line(f"{len(jobs) - len(failed)} of {len(jobs)} runs are done")
@@ -268,8 +263,8 @@ def sweep(jobs: Sequence[SweepProcess], at_once: int, out: Path) -> int:
 def stop(processes: Sequence[subprocess.Popen[bytes]], interrupted: bool) -> None:
     """End the processes.
 
-    interrupted: by Ctrl-C or a closed terminal, which reach them too, unlike SIGTERM. A training
-    saves after its first signal, and a second one ends it unsaved.
+    interrupted: by Ctrl-C or a closed terminal, which also signal the processes, unlike SIGTERM. A
+    training saves after its first signal; a second one ends it without saving.
     """
     actions = (subprocess.Popen.terminate, subprocess.Popen.kill)
     try:
@@ -318,17 +313,16 @@ def _continues(job: SweepProcess, threads: int, failed: dict[str, str]) -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # A closed terminal sends SIGHUP to all of its processes, as Ctrl-C its SIGINT, and perhaps
-    # more than once.
+    # A closed terminal sends SIGHUP to all of its processes, perhaps more than once.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise KeyboardInterrupt("SIGTERM") if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def main() -> int:
-    """Check the whole grid, then run what is not done yet. Exit code 1 where a run failed."""
+    """Check the whole grid, then run what is not done yet. Exit code 1 if a run failed."""
     parser = CommandParser(
         prog="python -m asr.sweep",
-        description="Train every combination of the values given.",
+        description="Train every combination of the values.",
         epilog="Commas within brackets belong to the value: features.speed_perturb=[0.9,1.1],[1.0]",
     )
     add = parser.add_argument
@@ -354,7 +348,7 @@ def main() -> int:
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, _interrupt)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        busy = f"{out}: another sweep is at work in it; wait for its end, or end it"
+        busy = f"{out}: another sweep uses it; wait until it ends, or stop it"
         with lock_file(out / LOCK, busy):
             return sweep(jobs, args.jobs, out)
     finally:

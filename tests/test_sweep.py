@@ -18,7 +18,44 @@ from asr import sweep
 from asr.analysis.runs import expand_runs, finished, last_error
 from asr.config.loader import read_recipe, write_recipe
 from asr.errors import UserError
-from asr.sweep import read_grid
+from asr.sweep import read_grid, split_values
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("a,b,c", ["a", "b", "c"]),
+        ("[0.9,1.1]", ["[0.9,1.1]"]),
+        ("[0.9,1.1],[1.0]", ["[0.9,1.1]", "[1.0]"]),
+        ("{a: 1, b: [2, 3]}, null", ["{a: 1, b: [2, 3]}", "null"]),
+        ("'a,[b',c", ["'a,[b'", "c"]),
+        ("a,", ["a", ""]),
+        ("", [""]),
+    ],
+)
+def test_commas_within_brackets_and_quotes_belong_to_the_value(text, values):
+    assert split_values(text) == values
+
+
+def test_every_combination_is_a_run_named_by_what_varies(tiny):
+    runs = read_grid(
+        tiny, ["model.listener.norm=none,ba", "features.speed_perturb=[0.9,1.1],[1]", "seed=7"]
+    )
+    assert [run.name for run in runs] == [
+        "listener.norm=none,speed_perturb=[0.9,1.1]",
+        "listener.norm=none,speed_perturb=[1]",
+        "listener.norm=ba,speed_perturb=[0.9,1.1]",
+        "listener.norm=ba,speed_perturb=[1]",
+    ]
+    assert runs[2].recipe.model.listener.norm == "ba" and runs[2].recipe.seed == 7
+    assert runs[2].recipe.features.speed_perturb == (0.9, 1.1)
+    assert [run.name for run in read_grid(tiny, [])] == ["run"]
+
+
+def test_names_are_folders_whatever_the_values(tiny):
+    runs = read_grid(tiny, ["data.valid=a/b.tsv,a-b.tsv,../c d.tsv"])
+    names = [run.name for run in runs]
+    assert len(set(names)) == 3 and not any(set(name) & set("/ ") for name in names)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +66,8 @@ from asr.sweep import read_grid
         (["seed=1,,2"], "'seed=1,,2' has an empty value"),
         (["seed"], "'seed' is not of the form"),
         (["seed=1,1"], "'seed=1,1' has a value twice"),
-        (["seed=1", "seed=2"], "seed stands twice"),
-        (["run=a,b"], "names its runs itself"),
+        (["seed=1", "seed=2"], "seed: given twice"),
+        (["run=a,b"], "a sweep names its runs"),
         (["seed=1,2", "model.listener.hidden=5,-3"], "(of seed=1 model.listener.hidden=-3)"),
         (["seed=1,2", "--evaluate", "tset"], "--split tset: neither a manifest"),
         (["decode.beam=1,4"], "would train the same model 2 times"),
@@ -50,7 +87,7 @@ def test_a_folder_of_another_recipe_is_refused(tiny, commands, tmp_path):
     (tmp_path / "seed=1").mkdir()
     write_recipe(read_recipe(tiny, ["train.steps=3"]), tmp_path / "seed=1" / "recipe.yaml")
     line = commands.refused(sweep, tiny, "seed=1,2", "train.steps=4", "--out", tmp_path)
-    assert "holds a run of another recipe (train.steps = 3, now 4)" in line
+    assert "has a run of another recipe (train.steps = 3, now 4)" in line
 
 
 def test_a_tuned_run_still_belongs_to_the_grid(tiny, commands, tmp_path):
@@ -66,15 +103,15 @@ def test_a_tuned_run_still_belongs_to_the_grid(tiny, commands, tmp_path):
 def test_a_training_is_evaluated(tiny, commands, tmp_path):
     """The only test with a real training."""
     run = tmp_path / "run"
-    begin = (sweep, tiny, "train.steps=3", "--out", tmp_path, "--evaluate", "test")
-    code, output, _ = commands(*begin)
+    command = (sweep, tiny, "train.steps=3", "--out", tmp_path, "--evaluate", "test")
+    code, output, _ = commands(*command)
     assert code == 0 and "1 of 1 runs are done" in output and finished(run) == 3
     points = EventAccumulator(str(run)).Reload().Scalars("train/nll")
     assert [p.step for p in points] == [1, 2, 3]
     assert (run / "evaluate" / "test" / "score.json").exists()
     board = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
     assert list(board.Runs()) == ["run"]  # TensorBoard lists it once
-    assert "1 of them done already" in commands(*begin)[1]
+    assert "1 of them done already" in commands(*command)[1]
 
 
 @contextmanager
@@ -125,8 +162,8 @@ def test_a_sweep_skips_finished_runs_and_reports_failed_ones(tiny, commands, tmp
     """One of two fails: its manifest is missing."""
     present, missing, out = tiny.parent / "train.tsv", tmp_path / "gone.tsv", tmp_path / "s"
     grid = [f"data.train={present},{missing}", "train.steps=2"]
-    begin = (sweep, tiny, *grid, "--out", out, "--jobs", "2", "--evaluate", "test")
-    code, output, _ = commands(*begin)
+    command = (sweep, tiny, *grid, "--out", out, "--jobs", "2", "--evaluate", "test")
+    code, output, _ = commands(*command)
     runs = filter(Path.is_dir, out.iterdir())
     good, bad = sorted(runs, key=lambda run: "gone" in run.name)
     assert code == 1 and "1 of 2 runs are done" in output
@@ -134,16 +171,16 @@ def test_a_sweep_skips_finished_runs_and_reports_failed_ones(tiny, commands, tmp
     assert finished(good) == 2 and (good / "evaluate" / "test" / "score.json").exists()
     shutil.rmtree(good / "evaluate")
     missing.touch()
-    code, output, _ = commands(*begin)
+    code, output, _ = commands(*command)
     assert code == 0 and "0 of them done already" in output and "2 of 2 runs are done" in output
     assert (good / "train.log").read_text().count("finished") == 1  # only evaluated again
     assert finished(bad) == 2 and (bad / "evaluate" / "test" / "score.json").exists()
     consoles = [(run / "console.log").read_text() for run in (good, bad)]
-    assert commands(*begin)[1].startswith(f"2 runs in {out}, 2 of them done already\n2 of 2 runs")
+    assert commands(*command)[1].startswith(f"2 runs in {out}, 2 of them done already\n2 of 2 runs")
     assert [(run / "console.log").read_text() for run in (good, bad)] == consoles
     shutil.rmtree(good / "evaluate")
     (good / "broken").touch()  # unreadable audio: scored as empty, and exit code 2
-    code, output, _ = commands(*begin)
+    code, output, _ = commands(*command)
     assert code == 0 and "not all could be decoded" in output and "2 of 2 runs are done" in output
 
 
@@ -163,16 +200,16 @@ def test_a_stopped_sweep_stops_its_trainings(
     """The same command resumes them."""
     monkeypatch.setattr(sweep, "_PATIENCE", 0.2)
     steps, train = tmp_path / "run" / "steps", tiny.parent / "train.tsv"
-    begin = (sweep, tiny, f"data.train={train}", "train.steps=1000", "--out", tmp_path)
+    command = (sweep, tiny, f"data.train={train}", "train.steps=1000", "--out", tmp_path)
     with once(steps.exists, lambda: os.kill(os.getpid(), number)):
-        code, output, _ = commands(*begin)
+        code, output, _ = commands(*command)
     assert code == 130 and output.endswith("stopped; the same command resumes it\n")
     started = len(steps.read_text())
     assert 0 < started < 1000 and finished(steps.parent) is None
     time.sleep(0.1)
     assert len(steps.read_text()) == started  # no process writes there
     steps.write_text("." * 990)
-    assert commands(*begin)[0] == 0 and len(steps.read_text()) == 1000
+    assert commands(*command)[0] == 0 and len(steps.read_text()) == 1000
 
 
 def wait_for(condition, seconds=300):
@@ -200,7 +237,7 @@ def test_a_folder_in_use_is_waited_for(tmp_path, monkeypatch, capsys):
     assert first.start(1)
     try:
         assert second.start(1) and second.start(1) and second.process is None
-        assert capsys.readouterr().out == "1: waits for the process that works in its folder\n"
+        assert capsys.readouterr().out == "1: waiting for the process that uses its folder\n"
     finally:
         sweep.stop([first.process], interrupted=False)
     assert first.process.returncode == -signal.SIGTERM
@@ -281,12 +318,6 @@ def test_a_link_in_place_of_a_run_or_of_the_lock_is_refused(tiny, commands, tmp_
     assert not (tmp_path / "made").exists() and not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_paths_that_begin_with_a_hyphen(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    job = sweep.SweepProcess(Path("-r.yaml"), type("T", (), {"overrides": ()}), Path("-o/run"))
-    assert job.next_command()[3:] == ["./-r.yaml", "--run", "./-o/run", "--resume"]
-
-
 def test_a_training_interrupted_by_ctrl_c_may_end_its_step(tmp_path, monkeypatch):
     (job,) = sleepers(tmp_path, 1, monkeypatch, LONG_STEP)
     assert job.start(1)
@@ -322,7 +353,7 @@ def test_two_sweeps_in_one_folder_are_refused(tiny, commands, tmp_path, stand_in
     with once(steps.exists, second):
         assert commands(*first)[0] == 130
     assert refused[0].returncode == 2 and not refused[0].stdout
-    assert f"error: {tmp_path}: another sweep is at work in it" in refused[0].stderr
+    assert f"error: {tmp_path}: another sweep uses it" in refused[0].stderr
     assert not (tmp_path / "seed=8").exists()
     steps.write_text("." * 99_990)
     assert commands(*first)[0] == 0
