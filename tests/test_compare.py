@@ -98,7 +98,7 @@ def two_groups(tmp_path):
                 tmp_path / "sweep" / f"{norm}-{seed}",
                 [f"model.listener.norm={norm}", f"seed={seed}"],
                 falling(floor, shift + 0.001 * seed * (norm == "ba")),
-                errors=[place < wrong for place in range(20)],
+                errors=[number < wrong for number in range(20)],
             )
     return tmp_path / "sweep"
 
@@ -187,10 +187,10 @@ def test_a_difference_that_is_not_shown_comes_with_what_could_have_been(tmp_path
 
 def test_of_many_pairs_the_clearest_are_in_the_answer(tmp_path, commands):
     norms = ("ba", "none", "raw", "cell", "joined", "per_gate")
-    for place, norm in enumerate(norms):
+    for number, norm in enumerate(norms):
         for seed in (1, 2, 3):
             run = tmp_path / "s" / f"{norm}{seed}"
-            losses = falling(0.1 + 0.001 * place**2, 0.0005 * ((seed * 7 + place * 3) % 5))
+            losses = falling(0.1 + 0.001 * number**2, 0.0005 * ((seed * 7 + number * 3) % 5))
             make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], losses)
     out = report(commands, tmp_path / "s")
     lines = [line for line in out.splitlines() if line.startswith("- best loss: ")]
@@ -225,10 +225,10 @@ def test_without_evaluations_the_report_names_the_command(two_groups, commands):
 def test_rates_of_untrained_models_are_named(tmp_path, commands):
     for norm, wrong in (("ba", 0), ("none", 50)):
         run = make_run(tmp_path / "s" / norm, [f"model.listener.norm={norm}"], falling(0.1))
-        hypotheses = ["x y z" if place < wrong else "a b d" for place in range(50)]
+        hypotheses = ["x y z" if number < wrong else "a b d" for number in range(50)]
         write_evaluation(run / "evaluate" / "test", score(["a b d"] * 50, hypotheses))
     out = report(commands, tmp_path / "s")
-    assert "WER of test: that of listener.norm=none is as of an untrained model: an empty" in out
+    assert "WER of test: that of listener.norm=none is typical of an untrained model: an" in out
 
 
 def test_word_error_rates_are_pooled_over_the_runs(two_groups, commands):
@@ -384,7 +384,8 @@ def test_long_setting_names_have_letters_where_two_share_a_row(drawn, tmp_path, 
     pairs = [row[:2] for row in rows(text, "Is the difference real? best loss")]
     assert pairs == [list(pair) for pair in ("AB", "AC", "AD", "BC", "BD", "CD")]
     letters = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
-    assert {*settings, "0.77", "nll", "step", "valid/nll"} <= set(letters)
+    labels = {setting.partition(". ")[2] for setting in settings}
+    assert {*labels, "0.77", "nll", "step", "valid/nll"} <= set(letters)
 
 
 def test_accuracies_of_images_are_compared_too(tmp_path, commands):
@@ -436,7 +437,7 @@ def test_long_names_are_spelled_out_once(drawn, tmp_path, commands):
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
     assert [row[0] for row in rows(text, "Validation loss")] == ["A", "B"]
     picture = (tmp_path / "s" / "compare" / "curves.svg").read_text()
-    assert ">B. train.batch_seconds=30.0 " in picture  # figures are often shown without the tables
+    assert ">train.batch_seconds=30.0 " in picture  # figures are often shown without the tables
 
 
 def test_seeds_that_started_from_weights_of_their_own_can_be_pooled(tmp_path, commands):
@@ -459,7 +460,7 @@ def test_one_common_seed_gives_no_conclusion_for_other_seeds(tmp_path, commands)
             tmp_path / "s" / norm,
             [f"model.listener.norm={norm}"],
             falling(0.1),
-            errors=[place < wrong for place in range(50)],
+            errors=[number < wrong for number in range(50)],
         )
     out = report(commands, tmp_path / "s")
     assert "0.00 %. Significant over utterances, for these two models. One seed in common" in out
@@ -485,7 +486,7 @@ def test_seeds_that_disagree_leave_a_difference_to_the_models(tmp_path, commands
     for norm, wrong in (("ba", (5, 5, 9)), ("none", (30, 20, 8))):
         for seed, count in enumerate(wrong):
             overrides = [f"model.listener.norm={norm}", f"seed={seed}"]
-            errors = [place < count for place in range(50)]
+            errors = [number < count for number in range(50)]
             make_run(tmp_path / "s" / f"{norm}{seed}", overrides, falling(0.1), errors=errors)
     report(commands, tmp_path / "s")
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
@@ -663,7 +664,7 @@ def test_decoding_makes_no_group_but_a_note(two_groups, commands):
         about = {"decode": {"beam": 1 + number // 3, "batch_seconds": number, "lm": None}}
         about["decode"] |= {"speeds": [1.0]} if number % 2 else {}  # a key that old runs lack
         about["overrides"] = ["features.mvn=none"] * (number == 5)
-        wrong = ["a b c" if place < number else "a b d" for place in range(20)]
+        wrong = ["a b c" if index < number else "a b d" for index in range(20)]
         write_evaluation(folder, score(["a b d"] * 20, wrong), about)
         recipe = folder.parents[1] / "recipe.yaml"
         write_recipe(read_recipe(recipe, [f"decode.beam={1 + number // 3}"]), recipe)
@@ -692,7 +693,7 @@ def test_an_evaluation_of_older_checkpoints_is_named(steps, stale, two_groups, c
 def test_runs_scored_against_different_texts_are_not_pooled():
     first, mended = (score([text, "b"], ["a", "b"], ["1", "2"]) for text in ("a", "c"))
     assert pooled([first, first]).wer == 0
-    with pytest.raises(UserError, match="its runs were evaluated against different texts"):
+    with pytest.raises(UserError, match="the runs were evaluated against different texts"):
         pooled([first, mended])
 
 
@@ -776,7 +777,7 @@ def evaluation(text):
 
 
 def odd_evaluation(run):
-    """Of other types than ours, in the right places."""
+    """Values of wrong types under known keys."""
     about = {"decode": {"average": "x", "beam": [1]}, "steps": 7, "overrides": [3, "a=b"]}
     write_evaluation(run / "evaluate" / "x", score(["a"], ["a"]), about)
 
@@ -792,7 +793,7 @@ def odd_evaluation(run):
         (long_step, "not finished"),
         (device_manifest, "not comparable"),
         (evaluation("[" * 200_000), "damaged evaluation"),
-        (evaluation("{}"), "not there; run"),
+        (evaluation("{}"), "missing; run"),
         (evaluation('{"accuracy": NaN, "nll": 1e999}'), ""),
         (evaluation('{"wer": "\\ud800"}'), "damaged evaluation"),
         (odd_evaluation, ""),
@@ -807,13 +808,13 @@ def test_a_hostile_run_among_others_is_skipped(tmp_path, commands, damage, words
 
 
 def test_hostile_names_are_escaped_in_the_report(drawn, tmp_path, commands):
-    place = tmp_path / "<b>\x1b[2J\n"
+    folder = tmp_path / "<b>\x1b[2J\n"
     for seed in (1, 2):
-        run = make_run(place / f"a-{seed}", [f"seed={seed}"], falling(0.1), errors=[1, 0])
+        run = make_run(folder / f"a-{seed}", [f"seed={seed}"], falling(0.1), errors=[1, 0])
         (run / "evaluate" / "test").rename(run / "evaluate" / "valid")
-    make_run(place / "b\x1b[31m\udcff<i>", [], falling(0.2), done=False)
-    make_run(place / "c\x1b d", ["model.listener.norm=none"], falling(0.2))
-    out = report(commands, place, "--out", tmp_path / "out")
+    make_run(folder / "b\x1b[31m\udcff<i>", [], falling(0.2), done=False)
+    make_run(folder / "c\x1b d", ["model.listener.norm=none"], falling(0.2))
+    out = report(commands, folder, "--out", tmp_path / "out")
     assert "\x1b" not in out and "python -m asr.evaluate '" in out
     for name in ("compare.html", "compare.md", "curves.svg"):
         content = (tmp_path / "out" / name).read_bytes().decode()

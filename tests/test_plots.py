@@ -15,10 +15,10 @@ pytestmark = pytest.mark.usefixtures("drawn")
 U, T = 7, 23
 
 
-def path(places, frames=T):
-    """(U, T): all weight of token u on frame places[u]."""
-    weights = np.zeros((len(places), frames))
-    weights[np.arange(len(places)), places] = 1.0
+def path(positions, frames=T):
+    """(U, T): all weight of token u on frame positions[u]."""
+    weights = np.zeros((len(positions), frames))
+    weights[np.arange(len(positions)), positions] = 1.0
     return weights
 
 
@@ -33,7 +33,7 @@ def test_a_diagonal_is_1():
     "weights",
     [
         np.full((U, T), 1 / T),  # everywhere
-        path([3] * U),  # always at one place
+        path([3] * U),  # always at one frame
         path(np.linspace(T - 1, 0, U).round().astype(int)),  # backwards
         path([0, 22, 0, 22, 0, 22, 0]),  # alternating
     ],
@@ -108,7 +108,7 @@ def test_attention_is_labelled_by_tokens_and_seconds(axes):
 
 
 def test_many_tokens_are_labelled_by_words(axes):
-    """Characters with spaces of their own, and pieces that begin with one: rows of equal words."""
+    """Characters with separate spaces, and pieces that start with a space: rows of equal words."""
     characters = [*"thirty  three thousand eight hundred", " <eos>"]
     pieces = ["thir", "t", "y", " th", "r", "ee", *(9 * [" x", "y", "z"]), " <eos>"]
     for labels in (characters, pieces):
@@ -167,7 +167,7 @@ def test_a_strip_has_a_dot_for_each_run_and_a_line_for_each_seed():
     assert ticks(axes) == {0: "a$", 1: "b"}
 
 
-def test_an_odd_number_of_strips_leaves_an_empty_place():
+def test_an_odd_number_of_strips_leaves_an_empty_cell():
     strips = [charts.Strip(title, {"a": [(1, 50.0), (2, 60.0)]}) for title in "xyz"]
     png, svg = charts.draw_seeds(strips, ["a"])
     assert png.startswith(b"\x89PNG") and set(re.findall(r">([^<\s]+)</text>", svg)) >= set("xyza")

@@ -113,7 +113,7 @@ def test_wrong_columns_are_reported_and_nothing_is_written(tmp_path, columns, me
 
 
 def test_missing_evaluation_is_reported(tmp_path):
-    with pytest.raises(UserError, match=r"score.json: not there; run python -m asr.evaluate first"):
+    with pytest.raises(UserError, match=r"score.json: missing; run python -m asr.evaluate first"):
         read_evaluation(tmp_path)
 
 
@@ -126,10 +126,10 @@ def test_missing_evaluation_is_reported(tmp_path):
         ("hypotheses.tsv", "id\t", "name\t", r"\(hypotheses.tsv: unknown header\); evaluate again"),
         ("hypotheses.tsv", "a-2\t", "a-2\t\t", r"hypotheses.tsv:3: 13 of 12 columns"),
         ("hypotheses.tsv", "YES\t1\t0", "YES\tone\t0", "'one'"),
-        ("hypotheses.tsv", "YES\t1\t0", "YES\t1\t-4", "-4 is no count"),
-        ("hypotheses.tsv", "YES\t1\t0", f"YES\t1\t{10**30}", "is no count"),
+        ("hypotheses.tsv", "YES\t1\t0", "YES\t1\t-4", "-4 is not a count"),
+        ("hypotheses.tsv", "YES\t1\t0", f"YES\t1\t{10**30}", "is not a count"),
         ("hypotheses.tsv", "YES\t1\t0", f"YES\t1\t{'9' * 5000}", "damaged evaluation"),
-        ("hypotheses.tsv", "a-2\t", "a-1\t", "an id comes more than once"),
+        ("hypotheses.tsv", "a-2\t", "a-1\t", "an id is not unique"),
         ("hypotheses.tsv", "THE CAP", "T " * MAX_LINE, "cut off or longer than"),
         ("score.json", '"about": {', '"about": 3, "x": {', "unknown values"),
         ("score.json", '"interval_over": "utterances"', '"interval_over": [1]', "unknown values"),

@@ -144,12 +144,12 @@ def test_phrases_end_after_two_good_words():
 
 def test_runs_of_other_utterances_are_refused():
     a, b = score(["x", "y"], ["x", "y"], ["1", "2"]), score(["x", "y"], ["x", "y"], ["1", "3"])
-    with pytest.raises(UserError, match=r"^2 utterances are in one run only, say '2': evaluate"):
+    with pytest.raises(UserError, match=r"^2 utterances are only in one run, such as '2'"):
         paired_bootstrap(a, b)
     c = score(["x", "z"], ["x", "y"], ["1", "2"])
-    with pytest.raises(UserError, match="utterance '2' has another reference in each run"):
+    with pytest.raises(UserError, match="utterance '2' has different references in the two runs"):
         matched_pairs(a, c)
-    with pytest.raises(UserError, match="over speakers needs two or more, there is 1"):
+    with pytest.raises(UserError, match="over speakers needs at least two, there is 1"):
         paired_bootstrap(a, a, units="speakers")
 
 

@@ -94,12 +94,12 @@ def test_interval_over_speakers_is_wider_where_speakers_differ():
     # Either every utterance of a speaker fails or none: the sample size is 41 speakers.
     speakers = [str(number // 23) for number in range(41 * 23)]
     hypotheses = ["no" if int(speaker) % 4 == 0 else "yes" for speaker in speakers]
-    given = (["yes"] * len(speakers), hypotheses, None, speakers)
-    by_speaker = score(*given, interval_over="speakers", draws=4000)
+    arguments = (["yes"] * len(speakers), hypotheses, None, speakers)
+    by_speaker = score(*arguments, interval_over="speakers", draws=4000)
     rate = by_speaker.wer
     half = 1.96 * sqrt(rate * (1 - rate) / 41)
     assert by_speaker.wer_interval == pytest.approx((rate - half, rate + half), abs=0.02)
-    low, high = score(*given).wer_interval
+    low, high = score(*arguments).wer_interval
     assert high - low < half  # a quarter of the truth: 1 / sqrt(23)
     assert by_speaker.interval_over == "speakers"
 
@@ -134,20 +134,20 @@ def test_a_part_can_be_summarized():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (([], []), "nothing to score: there are no utterances"),
         ((["a"], ["a", "b"]), "1 references but 2 hypotheses: give one for each utterance"),
         ((["a"], ["a"], ["x", "y"]), "1 references but 2 ids: give one for each utterance"),
         ((["a"], ["a"], ["x"], []), "1 references but 0 speakers: give one for each utterance"),
-        ((["a", "b"], ["a", "b"], ["x", "x"]), "id 'x' comes more than once: make the ids unique"),
+        ((["a", "b"], ["a", "b"], ["x", "x"]), "utterance id 'x' is not unique"),
         (("the cat", "the bat"), "'the cat' is one text: give a list"),
         ((["the cat"], "the bat"), "'the bat' is one text: give a list"),
     ],
 )
-def test_wrong_input_is_reported(given, message):
+def test_wrong_input_is_reported(arguments, message):
     with pytest.raises(UserError, match=message):
-        score(*given)
+        score(*arguments)
 
 
 def test_ten_thousand_utterances_are_quick():
@@ -194,7 +194,7 @@ def test_long_alignments_wrap():
     blocks = alignment_text(edits, width=41).split("\n\n")
     assert [block.count("abcde") for block in blocks] == [6, 6, 1, 0]
     assert all(len(line) <= 41 for block in blocks[:3] for line in block.split("\n"))
-    assert blocks[3].split("\n")[0] == "REF: " + "x" * 61  # a longer word has a line of its own
+    assert blocks[3].split("\n")[0] == "REF: " + "x" * 61  # a longer word has a separate line
 
 
 def test_confusions_are_counted_and_ordered():

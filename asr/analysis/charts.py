@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from asr.analysis.curves import Band
 from asr.analysis.plots import shorten
 
-# Okabe & Ito 2008: distinct for colour-blind readers too; then the same with other strokes.
+# Okabe & Ito 2008, distinct for colour-blind readers too. Further lines have other strokes.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STROKES = ("-", "--", ":", "-.")
 _MOST_NAMES = 28
@@ -33,10 +33,10 @@ class Panel:
 
 
 def draw_curves(panels: Sequence[Panel]) -> tuple[bytes, str]:
-    """PNG and SVG of the panels side by side, over steps: lines are means, bands ranges over runs.
+    """PNG and SVG of the panels side by side: means over steps as lines, ranges over runs as bands.
 
     A name has the same stroke in all panels. The end of a panel's title (valid/nll) is its unit;
-    panels of one unit share their axes.
+    panels with the same unit share their axes.
     """
     names = list(dict.fromkeys(name for panel in panels for name in panel.bands))
     lines = min(len(names), _MOST_NAMES)
@@ -66,19 +66,19 @@ def draw_curves(panels: Sequence[Panel]) -> tuple[bytes, str]:
 
 def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     for name, band in panel.bands.items():
-        place = names.index(name)
-        colour = _COLOURS[place % len(_COLOURS)]
-        stroke = _STROKES[place // len(_COLOURS) % len(_STROKES)]
+        index = names.index(name)
+        colour = _COLOURS[index % len(_COLOURS)]
+        stroke = _STROKES[index // len(_COLOURS) % len(_STROKES)]
         mark = "o" if len(band.steps) == 1 else None
         axes.fill_between(band.steps, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
         style = {"color": colour, "linewidth": 1.6, "marker": mark}
         axes.plot(band.steps, band.mean, stroke, label=name, **style)
-    for place, level in enumerate(panel.levels):
+    for index, level in enumerate(panel.levels):
         axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
         style = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#5a6066"}
-        # Beside each other: levels may be near.
-        axes.annotate(f"{level:g}", (0.01 + 0.1 * (place % 9), level), va="bottom", **style)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND, integer=True))  # steps are whole
+        # Side by side, since levels may be close.
+        axes.annotate(f"{level:g}", (0.01 + 0.1 * (index % 9), level), va="bottom", **style)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e8eaed", linewidth=0.7)
@@ -95,7 +95,7 @@ def _log(bands: Sequence[Band]) -> bool:
 
 
 def _set_log(axes: Axes) -> None:
-    """A logarithmic axis with three or more labels between its ends, at round numbers."""
+    """Make the y axis logarithmic, with at least three labels, at round numbers."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     decades = np.log10(high / low)
@@ -116,7 +116,7 @@ class Strip:
 def draw_seeds(strips: Sequence[Strip], names: Sequence[str]) -> tuple[bytes, str]:
     """PNG and SVG of the strips, two in a row: a dot for each run, a bar for the mean of a setting.
 
-    A line connects the runs of one seed. Colours are those of `names` in draw_curves.
+    A line connects the runs of one seed. A name has the same colour as in draw_curves.
     """
     lines = -(-len(strips) // 2)
     height = lines * (1.1 + 0.32 * max(len(strip.values) for strip in strips))
@@ -132,13 +132,15 @@ def draw_seeds(strips: Sequence[Strip], names: Sequence[str]) -> tuple[bytes, st
 
 
 def _draw_strip(axes: Axes, strip: Strip, names: Sequence[str]) -> None:
-    rows = [dict(own) for own in strip.values.values()]
-    for seed in dict.fromkeys(seed for own in rows for seed in own):
-        pairs = [(own[seed], row) for row, own in enumerate(rows) if seed in own]
-        axes.plot(*zip(*pairs, strict=True), color="#c4c9ce", linewidth=0.8, zorder=1)
-    for row, (name, own) in enumerate(strip.values.items()):
+    by_seed: dict[int, list[tuple[float, int]]] = {}
+    for row, runs in enumerate(strip.values.values()):
+        for seed, value in dict(runs).items():
+            by_seed.setdefault(seed, []).append((value, row))
+    for points in by_seed.values():
+        axes.plot(*zip(*points, strict=True), color="#c4c9ce", linewidth=0.8, zorder=1)
+    for row, (name, runs) in enumerate(strip.values.items()):
         colour = _COLOURS[names.index(name) % len(_COLOURS)]
-        values = [value for _, value in own]
+        values = [value for _, value in runs]
         style = {"color": colour, "edgecolor": "white", "linewidth": 0.6, "zorder": 3}
         axes.scatter(values, [row] * len(values), s=42, **style)
         mean = float(np.mean(values))

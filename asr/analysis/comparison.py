@@ -2,24 +2,30 @@
 
 Runs whose recipes differ in nothing but the seed have one setting. A recipe is a flat mapping,
 dotted key -> value; recipes of different kinds of model have different keys.
+
+Settings with runs of several seeds: the paired t test over seeds is valid for new trainings, the
+paired bootstrap over utterances only for these models. Holm's correction covers all pairs of
+settings in a figure.
 """
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from asr.analysis.answers import missing_evaluations, untrained_settings
 from asr.analysis.report import plain_text
 from asr.analysis.runs import (
     BEST_LOSS,
     DATA,
-    PERCENT,
     VALID,
+    WER_OF,
     RunRecord,
+    SettingRun,
     SettingRuns,
     expand_runs,
     read_runs,
@@ -28,26 +34,44 @@ from asr.analysis.runs import (
     unequal_decoding,
     value_text,
 )
-from asr.analysis.significance import (
-    ALPHA,
-    SettingDifference,
-    corrected,
-    figure_differences,
-    wer_differences,
-)
+from asr.analysis.significance import Difference, paired_bootstrap
+from asr.analysis.statistics import PairedT, holm, paired_t
+from asr.analysis.wer import pooled, untrained
 from asr.errors import UserError
 from asr.training.resume import NOT_LEARNING, is_among
 
 RecipeKeys = Mapping[str, Any]
+Pair = tuple[SettingRun, SettingRun]  # of the same seed
+Test = TypeVar("Test", PairedT, Difference)
+ALPHA = 0.05  # a smaller p is significant
 _SHORT, _LONG = 24, 70  # longest label: in any table; beside a letter, in one column
 _MISSING, _OFF = "\0missing", "\0off"  # no YAML text can contain them
+_MOST_IN_PAIRS = 10  # settings: 45 pairs
+
+
+@dataclass(frozen=True)
+class SettingDifference:
+    """The second setting against the first in one figure; over_seeds is None with one seed.
+
+    The p of both tests are corrected for the number of pairs in this figure (Holm).
+    """
+
+    first: str
+    second: str
+    seeds: int  # that both have
+    mean: float  # second minus first
+    values: tuple[float, float]  # of both: means over these seeds
+    over_seeds: PairedT | None
+    failed: int  # runs of both settings without a result
+    over_utterances: Difference | None = None
+    decoded_alike: bool = True
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Settings with their runs, and every pair of them tested in every figure.
 
-    settings: groups of runs that differ in their seeds alone. differences: by figure (`WER of
+    settings: groups of runs that differ only in their seeds. differences: by figure (`WER of
     test`, `best loss`), second minus first; rates are fractions. notes: what limits the comparison.
     runs: all that were read, also those with a `fault`, which are not counted.
     """
@@ -61,34 +85,28 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """A mapping for each pair of settings and figure, as for pandas.DataFrame.
 
-        The interval (95 %) and p are those over seeds where both settings have two in common, else
-        of these two models over utterances; p is corrected for the figure's pairs (Holm). None
-        where nothing was tested.
+        The interval (95 %) and p are over seeds if both settings have two in common, otherwise over
+        utterances for these two models; p is corrected for the figure's pairs (Holm). None if
+        nothing was tested.
         """
-        return [row for name in self.differences for row in self._rows(name)]
+        return [self._row(name, pair) for name, pairs in self.differences.items() for pair in pairs]
 
-    def _rows(self, figure: str) -> Iterator[dict[str, Any]]:
-        pairs = self.differences[figure]
-        p_seeds = corrected(pair.over_seeds for pair in pairs)
-        p_utterances = corrected(pair.over_utterances for pair in pairs)
-        for pair, p_seed, p_utterance in zip(pairs, p_seeds, p_utterances, strict=True):
-            test, p, units = pair.over_seeds, p_seed, "seeds"
-            if test is None:
-                test, p, units = pair.over_utterances, p_utterance, "utterances"
-            low, high = (test.interval if test else None) or (None, None)
-            yield {
-                "figure": figure,
-                "first": self.legends[pair.first],
-                "second": self.legends[pair.second],
-                "first_value": pair.values[0],
-                "second_value": pair.values[1],
-                "difference": pair.mean,
-                "low": low,
-                "high": high,
-                "p": p,
-                "tested_over": units if test else None,
-                "seeds": pair.seeds,
-            }
+    def _row(self, figure: str, pair: SettingDifference) -> dict[str, Any]:
+        test = pair.over_seeds or pair.over_utterances
+        low, high = (test.interval if test else None) or (None, None)
+        return {
+            "figure": figure,
+            "first": self.legends[pair.first],
+            "second": self.legends[pair.second],
+            "first_value": pair.values[0],
+            "second_value": pair.values[1],
+            "difference": pair.mean,
+            "low": low,
+            "high": high,
+            "p": test.p if test else None,
+            "tested_over": test and ("seeds" if pair.over_seeds else "utterances"),
+            "seeds": pair.seeds,
+        }
 
     @cached_property
     def legends(self) -> dict[str, str]:
@@ -104,9 +122,9 @@ class Comparison:
 
 
 def _latex_cells(row: Mapping[str, Any]) -> list[str]:
-    unit, digits = (100, 2) if row["figure"].startswith(PERCENT) else (1, 4)
-    sides = [row["difference"], row["low"], row["high"]]
-    difference, *interval = [s if s is None else f"${unit * s:+.{digits}f}$" for s in sides]
+    factor, digits = scale(row["figure"])
+    numbers = [row["difference"], row["low"], row["high"]]
+    difference, *interval = [n if n is None else f"${factor * n:+.{digits}f}$" for n in numbers]
     names = [_latex(row[name]) for name in ("figure", "first", "second")]
     p, value = "", row["p"]
     if value is not None:
@@ -122,20 +140,28 @@ def _latex(text: str) -> str:
     return escaped.translate(str.maketrans(commands))
 
 
+def scale(figure: str) -> tuple[int, int]:
+    """Factor and decimals to show a figure with: fractions are shown in percent."""
+    return (100, 2) if figure.startswith((WER_OF, "accuracy")) else (1, 4)
+
+
 def compare_runs(
-    places: Sequence[Path], curve: str = VALID, ignore: Sequence[str] = ()
+    folders: Sequence[Path], curve: str = VALID, ignore: Sequence[str] = ()
 ) -> Comparison:
     """Read and test runs, or the runs of sweep folders.
 
-    curve: the loss on validation. ignore: keys that may differ in a group, as the seed. Raises
-    UserError where no run can be compared.
+    curve: the loss on validation. ignore: keys that may differ in a group, like the seed. Raises
+    UserError if no run can be compared.
     """
-    runs = read_runs(expand_runs(places), curve)
+    runs = read_runs(expand_runs(folders), curve)
     if all(run.fault for run in runs):
         raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")
     notes: list[str] = []
     settings = group_runs(runs, curve, notes, ignore)
-    differences = tested_differences(settings, notes)
+    names = compared_figures(settings)
+    for split in (name.removeprefix(WER_OF) for name in names if name.startswith(WER_OF)):
+        notes += decoding_note(settings, split) + untrained_settings(settings, split)
+    differences = {name: setting_differences(settings, name, notes) for name in names}
     notes += missing_evaluations(runs, settings)
     return Comparison(curve, runs, settings, differences, list(dict.fromkeys(notes)))
 
@@ -149,15 +175,15 @@ class Group:
 
     @property
     def label(self) -> str:
-        """norm=ba hidden=128; empty where there is only one group."""
+        """norm=ba hidden=128; empty if there is only one group."""
         return " ".join(f"{name}={value}" for name, value in self.settings.items())
 
 
 def group(runs: Sequence[RecipeKeys], ignore: Iterable[str] = ()) -> list[Group]:
     """The groups in the order of their first run; `ignore` names keys that may differ within one.
 
-    A key that only some runs have, all with one value (a Transformer's, beside LAS), is omitted
-    where the other keys already distinguish those runs from the rest.
+    If only some runs have a key, all with one value (Transformers, beside LAS), it is omitted when
+    other keys already distinguish these runs from the rest.
     """
     columns = _columns(runs, set(ignore))
     shown = {
@@ -177,8 +203,8 @@ def group(runs: Sequence[RecipeKeys], ignore: Iterable[str] = ()) -> list[Group]
 def _columns(runs: Sequence[RecipeKeys], ignore: set[str]) -> dict[str, tuple[str, ...]]:
     """The keys that are not the same in all runs, with every run's value as text."""
     keys = list(dict.fromkeys(key for run in runs for key in run))
-    # Of `train.guided_attention: null` in one run and keys below it in another, only the latter.
-    parents = {key[:place] for key in keys for place, sign in enumerate(key) if sign == "."}
+    # If one run has `train.guided_attention: null` and another has keys below it, use only these.
+    parents = {key[:dot] for key in keys for dot, sign in enumerate(key) if sign == "."}
     keys = [key for key in keys if key not in ignore and key not in parents]
     columns = {key: tuple(_value(run, key) for run in runs) for key in keys}
     return {key: values for key, values in columns.items() if len(set(values)) > 1}
@@ -204,7 +230,7 @@ def _named(names: Iterable[str], row: Iterable[str]) -> dict[str, str]:
 def group_runs(
     runs: Sequence[RunRecord], curve: str, notes: list[str], ignore: Sequence[str]
 ) -> list[SettingRuns]:
-    """The settings of the runs with readable recipes; those of other data are flagged.
+    """The settings of the runs with readable recipes; settings with other data are flagged.
 
     Runs of one setting may differ in `ignore`. UserError for a key that no run has.
     """
@@ -217,28 +243,27 @@ def group_runs(
     usual = Counter(run.settings[DATA] for run in readable if not run.fault).most_common(1)[0][0]
     settings = []
     for (label, short, legend), one in zip(_labels(groups), groups, strict=True):
-        inside = [readable[place] for place in one.members]
-        comparable = inside[0].settings[DATA] == usual
+        members = [readable[number] for number in one.members]
+        comparable = members[0].settings[DATA] == usual
         if not comparable:
             notes.append(
-                f"{short}: other validation data or another vocabulary than the other runs, "
-                "so its losses are not comparable and are skipped."
+                f"{short}: other validation data or another vocabulary than most runs, so its "
+                "losses are not comparable and are skipped."
             )
-        good = [run for run in inside if not run.fault]
-        if failed := len(inside) - len(good):
+        good = [run for run in members if not run.fault]
+        if failed := len(members) - len(good):
             notes.append(
-                f"{short}: {failed} of {len(inside)} runs are not counted, which favours a setting "
-                "that often fails; see below."
+                f"{short}: {failed} of {len(members)} runs are not counted, which favours a "
+                "setting that often fails; see below."
             )
-        # The same training twice, say of two sweeps that share a setting, is not two seeds.
-        own = ("seed", *ignore)
-        distinct = {tuple(repr(run.settings.get(key)) for key in own): run for run in good}
+        # One training in two sweeps is not two seeds.
+        seed_keys = ("seed", *ignore)
+        distinct = {tuple(repr(run.settings.get(key)) for key in seed_keys): run for run in good}
         if twice := len(good) - len(distinct):
             notes.append(f"{short}: {twice} runs repeat a seed; the last run of each seed counts.")
-        members = tuple(read_setting_run(run, curve, notes) for run in distinct.values())
-        settings.append(SettingRuns(label, short, legend, members, failed, comparable))
-        seeds = {member.seed for member in members}
-        if len(seeds) < len(members):
+        counted = tuple(read_setting_run(run, curve, notes) for run in distinct.values())
+        settings.append(SettingRuns(label, short, legend, counted, failed, comparable))
+        if len({run.seed for run in counted}) < len(counted):
             notes.append(f"{short}: runs that differ in {', '.join(ignore)}; pairs take the last.")
     return settings
 
@@ -246,47 +271,113 @@ def group_runs(
 def _labels(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
     """Each group's label in tables, its short label and its whole label.
 
-    Letters stand for labels unless all are short, in all tables where they are very long.
+    If labels are long, letters replace them in rows of two settings; very long ones in all tables.
     """
     labels = [one.label or "all runs" for one in groups]
-    letters = [_letter(place) for place in range(len(labels))]
+    letters = [_letter(number) for number in range(len(labels))]
     longest = max(map(len, labels))
     if len(labels) == 1 or longest <= _SHORT:
         return [(label, label, label) for label in labels]
     if longest > _LONG:
         return list(zip(letters, letters, labels, strict=True))
-    tables = [f"{one}. {label}" for one, label in zip(letters, labels, strict=True)]
+    tables = [f"{letter}. {label}" for letter, label in zip(letters, labels, strict=True)]
     return list(zip(tables, letters, labels, strict=True))
 
 
-def _letter(place: int) -> str:
+def _letter(number: int) -> str:
     """A, B, ... Z, AA, AB, ..."""
-    before, last = divmod(place, 26)
+    before, last = divmod(number, 26)
     return (_letter(before - 1) if before else "") + chr(ord("A") + last)
 
 
-def tested_differences(
+def compared_figures(settings: Sequence[SettingRuns]) -> list[str]:
+    """The names of the figures to compare: word error rates first, the loss last."""
+    names = {name for s in settings for m in s.members for name in m.figures}
+    names = {name for name in names if comparable_in(name, settings)}
+    return sorted(names, key=lambda name: (name == BEST_LOSS, not name.startswith(WER_OF), name))
+
+
+def comparable_in(figure: str, settings: Sequence[SettingRuns]) -> list[SettingRuns]:
+    """The settings with that figure; a WER can be compared whatever the validation data are."""
+    usable = [s for s in settings if s.comparable or figure.startswith(WER_OF)]
+    return [s for s in usable if any(figure in m.figures for m in s.members)]
+
+
+def setting_differences(
+    settings: Sequence[SettingRuns], figure: str, notes: list[str]
+) -> list[SettingDifference]:
+    """Every pair of settings in one figure, tested over seeds, and a WER over utterances too.
+
+    Pairs that cannot be tested are named in `notes`.
+    """
+    differences = []
+    for first, second, paired in _setting_pairs(comparable_in(figure, settings), notes):
+        pairs = [pair for pair in paired if all(figure in member.figures for member in pair)]
+        if not pairs:
+            continue
+        values = [[member.figures[figure] for member in side] for side in zip(*pairs, strict=True)]
+        means = (sum(values[0]) / len(pairs), sum(values[1]) / len(pairs))
+        difference = SettingDifference(
+            first.short,
+            second.short,
+            len(pairs),
+            sum(b - a for a, b in zip(*values, strict=True)) / len(pairs),
+            means,
+            paired_t(*values),
+            first.failed + second.failed,
+        )
+        if figure.startswith(WER_OF):
+            try:
+                difference = _tested_over_utterances(difference, pairs, figure)
+            except UserError as error:
+                names = f"{first.short} and {second.short}"
+                notes.append(f"{names}: {figure} is not comparable: {error}.")
+                continue
+        differences.append(difference)
+    seeds = _corrected([d.over_seeds for d in differences])
+    utterances = _corrected([d.over_utterances for d in differences])
+    tested = zip(differences, seeds, utterances, strict=True)
+    return [replace(d, over_seeds=s, over_utterances=u) for d, s, u in tested]
+
+
+def _setting_pairs(
     settings: Sequence[SettingRuns], notes: list[str]
-) -> dict[str, list[SettingDifference]]:
-    """The differences between settings in each figure: word error rates first, the loss last."""
-    splits, figures = compared_figures(settings)
-    for split in splits:
-        notes += decoding_note(settings, split) + untrained_settings(settings, split)
-    comparable = [s for s in settings if s.comparable]
-    differences = {f"WER of {split}": wer_differences(settings, split, notes) for split in splits}
-    named = (*figures, BEST_LOSS)
-    return differences | {name: figure_differences(comparable, name, notes) for name in named}
+) -> Iterator[tuple[SettingRuns, SettingRuns, list[Pair]]]:
+    """Pairs of settings that have seeds in common, and their runs paired by seed."""
+    chosen = list(combinations(settings, 2))
+    if len(settings) > _MOST_IN_PAIRS:
+        first = settings[0]
+        notes.append(f"{len(settings)} groups: tested against the first, {first.short}, only.")
+        chosen = [(first, other) for other in settings[1:]]
+    for first, second in chosen:
+        ours, theirs = ({m.seed: m for m in s.members} for s in (first, second))
+        pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+        if pairs:
+            yield first, second, pairs
+        else:
+            names = f"{first.short} and {second.short}"
+            notes.append(f"{names} have no seed in common: their difference is not tested.")
 
 
-def compared_figures(settings: Sequence[SettingRuns]) -> tuple[list[str], list[str]]:
-    """The splits with word error rates, and the figures of other evaluations."""
-    splits = sorted({name for s in settings for m in s.members for name in m.scores})
-    comparable = (m for s in settings if s.comparable for m in s.members)
-    return splits, sorted({name for m in comparable for name in m.figures} - {BEST_LOSS})
+def _tested_over_utterances(
+    difference: SettingDifference, pairs: Sequence[Pair], figure: str
+) -> SettingDifference:
+    """The difference in WER with the bootstrap over the utterances of all pairs."""
+    split = figure.removeprefix(WER_OF)
+    sides = ([member.scores[split] for member in side] for side in zip(*pairs, strict=True))
+    test = paired_bootstrap(*(pooled(scores, draws=1) for scores in sides))
+    alike = all(a.decoded[split] == b.decoded[split] for a, b in pairs)
+    return replace(difference, mean=test.wer, over_utterances=test, decoded_alike=alike)
+
+
+def _corrected(tests: Sequence[Test | None]) -> list[Test | None]:
+    """The tests with Holm's p; None for a missing one."""
+    p = iter(holm([test.p for test in tests if test]))
+    return [test and replace(test, p=next(p)) for test in tests]
 
 
 def decoding_note(settings: Sequence[SettingRuns], split: str) -> list[str]:
-    """A note where the runs' transcripts of a split were decoded with different settings."""
+    """A note if the runs' transcripts of a split were decoded with different settings."""
     runs = [m for s in settings for m in s.members if m.decoded.get(split)]
     parts = []
     for key, values in unequal_decoding(*(run.decoded[split] for run in runs)).items():
@@ -296,3 +387,43 @@ def decoding_note(settings: Sequence[SettingRuns], split: str) -> list[str]:
         parts.append(f"{key} {', '.join(f'{value} in {name}' for value, name in first.items())}")
     note = f"WER of {split}: not all decoded alike, which may cause differences"
     return [f"{note}: {'; '.join(parts)}."] if parts else []
+
+
+def untrained_settings(settings: Sequence[SettingRuns], split: str) -> list[str]:
+    """A note if the WER of some settings is typical of untrained models."""
+    names, remark = [], ""
+    for setting in settings:
+        rates = [m.scores[split].wer for m in setting.members if split in m.scores]
+        if rates and (text := untrained(sum(rates) / len(rates))):
+            names, remark = [*names, setting.short], text
+    return [f"WER of {split}: that of {', '.join(names)} is {remark}."] if names else []
+
+
+def missing_evaluations(runs: Sequence[RunRecord], settings: Iterable[SettingRuns]) -> list[str]:
+    """How to get the word error rates that speech runs lack."""
+    scores = {m.name: set(m.scores) for setting in settings for m in setting.members}
+    speech = [r for r in runs if r.name in scores and r.settings.get("task") == "speech"]
+    splits = sorted({split for run in speech for split in scores[run.name]})
+    missing = {split: [r for r in speech if split not in scores[r.name]] for split in splits}
+    lines = [
+        f"WER of {split}: {len(lacking)} of {len(speech)} runs are not evaluated"
+        + (f"; {_evaluate(lacking[0], split)}" if _has(lacking[0], split) else ".")
+        for split, lacking in missing.items()
+        if lacking
+    ]
+    if speech and not splits:
+        keys = [key for key in speech[0].settings if key.startswith("data.test.")]
+        split = keys[0].removeprefix("data.test.") if keys else "valid"
+        line = "No run has a WER. Evaluate each, then compare again: "
+        lines.append(line + _evaluate(speech[0], split))
+    return lines
+
+
+def _has(run: RunRecord, split: str) -> bool:
+    """Whether the run's recipe names the split; other evaluations are of a manifest."""
+    return split in ("train", "valid") or f"data.test.{split}" in run.settings
+
+
+def _evaluate(run: RunRecord, split: str) -> str:
+    folder, split = (shlex.quote(plain_text(text)) for text in (str(run.folder), split))
+    return f"python -m asr.evaluate {folder} --split {split}"

@@ -1,7 +1,6 @@
 """Scalar curves of a run: read from TensorBoard's event files, and compared between runs.
 
-The files are not read by TensorBoard's EventAccumulator, which takes a record of any length into
-memory.
+TensorBoard's EventAccumulator is not used, since it loads records of any length into memory.
 
 R runs (seeds) of one setting, N points on the common grid of steps.
 """
@@ -25,14 +24,14 @@ from asr.io import open_file
 
 Values = NDArray[np.float64]
 MAX_RECORDS = 5_000_000  # of a run: a million steps logged every ten make 1.2 million
-MAX_RECORD = 1 << 16  # bytes of one with a scalar; pictures and texts are longer
-MAX_STEP = 1 << 53  # which a float holds exactly
-_START = -1  # in the place of a curve's number: the run was started or resumed
+MAX_RECORD = 1 << 16  # bytes of a record with a scalar; pictures and texts are longer
+MAX_STEP = 1 << 53  # a float represents all smaller integers
+_START = -1  # instead of a curve's number: the run was started or resumed
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One scalar's points in the order of their steps, (N,) each."""
+    """One scalar's points, sorted by step: (N,) each."""
 
     steps: NDArray[np.int64]
     values: Values
@@ -44,11 +43,11 @@ class Curve:
 def read_scalars(folder: Path, names: Collection[str] | None = None) -> dict[str, Curve]:
     """The named curves from the event files of a folder, or all; a missing one has no points.
 
-    A run resumed at a step replaces all points from it on. Of several points at one step the last
-    counts. A file is read to its first damaged or incomplete record. Raises UserError for one that
-    is not a regular file, and for more records than a training writes.
+    A run resumed at a step replaces all points from that step on. The last of several points at one
+    step counts. A file is read up to its first damaged or incomplete record. Raises UserError for a
+    file that is not regular, and for more records than a training writes.
     """
-    kinds = {name: place for place, name in enumerate(names or ())}
+    numbers = {name: number for number, name in enumerate(names or ())}
     rows, records = array("d"), 0
     for path in sorted(folder.glob("*tfevents*")):
         for record in _records(path):
@@ -56,7 +55,7 @@ def read_scalars(folder: Path, names: Collection[str] | None = None) -> dict[str
             if records > MAX_RECORDS:
                 raise UserError(f"{folder}: more than {MAX_RECORDS} records in its event files")
             try:
-                row = _row(record[:-4], kinds, names is None)
+                row = _row(record[:-4], numbers, names is None)
             except DecodeError:
                 break
             if row and not _is_intact(record):
@@ -67,11 +66,11 @@ def read_scalars(folder: Path, names: Collection[str] | None = None) -> dict[str
     # The lowest step at which the run was started again later.
     ends = np.minimum.accumulate(np.where(start, step, np.inf)[::-1])[::-1]
     table = table[~start & (step < ends)]
-    return {name: _curve(table[table[:, 0] == place, 1:]) for name, place in kinds.items()}
+    return {name: _curve(table[table[:, 0] == number, 1:]) for name, number in numbers.items()}
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """The records of an event file with their checksums; empty where too long for a scalar."""
+    """The records of an event file with their checksums; empty if too long for a scalar."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         while len(head := file.read(12)) == 12:
@@ -86,14 +85,14 @@ def _records(path: Path) -> Iterator[bytes]:
 
 
 def _is_intact(content: bytes) -> bool:
-    """Whether the last four bytes are the checksum of those before."""
+    """Whether the last four bytes are the checksum of the others."""
     return masked_crc32c(content[:-4]) == int.from_bytes(content[-4:], "little")
 
 
-def _row(record: bytes, kinds: dict[str, int], grows: bool) -> Sequence[float]:
-    """A point's (number of its name, step, value); of a start (_START, step, 0).
+def _row(record: bytes, numbers: dict[str, int], add: bool) -> Sequence[float]:
+    """A point's (number of its name, step, value); (_START, step, 0) for a start.
 
-    grows: names that are not in `kinds` are added to it.
+    add: names that are not in `numbers` are added to it.
     """
     event = Event.FromString(record)
     if not 0 <= event.step <= MAX_STEP:
@@ -101,8 +100,8 @@ def _row(record: bytes, kinds: dict[str, int], grows: bool) -> Sequence[float]:
     if event.session_log.status == SessionLog.START:
         return (_START, event.step, 0.0)
     for value in event.summary.value:
-        if value.WhichOneof("value") == "simple_value" and (grows or value.tag in kinds):
-            number = kinds.setdefault(value.tag, len(kinds))
+        if value.WhichOneof("value") == "simple_value" and (add or value.tag in numbers):
+            number = numbers.setdefault(value.tag, len(numbers))
             return (number, event.step, value.simple_value)
     return ()
 
@@ -114,7 +113,7 @@ def _curve(rows: Values) -> Curve:
 
 
 def start_times(folder: Path) -> list[int]:
-    """When each event file of a folder was created, by its name: seconds since 1970."""
+    """The creation time in the name of each event file of a folder: seconds since 1970."""
     stamps = (re.search(r"\.tfevents\.(\d+)", path.name) for path in folder.glob("*.tfevents.*"))
     return [int(stamp[1]) for stamp in stamps if stamp]
 
@@ -141,27 +140,27 @@ def first_below(curve: Curve, level: float) -> int | None:
     return int(curve.steps[passed[0]]) if len(passed) else None
 
 
-def median_reached(places: Sequence[float | None]) -> float | None:
+def median_reached(costs: Sequence[float | None]) -> float | None:
     """The median over runs of the step or cost at which each reached a level.
 
-    None, for a run that never did, ranks last, and is the result where half of the runs or more
-    failed: a mean over the others would favour a setting for its failures.
+    None stands for a run that never did and ranks last. The result is None if half of the runs or
+    more failed: a mean over the others would favour a setting for its failures.
     """
-    reached = [math.inf if place is None else place for place in places]
-    middle = float(np.median(reached)) if reached else math.inf
-    return middle if math.isfinite(middle) else None
+    ranked = [math.inf if cost is None else cost for cost in costs]
+    median = float(np.median(ranked)) if ranked else math.inf
+    return median if math.isfinite(median) else None
 
 
 def choose_levels(groups: Sequence[Sequence[Curve]]) -> list[float]:
     """Three losses at which the groups' curves are compared, the highest first.
 
     half  halfway from the median first loss to `all`
-    all   the highest of the groups' median best losses (of an even number the upper one of the
-          middle two): the typical run of every group reaches it
-    best  the lowest of them
+    all   the highest of the groups' median best losses (the upper one of the middle two for an
+          even number): the typical run of every group reaches it
+    best  the lowest of these medians
 
-    Each is rounded up to three digits, so that the runs that define it pass it. Equal ones are
-    merged; there are none where no curve has a point.
+    Each is rounded up to three digits, so that the runs that define it pass it. Equal levels are
+    merged; without points there are none.
     """
     curves = [[c for c in map(finite, group) if len(c)] for group in groups]
     medians = [
@@ -179,8 +178,8 @@ def band(curves: Iterable[Curve], points: int = 400) -> Band | None:
     """Mean and range over runs on a common grid of at most `points` steps.
 
     The grid covers the steps that all runs have, so every mean is over all runs. A run is
-    interpolated linearly between its points; where it has more points than the grid, a grid point
-    is the mean of its neighbourhood. None where the runs share no step.
+    interpolated linearly between its points; if it has more points than the grid, a grid point is
+    the mean of its neighbourhood. None if the runs share no step.
     """
     good = [c for c in map(finite, curves) if len(c)]
     if not good:

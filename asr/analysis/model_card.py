@@ -11,7 +11,7 @@ import yaml
 
 from asr.analysis.curves import read_scalars
 from asr.analysis.report import markdown_text
-from asr.analysis.runs import HOURS, SECONDS, RunRecord, read_cost
+from asr.analysis.runs import HOURS, SECONDS, read_cost
 from asr.analysis.wer import between, percent
 from asr.config.schema import SpeechRecipe
 from asr.errors import UserError
@@ -37,8 +37,8 @@ def model_card(
 ) -> str:
     """The card of the weights at `steps` of a run, exported as `name`.
 
-    about: a text to put into it. address: how a command names the exported run. Raises UserError
-    for a text that cannot be read, and for a damaged evaluation.
+    about: a text to include. address: how a command names the exported run. Raises UserError for a
+    text that cannot be read, and for a damaged evaluation.
     """
     more, text = read_about(about) if about else ({}, [])
     rated = dict(evaluations(run, steps))
@@ -48,7 +48,7 @@ def model_card(
     metadata |= more
     terms = metadata.get("license")
     lines = [
-        front_matter(metadata),
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n",
         f"# {markdown_text(name)}",
         "",
         *text,
@@ -60,9 +60,9 @@ def model_card(
 
 
 def read_about(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The metadata at the beginning of a text for the card, if there are any, and the text's lines.
+    """The metadata at the start of a text for the card, empty if there is none, and its lines.
 
-    Raises UserError where it cannot be read.
+    Raises UserError if the file cannot be read.
     """
     try:
         text = read_small_file(path).strip()
@@ -73,19 +73,14 @@ def read_about(path: Path) -> tuple[dict[str, Any], list[str]]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"--about {path}: cannot be read ({error})") from None
     if not isinstance(metadata, dict):
-        raise UserError(f"--about {path}: its metadata must be keys with values, as language: en")
+        raise UserError(f"--about {path}: its metadata must be keys with values (language: en)")
     return metadata, [text.strip(), ""]
-
-
-def front_matter(metadata: Mapping[str, Any]) -> str:
-    """Metadata as the Hugging Face Hub reads them at the beginning of a card."""
-    return f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n"
 
 
 def card_metadata(
     name: str, recipe: SpeechRecipe, rated: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The metadata, as the hub reads them; error rates as `model-index`, in percent."""
+    """The metadata for the hub; `model-index` has the error rates in percent."""
     corpus = recipe.data.corpus
     metadata: dict[str, Any] = {"language": "en"} if corpus in ENGLISH else {}
     metadata |= {
@@ -96,9 +91,9 @@ def card_metadata(
     if corpus in DATASETS:
         metadata["datasets"] = [DATASETS[corpus]]
     metadata["metrics"] = ["wer", "cer"]
-    own = ("train", "valid", *recipe.data.test)  # others are manifests that may be of any corpus
+    named = ("train", "valid", *recipe.data.test)  # others are manifests, perhaps of other corpora
     results = [
-        evaluation_result(corpus if split in own else None, split, rates)
+        evaluation_result(corpus if split in named else None, split, rates)
         for split, rates in rated.items()
     ]
     if results:
@@ -129,8 +124,7 @@ def description(
     address: str,
 ) -> Iterator[str]:
     """The lines on model, training cost and evaluations of these weights."""
-    curves = read_scalars(run, {HOURS, SECONDS})
-    cost = read_cost(RunRecord(run, {}, curves, None, run.name)).at(max(steps))
+    cost = read_cost(run, read_scalars(run, {HOURS, SECONDS})).at(max(steps))
     millions = f"{parameters / 1e6:.2f} M parameters"
     yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
     if cost and all(cost):
@@ -158,7 +152,7 @@ def duration(seconds: float) -> str:
 def evaluations(run: Path, steps: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The splits on which the checkpoints of `steps` were evaluated, and their score.json.
 
-    Others are skipped with a printed line. UserError for a damaged one.
+    Evaluations of other checkpoints are skipped with a printed line. UserError for a damaged one.
     """
     for file in sorted(run.glob("evaluate/*/score.json")):
         try:
@@ -177,7 +171,7 @@ def evaluations(run: Path, steps: Sequence[int]) -> Iterator[tuple[str, dict[str
 
 
 def _rows(split: str, rates: Mapping[str, Any]) -> Iterator[str]:
-    """A row for the split and one for each of its groups (asr.evaluate --by)."""
+    """A table row for the split and one for each of its groups (asr.evaluate --by)."""
     about = rates["about"]
     decode = about["decode"]
     settings = [f"beam {decode['beam']}"]

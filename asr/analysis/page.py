@@ -1,8 +1,8 @@
 """One evaluation as a self-contained HTML page: no server, no network.
 
-Only audio files are files of their own, linked relative to the page. Texts (transcripts,
-file names) are untrusted: Python escapes the markup, the script's data is JSON without "<", the
-script writes text nodes only, and a content security policy allows no other script and no network.
+Only audio is in separate files, linked by paths relative to the page. Texts (transcripts, file
+names) are untrusted: Python escapes the markup, the script's data is JSON without "<", the script
+writes only text nodes, and a content security policy allows no other script and no network.
 """
 
 import json
@@ -35,7 +35,7 @@ def write_page(
     score: Score,
     *,
     title: str = "Evaluation",
-    about: Mapping[str, object] | None = None,
+    facts: Mapping[str, object] | None = None,
     audio: Mapping[str, Path] | None = None,
     pictures: Mapping[str, str] | None = None,
     groups: Mapping[str, Mapping[str, Counts]] | None = None,
@@ -43,25 +43,24 @@ def write_page(
 ) -> None:
     """Write the page of one evaluation.
 
-    about     short facts under the title, say run, split and checkpoint
+    facts     under the title, such as run, split and checkpoint
     audio     utterance id -> audio file
     pictures  utterance id -> attention picture: a "data:image/png;base64," URI
-    groups    column of the manifest, say "source" -> group -> its counts
-    flags     utterance id -> what is suspicious in its hypothesis, of FLAGS
+    groups    column of the manifest, such as "source" -> group -> its counts
+    flags     utterance id -> keys of FLAGS
     Not every utterance needs audio, a picture or a flag.
-    Raises UserError where one of them names an utterance that is not in the score, or a picture is
-    no such URI.
+    Raises UserError for an utterance that is not in the score and for another kind of picture.
     """
     utterances, audio, pictures, flags = score.utterances, audio or {}, pictures or {}, flags or {}
     for name, links in (("audio", audio), ("pictures", pictures), ("flags", flags)):
         if unknown := set(links) - {utterance.id for utterance in utterances}:
             raise UserError(f"{name} for utterance {min(unknown)!r}, which was not scored")
     if not all(map(_PNG.fullmatch, pictures.values())):
-        raise UserError("a picture is no PNG as a data URI")
+        raise UserError("a picture must be a PNG as a data URI")
     alignments = align([u.reference for u in utterances], [u.hypothesis for u in utterances])
     parts = {
         "title": escape(title),
-        "about": "".join(_fact(*item) for item in (about or {}).items()),
+        "facts": "".join(_fact(*item) for item in (facts or {}).items()),
         "groups": "".join(_group_table(*item) for item in (groups or {}).items()),
         "figures": _figures(score),
         "note": _note(score),
@@ -74,7 +73,7 @@ def write_page(
     for kind, file in (("style", "page.css"), ("script", "page.js")):
         parts |= {kind: template(file), f"{kind}_hash": policy_hash(template(file))}
     # One pass: inserted text is never searched for placeholders.
-    page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], template("page.html"))
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template("page.html"))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_files(path.parent, {path.name: plain_text(page)})
 
@@ -99,16 +98,16 @@ def _data(
             row["picture"] = pictures[utterance.id]
         row["flags"] = list(flags.get(utterance.id, ()))
         rows.append(row)
-    text = json.dumps(rows, separators=(",", ":"))  # ASCII, so U+2028 and the like are escaped too
+    text = json.dumps(rows, separators=(",", ":"))  # ASCII, so that U+2028 is escaped too
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _kinds(flags: Mapping[str, Sequence[str]]) -> list[str]:
-    return sorted({flag for own in flags.values() for flag in own})
+    return sorted({flag for names in flags.values() for flag in names})
 
 
 def _flag_options(flags: Mapping[str, Sequence[str]]) -> str:
-    """Choices of the list: each kind of flag that an utterance has."""
+    """Options of the list `show`: each kind of flag that an utterance has."""
     return "".join(
         f'<option value="flag:{escape(flag)}">flagged: {escape(flag)}</option>'
         for flag in _kinds(flags)
@@ -116,7 +115,7 @@ def _flag_options(flags: Mapping[str, Sequence[str]]) -> str:
 
 
 def _flag_legend(flags: Mapping[str, Sequence[str]]) -> str:
-    """What the flags that utterances have mean."""
+    """The meanings of these flags."""
     items = (
         f'<span><span class="flag">{escape(flag)}</span> {escape(FLAGS.get(flag, ""))}</span>'
         for flag in _kinds(flags)
@@ -125,7 +124,7 @@ def _flag_legend(flags: Mapping[str, Sequence[str]]) -> str:
 
 
 def _joined(edits: Iterable[Edit]) -> list[list[str]]:
-    """Edits as lists, consecutive correct words as one: most of a page is correct."""
+    """Edits as lists, consecutive correct words merged, which makes most pages smaller."""
     joined = []
     for correct, run in groupby(edits, key=lambda edit: edit.mark == "C"):
         if correct:
@@ -137,7 +136,7 @@ def _joined(edits: Iterable[Edit]) -> list[list[str]]:
 
 
 def _link(path: Path, folder: Path) -> str:
-    """A URL relative to the page's folder; the quotes leave no scheme, query or fragment in it."""
+    """A URL relative to the page's folder, quoted so that it has no scheme, query or fragment."""
     return quote(os.fsencode(Path(os.path.relpath(path, folder)).as_posix()), safe="/")
 
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-_MOST_TOKEN_ROWS = 32  # an attention picture with more is labelled by words
+_MOST_TOKEN_ROWS = 32  # an attention picture with more rows is labelled by words
 _LABEL_INCHES = 0.14  # height of a label
 _LONGEST_LABEL = 20  # characters: an untrained model may write one word of hundreds
 
@@ -26,8 +26,8 @@ def attention_picture(
 ) -> np.ndarray:
     """weights (U, T): the attention of every token over the audio, the first token on top.
 
-    pieces: U texts of tokens, in which spaces separate words; they label the rows, where there are
-    many the words do. seconds: what the T frames last.
+    pieces: U texts of tokens, in which spaces separate words. They label the rows; if there are
+    many rows, words label them. seconds: duration of the T frames.
     """
     U = len(weights)
     by_word = U > _MOST_TOKEN_ROWS
@@ -46,11 +46,11 @@ def attention_picture(
 
 
 def _label_rows(axes: Axes, pieces: Sequence[str], by_word: bool, gap: float) -> None:
-    """Label each row by its token or, in the middle of its rows, each word.
+    """Label each row by its token, or each word in the middle of its rows.
 
-    Labels that would be nearer than `gap` rows to the one before are omitted.
+    A label closer than `gap` rows to the previous one is omitted.
     """
-    rows = [(place, place + 1, piece.strip() or "␣") for place, piece in enumerate(pieces)]
+    rows = [(row, row + 1, piece.strip() or "␣") for row, piece in enumerate(pieces)]
     if by_word:
         rows = _words(pieces)
         edges = [start - 0.5 for start, _, _ in rows[1:]]
@@ -66,18 +66,18 @@ def _label_rows(axes: Axes, pieces: Sequence[str], by_word: bool, gap: float) ->
 
 
 def _words(pieces: Sequence[str]) -> list[tuple[int, int, str]]:
-    """First row, row after the last, and text of each word; a space counts as the next word's."""
+    """First row, row after the last, and text of each word; a space is part of the next word."""
     starts = [0]
-    for place, (piece, before) in enumerate(zip(pieces[1:], pieces, strict=False), start=1):
+    for row, (piece, before) in enumerate(zip(pieces[1:], pieces, strict=False), start=1):
         after_space = piece[:1].isspace() or before[-1:].isspace()
-        if after_space and "".join(pieces[starts[-1] : place]).strip():
-            starts.append(place)
+        if after_space and "".join(pieces[starts[-1] : row]).strip():
+            starts.append(row)
     ends = [*starts[1:], len(pieces)]
     return [(a, b, "".join(pieces[a:b]).strip()) for a, b in zip(starts, ends, strict=True)]
 
 
 def feature_picture(features: np.ndarray, seconds: float, title: str = "") -> np.ndarray:
-    """features (T, F), low frequencies below. seconds: what the T frames last."""
+    """features (T, F), low frequencies at the bottom. seconds: duration of the T frames."""
     F = features.shape[1]
 
     def draw(axes: Axes) -> None:
@@ -89,7 +89,7 @@ def feature_picture(features: np.ndarray, seconds: float, title: str = "") -> np
 
 
 def confusion_picture(counts: np.ndarray, title: str = "") -> np.ndarray:
-    """counts (K, K), a row for each true class: the share of a row as shade, counts as numbers."""
+    """counts (K, K), a row for each true class: shades are shares of a row, numbers are counts."""
 
     def draw(axes: Axes) -> None:
         shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -98,8 +98,8 @@ def confusion_picture(counts: np.ndarray, title: str = "") -> np.ndarray:
             if count:
                 colour = "white" if shares[row, column] > 0.4 else "black"
                 axes.text(column, row, str(count), fontsize=7, ha="center", va="center", c=colour)
-        places = range(len(counts))
-        axes.set(xlabel="predicted class", ylabel="true class", xticks=places, yticks=places)
+        classes = range(len(counts))
+        axes.set(xlabel="predicted class", ylabel="true class", xticks=classes, yticks=classes)
 
     return _pixels(draw, title, (5, 5))
 
@@ -120,7 +120,7 @@ def _pixels(draw: Callable[[Axes], None], title: str, size: tuple[float, float])
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     with warnings.catch_warnings():
-        # A letter that the font lacks is drawn as a box; a corpus may have thousands.
+        # A character that the font lacks is drawn as a box; a corpus may have thousands.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         axes = figure.subplots()
         draw(axes)

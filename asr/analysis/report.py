@@ -1,7 +1,7 @@
 """A report of lists, tables and pictures, as Markdown and as one self-contained HTML page.
 
-Texts come from recipes, folders and transcripts and are untrusted: both writers escape every text,
-control characters too, and the page's content security policy forbids scripts and loading anything.
+Texts come from recipes, folders and transcripts and are untrusted: both writers escape every text
+and its control characters; the page's content security policy forbids scripts and all loading.
 """
 
 import re
@@ -15,7 +15,7 @@ from pathlib import Path
 from asr.errors import printable
 from asr.io import write_files
 
-DASH = "–"  # in the cell of a table that has no value
+DASH = "–"  # in a table cell without a value
 _NUMBER = re.compile(r"[-+<>−–±≤%\d.,()\[\]/e ]*(to [-+−\d.,() %]*)?")
 
 
@@ -52,7 +52,7 @@ Part = Points | Table | Picture
 
 
 def plain_text(text: str) -> str:
-    """The text with escapes for control characters and surrogates, which files cannot hold."""
+    """The text with escapes for control characters and for surrogates, which UTF-8 lacks."""
     return printable(text.encode(errors="backslashreplace").decode())
 
 
@@ -62,7 +62,7 @@ def template(name: str) -> str:
 
 
 def policy_hash(text: str) -> str:
-    """The hash by which a content security policy allows an inline script or style."""
+    """The hash with which a content security policy allows an inline script or style."""
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
 
 
@@ -119,10 +119,10 @@ def html(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Escaped for Markdown, on one line, for tables too."""
+    """The text on one line, escaped for Markdown and its tables."""
     line = plain_text(" ".join(text.split()))
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    # An underscore within a word is no emphasis; unescaped, file names stay readable.
+    # An underscore within a word needs no escape; so file names stay readable.
     return re.sub(r"([\\`*\[\]|#~]|(?<!\w)_|_(?!\w))", r"\\\1", line)
 
 
@@ -142,5 +142,5 @@ def _table(table: Table) -> str:
 
 def _texts(table: Table) -> list[bool]:
     """Whether each column is text rather than numbers."""
-    places = range(len(table.head))
-    return [not all(_NUMBER.fullmatch(row[place]) for row in table.rows) for place in places]
+    columns = range(len(table.head))
+    return [not all(_NUMBER.fullmatch(row[column]) for row in table.rows) for column in columns]

@@ -33,27 +33,27 @@ CONSOLE = "console.log"  # in a run folder: the console output that asr.sweep ke
 TRAIN, VALID = "train/nll", "valid/nll"
 HOURS, SECONDS = "speed/audio_hours", "speed/train_seconds"  # cost of the run so far
 BEST_LOSS = "best loss"  # the lowest on validation: a figure of every run
+WER_OF = "WER of "  # and the split: the name of a figure
 FIGURES = ("accuracy", "nll")  # of a score.json without word error rates
-PERCENT = ("accuracy", "WER")  # names of fractions, shown as percent, begin so
 # A line of a log with the end of training, or its start.
 _ENDS = re.compile(
     r"^(?:[-0-9]+ [0-9:,]+ )?"  # the time
     r"(?:finished at step (?P<step>[0-9]{1,15})\b|(?:training|resuming) .*: [0-9.]+ M parameters)",
     re.MULTILINE,
 )
-DATA = "data and vocabulary"  # a key beside the recipe's: equal where losses are comparable
+DATA = "data and vocabulary"  # a key besides the recipe's: equal if losses are comparable
 
 
 def finished(run: Path) -> int | None:
-    """The step at which training finished; None where it did not, or was resumed since."""
+    """The step at which training finished; None if it did not, or was resumed since."""
     log = _text(run / "train.log")
-    # Trackers may add lines after the end; a resumed run begins with a line of its own.
+    # Trackers may log lines after the end; a resumed run logs its start.
     last = list(_ENDS.finditer(log))[-1:]
     return int(last[0]["step"]) if last and last[0]["step"] else None
 
 
 def _text(path: Path) -> str:
-    """The end of a log file, as text; empty where there is no such file."""
+    """The end of a log file; empty if there is no such file."""
     try:
         with open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
@@ -63,54 +63,54 @@ def _text(path: Path) -> str:
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The recipe a run was trained with. UserError, in one line, where it cannot be read.
+    """The recipe a run was trained with.
 
-    Also where check_run_folder refuses the folder.
+    Raises UserError if it cannot be read or check_run_folder refuses the folder.
     """
     check_run_folder(run)
     path = run / "recipe.yaml"
     if not path.exists():
-        raise UserError(f"{run}: no recipe.yaml: it ended before training began{last_error(run)}")
+        raise UserError(f"{run}: no recipe.yaml: training did not start{last_error(run)}")
     return read_recipe(path)
 
 
 def last_error(run: Path) -> str:
-    """The last error in the console output of a sweep's run, in brackets; empty without one."""
+    """The last error in the console output of a sweep's run, in parentheses; "" without one."""
     lines = _text(run / CONSOLE).rpartition("\n$ ")[2].splitlines()  # of its last command
     errors = [line for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line)]
     return f" ({errors[-1].removeprefix('error: ')[:300]})" if errors else ""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether training was started in the folder, or tried by a sweep."""
+    """Whether training was started in the folder, or a sweep tried to start it."""
     names = ("recipe.yaml", "train.log", CONSOLE)
     return any((folder / name).is_file() for name in names) or bool(start_times(folder))
 
 
-def expand_runs(places: Iterable[Path]) -> list[Path]:
+def expand_runs(folders: Iterable[Path]) -> list[Path]:
     """Run folders from run folders and sweep folders (folders of runs), each once.
 
-    The runs of a sweep come in the order of their start, that of the grid, whose first setting the
-    others are compared with; empty folders, of lost runs, come last. UserError for other places.
+    The runs of a sweep are sorted by their start, so in the order of the grid; others are compared
+    with its first setting. Empty folders, of lost runs, come last. UserError for other folders.
     """
     runs: dict[Path, Path] = {}
-    for place in places:
-        if not place.is_dir():
-            raise UserError(f"{place}: there is no such folder; name runs or a sweep's folder")
-        inside = [place]
-        if not is_run(place):
-            folders = sorted(filter(Path.is_dir, place.iterdir()))
-            inside = sorted(filter(is_run, folders), key=_start)
-            inside += [f for f in folders if not any(f.iterdir()) and f.name != REPORT]
-        if not any(map(is_run, inside)):
-            raise UserError(f"{place}: no run and no folder of runs; train one first")
-        for run in inside:
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: there is no such folder; name runs or a sweep's folder")
+        selected = [folder]
+        if not is_run(folder):
+            subfolders = sorted(filter(Path.is_dir, folder.iterdir()))
+            selected = sorted(filter(is_run, subfolders), key=_start)
+            selected += [f for f in subfolders if not any(f.iterdir()) and f.name != REPORT]
+        if not any(map(is_run, selected)):
+            raise UserError(f"{folder}: no run and no folder of runs; train one first")
+        for run in selected:
             runs.setdefault(run.resolve(), run)
     return list(runs.values())
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:
-    """A unique name for each: its folder's, with parents where two sweeps have equal names."""
+    """A unique name for each: its folder's, with parents if two sweeps have equal names."""
     tails = [run.resolve().parts[1:] for run in runs]
     names = []
     for tail in tails:
@@ -128,16 +128,16 @@ def _start(run: Path) -> tuple[float, list[tuple[int, str]]]:
     return min(start_times(run), default=math.inf), name
 
 
-def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
+def short_names(keys: Iterable[str], all_keys: Iterable[str]) -> dict[str, str]:
     """Each key's shortest ending that no other key has: model.listener.norm -> listener.norm."""
-    counts = Counter(ending for other in among for ending in _endings(other))
+    counts = Counter(ending for other in all_keys for ending in _endings(other))
     return {key: next((e for e in _endings(key) if counts[e] <= 1), key) for key in keys}
 
 
 def _endings(key: str) -> list[str]:
     """a.b.c -> c, b.c, a.b.c"""
     parts = key.split(".")
-    return [".".join(parts[place:]) for place in reversed(range(len(parts)))]
+    return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
 
 
 def value_text(value: Any) -> str:
@@ -147,17 +147,17 @@ def value_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `fault` is the reason why it is not counted."""
+    """One run. fault: why it is not counted, if it is not."""
 
     folder: Path
-    settings: dict[str, Any]  # dotted recipe key -> value; empty where it cannot be read
+    settings: dict[str, Any]  # dotted recipe key -> value; empty if it cannot be read
     curves: dict[str, Curve]
     fault: str | None
     name: str  # unique among the runs read with it
 
 
 def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
-    """Each run's recipe and curves, and what is wrong with it, if anything is."""
+    """Each run's recipe, curves and fault."""
     runs = []
     for folder, name in zip(folders, run_names(folders), strict=True):
         try:
@@ -194,7 +194,7 @@ def _fault(folder: Path, curves: dict[str, Curve], curve: str) -> str | None:
 
 
 def _data_hash(folder: Path, settings: dict[str, Any]) -> str:
-    """A hash of validation data and vocabulary, of their content where that is known."""
+    """A hash of validation data and vocabulary, of their content if that is known."""
     digest = hashlib.sha256(_validation_hash(folder) or _validation_files_hash(settings))
     for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
         known = path.is_file()
@@ -203,11 +203,11 @@ def _data_hash(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _validation_hash(folder: Path) -> bytes | None:
-    """The hash in the last checkpoint; the files may have changed since."""
+    """The hash in the last checkpoint, since the files may have changed."""
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return None
-    with suppress(UserError):  # damaged, or weights alone
+    with suppress(UserError):  # damaged, or weights only
         content = read_training(checkpoints[-1])["content"]
         for key in ("data.valid", "data.folder"):  # images validate on a part of the folder
             if key in content:
@@ -216,10 +216,10 @@ def _validation_hash(folder: Path) -> bytes | None:
 
 
 def _validation_files_hash(settings: dict[str, Any]) -> bytes:
-    """The hash of the current files that the recipe names; their names where one is missing."""
+    """The hash of the current files that the recipe names; of their names if one is missing."""
     named = settings.get("data.valid")
     files = [Path(str(name)) for name in (named if isinstance(named, list) else [named])]
-    with suppress(OSError, ValueError):  # ValueError: no file can have the name
+    with suppress(OSError, ValueError):  # ValueError: an impossible file name
         if all(file.is_file() and file.stat().st_size <= MAX_HASHED for file in files):
             return sha256_of_files(files).encode()
     return repr(named).encode()
@@ -227,39 +227,39 @@ def _validation_files_hash(settings: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class Cost:
-    """Audio and time at N steps; empty where nothing is known."""
+    """Audio and time at N steps; empty if nothing is known."""
 
     steps: np.ndarray  # (N,), from 0
     hours: np.ndarray  # of audio trained on
     seconds: np.ndarray  # of training and loading, without validation
 
     def at(self, step: float) -> tuple[float, float] | None:
-        """Audio-hours and seconds at a step: interpolated, beyond the last step proportional."""
+        """Audio-hours and seconds at a step: interpolated; proportional after the last step."""
         if len(self.steps) < 2 or self.steps[-1] <= 0:
             return None
         scale = max(1.0, step / self.steps[-1])
-        place = min(step, self.steps[-1])
-        hours = np.interp(place, self.steps, self.hours) * scale
-        return float(hours), float(np.interp(place, self.steps, self.seconds) * scale)
+        known = min(step, self.steps[-1])
+        hours = np.interp(known, self.steps, self.hours) * scale
+        return float(hours), float(np.interp(known, self.steps, self.seconds) * scale)
 
 
-def read_cost(run: RunRecord) -> Cost:
+def read_cost(run: Path, curves: Mapping[str, Curve]) -> Cost:
     """From the curves HOURS and SECONDS; without them from the last checkpoint."""
-    hours, seconds = finite(run.curves[HOURS]), finite(run.curves[SECONDS])
+    hours, seconds = finite(curves[HOURS]), finite(curves[SECONDS])
     if len(hours) and len(seconds):
         steps = np.intersect1d(hours.steps, seconds.steps)
         pair = [c.values[np.isin(c.steps, steps)] for c in (hours, seconds)]
         return Cost(*(np.insert(row, 0, 0) for row in (steps, *pair)))
-    with suppress(UserError):  # damaged, or weights alone
-        for checkpoint in list_checkpoints(run.folder)[-1:]:
-            place = TrainState(**read_training(checkpoint)["position"])
-            ends = (place.step, place.audio_seconds / 3600, place.train_seconds)
+    with suppress(UserError):  # damaged, or weights only
+        for checkpoint in list_checkpoints(run)[-1:]:
+            state = TrainState(**read_training(checkpoint)["position"])
+            ends = (state.step, state.audio_seconds / 3600, state.train_seconds)
             return Cost(*(np.array([0.0, end]) for end in ends))
     return Cost(*np.zeros((3, 0)))
 
 
 def _rates_without_words(file: Path) -> dict[str, Any]:
-    """The content of score.json; empty where it has word error rates or is damaged."""
+    """The content of score.json; empty if it has word error rates or is damaged."""
     try:
         rates = read_json(file)
     except (OSError, ValueError, UserError):
@@ -268,7 +268,7 @@ def _rates_without_words(file: Path) -> dict[str, Any]:
 
 
 def _is_outdated(run: Path, about: Mapping[str, Any]) -> bool:
-    """Whether an evaluation used other checkpoints than it would now; False where unknown."""
+    """Whether an evaluation used other checkpoints than it would now; False if unknown."""
     decode, steps = about.get("decode"), about.get("steps")
     average = decode.get("average", 1) if isinstance(decode, dict) else None
     if type(average) is not int or steps is None or not list_checkpoints(run):
@@ -289,14 +289,14 @@ def evaluation_notes(run: Path, folder: Path, about: Mapping[str, Any]) -> list[
 
 
 def unequal_decoding(*decoded: Mapping[str, str]) -> dict[str, list[str]]:
-    """Of decode_settings: the keys that differ, each with its values."""
+    """The decode_settings that differ: key -> values."""
     keys = dict.fromkeys(key for settings in decoded for key in settings)
-    values = {key: [settings.get(key, "as trained") for settings in decoded] for key in keys}
-    return {key: own for key, own in values.items() if len(set(own)) > 1}
+    rows = {key: [settings.get(key, "as trained") for settings in decoded] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
 def decode_settings(about: Mapping[str, Any]) -> dict[str, str]:
-    """The decode settings of an evaluation, and settings other than the run's own."""
+    """The decode settings of an evaluation, and its overrides of the run's other settings."""
     decode = about.get("decode")
     # An evaluation older than a setting used what is now its default.
     settings = DecodeConfig().model_dump(mode="json") | decode if isinstance(decode, dict) else {}
@@ -318,24 +318,24 @@ class SettingRun:
     train_loss: Curve
     cost: Cost
     scores: dict[str, Score]  # by split
-    figures: dict[str, float]  # by name: BEST_LOSS, and FIGURES of a split ("accuracy of test")
+    figures: dict[str, float]  # by name: BEST_LOSS, "WER of test", "accuracy of test", ...
     decoded: dict[str, dict[str, str]]  # by split: decode settings
 
 
 @dataclass(frozen=True)
 class SettingRuns:
-    """All runs of one setting, which differ in their seeds alone."""
+    """All runs of one setting, which differ only in their seeds."""
 
     label: str
-    short: str  # a letter instead of a long label, where two settings share a row
+    short: str  # a letter instead of a long label, for table rows with two settings
     legend: str  # the whole label
     members: tuple[SettingRun, ...]
     failed: int
-    comparable: bool  # its losses are of the same data and vocabulary as most others'
+    comparable: bool  # its losses are of the same data and vocabulary as those of most runs
 
 
 def read_setting_run(run: RunRecord, curve: str, notes: list[str]) -> SettingRun:
-    """A run with its cost and evaluations; `notes` gets the damaged and the outdated ones."""
+    """A run with its cost and evaluations; damaged and outdated ones are listed in `notes`."""
     seed, loss = run.settings["seed"], run.curves[curve]
     scores, figures, decoded = {}, {BEST_LOSS: float(finite(loss).values.min())}, {}
     for file in sorted(run.folder.glob("evaluate/*/score.json")):
@@ -351,6 +351,6 @@ def read_setting_run(run: RunRecord, curve: str, notes: list[str]) -> SettingRun
             continue
         notes += evaluation_notes(run.folder, folder, evaluation.about)
         scores[split], decoded[split] = evaluation.score, decode_settings(evaluation.about)
-    return SettingRun(
-        run.name, seed, loss, run.curves[TRAIN], read_cost(run), scores, figures, decoded
-    )
+        figures[f"{WER_OF}{split}"] = evaluation.score.wer
+    cost = read_cost(run.folder, run.curves)
+    return SettingRun(run.name, seed, loss, run.curves[TRAIN], cost, scores, figures, decoded)

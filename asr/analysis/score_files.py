@@ -1,9 +1,9 @@
-"""One evaluation as files: score.json, hypotheses.tsv and alignment.txt in a folder of their own.
+"""One evaluation as files: score.json, hypotheses.tsv and alignment.txt in one folder.
 
 score.json      rates (fractions), counts, intervals, speakers, confusions, and facts about the run;
-                written last, so where it exists the evaluation is complete
-hypotheses.tsv  one utterance a line: id, speaker, texts, counts, and columns of the caller
-alignment.txt   the utterances with most errors, reference above hypothesis
+                written last, so if it exists the evaluation is complete
+hypotheses.tsv  one utterance per line: id, speaker, texts, counts, and columns of the caller
+alignment.txt   the utterances with the most errors, reference above hypothesis
 """
 
 import json
@@ -35,7 +35,7 @@ from asr.errors import UserError
 from asr.io import open_file, read_json, write_files
 
 MAX_BYTES = 1 << 30  # of hypotheses.tsv
-MAX_LINE = 1 << 19  # bytes: the texts of ten hours; an alignment takes a square of it
+MAX_LINE = 1 << 19  # bytes: texts of ten hours; the memory of an alignment is quadratic in it
 MAX_UTTERANCES = 1_000_000
 MAX_NAME = 200  # bytes of the name of an evaluation's folder
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -60,10 +60,10 @@ def write_evaluation(
 ) -> None:
     """Write the three files; after a crash each is the old or the new one.
 
-    about     JSON values, say the checkpoint and the decode settings
-    columns   more columns of hypotheses.tsv, say health figures: one value an utterance
-    worst     utterances in alignment.txt
-    Raises UserError where a column's length is wrong or a TSV file cannot hold a name or value.
+    about     JSON values, such as the checkpoint and the decode settings
+    columns   more columns of hypotheses.tsv, such as health figures: one value per utterance
+    worst     number of utterances in alignment.txt
+    Raises UserError if a column has the wrong length or a TSV file cannot contain a name or value.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wrong = [utterance for utterance in score.utterances if utterance.errors]
@@ -85,13 +85,13 @@ def write_evaluation(
 def read_evaluation(folder: Path) -> SavedEvaluation:
     """Read the evaluation in a folder.
 
-    Raises UserError where a file is missing, damaged, or of another evaluation than the other file.
+    Raises UserError if a file is missing or damaged or the files are of different evaluations.
     """
     try:
         rates = read_json(folder / "score.json")
         with open_file(folder / "hypotheses.tsv", MAX_BYTES) as file:
             utterances = _utterances(_lines(file))
-        # The stored intervals: resampling again would give others.
+        # The stored intervals, since resampling again would give others.
         score = replace(
             summarize(utterances, draws=1),
             wer_interval=_parse_interval(rates["wer_interval"]),
@@ -103,7 +103,7 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
         if not isinstance(about, dict) or score.interval_over not in get_args(Units):
             raise TypeError("score.json: unknown values")
     except FileNotFoundError as error:
-        raise UserError(f"{error.filename}: not there; run python -m asr.evaluate first") from None
+        raise UserError(f"{error.filename}: missing; run python -m asr.evaluate first") from None
     except (ValueError, KeyError, TypeError, UserError) as error:
         reason = str(error)[:200]
         raise UserError(f"{folder}: damaged evaluation ({reason}); evaluate again") from None
@@ -113,16 +113,16 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
 
 
 def evaluation_name(split: str) -> str:
-    """The name of a split's folder in RUN/evaluate: the split's, or its manifest's.
+    """The name of a split's folder in RUN/evaluate: that of the split or of its manifest.
 
-    Raises UserError for a name that is no plain file name: "..", would be the run folder itself.
+    Raises UserError unless it is a plain file name: ".." would be the run folder itself.
     """
     name = Path(split).name.removesuffix(".tsv")
     if name in ("", ".", "..") or _CONTROL.search(name) or len(os.fsencode(name)) > MAX_NAME:
         shown = repr(name if len(name) < 60 else f"{name[:57]}...")
         raise UserError(
             f"--split {shown}: cannot name the folder of an evaluation; copy the manifest to "
-            "another name (of data.test, take another key)"
+            "another name, or choose another key in data.test"
         )
     return name
 
@@ -167,12 +167,12 @@ def _row(values: Sequence[object]) -> str:
     cells = [str(value) for value in values]
     for cell in cells:
         if set(cell) & set("\t\n\r"):
-            raise UserError(f"{cell!r} has a tab or a line break: a TSV file cannot hold it")
+            raise UserError(f"{cell!r} has a tab or a line break, which TSV does not allow")
     return "\t".join(cells)
 
 
 def _lines(file: IO[bytes]) -> Iterator[list[str]]:
-    """The cells of each line. Raises ValueError for a line that is too long, or has no end."""
+    """The cells of each line. Raises ValueError for a line that is too long or cut off."""
     while line := file.readline(MAX_LINE):
         if not line.endswith(b"\n"):
             raise ValueError(f"hypotheses.tsv: a line is cut off or longer than {MAX_LINE} bytes")
@@ -193,14 +193,14 @@ def _utterances(rows: Iterator[list[str]]) -> list[UtteranceScore]:
         counts = dict(zip(COUNTS, map(_count, cells[len(_TEXTS) :]), strict=False))
         utterances.append(UtteranceScore(**counts, **texts))
     if len({utterance.id for utterance in utterances}) < len(utterances):
-        raise ValueError("hypotheses.tsv: an id comes more than once")
+        raise ValueError("hypotheses.tsv: an id is not unique")
     return utterances
 
 
 def _count(cell: str) -> int:
     count = int(cell)
     if not 0 <= count <= MAX_LINE:
-        raise ValueError(f"hypotheses.tsv: {count} is no count")
+        raise ValueError(f"hypotheses.tsv: {count} is not a count")
     return count
 
 

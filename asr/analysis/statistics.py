@@ -18,19 +18,19 @@ from scipy.special import nctdtrinc, stdtr, stdtrit
 Interval = tuple[float, float]
 
 LEVEL = 0.95
-POWER = 0.8  # of a planned experiment, as is usual (Cohen 1988)
+POWER = 0.8  # the usual power of a planned experiment (Cohen 1988)
 NORMAL_QUANTILE = 1.959963984540054  # of the standard normal distribution at 0.975
 # Fewer make an interval over speakers too narrow: with 10 a bootstrap finds a difference between
 # equal systems in 10 % of cases, not 5, and with 2 in half of them.
 MIN_SPEAKERS = 20
-_ROUNDING = 1e-9  # relative to the mean: differences that vary by less count as equal
-_CHUNK = 1 << 20  # indices drawn at a time: 8 MB, whatever the number of units
+_ROUNDING = 1e-9  # relative to the mean: differences that vary less count as equal
+_CHUNK = 1 << 20  # indices drawn at a time: 8 MB
 
 
 def resampled_sums(units: NDArray[np.int64], draws: int, seed: int) -> NDArray[np.int64]:
-    """Draw N units with replacement and sum them, `draws` times over.
+    """Draw N units with replacement and sum them; repeat this `draws` times.
 
-    units (N, C) -> sums (draws, C). The drawn units depend on N, draws and seed alone.
+    units (N, C) -> sums (draws, C). The drawn units depend only on N, draws and seed.
     """
     size = len(units)
     generator = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def summed_by(labels: list[str], counts: NDArray[np.int64]) -> tuple[list[str], 
 
 
 def wilson_interval(hits: int, count: int) -> Interval:
-    """95 % interval of a share, hits of count (Wilson 1927): sound near 0 and 1 too."""
+    """95 % interval of a share, hits of count (Wilson 1927): valid near 0 and 1 too."""
     share, z = hits / count, NORMAL_QUANTILE**2 / count
     middle = share + z / 2
     half = math.sqrt(z * share * (1 - share) + z * z / 4)
@@ -68,7 +68,7 @@ def wilson_interval(hits: int, count: int) -> Interval:
 
 
 def mean_interval(values: NDArray[np.float64]) -> Interval | None:
-    """95 % interval of the mean of many values (N,), by the normal distribution; None of one."""
+    """95 % interval of the mean of many values (N,), by the normal distribution; None for one."""
     if len(values) < 2:
         return None
     mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
@@ -106,7 +106,7 @@ def spread(values: Sequence[float]) -> Spread:
 class PairedT:
     """The mean difference, second minus first, with its 95 % interval and two-sided p.
 
-    Where all differences are equal, sd is 0 and the interval None.
+    If all differences are equal, sd is 0 and the interval None.
     """
 
     mean: float
@@ -116,10 +116,10 @@ class PairedT:
 
 
 def paired_t(first: Sequence[float], second: Sequence[float]) -> PairedT | None:
-    """Student's test of pairs (same seed in both). None for fewer than two pairs.
+    """Student's t test of pairs (same seed in both). None for fewer than two pairs.
 
     Error rates are counts, so a few differences can all be equal. The t statistic is then infinite,
-    and p is that of the sign test instead: 2^(1 - pairs), or 1 where all differences are zero.
+    and p is that of the sign test instead: 2^(1 - pairs), or 1 if all differences are zero.
     """
     differences = spread([b - a for a, b in zip(first, second, strict=True)] or [0.0])
     mean, sd, count = differences.mean, differences.sd, differences.count
@@ -134,7 +134,7 @@ def paired_t(first: Sequence[float], second: Sequence[float]) -> PairedT | None:
 def detectable(count: int, sd: float) -> float:
     """The smallest mean difference that the paired t test of `count` pairs detects.
 
-    Detects: p < 1 - LEVEL in a share POWER of all repetitions, if `sd` is truly that of the
+    Detects: p < 1 - LEVEL in a share POWER of all repetitions. sd: true standard deviation of the
     differences.
     """
     limit = stdtrit(count - 1, (1 + LEVEL) / 2)
@@ -145,7 +145,7 @@ def detectable(count: int, sd: float) -> float:
 def holm(p: Sequence[float]) -> list[float]:
     """Adjusted p-values (Holm 1979): rejecting those below 0.05 errs in 5 % of families at most."""
     adjusted, largest = [0.0] * len(p), 0.0
-    for rank, place in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        largest = max(largest, min(1.0, (len(p) - rank) * p[place]))
-        adjusted[place] = largest
+    for rank, index in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        largest = max(largest, min(1.0, (len(p) - rank) * p[index]))
+        adjusted[index] = largest
     return adjusted

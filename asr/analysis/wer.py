@@ -3,10 +3,10 @@
     WER = (S + D + I) / N,  N words in the references; CER the same over characters
 
 Texts are compared as they are: case and punctuation count, runs of white space are one space, and
-the spaces between words are characters. jiwer finds the alignments; several may have equally few
-errors. The marks are sclite's: C correct, S substituted, D deleted (only in the reference), I
-inserted (only in the hypothesis). Empty texts are scored, not skipped. Without words in the
-reference N counts as 1, so every rate is finite: 0 or the number of inserted words.
+the spaces between words are characters. jiwer finds an alignment with the fewest errors. The marks
+are sclite's: C correct, S substituted, D deleted (only in the reference), I inserted (only in the
+hypothesis). Empty texts are scored, not skipped. If the reference has no words N counts as 1, so
+every rate is finite: 0 or the number of inserted words.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ class Edit(NamedTuple):
 
 
 def align(references: Sequence[str], hypotheses: Sequence[str]) -> list[list[Edit]]:
-    """Align each reference with its hypothesis word by word, with as few errors as possible.
+    """Align each reference with its hypothesis word by word, with the fewest errors.
 
     White space separates words. Two empty texts give an empty list.
     """
@@ -60,7 +60,7 @@ def _edits(
     for chunk in chunks:
         ours = reference[chunk.ref_start_idx : chunk.ref_end_idx] or repeat("")
         theirs = hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx] or repeat("")
-        # The sides of a chunk are equally long; a missing side repeats the empty word.
+        # Both sides of a chunk have the same length; a missing side repeats the empty word.
         yield from map(Edit, repeat(_MARKS[chunk.type]), ours, theirs)
 
 
@@ -86,12 +86,12 @@ def confusions(alignments: Iterable[Sequence[Edit]], most: int = 20) -> Confusio
 
 
 def alignment_text(edits: Sequence[Edit], width: int = 100) -> str:
-    """Three lines, REF, HYP and the marks of errors, wrapped at `width` columns; "" of no edits.
+    """Three lines, REF, HYP and the marks of errors, wrapped at `width` columns; "" without edits.
 
-    Words are above each other; asterisks stand for a missing one.
+    Aligned words are in one column; asterisks stand for a missing word.
     """
     rows: list[tuple[str, str, str]] = []
-    used = width  # columns used of the last row: full, so that the first edit opens one
+    used = width  # columns used in the last row: full, so that the first edit starts one
     for edit in edits:
         cells = _cells(edit)
         if used + _columns(cells[0]) + 1 > width:
@@ -112,17 +112,17 @@ def _cells(edit: Edit) -> tuple[str, str, str]:
 
 
 def _columns(text: str) -> int:
-    """Columns of a terminal that the text takes: wide letters two, combining marks none."""
+    """Terminal columns of the text: two for a wide letter, none for a combining mark."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of a set of utterances; those of disjoint sets add up."""
+    """Counts of a set of utterances; counts of disjoint sets add up."""
 
     sentences: int
     sentence_errors: int  # sentences with at least one wrong word
-    words: int  # in the references, as are characters
+    words: int  # in the references, like characters
     substitutions: int
     deletions: int
     insertions: int
@@ -136,7 +136,7 @@ class Counts:
 
     @property
     def wer(self) -> float:
-        """Word error rate, a fraction; above 1 where there are many insertions."""
+        """Word error rate, a fraction; above 1 with many insertions."""
         return self.errors / max(self.words, 1)
 
     @property
@@ -173,11 +173,11 @@ class SpeakerScore(Counts):
 
 @dataclass(frozen=True, slots=True)
 class Score(Counts):
-    """All utterances, in the order given; speakers in alphabetical order.
+    """All utterances in input order; speakers in alphabetical order.
 
     The intervals are 95 % percentile bootstrap intervals (Bisani & Ney 2004) over the units of
-    `interval_over`, None where there is only one. Few errors make them too narrow: without any
-    error they are (0, 0).
+    `interval_over`, None for a single unit. Few errors make them too narrow: without errors they
+    are (0, 0).
     """
 
     wer_interval: Interval | None
@@ -197,12 +197,12 @@ def score(
     draws: int = 1000,
     seed: int = 0,
 ) -> Score:
-    """Score hypotheses against references, one of each an utterance.
+    """Score hypotheses against references, one of each per utterance.
 
     `ids` default to "1", "2", ...; `speakers` to one speaker without a name. Errors within a
     speaker are correlated, so an interval for other speakers needs interval_over="speakers".
-    Raises UserError where there are no utterances, the lengths differ, an id repeats, or a text is
-    given instead of a list of texts.
+    Raises UserError if there are no utterances, the lengths differ, an id repeats, or references
+    or hypotheses are one text instead of a list.
     """
     for text in (references, hypotheses):
         if isinstance(text, str):
@@ -224,7 +224,7 @@ def summarize(
     draws: int = 1000,
     seed: int = 0,
 ) -> Score:
-    """The Score of scored utterances, say a part of another Score's. UserError without any."""
+    """The Score of utterances such as a subset of another Score's. UserError if there are none."""
     if not utterances:
         raise UserError("nothing to score: there are no utterances")
     rows = np.array([_counts_of(u) for u in utterances], dtype=np.int64)  # (N, 8), columns COUNTS
@@ -244,16 +244,16 @@ def summarize(
 def pooled(scores: Sequence[Score], draws: int = 1000) -> Score:
     """One Score of several runs on one split: each utterance's counts summed over the runs.
 
-    Resampling its utterances draws the same ones of every run. Raises UserError where the runs
-    were scored on different utterances, or against different references.
+    The bootstrap resamples the same utterances in every run. Raises UserError if the runs were
+    scored on different utterances or against different references.
     """
     if len(scores) == 1:
         return scores[0]
     rows = [{u.id: u for u in score.utterances} for score in scores]
     if any(row.keys() != rows[0].keys() for row in rows):
-        raise UserError("its runs were evaluated on different utterances; evaluate them again")
+        raise UserError("the runs were evaluated on different utterances; evaluate them again")
     if any(row[u.id].reference != u.reference for row in rows for u in scores[0].utterances):
-        raise UserError("its runs were evaluated against different texts; evaluate them again")
+        raise UserError("the runs were evaluated against different texts; evaluate them again")
     sums = [
         replace(u, **{c: sum(getattr(row[u.id], c) for row in rows) for c in COUNTS})
         for u in scores[0].utterances
@@ -264,13 +264,13 @@ def pooled(scores: Sequence[Score], draws: int = 1000) -> Score:
 def _check(
     ids: list[str], references: Sequence[str], hypotheses: Sequence[str], speakers: list[str]
 ) -> None:
-    for name, given in (("hypotheses", hypotheses), ("ids", ids), ("speakers", speakers)):
-        if len(given) != len(references):
+    for name, texts in (("hypotheses", hypotheses), ("ids", ids), ("speakers", speakers)):
+        if len(texts) != len(references):
             raise UserError(
-                f"{len(references)} references but {len(given)} {name}: give one for each utterance"
+                f"{len(references)} references but {len(texts)} {name}: give one for each utterance"
             )
     if twice := [id for id, times in Counter(ids).items() if times > 1]:
-        raise UserError(f"utterance id {twice[0]!r} comes more than once: make the ids unique")
+        raise UserError(f"utterance id {twice[0]!r} is not unique")
 
 
 def _count(references: list[str], hypotheses: list[str]) -> list[tuple[int, ...]]:
@@ -308,7 +308,7 @@ def _intervals(
 
 
 def by_group(score: Score, group_of: Mapping[str, str]) -> dict[str, Score]:
-    """Utterance id -> group: the Score of each group, with its own interval, sorted by name."""
+    """The Score of each group with its interval, by name. group_of: utterance id -> group."""
     groups: dict[str, list[UtteranceScore]] = {}
     for utterance in score.utterances:
         groups.setdefault(group_of[utterance.id], []).append(utterance)
@@ -326,12 +326,14 @@ def group_lines(by: str, groups: Mapping[str, Score]) -> list[str]:
 
 
 def untrained(wer: float) -> str:
-    """A remark on a rate that is hardly below that of an empty transcript; empty for others."""
-    return "" if wer < UNTRAINED else "as of an untrained model: an empty transcript has 100 %"
+    """A remark on a rate hardly below that of an empty transcript; "" for other rates."""
+    if wer < UNTRAINED:
+        return ""
+    return "typical of an untrained model: an empty transcript has 100 %"
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of cells -> lines, the first column aligned left and the others right."""
+    """Rows of cells -> lines: the first column is aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip()

@@ -378,7 +378,7 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
         folder / "page.html",
         result,
         title=evaluation.title,
-        about=dict(_page_facts(evaluation)),
+        facts=dict(_page_facts(evaluation)),
         audio=audio,
         pictures={name: uri for name, uri in uris.items() if uri},
         groups=evaluation.groups,

@@ -1,31 +1,31 @@
 "use strict";
-// The list of utterances: searched, filtered, sorted, and drawn a page at a time, so that a large
-// split opens fast. Text from transcripts and file names becomes text nodes and values only.
+// The list of utterances: searched, filtered, sorted and drawn in pages, so that a large split opens
+// fast. Text from transcripts and file names becomes only text nodes and values.
 const AT_ONCE = 50;
 const byId = (id) => document.getElementById(id);
 const utterances = JSON.parse(byId("data").textContent);
 const order = new Intl.Collator(undefined, { numeric: true });
 let confusion = null; // [mark, reference word, hypothesis word] or none
-let found = utterances;
+let matches = utterances;
 let drawn = 0;
 
-for (const [place, utterance] of utterances.entries()) {
+for (const [position, utterance] of utterances.entries()) {
   const texts = [utterance.id, utterance.speaker];
   for (const side of [1, 2]) {
     texts.push(utterance.edits.map((edit) => edit[side]).filter(Boolean).join(" "));
   }
   utterance.text = texts.join("\n").toLowerCase();
-  utterance.place = place;
+  utterance.position = position;
   utterance.errors = utterance.S + utterance.D + utterance.I;
   utterance.rate = utterance.errors / Math.max(utterance.words, 1);
 }
 
 const sorts = {
-  errors: (a, b) => b.errors - a.errors || b.rate - a.rate || a.place - b.place,
-  rate: (a, b) => b.rate - a.rate || b.errors - a.errors || a.place - b.place,
-  words: (a, b) => b.words - a.words || a.place - b.place,
+  errors: (a, b) => b.errors - a.errors || b.rate - a.rate || a.position - b.position,
+  rate: (a, b) => b.rate - a.rate || b.errors - a.errors || a.position - b.position,
+  words: (a, b) => b.words - a.words || a.position - b.position,
   id: (a, b) => order.compare(a.id, b.id),
-  given: (a, b) => a.place - b.place,
+  position: (a, b) => a.position - b.position,
 };
 
 const shows = {
@@ -55,26 +55,26 @@ function refresh() {
   const shown = byId("show").value;
   const flag = shown.startsWith("flag:") ? shown.slice(5) : null;
   const show = flag === null ? shows[shown] : (utterance) => utterance.flags.includes(flag);
-  found = utterances.filter(
+  matches = utterances.filter(
     (utterance) =>
       show(utterance) &&
       (speaker === null || utterance.speaker === speaker) &&
       utterance.text.includes(text) &&
       (confusion === null || utterance.edits.some(isConfused)),
   );
-  found.sort(sorts[byId("sort").value]);
+  matches.sort(sorts[byId("sort").value]);
   byId("utterances").replaceChildren();
   drawn = 0;
   draw();
 }
 
 function draw() {
-  const next = found.slice(drawn, drawn + AT_ONCE);
+  const next = matches.slice(drawn, drawn + AT_ONCE);
   byId("utterances").append(...next.map(item));
   drawn += next.length;
-  const rest = found.length - drawn;
+  const rest = matches.length - drawn;
   byId("count").textContent =
-    `${found.length} of ${utterances.length} utterances` + (rest ? `, the first ${drawn} shown` : "");
+    `${matches.length} of ${utterances.length} utterances` + (rest ? `, the first ${drawn} shown` : "");
   byId("more").textContent = `Show ${Math.min(rest, AT_ONCE)} more`;
   byId("more").hidden = rest === 0;
   byId("confusion").hidden = confusion === null;
