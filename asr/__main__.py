@@ -1,4 +1,4 @@
-"""All commands: layernorm-asr COMMAND ..., or python -m asr COMMAND ...; without one, their list.
+"""All commands: layernorm-asr COMMAND ..., python -m asr COMMAND ...; without COMMAND, their list.
 
 python -m asr.COMMAND is the same.
 """
@@ -37,13 +37,13 @@ def main() -> int | None:
     if name not in names:
         near = difflib.get_close_matches(name[:80], names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(names)}"
-        raise UserError(f"{name[:80]!r} is no command; {hint}")
+        raise UserError(f"{name[:80]!r} is not a command; {hint}")
     del sys.argv[1]
     return importlib.import_module(f"asr.{name}").main()
 
 
 def listing() -> Iterator[str]:
-    """Each command with its purpose and an example, by task."""
+    """The help text: each command with its purpose and an example, by task."""
     yield f"usage: {call_of('COMMAND')} ...     each command has --help"
     for task, commands in EXAMPLES.items():
         yield f"\n{task}:"

@@ -1,4 +1,4 @@
-"""Arguments of commands: every mistake in them is one line of error.
+"""Arguments of commands; every mistake in them is one line.
 
 Imports nothing that takes time, so that --help is fast.
 """
@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from asr.errors import UserError
 from asr.shipped import find_run
 
-MAX_PATH = 1000  # bytes; systems allow some more, but hardly a path with their own names in it
-LONGEST = 300  # characters of a message, which may quote an argument of any length
+MAX_PATH = 1000  # bytes; systems allow little more, and commands add names to a path
+LONGEST = 300  # characters of a message, since it may quote an argument of any length
 
 # Task -> command -> an example of its arguments.
 EXAMPLES = {
@@ -41,20 +41,20 @@ CONSOLE = "layernorm-asr"
 
 
 def call_of(command: str) -> str:
-    """How the user calls a command: `layernorm-asr train` or `python -m asr.train`."""
+    """The call of a command as the user types it: `layernorm-asr train`, `python -m asr.train`."""
     is_console = Path(sys.argv[0]).name == CONSOLE
     return f"{CONSOLE} {command}" if is_console else f"{MODULES}{command}"
 
 
 class Completing(Exception):
-    """Ends a command whose arguments the shell completes."""
+    """Ends a command when the shell only completes its arguments."""
 
     def __init__(self, parser: "CommandParser") -> None:
         self.parser = parser
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser, which refuses empty values, values given twice and shortened flags.
+    """A parser that refuses empty values, repeated flags and abbreviated flags.
 
     prog: `python -m asr.COMMAND`. The help of a command ends with its example. While `completing`,
     parsing raises Completing.
@@ -73,11 +73,11 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", Path, _usable_path)
 
     def add_overrides(self) -> None:
-        """Add `overrides`, the recipe's keys with their values."""
+        """Add `overrides`: keys of the recipe with values."""
         self.add_argument("overrides", nargs="*", metavar="key.path=value")
 
     def parse(self) -> argparse.Namespace:
-        """The command line, whose flags may stand anywhere."""
+        """Parse the command line; flags may be anywhere in it."""
         if self.completing:
             raise Completing(self)
         args = self.parse_intermixed_args()
@@ -85,26 +85,26 @@ class CommandParser(argparse.ArgumentParser):
         return args
 
     def parse_args(self, *args: Any, **options: Any) -> argparse.Namespace:
-        """argparse's, whose flags stand where subcommands allow them."""
+        """Parse a command line with subcommands, as argparse does."""
         if self.completing:
             raise Completing(self)
         return super().parse_args(*args, **options)
 
     def format_help(self) -> str:
-        """argparse's text with the example."""
+        """The help text with the example."""
         examples = [group[self.command] for group in EXAMPLES.values() if self.command in group]
         lines = [f"\nexample:\n  {self.prog} {example}\n" for example in examples]
         return "".join([super().format_help(), *lines])
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError, without the lines of usage."""
-        # parse_intermixed_args names them as required, too.
+        """Raise UserError, without the usage lines."""
+        # parse_intermixed_args lists them as required.
         message = message.replace(", key.path=value", "")[:LONGEST]
         raise UserError(f"{message}; {self.prog} --help lists the arguments")
 
 
 class StoreOnce(argparse.Action):
-    given = False
+    is_set = False
 
     def __call__(
         self,
@@ -113,9 +113,9 @@ class StoreOnce(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        if option_string and self.given:
+        if option_string and self.is_set:
             raise argparse.ArgumentError(self, "given twice")
-        self.given = True
+        self.is_set = True
         setattr(namespace, self.dest, values)
 
 
@@ -133,18 +133,18 @@ def check_overrides(overrides: Sequence[str]) -> None:
         seen.add(key)
 
 
-# Types of arguments, for argparse. A number of 5,000 digits is no number: int refuses it, too.
+# Types of arguments, for argparse.
 
 
 def not_empty(text: str) -> str:
-    """Any text but an empty one, which as a path would be the working directory."""
+    """Any text that is not empty: an empty path would be the working directory."""
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 def _usable_path(text: str) -> Path:
-    """Whether there is a file or not; UserError for links in a circle and for what is too long."""
+    """A path, whether it exists or not; refuses link loops and paths that are too long."""
     if len(os.fsencode(not_empty(text))) > MAX_PATH:
         raise argparse.ArgumentTypeError(f"{text[:60]!r}...: longer than {MAX_PATH} bytes")
     try:
@@ -156,28 +156,29 @@ def _usable_path(text: str) -> Path:
 
 
 def run_folder(text: str) -> Path:
-    """The folder of a run, of which a shipped one can be given by its name."""
+    """The folder of a run; a name can stand for a shipped run."""
     return find_run(_usable_path(text))
 
 
 def natural(text: str) -> int:
-    """A whole number from 0 up."""
+    """A whole number of at least 0."""
     return _whole(text, 0)
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """A whole number of at least 1."""
     return _whole(text, 1)
 
 
 def _whole(text: str, low: int) -> int:
+    # int() raises ValueError for more than 4,300 digits.
     if not (text.isascii() and text.isdecimal() and len(text) <= 18 and int(text) >= low):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {low} up")
     return int(text)
 
 
 def above_zero(text: str) -> float:
-    """A finite number above 0."""
+    """A finite number greater than 0."""
     try:
         number = float(text)
     except ValueError:
@@ -188,7 +189,7 @@ def above_zero(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A number above 0 and below 1."""
+    """A number between 0 and 1, both excluded."""
     if (number := above_zero(text)) >= 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r}: must be below 1")
     return number

@@ -1,8 +1,8 @@
 """Which difference is real? python -m asr.compare RUN... [--out DIR] [--levels 1.0 0.5]
 
-RUN is a run folder or a sweep's folder. Runs are grouped by the differences of their recipes other
-than seed and run; the report is OUT/compare.md and compare.html, its pictures curves.png, .svg and
-seeds.png, .svg.
+RUN is a run folder or a sweep's folder. Runs are grouped by the differences between their recipes,
+except seed and run. The report is OUT/compare.md and compare.html with the pictures curves.png and
+.svg, seeds.png and .svg.
 """
 
 import math
@@ -21,7 +21,7 @@ def main() -> int:
     add("runs", nargs="+", type=Path, metavar="RUN", help="run or sweep folder")
     add("--out", type=Path, help="folder of the report (SWEEP/compare or compare)")
     add("--levels", nargs="+", metavar="LOSS", help="instead of the automatic ones")
-    ignore = "settings that, like the seed, may differ within a group, e.g. train.init"
+    ignore = "settings that may differ within a group, like the seed: train.init"
     add("--ignore", nargs="+", metavar="KEY", default=[], help=ignore)
     add("--curve", default="valid/nll", help="the loss on validation (%(default)s)")
     args = parser.parse()

@@ -2,7 +2,7 @@
 
     eval "$(register-python-argcomplete layernorm-asr)"      # in ~/.bashrc or ~/.zshrc
 
-A recipe is read for its keys, for it decides on the task and the model.
+The recipe is read for its keys, since they depend on its task and model.
 """
 
 import argparse
@@ -27,11 +27,11 @@ def complete() -> None:
     names = [name for group in EXAMPLES.values() for name in group]
     if len(words) > 1 and words[1] in names:
         parser = _parser_of(words[1])
-        os.environ["_ARGCOMPLETE"] = "2"  # the words begin at the command
+        os.environ["_ARGCOMPLETE"] = "2"  # the words start at the command
     else:
         parser = argparse.ArgumentParser()
         parser.add_argument("command", choices=names)
-    argcomplete.safe_actions.add(StoreOnce)  # else completers see no values
+    argcomplete.safe_actions.add(StoreOnce)  # otherwise completers see no values
     argcomplete.autocomplete(parser)
 
 
@@ -57,16 +57,16 @@ def _parser_of(command: str) -> CommandParser:
 
 
 def _settings(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
-    """`key.path=` of every key of the recipe; after the = its values, where they are names."""
+    """`key.path=` of every key of the recipe; after the = its values, if they are names."""
     from asr.config.loader import read_recipe
 
-    place = vars(parsed_args)
+    args = vars(parsed_args)
     try:
-        found = read_recipe(place.get("recipe") or place["run"] / "recipe.yaml")
+        recipe = read_recipe(args.get("recipe") or args["run"] / "recipe.yaml")
     except (UserError, OSError, KeyError, TypeError):  # none is named yet
         return
     key, equals, _ = prefix.partition("=")
-    for name, annotation in _keys(found):
+    for name, annotation in _keys(recipe):
         if not equals:
             yield f"{name}="
         elif name == key:
@@ -74,7 +74,7 @@ def _settings(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterato
 
 
 def _keys(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and type of every key of a recipe, or of a class of keys that it does not set."""
+    """Dotted path and type of every key of a recipe, or of a group of keys that it does not set."""
     from asr.config.loader import groups_in
     from asr.config.schema import Config
 

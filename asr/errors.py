@@ -1,10 +1,10 @@
-"""Errors of users, and how every command ends.
+"""Errors of users, and the exit codes of commands.
 
 A user's mistake is one line on standard error and exit code 2, without a traceback. The other exit
 codes: 0 success, 3 a signal stopped the training, which is saved, 130 Ctrl-C with nothing to save.
-Where the reader of standard output has ended (`| head`, a closed terminal), long commands drop
-their output and continue. Control characters, which file names and texts may contain and which
-could act on a terminal, are printed as escapes, and so are those that reorder the text after them.
+If the reader of standard output has ended (`| head`, a closed terminal), long commands drop their
+output and continue. File names and texts may contain characters that control a terminal or reorder
+text; they are printed as escapes.
 """
 
 import errno
@@ -22,15 +22,15 @@ from asr.features import AudioError, StatisticsError
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells do
-LONGEST = 2000  # characters of an error: one that quotes a file may be of any length
+LONGEST = 2000  # characters of an error; one that quotes a file can have any length
 
-# torch's message, from its loader or, by a signal, from wherever the trainer is.
+# torch's message, from its loader or, after a signal, from any line of the trainer.
 WORKER_EXITED = re.compile(r"DataLoader worker \(pid.*(killed|exited)")
 KILLED = (
-    "a process that reads data was killed, as the system does where memory is short, or /dev/shm "
-    "is full; lower data.workers and start again, a training with --resume"
+    "a data loader process was killed: the system has too little memory, or /dev/shm is full; "
+    "lower data.workers and start again, a training with --resume"
 )
-# What commands import beyond torch and numpy, and the packages of the extra `asr` of setup.cfg.
+# Module -> package, for the packages of the extra `asr` of setup.cfg.
 ASR_PACKAGES = {
     "google": "protobuf",  # of tensorboard
     "jiwer": "jiwer",
@@ -51,8 +51,8 @@ ASR_PACKAGES = {
 # The messages of CUDA and of the CPU's allocator.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
-# Control characters but tab (9) and line feed (10), and the embeddings, overrides and isolates of
-# Unicode's bidirectional algorithm; its marks are part of ordinary text.
+# Control characters except tab (9) and line feed (10), and the embeddings, overrides and isolates
+# of Unicode's bidirectional algorithm; its marks are part of ordinary text.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 _CONTROL |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
@@ -62,19 +62,19 @@ class UserError(Exception):
 
 
 def check_list(name: str, values: object) -> None:
-    """Raise UserError for one text or path in place of a list of them, which is a sequence, too."""
+    """Raise UserError for one text or path instead of a list of them."""
     if isinstance(values, str | os.PathLike):
         text = os.fspath(values)
         raise UserError(f"{name} = {text!r}: must be a list, [{text!r}]")
 
 
 class WorkerKilled(UserError):
-    """A data loader's worker was killed: the model is sound, the next batches are lost."""
+    """A data loader's worker was killed: the model is intact, the next batches are lost."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Add the path to an OSError that names no file, as that of a full disk."""
+    """Add the path to an OSError that names no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -84,7 +84,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def print_line(text: str) -> None:
-    """Print one line at once; if the reader is gone, discard all further output."""
+    """Print one line and flush it; if the reader is gone, discard all further output."""
     try:
         print(text, flush=True)
     except OSError:
@@ -96,12 +96,12 @@ def discard_stdout() -> None:
     try:
         with Path(os.devnull).open("w") as null:
             os.dup2(null.fileno(), sys.stdout.fileno())
-    except (OSError, ValueError):  # in a notebook it is no file of the system
+    except (OSError, ValueError):  # in a notebook it has no file descriptor
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end of the process)
 
 
 def printable(text: str) -> str:
-    """The text with control characters, but not tab and line break, as escapes: \\x1b, \\u202e."""
+    """The text with control characters except tab and line break as escapes: \\x1b, \\u202e."""
     return text.translate(_CONTROL)
 
 
@@ -118,7 +118,7 @@ class _PrintableStream(TextIOWrapper):
         super().__init__(
             stream.buffer,
             encoding=stream.encoding,
-            errors="backslashreplace",  # a locale may lack a character, a name be no text
+            errors="backslashreplace",  # for characters that the locale lacks and surrogates
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
@@ -131,7 +131,7 @@ class _PrintableStream(TextIOWrapper):
 
 
 def terminal(stream: TextIO | None = None) -> TextIO:
-    """The stream (standard output) without escapes, for a progress bar, which moves the cursor."""
+    """The stream (standard output) without escapes, for a progress bar that moves the cursor."""
     stream = stream or sys.stdout
     return getattr(stream, "unescaped", stream)
 
@@ -164,7 +164,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         with _printable_streams():
             code = _exit_code(main)
             if is_started_by_torchrun():
-                # At once, for the connections between ranks may abort at Python's exit.
+                # Immediately, since connections between ranks may abort when Python exits.
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
@@ -176,7 +176,7 @@ def run_command(main: Callable[[], int | None]) -> None:
 def _exit_code(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
-    except BrokenPipeError:  # `| head` has all it wants
+    except BrokenPipeError:  # `| head` has ended
         discard_stdout()
         return 0
     except KeyboardInterrupt:
@@ -186,10 +186,10 @@ def _exit_code(main: Callable[[], int | None]) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Print the error in one line; -> the exit code. Raises it again if it is a bug of ours."""
+    """Print the error in one line; -> the exit code. Raises it again if it is our bug."""
     cause: BaseException = error
     while (cause := cause.__context__) is not None:
-        if isinstance(cause, KeyboardInterrupt):  # clearing up after it failed
+        if isinstance(cause, KeyboardInterrupt):  # the clean-up after it failed
             return EXIT_INTERRUPTED
     message = _user_message(error)
     if message is None:
@@ -200,7 +200,7 @@ def _report(error: Exception) -> int:
 
 
 def _user_message(error: Exception) -> str | None:
-    """One line for an error that a user can act on; None for a bug of ours."""
+    """One line for an error that a user can act on; None for our bugs."""
     if isinstance(error, UserError | AudioError | StatisticsError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -208,7 +208,7 @@ def _user_message(error: Exception) -> str | None:
         return package and missing_package(package, "asr")
     cause = error.__context__
     if isinstance(error, RuntimeError) and getattr(cause, "errno", None) == errno.ELOOP:
-        error = cause  # Path.resolve in a loop of links, up to Python 3.12
+        error = cause  # Path.resolve with a link loop, up to Python 3.12
     if isinstance(error, OSError):
         name = error.filename or "the system"
         if isinstance(name, bytes):
@@ -226,9 +226,9 @@ def _user_message(error: Exception) -> str | None:
 
 
 def missing_package(package: str, extra: str) -> str:
-    """One line: a package is not installed, and the extra of setup.cfg that brings it.
+    """One line: a package is not installed, and the extra of setup.cfg that installs it.
 
-    No index has layernorm-asr, so it is not named.
+    layernorm-asr is on no package index, so the remedy does not name it.
     """
     remedy = f"pip install {package}, or in the checkout pip install '.[{extra}]'"
     return f"the package {package} is not installed: {remedy}"

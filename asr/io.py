@@ -3,15 +3,14 @@
 An atomic write goes to a hidden file beside the target, which a rename then replaces: a reader sees
 the old content or the new one, never a part, and a failed write leaves nothing behind.
 
-A file that somebody else may have made is checked as it is opened: no FIFO or device, which might
-block or never end, and no more bytes than its kind can need. Where a command writes, it follows no
-symbolic link, which could lead out of the folder that the user named.
+A file from somebody else is checked when it is opened: it must not be a FIFO or device, which might
+block or never end, and not be larger than its kind needs. Commands never write through a symbolic
+link, which could lead out of the folder that the user named.
 """
 
 import errno
 import fcntl
 import hashlib
-import io
 import json
 import os
 import secrets
@@ -35,7 +34,7 @@ def atomic_writer(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
 
     sync: flush it to the disk before the rename, so that a power failure leaves old or new content.
     """
-    # Not tempfile: that makes files private, where the user's umask decides.
+    # Not tempfile, which ignores the umask and makes files private.
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with writing(path):
@@ -50,12 +49,12 @@ def atomic_writer(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
 
 
 def write_files(folder: Path, contents: Mapping[str, str]) -> None:
-    """Write every text as UTF-8, then rename all to their names, in the order given."""
-    with ExitStack() as files:  # which closes, and so renames, the last opened first
+    """Write every text as UTF-8, then rename all files in the order of `contents`."""
+    with ExitStack() as files:  # closes, and so renames, the last opened file first
         for name, text in reversed(contents.items()):
             file = files.enter_context(atomic_writer(folder / name))
             file.write(text.encode())
-            file.flush()  # a full disk must show before the first rename
+            file.flush()  # a full disk must raise before the first rename
 
 
 def atomic_write(path: Path, text: str) -> None:
@@ -65,7 +64,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` to fill and rename to it; removed if the block does not."""
+    """A temporary folder beside `folder`, to fill and rename; removed if it was not renamed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")  # as in atomic_writer
     part.mkdir()
@@ -77,7 +76,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def made_folder(folder: Path) -> Iterator[None]:
-    """Make a folder; those made are removed again where they are left empty."""
+    """Make a folder and its parents; new ones that are still empty at the end are removed."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -89,18 +88,18 @@ def made_folder(folder: Path) -> Iterator[None]:
 
 
 def usable_cores() -> int:
-    """Those of this process; in a container often fewer than the machine's."""
+    """The cores this process may use; in a container often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def user_cache() -> Path:
-    """This project's folder in the user's cache. Raises RuntimeError for a user without a home."""
+    """This project's cache folder. Raises RuntimeError for a user without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "layernorm-asr"
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -111,27 +110,16 @@ def sync(path: Path) -> None:
 def open_file(path: Path, limit: int | None = None) -> IO[bytes]:
     """A regular file, open for reading.
 
-    Raises UserError for a FIFO, a device, a name with a null character, or a file of more than
-    `limit` bytes.
+    Raises UserError for a FIFO, a device, a name with a null character, or more than `limit` bytes.
     """
     try:
-        file = io.BufferedReader(_Unblocked(path, opener=_open_regular))
+        file = open(path, "rb", opener=_open_regular)  # noqa: SIM115 (the caller closes it)
     except ValueError:
         raise UserError(f"{str(path)!a}: no file can have this name") from None
     if limit is not None and os.fstat(file.fileno()).st_size > limit:
         file.close()
         raise UserError(f"{path}: larger than {limit} bytes")
     return file
-
-
-class _Unblocked(io.FileIO):
-    """A file that raises OSError in place of waiting, as for the system's /proc/kmsg."""
-
-    def readinto(self, buffer: Any) -> int:
-        """Bytes read into the buffer; 0 at the end."""
-        if (count := super().readinto(buffer)) is None:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.name))
-        return count
 
 
 def read_small_file(path: Path, limit: int = 16 << 20) -> str:
@@ -141,7 +129,7 @@ def read_small_file(path: Path, limit: int = 16 << 20) -> str:
     """
     with open_file(path, limit) as file:
         content = file.read(limit + 1)
-    if len(content) > limit:  # files of the system have a size of 0
+    if len(content) > limit:  # files in /proc have a size of 0
         raise UserError(f"{path}: larger than {limit} bytes")
     return content.decode()
 
@@ -154,8 +142,8 @@ def read_json(path: Path, limit: int = 16 << 20) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
 
-    Raises ValueError for what is not JSON or not UTF-8, is nested too deeply, has too long a
-    number, or has a surrogate, which is no character and cannot be written again.
+    Raises ValueError if it is not JSON or not UTF-8, is nested too deeply, or has a number that is
+    too long or a lone surrogate, which cannot be written again.
     """
     try:
         value = json.loads(text)
@@ -163,22 +151,23 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError:
-        raise ValueError("has a lone surrogate, which is no character") from None
+        raise ValueError("has a lone surrogate, which is not a character") from None
     return value
 
 
 def open_append(path: Path) -> IO[bytes]:
-    """A regular file, open for appending, made if need be.
+    """A regular file, open for appending; created if missing.
 
-    Raises UserError for a symbolic link, a file with another name elsewhere (a hard link), a FIFO
-    or a device.
+    Raises UserError for a symbolic link, a file with several names (hard links), a FIFO or a
+    device.
     """
-    return open(path, "a+b", opener=_open_own)
+    return open(path, "a+b", opener=_open_without_links)
 
 
 def _open_regular(path: str, flags: int) -> int:
     try:
-        handle = os.open(path, flags | os.O_NONBLOCK, 0o666)  # else a FIFO waits for its other end
+        # Without O_NONBLOCK a FIFO waits for its other end.
+        handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise UserError(f"{path}: not a regular file") from None
@@ -190,7 +179,7 @@ def _open_regular(path: str, flags: int) -> int:
     return handle
 
 
-def _open_own(path: str, flags: int) -> int:
+def _open_without_links(path: str, flags: int) -> int:
     try:
         handle = _open_regular(path, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -199,37 +188,37 @@ def _open_own(path: str, flags: int) -> int:
         raise
     if os.fstat(handle).st_nlink > 1:
         os.close(handle)
-        raise UserError(f"{path}: a file with another name elsewhere (a hard link); copy it")
+        raise UserError(f"{path}: a file with several names (hard links); copy it")
     return handle
 
 
 def check_run_folder(run: Path) -> None:
     """Raise UserError if a run folder has a member that is neither a file nor a folder.
 
-    Through a link, writing into the folder would change what is elsewhere; a FIFO would block. The
-    path of the folder itself may be a link, which its user has made, but must be UTF-8.
+    Writing through a link would change files elsewhere; a FIFO would block. The path of the folder
+    itself may be a link, since the user has made it, but must be UTF-8.
     """
     try:
         os.fspath(run).encode()
     except UnicodeEncodeError:  # safetensors and torch cannot open such files
         raise UserError(f"{run}: its name is not UTF-8; rename it") from None
-    waiting = [run] if run.is_dir() else []
-    while waiting:
-        # Other processes may rename what they write meanwhile; kinds are read with the names.
-        with suppress(FileNotFoundError), os.scandir(waiting.pop()) as members:
+    folders = [run] if run.is_dir() else []
+    while folders:
+        # Other processes may rename files meanwhile; scandir reads kinds together with names.
+        with suppress(FileNotFoundError), os.scandir(folders.pop()) as members:
             for member in members:
                 if member.is_dir(follow_symlinks=False):
-                    waiting.append(Path(member.path))
+                    folders.append(Path(member.path))
                 elif not member.is_file(follow_symlinks=False):
                     fault = _LINK if member.is_symlink() else "not a regular file; remove it"
                     raise UserError(f"{member.path}: {fault}")
 
 
-_LINK = "a symbolic link, through which nothing is written; replace it by what it points to"
+_LINK = "a symbolic link, which is not written through; replace it with its target"
 
 
 def sha256_of_files(paths: Iterable[Path], limit: int | None = None) -> str:
-    """The SHA256 of the files' bytes, one file after another: a second for a gigabyte.
+    """The SHA256 of the concatenated files; a gigabyte takes a second.
 
     Raises UserError as open_file does.
     """
@@ -237,7 +226,7 @@ def sha256_of_files(paths: Iterable[Path], limit: int | None = None) -> str:
 
 
 def md5_of_file(path: Path) -> str:
-    """The MD5 of a file, as archives publish it: against damage, not against an attacker."""
+    """The MD5 of a file, as archives publish it: it detects damage, not attacks."""
     return _hash_files([path], hashlib.md5(usedforsecurity=False))
 
 
@@ -250,24 +239,24 @@ def _hash_files(paths: Iterable[Path], digest: Any, limit: int | None = None) ->
 
 
 def try_lock(file: IO[Any], start: int = 0, length: int = 0, inherited: bool = False) -> bool:
-    """Lock an open file, or `length` bytes from `start`; False where another process holds it.
+    """Lock an open file, or `length` bytes from `start`; False if another process holds the lock.
 
-    The lock belongs to this process, works over NFS and ends with the process, however it ends.
-    inherited: it belongs to the open file instead, so child processes that inherit the file keep
-    it. Raises OSError on a file system without locks.
+    The lock belongs to this process, works over NFS and ends with the process, even if it is
+    killed. inherited: the lock belongs to the open file instead, so child processes that inherit
+    the file keep it. Raises OSError on a file system without locks.
     """
     try:
         if inherited:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         else:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
-    except (BlockingIOError, PermissionError):  # systems differ in the error
+    except (BlockingIOError, PermissionError):  # the error depends on the system
         return False
     return True
 
 
 def unlock(file: IO[Any], start: int = 0, length: int = 0) -> None:
-    """Give up a lock of this process."""
+    """Release a lock of this process."""
     fcntl.lockf(file, fcntl.LOCK_UN, length, start)
 
 
@@ -285,10 +274,10 @@ def lock_file(path: Path, refusal: str) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def lock_run_folder(run: Path) -> Iterator[None]:
-    """Hold a run folder for training. Creates it, and removes it if nothing was written into it.
+    """Lock a run folder for training. Creates it, and removes it if nothing was written into it.
 
-    The loader's workers do not inherit the lock, so a killed run can be resumed at once.
-    Raises UserError where another process trains in the folder, and as check_run_folder does.
+    The loader's workers do not inherit the lock, so a killed run can be resumed immediately.
+    Raises UserError if another process trains in the folder, and as check_run_folder does.
     """
     check_run_folder(run)
     with made_folder(run), _training_lock(run / LOCK):
@@ -297,18 +286,18 @@ def lock_run_folder(run: Path) -> Iterator[None]:
 
 @contextmanager
 def _training_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file of a run folder, which names its holder; removed at the end."""
+    """Lock a run folder with a file that names the process; it is removed at the end."""
     while True:
         with open_append(path) as file:
-            locked = True  # also on a file system without locks: better to train than not
+            locked = True  # also on a file system without locks, to be able to train there
             with suppress(OSError):
                 locked = try_lock(file)
             if not locked:
                 file.seek(0)
                 holder = file.read(200).decode(errors="replace") or "another process"
-                remedy = "wait for its end, end it, or choose another --run"
+                remedy = "wait until it ends, stop it, or choose another --run"
                 raise UserError(f"{path.parent}: {holder} is training in it; {remedy}")
-            if os.fstat(file.fileno()).st_nlink:  # else its last holder has just removed it
+            if os.fstat(file.fileno()).st_nlink:  # otherwise its last holder just removed it
                 holder = f"process {os.getpid()} on {socket.gethostname()}"
                 try:
                     with writing(path):

@@ -16,7 +16,7 @@ def main() -> None:
     text = "a recipe, or the name of a shipped one: demo"
     parser.add_argument("recipe", nargs="?", type=Path, help=text)
     parser.add_overrides()
-    text = "print the JSON Schema of recipes instead, with which editors complete and check keys; "
+    text = "print the JSON Schema of recipes instead, for editors that complete and check keys; "
     text += "recipes/schema.json is this file"
     parser.add_argument("--schema", action="store_true", help=text)
     text = "print the names of the shipped recipes instead"
@@ -32,7 +32,7 @@ def main() -> None:
 
         print(json.dumps(recipe_schema(), indent=1))
         return
-    from asr.config.loader import as_yaml, read_recipe  # loads pydantic, which --help need not
+    from asr.config.loader import as_yaml, read_recipe  # loads pydantic, so not for --help
 
     print(as_yaml(read_recipe(args.recipe, args.overrides)), end="")
 

@@ -1,14 +1,14 @@
-"""Recipes and trained runs that come with the package and are found by name: demo, conformer.
+"""Recipes and trained runs that come with the package and have a name: demo, conformer.
 
-In a checkout they are the folders recipes/ and pretrained/ beside asr/; a wheel puts them into it.
-A file or folder of the user's with that name comes first.
+In a checkout they are in recipes/ and pretrained/ beside asr/; in a wheel, inside asr/. A file or
+folder of the user with the same name takes precedence.
 """
 
 import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
-RUNS = ("conformer", "las", "transformer")  # of pretrained/; setup.cfg puts some into a wheel
+RUNS = ("conformer", "las", "transformer")  # in pretrained/; a wheel has some of them (setup.cfg)
 NAME = re.compile(r"\w{1,100}", re.ASCII)
 
 
@@ -25,7 +25,7 @@ def recipe_names() -> list[str]:
 def find_recipe(path: Path, folder: Path) -> Path:
     """The file of a recipe: `path`, relative to `folder`, or the shipped recipe of that name.
 
-    The name of a shipped run is that of its recipe, too.
+    The name of a shipped run also names its recipe.
     """
     if NAME.fullmatch(str(path)) and not (folder / path).is_file():
         shipped = _folder("recipes") / f"{path}.yaml", _folder("pretrained") / path / "recipe.yaml"
@@ -40,17 +40,17 @@ def find_run(path: Path) -> Path:
     return shipped if named and (shipped / "recipe.yaml").is_file() else path
 
 
-def lacking(run: Path) -> str | None:
-    """Where a shipped run is that this installation has not; None for others."""
+def not_installed(run: Path) -> str | None:
+    """Where to get a shipped run that this installation lacks; None for other runs."""
     if str(run) not in RUNS or find_run(run) != run:
         return None
-    here = [name for name in RUNS if find_run(Path(name)) != Path(name)]
+    installed = [name for name in RUNS if find_run(Path(name)) != Path(name)]
     return (
-        f"this installation has {' and '.join(here) or 'no trained run'} alone; {run} is in the "
-        "folder pretrained/ of the project's repository: give the path of that folder"
+        f"this installation only has {' and '.join(installed) or 'no trained run'}; {run} is in "
+        "pretrained/ of the project's repository: give the path of that folder"
     )
 
 
 def is_installed(run: Path) -> bool:
-    """Whether the run is in the installed package, where no command should write."""
+    """Whether the run is in the installed package; commands do not write there."""
     return PACKAGE in run.absolute().parents

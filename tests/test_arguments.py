@@ -145,7 +145,7 @@ def test_odd_values_are_one_short_line(line, message, refused):
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("path", "message"),
     [
         ("loop", "'loop': Too many levels of symbolic links"),
         ("loop/x", "'loop/x': Too many levels of symbolic links"),
@@ -154,8 +154,8 @@ def test_odd_values_are_one_short_line(line, message, refused):
         ("a/" * 501, "longer than 1000 bytes"),
     ],
 )
-def test_a_path_that_no_file_can_have(command, place, message, commands, tmp_path, monkeypatch):
+def test_a_path_that_no_file_can_have(command, path, message, commands, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
-    assert message in commands.refused(command, place, *COMMANDS[command][1:])
-    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
+    assert message in commands.refused(command, path, *COMMANDS[command][1:])
+    assert [member.name for member in tmp_path.iterdir()] == ["loop"]

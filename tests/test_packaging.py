@@ -122,8 +122,8 @@ def test_the_examples_of_the_help_are_in_a_wheel(wheel, tmp_path):
         assert found[command].endswith(made)
     for name, key in (("las", "las"), ("transformer", "transformer"), ("las", "recipe las")):
         assert found[key].rstrip(".") == (
-            f"{name}: this installation has conformer alone; {name} is in the folder pretrained/ "
-            "of the project's repository: give the path of that folder"
+            f"{name}: this installation only has conformer; {name} is in pretrained/ of the "
+            "project's repository: give the path of that folder"
         )
 
 

@@ -35,7 +35,7 @@ def test_two_trainings_do_not_share_a_run_folder(seen):
     assert lock["second"] == [2, 2]
     for line in lock["messages"]:
         assert line.startswith(f"error: {seen['folder']}/shared: process {lock['holder']} on ")
-        assert line.endswith("is training in it; wait for its end, end it, or choose another --run")
+        assert "is training in it; wait until it ends, stop it" in line
     assert len(lock["messages"]) == 2
 
 

@@ -331,7 +331,7 @@ def test_a_killed_worker_ends_the_run_with_one_line(tiny, commands, tmp_path, mo
     monkeypatch.setattr(loader.UtteranceDataset, "__getitem__", killed)
     more = ("data.workers=1", "train.save_every=1")
     line = commands.refused(train, tiny, "--run", tmp_path, *more)
-    assert line.startswith("a process that reads data was killed") and "--resume" in line
+    assert line.startswith("a data loader process was killed") and "--resume" in line
     assert "ended: " in (tmp_path / "train.log").read_text().splitlines()[-1]
     assert list_checkpoints(tmp_path)
 

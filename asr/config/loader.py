@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from asr.config.schema import Config, Recipe
 from asr.errors import UserError
 from asr.io import atomic_write, read_small_file
-from asr.shipped import find_recipe, lacking, recipe_names
+from asr.shipped import find_recipe, not_installed, recipe_names
 
 # Task -> its recipe class, imported when a recipe names the task.
 RECIPES = {
@@ -218,7 +218,7 @@ def _load(path: Path) -> dict[str, Any]:
     except UserError as error:
         raise RecipeError(f"{error}; is this a recipe?") from None
     except FileNotFoundError:
-        if elsewhere := lacking(path):
+        if elsewhere := not_installed(path):
             raise RecipeError(f"{path}: {elsewhere}.") from None
         names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from asr.errors import UserError
-from asr.shipped import lacking, recipe_names
+from asr.shipped import not_installed, recipe_names
 
 
 def missing_run(run: Path, key: str = "") -> UserError:
@@ -12,7 +12,7 @@ def missing_run(run: Path, key: str = "") -> UserError:
     name = f"{key} = {run}" if key else str(run)
     if (below := Path("runs") / run).is_dir():
         return UserError(f"{name}: there is no such run. Did you mean {below}?")
-    if elsewhere := lacking(run):
+    if elsewhere := not_installed(run):
         return UserError(f"{name}: {elsewhere}")
     return UserError(f"{name}: there is no such run. Make it with: {train_command(run)}")
 
