@@ -7,15 +7,15 @@ import time
 import pytest
 import torch
 
+from asr.config.cell import CellSettings
 from asr.kernels import dispatch, fastest, python
 from asr.kernels.cuda import cluster
 from asr.kernels.fastest import FILE, Case, FastestBackend, check
-from asr.kernels.types import make_setting
 
 PLACE, OTHER = "GPU, torch 1", "GPU, torch 2"
 CPU = torch.device("cpu")
-BA = make_setting("ba", None, "guard", "fp32", None, hidden_norm=False, norm_kind="layer")
-CASE = Case(BA, directions=2, hidden=5, batch=4, learns=True)
+BA = CellSettings("ba")
+CASE = Case(BA, torch.float32, directions=2, hidden=5, batch=4, learns=True)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def stored(cache):
 def test_the_faster_is_chosen_measured_once_and_stored(cache):
     machine = Machine()
     assert [machine.choose(), machine.choose()] == ["quick", "quick"]
-    case = "ba split output layer fp32, 2 x H 5, B 4, forward and backward"
+    case = "ba split output layer torch.float32, 2 x H 5, B 4, forward and backward"
     line = f"LSTM on {PLACE}: backend 'quick' for {case}: slow 3e+03 ms, quick 1e+03 ms"
     assert machine.lines == [line]
     assert stored(cache) == {
@@ -71,16 +71,16 @@ def test_the_slower_is_not_chosen():
 def test_another_case_or_version_is_measured_anew(cache):
     Machine().choose()
     later = Machine(seconds=(1.0, 3.0))
-    forward, half = CASE._replace(learns=False), BA._replace(precision="bf16")
+    forward, half = CASE._replace(learns=False), CASE._replace(products=torch.bfloat16)
     assert later.choose(forward) == "slow"
-    assert later.choose(CASE._replace(setting=half)) == "slow"
+    assert later.choose(half) == "slow"
     assert later.choose(place=OTHER) == "slow"
     assert {place: len(own) for place, own in stored(cache).items()} == {PLACE: 3, OTHER: 1}
 
 
 def scaled(factor):
-    def layer(batch, weights, setting):
-        result = python.layer(batch, weights, setting)
+    def layer(batch, weights, settings, products):
+        result = python.layer(batch, weights, settings, products)
         return result._replace(h=result.h * factor)
 
     return layer
@@ -120,9 +120,9 @@ def test_a_wrong_gradient_fails_and_without_gradients_is_not_computed():
         def backward(ctx, gradient):
             return gradient / 2
 
-    def layer(batch, weights, setting):
+    def layer(batch, weights, settings, products):
         w = weights[1]._replace(gain_c=Halved.apply(weights[1].gain_c))
-        return python.layer(batch, [weights[0], w], setting)
+        return python.layer(batch, [weights[0], w], settings, products)
 
     with pytest.raises(fastest.CheckFailed, match=r"by 0\.5 of its size"):
         check(layer, CASE, CPU)
@@ -130,11 +130,11 @@ def test_a_wrong_gradient_fails_and_without_gradients_is_not_computed():
 
 
 def test_bf16_passes_its_bound_and_not_that_of_fp32():
-    def half(batch, weights, setting):
-        return python.layer(batch, weights, setting._replace(precision="bf16"))
+    def half(batch, weights, settings, products):
+        return python.layer(batch, weights, settings, torch.bfloat16)
 
     case = CASE._replace(hidden=67)
-    check(half, case._replace(setting=BA._replace(precision="bf16")), CPU)
+    check(half, case._replace(products=torch.bfloat16), CPU)
     with pytest.raises(fastest.CheckFailed):
         check(half, case, CPU)
 
@@ -220,9 +220,9 @@ def test_calls_of_one_size_share_a_case():
         x, state = torch.zeros(rows, 3, 2), torch.zeros(1, rows, 7)
         batch = fastest.LayerInput(x, None, state, state, None)
         with torch.set_grad_enabled(grad):
-            return Case.of(batch, [None], BA)
+            return Case.of(batch, BA, torch.float32)
 
-    assert case(5) == case(8) == Case(BA, 1, 7, 8, True)
+    assert case(5) == case(8) == Case(BA, torch.float32, 1, 7, 8, True)
     assert case(1).batch == 1
     assert case(9).batch == 16
     assert not case(5, grad=False).learns
@@ -244,7 +244,7 @@ def test_auto_asks_the_chooser_and_explains_a_missing_triton(monkeypatch, caplog
     monkeypatch.setattr(dispatch.cuda, "obstacle", lambda like: None)
     monkeypatch.setattr(cluster, "obstacle", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    half = CASE._replace(setting=CASE.setting._replace(precision="bf16"))
+    half = CASE._replace(products=torch.bfloat16)
     for case, candidates in ((CASE, ("cuda",)), (half, ("cluster", "cuda"))):
         assert dispatch._fastest_on_gpu(case, OnGpu()) == (candidates, "cuda:0", PLACE)
     monkeypatch.setattr(OnGpu, "shape", (2052, 513))

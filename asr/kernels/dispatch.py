@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from asr.config.cell import CellSettings
 from asr.errors import UserError
 from asr.kernels import python, reference, tracing
 from asr.kernels.cpu import compiler, decoder, lstm, operator
@@ -30,18 +31,18 @@ from asr.kernels.types import (
     DecoderOutput,
     LayerInput,
     LayerOutput,
-    LSTMOptions,
     State,
     Weights,
     check_shape,
-    make_setting,
 )
 
 
-def _cluster_layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
+def _cluster_layer(
+    batch: LayerInput, weights: list[Weights], settings: CellSettings, products: torch.dtype
+) -> LayerOutput:
     from asr.kernels.cuda import cluster  # loaded on a GPU only
 
-    return cluster.layer(batch, weights, setting)
+    return cluster.layer(batch, weights, settings, products)
 
 
 def _cluster_obstacle(like: Tensor | None = None) -> str | None:
@@ -52,10 +53,10 @@ def _cluster_obstacle(like: Tensor | None = None) -> str | None:
     return cluster.obstacle()
 
 
-def _cluster_limit(setting: LSTMOptions, like: Tensor) -> str | None:
+def _cluster_limit(like: Tensor, products: torch.dtype) -> str | None:
     from asr.kernels.cuda import cluster
 
-    return cluster.limit(setting, like.shape[1])
+    return cluster.limit(like.shape[1], products)
 
 
 LAYERS = {
@@ -69,7 +70,7 @@ ON_GPU = {"cuda": cuda.obstacle, "cluster": _cluster_obstacle}
 
 NAMES = ("auto", *LAYERS)
 VARIABLE = "LAYERNORM_LSTM_BACKEND"
-PLAIN = make_setting("none", None, "guard", "fp32", None, hidden_norm=False, norm_kind="layer")
+PLAIN = CellSettings("none")
 P, R = ParamSpec("P"), TypeVar("R")
 
 
@@ -113,54 +114,58 @@ def check_name(name: str) -> str:
 
 
 def run_layer(
-    name: str, batch: LayerInput, weights: list[Weights], setting: LSTMOptions
+    name: str, batch: LayerInput, weights: list[Weights], settings: CellSettings
 ) -> LayerOutput:
     """One layer, all directions. Raises UserError where the named backend cannot run."""
     own = weights[0].weight_hh
     if is_traced(batch.x, batch.h, own):
-        return _trace_layer(name, batch, weights, setting)
+        return _trace_layer(name, batch, weights, settings)
     if len(batch.x) == 0:  # no rows for a kernel
-        return tracing.layer(batch, weights, setting)
-    setting, mixed = _under_autocast(setting, own)
-    chosen = choose_backend(name, setting, own)
+        return tracing.layer(batch, weights, settings)
+    products, mixed = _products(own), autocast_dtype(own.device.type) is not None
+    chosen = choose_backend(name, settings, own)
     if own.device.type == "cuda" and chosen == "python" and _is_auto(name):
-        chosen = _fastest_on_gpu(Case.of(batch, weights, setting), own)
-    if chosen == "cluster" and (reason := _cluster_limit(setting, own)):
+        chosen = _fastest_on_gpu(Case.of(batch, settings, products), own)
+    if chosen == "cluster" and (reason := _cluster_limit(own, products)):
         _warn_once(f"the LSTM's slower backend 'cuda' is used: {reason}")
         chosen = "cuda"
     if not mixed or chosen == "reference":  # autocast applies to the reference's own operators
-        return LAYERS[chosen](batch, weights, setting)
+        return LAYERS[chosen](batch, weights, settings, products)
     with torch.autocast(own.device.type, enabled=False):
-        return LAYERS[chosen](_cast(batch, own.dtype), weights, setting)
+        return LAYERS[chosen](_cast(batch, own.dtype), weights, settings, products)
 
 
 def _trace_layer(
-    name: str, batch: LayerInput, weights: list[Weights], setting: LSTMOptions
+    name: str, batch: LayerInput, weights: list[Weights], settings: CellSettings
 ) -> LayerOutput:
     """In a graph: C++ is one node for torch.compile; else the layer consists of torch's operators,
     which run everywhere, also without this package.
     """
     own = weights[0].weight_hh
     compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-    if compiled and own.device.type == "cpu" and _compiles_to_cpp(name, setting, own.dtype):
-        half = autocast_dtype("cpu") == torch.bfloat16
-        text = _setting_text(setting, "bf16" if half else setting.precision)
-        return operator.layer(_cast(batch, own.dtype), weights, text)
-    return tracing.layer(batch, weights, setting)
+    if compiled and own.device.type == "cpu" and _compiles_to_cpp(name, settings, own.dtype):
+        text = _settings_text(settings)
+        return operator.layer(_cast(batch, own.dtype), weights, text, _products(own))
+    return tracing.layer(batch, weights, settings)
 
 
 @_constant
-def _compiles_to_cpp(name: str, setting: LSTMOptions, dtype: torch.dtype) -> bool:
-    return _choose(name, setting, torch.empty(0, dtype=dtype)) == "cpu"
+def _compiles_to_cpp(name: str, settings: CellSettings, dtype: torch.dtype) -> bool:
+    return _choose(name, settings, torch.empty(0, dtype=dtype)) == "cpu"
 
 
 @_constant
-def _setting_text(setting: LSTMOptions, precision: str) -> str:
-    return operator.setting_text(setting._replace(precision=precision))
+def _settings_text(settings: CellSettings) -> str:
+    return operator.settings_text(settings)
 
 
 def run_step(
-    name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
+    name: str,
+    x: Tensor,
+    state: State,
+    mask: Tensor | None,
+    weights: Weights,
+    settings: CellSettings,
 ) -> State:
     """One time step: x (B, I), state of two (B, H) -> the next state; in C++ or as reference.
 
@@ -174,24 +179,29 @@ def run_step(
             check_shape(part, one, (x.shape[0], own.shape[0] // 4))
     deferred = isinstance(weights.weight_hh, DeferredWeight)  # torch.compile cannot trace one
     if is_traced(x, *state, own) and not (deferred and torch.compiler.is_dynamo_compiling()):
-        return reference.step(x, state, mask, weights, setting)
-    return _run_step(name, x, state, mask, weights, setting)
+        return reference.step(x, state, mask, weights, settings)
+    return _run_step(name, x, state, mask, weights, settings)
 
 
 @_untraced
 def _run_step(
-    name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
+    name: str,
+    x: Tensor,
+    state: State,
+    mask: Tensor | None,
+    weights: Weights,
+    settings: CellSettings,
 ) -> State:
     own = weights.bias_hh
-    setting, mixed = _under_autocast(setting, own)
-    if choose_backend(name, setting, own) != "cpu":  # the others are fast in loops only
-        return reference.step(x, state, mask, weights, setting)
+    products, mixed = _products(own), autocast_dtype(own.device.type) is not None
+    if choose_backend(name, settings, own) != "cpu":  # the others are fast in loops only
+        return reference.step(x, state, mask, weights, settings)
     if not mixed:
-        return lstm.step(x, state, mask, weights, setting)
+        return lstm.step(x, state, mask, weights, settings, products)
     with torch.autocast(own.device.type, enabled=False):
         x, h, c = (part.to(own.dtype) for part in (x, *state))
         mask = None if mask is None else mask.to(own.dtype)
-        return lstm.step(x, (h, c), mask, weights, setting)
+        return lstm.step(x, (h, c), mask, weights, settings, products)
 
 
 @_untraced
@@ -208,7 +218,7 @@ def attend(name: str, given: AttentionInput, valid: Tensor) -> tuple[Tensor, Ten
 
 def can_run_decoder(
     name: str,
-    setting: LSTMOptions,
+    settings: CellSettings,
     weight: Tensor,
     states: Tensor,
     v: Tensor | None,
@@ -219,9 +229,9 @@ def can_run_decoder(
     weight: one of the cells'; states (B, T, E): the memory; v: see AttentionInput; modules: all
     that a step calls. Raises UserError as `attend`.
     """
-    if setting.precision != "fp32" or any(map(has_hooks, modules)):
+    if any(map(has_hooks, modules)):
         return False
-    return choose_backend(name, setting, weight) == "cpu" and _attends_in_cpp(name, v, states)
+    return choose_backend(name, settings, weight) == "cpu" and _attends_in_cpp(name, v, states)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -232,11 +242,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 @_untraced
 def run_decoder(
-    given: DecoderInput, cells: list[Weights], constants: DecoderConstants
+    given: DecoderInput, cells: list[Weights], constants: DecoderConstants, settings: CellSettings
 ) -> DecoderOutput:
     """All steps of a decoder along given tokens in C++, where can_run_decoder allows it."""
-    setting, _ = _under_autocast(constants.setting, cells[0].bias_hh)
-    return decoder.run_decoder(given, cells, constants._replace(setting=setting))
+    return decoder.run_decoder(given, cells, constants, settings, _products(cells[0].bias_hh))
 
 
 def release_memory() -> None:
@@ -253,12 +262,12 @@ def check_place(name: str, part: Tensor, own: Tensor) -> None:
 
 
 @_untraced
-def choose_backend(name: str, setting: LSTMOptions, like: Tensor) -> str:
+def choose_backend(name: str, settings: CellSettings, like: Tensor) -> str:
     """The backend for weights like `like`. Raises UserError where the named one cannot run."""
-    return "reference" if is_traced(like) else _choose(name, setting, like)
+    return "reference" if is_traced(like) else _choose(name, settings, like)
 
 
-def _choose(name: str, setting: LSTMOptions, like: Tensor) -> str:
+def _choose(name: str, settings: CellSettings, like: Tensor) -> str:
     """choose_backend; reads device and dtype of `like` alone."""
     if name == "auto":
         name = os.environ.get(VARIABLE) or "auto"
@@ -269,18 +278,18 @@ def _choose(name: str, setting: LSTMOptions, like: Tensor) -> str:
         name = "python"
     if name == "reference":
         return name
-    if not setting.guard:
+    if not settings.guard:
         return _as_reference("zero_variance 'raw'")
-    if setting.gates not in MODES or setting.norm_kind not in ("layer", "rms"):
-        return _as_reference(f"norm {setting.norm!r}")
-    if name in ("auto", "cpu") or (name in ON_GPU and not setting.swap):
+    if settings.gates not in MODES or settings.norm_kind not in ("layer", "rms"):
+        return _as_reference(f"norm {settings.norm!r}")
+    if name in ("auto", "cpu") or (name in ON_GPU and not settings.swap):
         reason = ON_GPU.get(name, _cpu_obstacle)(like)
         if reason is None:
             return "cpu" if name == "auto" else name
         if name != "auto":
             raise UserError(f"backend {name!r} of the LSTM cannot run: {reason}")
         _warn_once(f"the LSTM's slower backend 'python' is used: {reason}")
-    return _as_reference(f"norm {setting.norm!r}") if setting.swap else "python"
+    return _as_reference(f"norm {settings.norm!r}") if settings.swap else "python"
 
 
 def _is_auto(name: str) -> bool:
@@ -294,7 +303,7 @@ def _fastest_on_gpu(case: Case, like: Tensor) -> str:
         return "python"
     if torch.cuda.is_current_stream_capturing():  # nothing can be timed
         return "python"
-    reason = _cluster_obstacle(like) or _cluster_limit(case.setting, like)
+    reason = _cluster_obstacle(like) or _cluster_limit(like, case.products)
     return _fastest[reason is None].choose(case, like.device, _place(like.device))
 
 
@@ -324,11 +333,10 @@ def _cpu_obstacle(like: Tensor) -> str | None:
     return None
 
 
-def _under_autocast(setting: LSTMOptions, like: Tensor) -> tuple[LSTMOptions, bool]:
-    """The setting with autocast's precision, and whether autocast is enabled."""
-    dtype = autocast_dtype(like.device.type)
-    half = dtype == torch.bfloat16
-    return (setting._replace(precision="bf16") if half else setting), dtype is not None
+def _products(like: Tensor) -> torch.dtype:
+    """The dtype of products with float32 weights: bf16 under such an autocast; of others theirs."""
+    half = like.dtype == torch.float32 and autocast_dtype(like.device.type) == torch.bfloat16
+    return torch.bfloat16 if half else like.dtype
 
 
 def _cast(batch: LayerInput, dtype: torch.dtype) -> LayerInput:

@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.errors import UserError, is_out_of_memory
 from asr.io import atomic_write, read_json
 from asr.kernels import reference
 from asr.kernels.cpu.compiler import cache_folder
-from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, Weights, weight_shapes
+from asr.kernels.types import LayerInput, LayerOutput, Weights, weight_shapes
 
-Layer = Callable[[LayerInput, list[Weights], LSTMOptions], LayerOutput]
+Layer = Callable[[LayerInput, list[Weights], CellSettings, torch.dtype], LayerOutput]
 
 FILE = "fastest_backends.json"
 LIMIT = 1 << 20  # bytes of that file
@@ -43,27 +44,28 @@ WARM_UP, ROUNDS = 2, 5
 SLOWER = 3  # times the fastest: not timed again after the warm-up
 # Largest |difference| / |reference| of a result. A TF32 product errs by 3e-4; with bf16 products a
 # value of the check passes up to 14, each of which rounds three numbers by at most 2^-9.
-BOUNDS = {"fp32": 4e-3, "bf16": 0.05}
+BOUNDS = {torch.float32: 4e-3, torch.bfloat16: 0.05}
 
 
 class Case(NamedTuple):
     """What decides which backend is the fastest."""
 
-    setting: LSTMOptions
+    settings: CellSettings
+    products: torch.dtype
     directions: int
     hidden: int
     batch: int  # a power of 2
     learns: bool  # gradients are computed
 
     @classmethod
-    def of(cls, batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> "Case":
+    def of(cls, batch: LayerInput, settings: CellSettings, products: torch.dtype) -> "Case":
         """The case of one call of a layer."""
         size = 1 << (batch.x.shape[0] - 1).bit_length()
-        return cls(setting, *batch.h.shape[::2], size, torch.is_grad_enabled())
+        return cls(settings, products, *batch.h.shape[::2], size, torch.is_grad_enabled())
 
     def __str__(self) -> str:
-        own = self.setting
-        kinds = own.norm, own.gates, own.cell_norm, own.norm_kind, own.precision
+        own = self.settings
+        kinds = own.norm, own.gates, own.cell_norm, own.norm_kind, str(self.products)
         hidden = ", hidden norm" if own.hidden_norm else ""
         size = f"{self.directions} x H {self.hidden}, B {self.batch}"
         passes = "forward and backward" if self.learns else "forward"
@@ -157,11 +159,11 @@ def check(layer: Layer, case: Case, device: torch.device) -> None:
     batch, weights = _inputs(case, CHECKED_FRAMES, device)
     lengths = [CHECKED_FRAMES, *(1 + row % CHECKED_FRAMES for row in range(case.batch - 1))]
     batch = batch._replace(lengths=lengths)
-    exact = case._replace(setting=case.setting._replace(precision="fp32"))
+    exact = case._replace(products=torch.float32)
     results = _run(layer, case, batch, weights), _run(reference.layer, exact, batch, weights)
     for ours, judge in zip(*results, strict=True):
         error = float((ours - judge).norm() / judge.norm().clamp_min(1e-6))
-        if not error <= BOUNDS[case.setting.precision]:  # NaN is no small error
+        if not error <= BOUNDS[case.products]:  # NaN is no small error
             raise CheckFailed(f"a result differs from the reference by {error:.2g} of its size")
 
 
@@ -176,7 +178,7 @@ def _inputs(case: Case, T: int, device: torch.device) -> tuple[LayerInput, list[
     directions = []
     for _ in range(D):
         named = {}
-        for name, shape in weight_shapes(case.setting, H, H).items():
+        for name, shape in weight_shapes(case.settings, H, H).items():
             noise = draw(*shape) * (H**-0.5 if len(shape) == 2 else 0.1)
             named[name] = (noise + name.startswith("gain")).requires_grad_(case.learns)
         directions.append(Weights(**named))
@@ -187,7 +189,7 @@ def _inputs(case: Case, T: int, device: torch.device) -> tuple[LayerInput, list[
 def _run(layer: Layer, case: Case, batch: LayerInput, weights: list[Weights]) -> list[Tensor]:
     """Output, states and, where the case learns, the gradients of x and all weights."""
     with torch.set_grad_enabled(case.learns), torch.autocast(batch.x.device.type, enabled=False):
-        results = layer(batch, weights, case.setting)
+        results = layer(batch, weights, case.settings, case.products)
         if not case.learns:
             return list(results)
         learned = [batch.x, *(w for own in weights for w in own if w is not None)]
