@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from asr.config.schema import LasConfig, ListenerConfig
-from asr.kernels import dispatch
 from asr.kernels.types import DecoderConstants, DecoderInput, DeferredWeight, Weights
 from asr.nn.attention import (
     Attention,
@@ -188,9 +187,8 @@ class Speller(nn.Module):
         """Does one kernel call compute all steps? Not where a module's hooks must see each step."""
         modules = [self.embedding, self.dropout, *self.cells.modules(), *self.attend.modules()]
         own, v = self.cells[0], self.attend.energy_weights()[0]
-        return tokens.numel() > 0 and dispatch.can_run_decoder(
-            own.backend, own.settings, own.weight_hh, memory.states, v, modules
-        )
+        covered = own.kernels.covers_decoder(own.weight_hh, memory.states, v, modules)
+        return tokens.numel() > 0 and covered
 
     def run_sequence(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All steps at once: tokens (B, U) -> [s_u, c_u] (B, U, H + E), weights (B, U, T)."""
@@ -204,7 +202,7 @@ class Speller(nn.Module):
         first = initial_attention(memory).weights.squeeze(1)
         constants = DecoderConstants(memory.valid, first, masks, keep)
         cells = [get_weights(cell) for cell in self.cells]
-        output, context, weights = dispatch.run_decoder(given, cells, constants, own.settings)
+        output, context, weights = own.kernels.decoder(given, cells, constants)
         return torch.cat([output, context], dim=-1).transpose(0, 1), weights.transpose(0, 1)
 
     def logits(self, outputs: Tensor) -> Tensor:

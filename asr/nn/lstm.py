@@ -106,7 +106,7 @@ class LayerNormLSTMCell(nn.Module):
         self.settings = norm if isinstance(norm, CellSettings) else CellSettings(norm)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
-        self.backend = dispatch.check_name(backend)
+        self.kernels = dispatch.Kernels(backend, self.settings)
         sizes = input_size, hidden_size
         add_weights(self, self.settings, sizes, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
@@ -139,7 +139,7 @@ class LayerNormLSTMCell(nn.Module):
             zeros = input.new_zeros(len(input), self.hidden_size, dtype=self.weight_hh.dtype)
             hx = zeros, zeros
         weights = weights or get_weights(self)
-        return dispatch.run_step(self.backend, input, hx, mask, weights, self.settings)
+        return self.kernels.step(input, hx, mask, weights)
 
     def loop_weights(self) -> Weights:
         """The weights for one sequence of steps, with deferred weight gradients."""
@@ -206,7 +206,7 @@ class LayerNormLSTM(nn.Module):
         self.bidirectional, self.directions = bidirectional, 2 if bidirectional else 1
         self.between_layers = Dropout(dropout)
         self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
-        self.backend = dispatch.check_name(backend)
+        self.kernels = dispatch.Kernels(backend, self.settings)
         for layer in range(num_layers):
             sizes = input_size if layer == 0 else hidden_size * self.directions, hidden_size
             for suffix in self._suffixes(layer):
@@ -265,7 +265,7 @@ class LayerNormLSTM(nn.Module):
             mask = self._dropout_mask(x.shape[0])
             weights = [get_weights(self, s) for s in self._suffixes(layer)]
             batch = LayerInput(x, frames, h[now], c[now], mask)
-            x, *end = dispatch.run_layer(self.backend, batch, weights, self.settings)
+            x, *end = self.kernels.layer(batch, weights)
             ends.append(end)
         h, c = (torch.cat(parts) for parts in zip(*ends, strict=True))
         return self._as_given(input, Sequences(x, frames, h, c))
@@ -292,7 +292,7 @@ class LayerNormLSTM(nn.Module):
             )
         if single and lengths is not None:
             raise ValueError("lengths belong to a batch, and the input is a single sequence")
-        dispatch.check_place("input", x, self.weight_hh_l0)
+        dispatch.check_device_and_dtype("input", x, self.weight_hh_l0)
         h, c = self._initial_state(() if single else (x.shape[0],), hx, x)
         if single:
             h, c = h.unsqueeze(1), c.unsqueeze(1)
@@ -308,7 +308,7 @@ class LayerNormLSTM(nn.Module):
         states = []
         for layer, (h, c) in enumerate(zip(*state, strict=True)):
             weights = get_weights(self, f"_l{layer}")
-            states.append(dispatch.run_step(self.backend, x, (h, c), None, weights, self.settings))
+            states.append(self.kernels.step(x, (h, c), None, weights))
             x = states[-1][0]
         h, c = (torch.stack(parts) for parts in zip(*states, strict=True))
         return x, (h, c)
@@ -339,7 +339,7 @@ class LayerNormLSTM(nn.Module):
         if input.data.dim() != 2 or input.data.shape[1] != self.input_size:
             shape = tuple(input.data.shape)
             raise ValueError(f"packed data have shape {shape}; expected (N, {self.input_size})")
-        dispatch.check_place("input", input.data, self.weight_hh_l0)
+        dispatch.check_device_and_dtype("input", input.data, self.weight_hh_l0)
         in_order = PackedSequence(input.data, input.batch_sizes)
         x, counts = pad_packed_sequence(in_order, batch_first=True)
         h, c = self._initial_state((x.shape[0],), hx, x)
@@ -390,7 +390,7 @@ class LayerNormLSTM(nn.Module):
             raise ValueError("hx is not a pair (h, c) of tensors")
         for name, part in zip("hc", hx, strict=True):
             check_shape(name, part, shape)
-            dispatch.check_place(name, part, own)
+            dispatch.check_device_and_dtype(name, part, own)
         return tuple(hx)
 
     def __prepare_scriptable__(self) -> nn.Module:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +47,8 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from asr.config.cell import CellSettings  # noqa: E402
-from asr.kernels import dispatch, fastest  # noqa: E402
+from asr.kernels import check, dispatch  # noqa: E402
 from asr.kernels.cuda import cluster  # noqa: E402
-from asr.kernels.fastest import Case  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Share of the time after which each section ends, and all before it.
@@ -126,7 +126,9 @@ def machine() -> dict[str, Any]:
     """Device and versions, and the measured rates that the floors are computed from."""
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     found = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
-    found |= {"triton": fastest._version("triton"), "backends": dispatch.backends()}
+    with suppress(metadata.PackageNotFoundError):
+        found["triton"] = metadata.version("triton")
+    found["backends"] = dispatch.backends()
     size = 8192 if DEVICE.type == "cuda" else 256
     a = torch.randn(size, size, device=DEVICE)
     half, copied = a.bfloat16(), torch.empty_like(a)
@@ -213,7 +215,7 @@ def compile_share(number: int, count: int) -> None:
         for layer, B in product(ours_in(precision, H), (16, KEY[1], 64)):  # kernels may depend on B
             case = case_of(NORMS[norm], precision, H, B, learns=True)
             with suppress(Exception):
-                fastest._run(dispatch.LAYERS[layer], case, *fresh_inputs(case, 7))
+                run_case(layer, case, *fresh_inputs(case, 7))
 
 
 def passed(name: str, run: Callable[[], float]) -> dict[str, Any]:
@@ -234,9 +236,18 @@ def layers_here() -> list[str]:
     return [name for name in usable if name not in wrong]
 
 
+class Case(NamedTuple):
+    """A bidirectional layer, and whether gradients are computed."""
+
+    settings: CellSettings
+    products: torch.dtype
+    hidden: int
+    batch: int
+    learns: bool
+
+
 def case_of(settings: CellSettings, precision: str, H: int, B: int, learns: bool) -> Case:
-    """The case of a bidirectional layer."""
-    return Case(settings, DTYPES[precision], 2, H, B, learns)
+    return Case(settings, DTYPES[precision], H, B, learns)
 
 
 def layer_error(backend: str, case: Case) -> float:
@@ -249,8 +260,8 @@ def layer_error(backend: str, case: Case) -> float:
     exact = case._replace(products=torch.float32)
     wide = [type(w)(*(t if t is None else doubled(t) for t in w)) for w in weights]
     judge_batch = batch._replace(x=doubled(x), h=batch.h.double(), c=batch.c.double())
-    ours = run_layer(dispatch.LAYERS[backend], case, batch, weights, padding)
-    judge = run_layer(dispatch.LAYERS["reference"], exact, judge_batch, wide, padding)
+    ours = run_layer(dispatch.BACKENDS[backend].layer, case, batch, weights, padding)
+    judge = run_layer(dispatch.BACKENDS["reference"].layer, exact, judge_batch, wide, padding)
     errors = [
         float((a.double() - b).norm() / b.norm().clamp_min(1e-9))
         for a, b in zip(ours, judge, strict=True)
@@ -265,17 +276,27 @@ def doubled(tensor: Tensor) -> Tensor:
 
 def fresh_inputs(case: Case, T: int) -> tuple[Any, list[Any]]:
     """New random inputs for every call, with recurrent weights small enough to be no chaos."""
-    batch, weights = fastest._inputs(case, T, DEVICE)
+    batch, weights = check.random_layer(case.settings, (2, case.hidden, case.batch), T, DEVICE)
     with torch.no_grad():
         for w in weights:
             for part in w:
                 if part is not None:
                     part.add_(0.1 * torch.randn_like(part) * part.abs().mean())
+                    part.requires_grad_(case.learns)
             gains = [gain for gain in (w.gain_recurrent,) if gain is not None]
             for part in gains or [w.weight_hh]:
                 part.mul_(0.3)
     x = torch.randn_like(batch.x).requires_grad_(case.learns)
     return batch._replace(x=x), weights
+
+
+def run_case(backend: str, case: Case, batch: Any, weights: list[Any]) -> list[Tensor]:
+    """Results, and gradients where the case has them."""
+    layer = dispatch.BACKENDS[backend].layer
+    if case.learns:
+        return check.results(layer, batch, weights, case.settings, case.products)
+    with torch.no_grad():
+        return list(layer(batch, weights, case.settings, case.products))
 
 
 def run_layer(
@@ -469,7 +490,7 @@ def contestant(
         backend, _, norm = name.partition(": ")
         case = case_of(NORMS[norm], precision, H, B, learns)
         batch, weights = fresh_inputs(case, T)
-        return partial(fastest._run, dispatch.LAYERS[backend], case, batch, weights)
+        return partial(run_case, backend, case, batch, weights)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     dtype = torch.float16 if name == PERSISTENT else dtype
     x = torch.randn(B, T, H, device=DEVICE, dtype=dtype, requires_grad=learns)
@@ -704,7 +725,7 @@ def table(results: dict[str, Any]) -> None:
 
 def table_lines(results: dict[str, Any]) -> Iterator[str]:
     about = results["machine"]
-    yield f"{about['device']}, torch {about['torch']}, triton {about['triton']}"
+    yield f"{about['device']}, torch {about['torch']}, triton {about.get('triton')}"
     rates = "  ".join(
         f"{key} {about[key]:.3g}" for key in about if key.endswith(("flops", "second"))
     )

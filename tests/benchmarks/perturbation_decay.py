@@ -22,6 +22,7 @@ from torch import Tensor
 
 from asr.config.cell import CellSettings
 from asr.inference.recognition import Recognizer
+from asr.kernels.dispatch import Kernels
 from asr.nn.lstm import LayerNormLSTM
 
 FRAMES, DISTURBED, UTTERANCES, INPUT, HIDDEN = 210, 50, 8, 40, 128
@@ -77,7 +78,7 @@ def fresh(settings: CellSettings, seed: int) -> Tensor:
 @torch.no_grad()
 def decay(lstm: LayerNormLSTM) -> Tensor:
     """(FRAMES - DISTURBED,) difference of the outputs from the disturbed frame on, 1 at first."""
-    lstm.double().backend = "reference"
+    lstm.double().kernels = Kernels("reference", lstm.settings)
     x = torch.randn(UTTERANCES, FRAMES, lstm.input_size, dtype=torch.double)
     other = x.clone()
     other[:, DISTURBED] += 1e-6 * torch.randn(UTTERANCES, lstm.input_size)

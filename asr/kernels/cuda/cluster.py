@@ -51,8 +51,10 @@ class Kernel(NamedTuple):
 
 
 @functools.cache
-def obstacle() -> str | None:
-    """Why the backend cannot run where "cuda" can; None where it can."""
+def missing() -> str | None:
+    """Why the backend cannot run on this machine; None where it can."""
+    if reason := lstm.missing():
+        return reason
     if importlib.util.find_spec("cuda.bindings") is None:
         return "cuda-bindings is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):

@@ -324,17 +324,18 @@ def _key(plan: CudaPlan, name: str, *tensors: Tensor | None) -> tuple[Any, ...]:
     return plan, name, *(t if t is None else (tuple(t.shape), t.dtype, t.device) for t in tensors)
 
 
-def obstacle(like: Tensor | None = None) -> str | None:
-    """Why the backend cannot run here, or not on weights like these; None where it can."""
-    if reason := _missing():
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot run on such weights; None where it can."""
+    if (reason := missing()) or _interpreted():
         return reason
-    if like is None or _interpreted() or (like.is_cuda and like.dtype == torch.float32):
-        return None
-    return f"the weights are {like.dtype}" if like.is_cuda else f"the weights are on {like.device}"
+    if device.type != "cuda":
+        return f"the weights are on {device}"
+    return None if dtype == torch.float32 else f"the weights are {dtype}"
 
 
 @functools.cache
-def _missing() -> str | None:
+def missing() -> str | None:
+    """Why the backend cannot run on this machine; None where it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not _interpreted() and not torch.cuda.is_available():
