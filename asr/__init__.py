@@ -24,6 +24,7 @@ if not os.path.isdir(os.path.join(__path__[0], "features")):  # noqa: PTH112, PT
 
 # Name -> the module that defines it.
 _MODULES = {
+    "CellSettings": "asr.config.cell",
     "LayerNormLSTM": "asr.nn.lstm",
     "LayerNormLSTMCell": "asr.nn.lstm",
     "Recognizer": "asr.inference.recognition",
@@ -34,8 +35,8 @@ _MODULES = {
     "load": "asr.api",
 }
 __all__ = [
-    "LayerNormLSTM", "LayerNormLSTMCell", "RecipeError", "Recognizer", "Run", "Transcript",
-    "UserError", "__version__", "api", "load",
+    "CellSettings", "LayerNormLSTM", "LayerNormLSTMCell", "RecipeError", "Recognizer", "Run",
+    "Transcript", "UserError", "__version__", "api", "load",
 ]  # fmt: skip
 
 

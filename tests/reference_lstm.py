@@ -7,8 +7,10 @@ other settings are described in the docstring of asr/kernels/reference.py.
 import torch
 from torch.nn import functional
 
+from asr.config.cell import CellSettings
+
 NORMS = ["none", "ba", "raw", "thesis", "per_gate", "cell"]
-# Name in the tests -> arguments of LayerNormLSTM: a sample of what the keys can be combined to.
+# Name in the tests -> arguments of CellSettings: a sample of what they can be combined to.
 VARIED = {
     "joined": {"norm": "joined"},
     "joined carried": {"norm": "joined", "cell_norm": "carried"},
@@ -23,6 +25,7 @@ VARIED = {
     "cell rms": {"norm": "cell", "norm_kind": "rms"},
 }
 SETTINGS = {norm: {"norm": norm} for norm in NORMS} | VARIED
+CELLS = {name: CellSettings(**keys) for name, keys in SETTINGS.items()}
 
 
 def default_eps(name):

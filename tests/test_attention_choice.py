@@ -9,6 +9,7 @@ import torch
 from test_attention_kernel import KINDS, SIZES, all_of, drawn, make, weights_of
 
 from asr.errors import UserError
+from asr.kernels import dispatch
 from asr.kernels.cpu import compiler, decoder
 from asr.kernels.types import AttentionInput
 from asr.nn.attention import AttentionState, Memory
@@ -16,6 +17,14 @@ from asr.nn.attention import AttentionState, Memory
 pytestmark = pytest.mark.skipif(
     compiler.obstacle() is not None, reason=f"no kernels: {compiler.obstacle()}"
 )
+
+
+@pytest.fixture(autouse=True)
+def choice_of_this_test():
+    """Backends are chosen once in a process, and tests replace them."""
+    dispatch.choose_backend.cache_clear()
+    yield
+    dispatch.choose_backend.cache_clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,14 +75,17 @@ def test_other_processes_compute_the_same(method):
 
 def test_uncovered_cases_use_torch_operators(monkeypatch):
     called = []
-    monkeypatch.setattr("asr.kernels.dispatch.decoder.attend", lambda *given: called.append(given))
+    cpu = dispatch.BACKENDS["cpu"]._replace(attend=lambda *given: called.append(given))
+    monkeypatch.setitem(dispatch.BACKENDS, "cpu", cpu)
     sizes, (inputs, valid) = SIZES[0], drawn(SIZES[0], torch.float32)
     module = make("location", sizes, "auto", torch.float32)
     half = [x.bfloat16() for x in inputs]
     copy.deepcopy(module).bfloat16()(*half[:2], valid, AttentionState(*half[2:]))
     monkeypatch.setenv("LAYERNORM_LSTM_BACKEND", "python")
-    module(*inputs[:2], valid, AttentionState(*inputs[2:]))
+    make("location", sizes, "auto", torch.float32)(*inputs[:2], valid, AttentionState(*inputs[2:]))
     assert not called
+    module(*inputs[:2], valid, AttentionState(*inputs[2:]))
+    assert called
 
 
 def test_autocast_leaves_keys_energies_and_weights_in_single_precision():
@@ -94,9 +106,10 @@ def test_autocast_leaves_keys_energies_and_weights_in_single_precision():
 def test_a_backend_that_cannot_run_is_reported(monkeypatch):
     with pytest.raises(ValueError, match="backend 'cqu' is not known; choose one of auto"):
         make("location", SIZES[0], "cqu")
+    module = make("location", SIZES[0])
     monkeypatch.setattr(
         compiler, "load", lambda: (_ for _ in ()).throw(compiler.BuildError("no disk"))
     )
     (query, keys, *past), valid = drawn(SIZES[0])
     with pytest.raises(UserError, match="backend 'cpu' of the LSTM cannot run: no disk"):
-        make("location", SIZES[0])(query, keys, valid, AttentionState(*past))
+        module(query, keys, valid, AttentionState(*past))

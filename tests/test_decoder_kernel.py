@@ -113,7 +113,7 @@ def test_rounding_errors_are_those_of_single_steps(norm, bf16):
 @pytest.mark.skipif(not decoder.library.has_bf16(), reason="this processor multiplies no bf16")
 def test_bf16_is_applied(monkeypatch):
     results, library = [], decoder.library
-    for kind in (library.kind_of_products, lambda x, setting: library.kind_of(x)):
+    for kind in (library.kind_of_products, lambda x, products: library.kind_of(x)):
         monkeypatch.setattr(library, "kind_of_products", kind)
         ours, given = speller(SIZES[0], dtype=torch.float32), drawn(SIZES[0], torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
@@ -174,9 +174,9 @@ def test_dropout_between_the_steps():
     matrices = attend.to_query.weight, *attend.energy_weights()
     given = types.DecoderInput(embedded, states, attend.keys(memory), *matrices)
     first = torch.eye(T, dtype=torch.float64)[0].expand(B, T)
-    fixed = types.DecoderConstants(ours.cells[0].setting, valid, first, masks, keep)
+    fixed = types.DecoderConstants(valid, first, masks, keep)
     weights = [types.Weights(**dict(cell.named_parameters())) for cell in ours.cells]
-    result = decoder.run_decoder(given, weights, fixed)
+    result = decoder.run_decoder(given, weights, fixed, ours.cells[0].settings, torch.float64)
     actual = torch.cat([result.output, result.context], -1).transpose(0, 1)
     torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-11)
     slope = torch.randn(actual.shape, generator=draw, dtype=torch.float64)

@@ -40,16 +40,11 @@ def test_changing_what_backward_reads_is_an_error():
         ({"norm": "joined hidden rms"}, True),
         ({"zero_variance": "raw", "backend": "auto"}, False),
         ({"backend": "python"}, False),
-        ({"precision": "bf16"}, False),
         ({"dtype": torch.bfloat16, "backend": "auto"}, False),
     ],
 )
 def test_uncovered_settings_run_step_by_step(settings, covered):
-    precision = settings.get("precision", "fp32")  # a setting of the cells without a recipe key
-    made = speller(SIZES[0], **{k: v for k, v in settings.items() if k != "precision"})
-    for cell in made.cells:
-        cell.setting = cell.setting._replace(precision=precision)
-    dtype = settings.get("dtype", torch.float64)
+    made, dtype = speller(SIZES[0], **settings), settings.get("dtype", torch.float64)
     states, valid, tokens = drawn(SIZES[0], dtype)
     assert made.can_run_sequence(Memory(states, valid), tokens) is covered
 

@@ -3,10 +3,12 @@
 import ast
 import inspect
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from asr.config.cell import CellSettings
 from asr.config.language import LanguageRecipe
 from asr.config.schema import Config, FeaturesConfig, LSTMConfig, SpeechRecipe
 from asr.features.fbank import Fbank, Mfcc, SlaneyMel
@@ -18,11 +20,12 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("asr", "features") for path in (ROOT / folder).rglob("*.py"))
 SCHEMA = {"asr/config/schema.py", "asr/config/language.py", "asr/images/config.py"}
 
-LSTM_KEYS = ("norm", "cell_norm", "hidden_norm", "norm_kind", "eps", "zero_variance")
-LSTM_KEYS = {key: key for key in (*LSTM_KEYS, "recurrent_gain", "backend")}
+CELL_KEYS = {field.name: field.name for field in fields(CellSettings)}
+LSTM_KEYS = {"norm": "norm", "backend": "backend"}
 FBANK_KEYS = {"sample_rate": "sample_rate", "num_mel_bins": "mel_bins", "dither": "dither"}
 # Classes usable without a recipe keep defaults in their signature: parameter -> key.
 LIBRARY = [
+    (CellSettings, LSTMConfig, CELL_KEYS),
     (LayerNormLSTM, LSTMConfig, LSTM_KEYS),
     (LayerNormLSTMCell, LSTMConfig, LSTM_KEYS),
     (Fbank, FeaturesConfig, FBANK_KEYS),
@@ -52,7 +55,6 @@ HOMONYMS = {
     ("unlock", "start"): "first locked byte",
     ("sample", "device"): "where the given model is",
     ("TrainState", "batch"): "batches finished",
-    ("LSTMOptions", "precision"): "of one LSTM's products, which no recipe sets",
 }
 SAME_MODULE_NAME = {
     "language": "config/ has a task's recipe keys, tasks/ the task",

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from reference_lstm import SETTINGS
+from reference_lstm import CELLS
 from torch import nn
 
 from asr.images.config import RowClassifierConfig
@@ -19,11 +19,11 @@ from asr.training.inspection import trace
 from asr.training.trainer import TrainState
 
 
-@pytest.mark.parametrize("norm", SETTINGS)
+@pytest.mark.parametrize("norm", CELLS)
 def test_a_trace_is_what_the_lstm_computes(norm):
     torch.manual_seed(1)
     lstm = LayerNormLSTM(
-        3, 5, 2, batch_first=True, bidirectional=True, backend="reference", **SETTINGS[norm]
+        3, 5, 2, batch_first=True, bidirectional=True, backend="reference", norm=CELLS[norm]
     )
     lstm.double()
     x, lengths = torch.randn(4, 7, 3).double(), torch.tensor([7, 2, 5, 7])
@@ -36,7 +36,7 @@ def test_a_trace_is_what_the_lstm_computes(norm):
     h, c = (first.c, first.h) if norm == "thesis" else (first.h, first.c)
     i, f, g, _ = second.internals.gates.chunk(4, dim=-1)
     made = f.sigmoid() * c[: len(f)] + i.sigmoid() * g.tanh()
-    if lstm.setting.carries_norm:
+    if lstm.settings.carries_norm:
         centred = made if "rms" in norm else made - made.mean(-1, keepdim=True)
         made = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(second.c, made)

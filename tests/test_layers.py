@@ -31,7 +31,7 @@ NOT_IMPORTED = {
     "asr.io": set(ORDER) - {"asr.errors"},
     "asr.shipped": set(ORDER),
     "asr.config": set(ORDER) - {"asr.errors", "asr.io", "asr.shipped"},
-    "asr.kernels": set(ORDER) - {"asr.errors", "asr.io"},
+    "asr.kernels": set(ORDER) - {"asr.errors", "asr.io", "asr.config"},
     "asr.nn": {"asr.features", "asr.io"},
     "asr.data": {"asr.kernels", "asr.nn"},
     "asr.decoding": {"asr.features", "asr.io", "asr.kernels", "asr.models"},
@@ -50,6 +50,7 @@ NO_BACKEND |= {"asr.kernels.double_backward"}
 ONLY = {
     ("asr.decoding", "asr.data"): {"asr.data.tokenizer"},  # the special tokens
     ("asr.models", "asr.data"): {"asr.data.tokenizer"},
+    ("asr.kernels", "asr.config"): {"asr.config.cell"},  # not the recipe
     ("asr.models", "asr.kernels"): NO_BACKEND,
     ("asr.nn", "asr.kernels"): NO_BACKEND,
     ("asr.errors", "asr.features"): {"asr.features"},

@@ -109,8 +109,8 @@ def test_join_pairs_keeps_order_and_pairs_the_odd_one_with_zeros():
 )
 def test_norm_layers_selects_the_normalised_layers(where, normed):
     ours = listener(layers=3, pyramid=(2, 3), norm="ba", norm_layers=where)
-    assert [n for n, layer in enumerate(ours.layers, 1) if layer.setting.norm == "ba"] == normed
-    assert all(layer.setting.norm in ("ba", "none") for layer in ours.layers)
+    assert [n for n, layer in enumerate(ours.layers, 1) if layer.settings.norm == "ba"] == normed
+    assert all(layer.settings.norm in ("ba", "none") for layer in ours.layers)
 
 
 def test_dropout_acts_in_training_only():

@@ -1,10 +1,14 @@
 """The LayerNorm-LSTM as a module: equality with nn.LSTM, initialisation, and errors."""
 
+from dataclasses import asdict, replace
+
 import pytest
 import torch
-from reference_lstm import SETTINGS
+from reference_lstm import CELLS
 from torch import nn
 
+from asr.config.cell import PRESETS, CellSettings
+from asr.config.schema import SpellerConfig
 from asr.kernels.dispatch import backends
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
@@ -78,10 +82,10 @@ def test_the_cell_takes_what_torch_cell_takes(bias):
     assert all(torch.equal(again[name], weight) for name, weight in ours.state_dict().items())
 
 
-@pytest.mark.parametrize("norm", SETTINGS)
+@pytest.mark.parametrize("norm", CELLS)
 def test_cell_repeated_is_the_layer(norm):
     torch.manual_seed(3)
-    layer, cell = (kind(3, 7, **SETTINGS[norm]) for kind in (LayerNormLSTM, LayerNormLSTMCell))
+    layer, cell = (kind(3, 7, norm=CELLS[norm]) for kind in (LayerNormLSTM, LayerNormLSTMCell))
     layer.batch_first = True
     cell.load_state_dict({k.removesuffix("_l0"): v for k, v in layer.state_dict().items()})
     x, state = torch.randn(5, 11, 3), None
@@ -92,9 +96,9 @@ def test_cell_repeated_is_the_layer(norm):
     torch.testing.assert_close(state, (h[0], c[0]), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("norm", SETTINGS)
+@pytest.mark.parametrize("norm", CELLS)
 def test_start_values(norm):
-    lstm = LayerNormLSTM(5, 7, **SETTINGS[norm])
+    lstm = LayerNormLSTM(5, 7, norm=CELLS[norm])
     for gate in lstm.weight_hh_l0.chunk(4):
         torch.testing.assert_close(gate @ gate.T, torch.eye(7), atol=1e-5, rtol=0)
     _, forget, _, _ = (lstm.bias_ih_l0 + lstm.bias_hh_l0).chunk(4)
@@ -109,15 +113,15 @@ def test_start_values(norm):
     assert len(gains) == counts.get(norm, 1)
 
 
-@pytest.mark.parametrize("norm", SETTINGS)
+@pytest.mark.parametrize("norm", CELLS)
 def test_recurrent_gain_scales_the_recurrence_of_norm_ba(norm):
     torch.manual_seed(6)
     x, h, c = torch.randn(5, 3), torch.randn(5, 7), torch.randn(5, 7)
-    weak = LayerNormLSTMCell(3, 7, recurrent_gain=0.1, **SETTINGS[norm])
+    weak = LayerNormLSTMCell(3, 7, norm=replace(CELLS[norm], recurrent_gain=0.1))
     now, without = weak(x, (h, c)), weak(x, (torch.zeros_like(h), c))
-    full = LayerNormLSTMCell(3, 7, **SETTINGS[norm])
+    full = LayerNormLSTMCell(3, 7, norm=CELLS[norm])
     full.load_state_dict(weak.state_dict())
-    if SETTINGS[norm]["norm"] == "ba":
+    if CELLS[norm].norm == "ba":
         nn.init.ones_(full.gain_hh)
         far = (full(x, (h, c))[1] - without[1]).abs().mean()
         assert 0 < (now[1] - without[1]).abs().mean() < 0.2 * far
@@ -130,7 +134,8 @@ def test_a_perturbation_persists_with_full_recurrent_gain_only():
     left = {}
     for gain in (1.0, 0.1):
         torch.manual_seed(7)
-        lstm = LayerNormLSTM(11, 67, batch_first=True, recurrent_gain=gain).double()
+        lstm = LayerNormLSTM(11, 67, batch_first=True, norm=CellSettings("ba", recurrent_gain=gain))
+        lstm.double()
         x = torch.randn(1, 101, 11, dtype=torch.double)
         other = torch.cat([x[:, :1] + 1e-6, x[:, 1:]], dim=1)
         distance = (lstm(x)[0] - lstm(other)[0]).norm(dim=-1)[0]
@@ -179,16 +184,32 @@ def test_state_of_the_thesis_is_swapped_on_reading():
     torch.testing.assert_close(thesis(x, (h, c)), raw(x, (c, h)))
 
 
-@pytest.mark.parametrize("norm", ["ba", "per_gate"])
-def test_what_a_norm_fixes_may_be_named(norm):
-    named = {"cell_norm": "output" if norm == "ba" else "carried", "hidden_norm": False}
-    assert LayerNormLSTM(3, 7, norm=norm, **named).setting == LayerNormLSTM(3, 7, norm=norm).setting
+@pytest.mark.parametrize("norm", PRESETS)
+def test_what_a_preset_fixes_may_be_named(norm):
+    preset = CellSettings(norm)
+    assert CellSettings(norm, cell_norm=preset.cell_norm, eps=preset.eps) == preset
+    assert replace(preset, zero_variance="raw").cell_norm == preset.cell_norm
 
 
-def test_the_representation_names_what_differs_from_the_norm():
+def test_a_name_is_the_preset():
+    assert LayerNormLSTM(3, 7, norm="joined").settings == CellSettings("joined")
+    assert LayerNormLSTM(3, 7).settings == LayerNormLSTMCell(3, 7).settings == CellSettings("ba")
+
+
+def test_the_representation_names_what_differs_from_the_preset():
     assert str(LayerNormLSTMCell(3, 7)).endswith("(3, 7, norm='ba')")
-    other = LayerNormLSTMCell(3, 7, norm="joined", cell_norm="state", norm_kind="rms", eps=1e-3)
-    assert str(other).endswith("(3, 7, norm='joined', cell_norm='state', norm_kind='rms')")
+    other = CellSettings("joined", cell_norm="state", norm_kind="rms", eps=1e-3)
+    text = "(3, 7, norm='joined', cell_norm='state', norm_kind='rms', eps=0.001)"
+    assert str(LayerNormLSTMCell(3, 7, norm=other)).endswith(text)
+
+
+def test_a_section_of_a_recipe_is_the_cells_settings():
+    """Each key has its value; other keys of a section are none of the cell's."""
+    values = {"norm": "ba", "cell_norm": "state", "hidden_norm": True, "norm_kind": "rms"}
+    values |= {"eps": 1e-6, "zero_variance": "raw", "recurrent_gain": 0.5}
+    section = SpellerConfig(**values, hidden=3, backend="reference")
+    assert section.settings == CellSettings(**values)
+    assert asdict(section.settings) == values
 
 
 def test_rms_norm_subtracts_no_mean():
@@ -196,7 +217,7 @@ def test_rms_norm_subtracts_no_mean():
     torch.manual_seed(8)
     x, state = torch.ones(2, 1), (torch.zeros(2, 7), torch.zeros(2, 7))
     for kind, moves in (("layer", False), ("rms", True)):
-        cell = LayerNormLSTMCell(1, 7, norm="joined", norm_kind=kind)
+        cell = LayerNormLSTMCell(1, 7, norm=CellSettings("joined", norm_kind=kind))
         before = cell(x, state)[0]
         with torch.no_grad():
             cell.weight_ih += 0.5
@@ -205,11 +226,12 @@ def test_rms_norm_subtracts_no_mean():
 
 def test_the_normed_output_is_the_recurrent_input():
     torch.manual_seed(9)
-    cell = LayerNormLSTMCell(3, 67, norm="joined", hidden_norm=True)
+    settings = CellSettings("joined", hidden_norm=True)
+    cell = LayerNormLSTMCell(3, 67, norm=settings)
     h = cell(torch.randn(2, 3))[0]
     torch.testing.assert_close(h.mean(1), torch.zeros(2), atol=1e-5, rtol=0)
     torch.testing.assert_close(h.var(1, correction=0), torch.ones(2), atol=1e-2, rtol=0)
-    layer = LayerNormLSTM(3, 67, batch_first=True, norm="joined", hidden_norm=True)
+    layer = LayerNormLSTM(3, 67, batch_first=True, norm=settings)
     layer.load_state_dict({f"{k}_l0": v for k, v in cell.state_dict().items()})
     x = torch.randn(2, 2, 3)
     second = cell(x[:, 1], cell(x[:, 0]))[0]
@@ -229,35 +251,35 @@ def call(**changes):
 
 MISTAKES = {
     "norm 'batch' is not known; choose one of none, ba": lambda: LayerNormLSTM(3, 7, norm="batch"),
-    "cell_norm 'input' is not known; choose one of none, output, carried": lambda: LayerNormLSTM(
-        3, 7, cell_norm="input"
+    "norm True is not known": lambda: LayerNormLSTM(3, 7, norm=True),
+    "cell_norm 'input' is not known; choose one of none, output, carried, state$": lambda: (
+        CellSettings("ba", cell_norm="input")
     ),
-    "norm_kind 'batch' is not known; choose one of layer, rms": lambda: LayerNormLSTM(
-        3, 7, norm_kind="batch"
+    "norm_kind 'batch' is not known; choose one of layer, rms": lambda: CellSettings(
+        norm_kind="batch"
     ),
     "cell_norm = carried does not fit norm = raw, which fixes it; use norm = ba, per_gate or "
-    "joined, or norm = cell for a norm of c alone$": lambda: LayerNormLSTM(
-        3, 7, norm="raw", cell_norm="carried"
+    "joined, or norm = cell for a norm of c alone$": lambda: CellSettings(
+        "raw", cell_norm="carried"
     ),
     "cell_norm = none does not fit norm = cell, which fixes it; use norm = ba, per_gate or "
-    "joined$": lambda: LayerNormLSTMCell(3, 7, norm="cell", cell_norm="none"),
+    "joined$": lambda: CellSettings("cell", cell_norm="none"),
     "hidden_norm = true does not fit norm = none; use norm = ba, per_gate or joined": lambda: (
-        LayerNormLSTMCell(3, 7, norm="none", hidden_norm=True)
+        CellSettings("none", hidden_norm=True)
     ),
     "norm_kind = rms does not fit norm = thesis; use norm = ba, per_gate, joined or cell": lambda: (
-        LayerNormLSTM(3, 7, norm="thesis", norm_kind="rms")
+        CellSettings("thesis", norm_kind="rms")
     ),
-    "zero_variance 'skip' is not known": lambda: LayerNormLSTM(3, 7, zero_variance="skip"),
-    "precision 'fp8' is not known": lambda: LayerNormLSTMCell(3, 7, precision="fp8"),
+    "zero_variance 'skip' is not known": lambda: CellSettings(zero_variance="skip"),
     "backend 'gpu' is not known; choose one of auto": lambda: LayerNormLSTM(3, 7, backend="gpu"),
-    "eps is -1": lambda: LayerNormLSTM(3, 7, eps=-1),
-    "eps is inf; it must be above 0 and finite": lambda: LayerNormLSTM(3, 7, eps=float("inf")),
-    "recurrent_gain is nan; it must be from 0 to 1000": lambda: LayerNormLSTM(
-        3, 7, recurrent_gain=float("nan")
+    "eps is -1": lambda: CellSettings(eps=-1),
+    "eps is inf; it must be above 0 and finite": lambda: CellSettings(eps=float("inf")),
+    "recurrent_gain is nan; it must be from 0 to 1000": lambda: CellSettings(
+        recurrent_gain=float("nan")
     ),
     "bias is 'ba'; it must be True or False": lambda: LayerNormLSTMCell(3, 7, "ba"),
-    r"recurrent_gain is 1e\+39; it must be": lambda: LayerNormLSTMCell(3, 7, recurrent_gain=1e39),
-    "eps is 0": lambda: LayerNormLSTM(3, 7, eps=0),
+    r"recurrent_gain is 1e\+39; it must be": lambda: CellSettings(recurrent_gain=1e39),
+    "eps is 0": lambda: CellSettings(eps=0),
     "dropout 1.0 is not a rate": lambda: LayerNormLSTM(3, 7, dropout=1.0),
     r"input has shape \(2, 5, 4\); expected \(B, T, 3\), or \(T, 3\) for": lambda: call(
         input=torch.randn(2, 5, 4)

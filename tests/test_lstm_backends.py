@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from reference_lstm import (
+    CELLS,
     NORMS,
-    SETTINGS,
     VARIED,
     default_eps,
     naive_layer_norm_loop,
@@ -14,6 +14,7 @@ from reference_lstm import (
 )
 from torch.autograd import gradcheck
 
+from asr.config.cell import CellSettings
 from asr.kernels.dispatch import backends
 from asr.nn.lstm import LayerNormLSTM
 
@@ -28,17 +29,17 @@ def backend(request, monkeypatch):
     return request.param
 
 
-def make(norm, backend, bidirectional=True, layers=1, gain=0.3, size=(3, 7), **settings):
-    """An LSTM with all weights moved from their initial values. norm: a name in SETTINGS."""
+def make(norm, backend, bidirectional=True, layers=1, gain=0.3, size=(3, 7), **options):
+    """An LSTM with all weights moved from their initial values. norm: CellSettings or a name."""
     torch.manual_seed(1)
-    settings = SETTINGS[norm] | settings
     lstm = LayerNormLSTM(
         *size,
         layers,
         batch_first=True,
         bidirectional=bidirectional,
+        norm=CELLS.get(norm, norm),
         backend=backend,
-        **settings,
+        **options,
     )
     with torch.no_grad():
         for name, weight in lstm.named_parameters():
@@ -232,7 +233,8 @@ def test_a_row_without_variance_passes_no_gradient(norm, backend):
 
 
 def test_the_textbook_formula_explodes_in_silence():
-    lstm = make("per_gate", "reference", gain=1.0, zero_variance="raw", eps=1e-12)
+    raw = CellSettings("per_gate", zero_variance="raw", eps=1e-12)
+    lstm = make(raw, "reference", gain=1.0)
     with torch.no_grad():
         for name, weight in lstm.named_parameters():
             if name.startswith("bias"):

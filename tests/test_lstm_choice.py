@@ -1,5 +1,6 @@
 """The choice of a backend, its log lines, and independence of processes and threads."""
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -18,15 +19,17 @@ import torch
 from full_disk import full_disk
 from test_lstm_backends import HERE, LENGTHS, gradients, make
 
+from asr.config.cell import PRESETS, CellSettings
 from asr.config.schema import LasConfig, ListenerConfig, LSTMConfig, SpellerConfig
 from asr.errors import UserError
-from asr.kernels import dispatch
+from asr.kernels import check, dispatch, python
 from asr.kernels.cpu import compiler
-from asr.kernels.types import CELLS
+from asr.kernels.cuda import cluster
 from asr.models.build import config_errors
 from asr.models.las import LAS
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
+BA = CellSettings("ba")
 CPU = pytest.mark.skipif(
     compiler.obstacle() is not None, reason=f"no kernels: {compiler.obstacle()}"
 )
@@ -35,36 +38,46 @@ CPU = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def no_warning_yet(monkeypatch):
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    dispatch._warn_once.cache_clear()
+    for cached in (dispatch._warn_once, dispatch.choose_backend):
+        cached.cache_clear()
+    yield
+    dispatch.choose_backend.cache_clear()
+
+
+def chosen(name, settings=BA):
+    """The backend of float32 weights on a CPU."""
+    kind = torch.device("cpu"), torch.float32, torch.float32
+    return dispatch.choose_backend(name, settings, *kind).name
 
 
 def test_variable_replaces_auto_and_nothing_else(monkeypatch):
-    setting, weight = make("ba", "auto").setting, torch.zeros(1)
     monkeypatch.setenv(dispatch.VARIABLE, "python")
-    assert dispatch.choose_backend("auto", setting, weight) == "python"
-    assert dispatch.choose_backend("reference", setting, weight) == "reference"
+    assert LayerNormLSTM(3, 7).kernels.name == LayerNormLSTMCell(3, 7).kernels.name == "python"
+    assert LayerNormLSTM(3, 7, backend="reference").kernels.name == "reference"
     monkeypatch.setenv(dispatch.VARIABLE, "gpu")
     with pytest.raises(UserError, match=r"LAYERNORM_LSTM_BACKEND = gpu: no such backend; choose"):
-        dispatch.choose_backend("auto", setting, weight)
+        LayerNormLSTM(3, 7)
 
 
 def test_uncovered_settings_fall_back_with_one_warning(caplog):
     for _ in range(2):
         make("thesis", "python")(torch.randn(2, 3, 3))
     messages = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert messages == ["norm 'thesis' is computed by the LSTM's reference backend"]
+    reason = "'python' does not compute norm='thesis'"
+    assert messages == [f"the LSTM's slower backend 'reference' is used: {reason}"]
 
 
 @pytest.mark.parametrize("name", ["auto", "python", "cpu"])
-@pytest.mark.parametrize("change", [{"gates": "new"}, {"norm_kind": "new"}])
-def test_a_norm_that_no_kernel_knows_runs_on_reference(name, change):
+@pytest.mark.parametrize("change", [{"norm": "new"}, {"norm_kind": "new"}])
+def test_a_norm_that_no_kernel_knows_runs_on_reference(name, change, monkeypatch):
     """Also where a kernel would compute some other norm without an error."""
-    setting = make("ba", "auto").setting._replace(**change)
-    assert dispatch.choose_backend(name, setting, torch.zeros(1)) == "reference"
+    monkeypatch.setitem(PRESETS, "new", ("new", "none", 1e-5))
+    monkeypatch.setattr("asr.config.cell.NORM_KINDS", ("layer", "rms", "new"))
+    assert chosen(name, CellSettings(**change)) == "reference"
 
 
 def test_recipes_know_every_cell():
-    assert get_args(LSTMConfig.model_fields["norm"].annotation) == (*CELLS,)
+    assert get_args(LSTMConfig.model_fields["norm"].annotation) == (*PRESETS,)
 
 
 @pytest.fixture
@@ -73,10 +86,11 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("LAYERNORM_LSTM_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(compiler, "_failures", [])
-    for cached in (compiler.load, compiler._library_path):
+    caches = compiler.load, compiler._library_path, dispatch.choose_backend
+    for cached in caches:
         cached.cache_clear()
     yield
-    for cached in (compiler.load, compiler._library_path):
+    for cached in caches:
         cached.cache_clear()
 
 
@@ -100,23 +114,165 @@ def test_recipe_that_forces_what_cannot_run_gets_one_line():
 
 
 def test_weights_on_another_device_than_the_forced_backend_are_reported():
-    lstm = LayerNormLSTM(3, 7, backend="python")
-    lstm.backend = "cpu"
+    lstm = LayerNormLSTM(3, 7, backend="cpu")
     with pytest.raises(UserError, match=r"backend 'cpu' of the LSTM cannot run: .* torch.bfloat16"):
         lstm.bfloat16()(torch.randn(2, 5, 3).bfloat16())
+    lstm.float()(torch.randn(2, 5, 3))
+
+
+def test_a_backend_is_chosen_once_for_each_kind_of_weights(monkeypatch):
+    """Whatever layer has them, and again only after a change of dtype."""
+    asked = []
+    python = dispatch.BACKENDS["python"]._replace(obstacle=lambda *kind: asked.append(kind))
+    monkeypatch.setitem(dispatch.BACKENDS, "python", python)
+    lstm, x = LayerNormLSTM(3, 7, 2, backend="python"), torch.randn(2, 5, 3)
+    for _ in range(3):
+        lstm(x)
+        copy.deepcopy(lstm)(x)
+    assert asked == [(torch.device("cpu"), torch.float32)]
+    lstm.double()(x.double())
+    assert asked[1:] == [(torch.device("cpu"), torch.float64)]
+
+
+class StandInGpu:
+    """Backends of a GPU that this machine lacks, with what the check says of each."""
+
+    def __init__(self, monkeypatch):
+        self.faults, self.checked = {}, []
+        for name in ("cuda", "cluster"):
+            backend = dispatch.BACKENDS[name]._replace(obstacle=lambda *kind: None)
+            monkeypatch.setitem(dispatch.BACKENDS, name, backend)
+        monkeypatch.setattr(cluster, "missing", lambda: None)
+        monkeypatch.setattr(dispatch, "fault", self.fault)
+
+    def fault(self, layer, settings, products, shape, device):
+        self.checked.append(shape)
+        return self.faults.get(layer)
+
+    def choose(self, name="auto", settings=BA, products=torch.bfloat16, shape=(2, 512, 32)):
+        device = torch.device("cuda:0")
+        return dispatch.choose_backend(name, settings, device, torch.float32, products, shape).name
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return StandInGpu(monkeypatch)
+
+
+def warnings_in(caplog):
+    return [record.message for record in caplog.records]
+
+
+def test_the_rule_of_auto_on_a_gpu(gpu, monkeypatch, caplog):
+    assert gpu.choose() == "cluster"
+    assert gpu.choose(shape=(2, 513, 32)) == gpu.choose(products=torch.float32) == "cuda"
+    assert gpu.choose(shape=None) == "python"  # single steps
+    assert gpu.choose() == "cluster" and len(gpu.checked) == 3  # each once
+    monkeypatch.setattr(cluster, "missing", lambda: "an older GPU")
+    assert gpu.choose(shape=(2, 256, 32)) == "cuda"
+    assert not caplog.records
+    assert gpu.choose(settings=CellSettings("thesis")) == "reference"
+    dispatch.choose_backend.cache_clear()
+    none = dispatch.BACKENDS["cuda"]._replace(obstacle=lambda *kind: "triton is not installed")
+    monkeypatch.setitem(dispatch.BACKENDS, "cuda", none)
+    assert gpu.choose() == "python"
+    assert warnings_in(caplog)[1:] == [
+        "the LSTM's slower backend 'python' is used: triton is not installed"
+    ]
+
+
+def test_auto_takes_no_backend_of_a_gpu_that_fails_its_check(gpu, caplog):
+    gpu.faults[dispatch.BACKENDS["cluster"].layer] = "wrong"
+    assert [gpu.choose(), gpu.choose()] == ["cuda", "cuda"]
+    reasons = "'cluster' fails its check on cuda:0: wrong"
+    assert warnings_in(caplog) == [f"the LSTM's slower backend 'cuda' is used: {reasons}"]
+    gpu.faults[dispatch.BACKENDS["cuda"].layer] = "no compiler"
+    assert gpu.choose(shape=(2, 512, 64)) == "python"
+    reasons += "; 'cuda' fails its check on cuda:0: no compiler"
+    assert warnings_in(caplog)[1:] == [f"the LSTM's slower backend 'python' is used: {reasons}"]
+    gpu.checked.clear()
+    assert gpu.choose("cluster") == "cluster" and not gpu.checked  # as requested
+
+
+def test_a_named_backend_of_a_gpu_falls_back_to_the_next_slower_one(gpu, caplog):
+    assert gpu.choose("cluster", products=torch.float32) == "cuda"
+    reason = "backend 'cluster' computes products in bf16, not in torch.float32"
+    assert warnings_in(caplog) == [f"the LSTM's slower backend 'cuda' is used: {reason}"]
+
+
+SHAPE, HERE_IS = (2, 5, 4), torch.device("cpu")
+
+
+def scaled(factor):
+    def layer(batch, weights, settings, products):
+        result = python.layer(batch, weights, settings, products)
+        return result._replace(h=result.h * factor)
+
+    return layer
+
+
+def no_triton(*args):
+    raise ImportError("triton: no C compiler\nmore lines")
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+def wrong_gradient(batch, weights, settings, products):
+    w = weights[1]._replace(gain_c=Halved.apply(weights[1].gain_c))
+    return python.layer(batch, [weights[0], w], settings, products)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (python.layer, None),
+        (scaled(1.01), "a result differs from the reference by 0.01 of its size"),
+        (scaled(float("nan")), "a result differs from the reference by nan of its size"),
+        (wrong_gradient, "a result differs from the reference by 0.5 of its size"),
+        (no_triton, "triton: no C compiler"),
+    ],
+)
+def test_the_check_compares_values_and_gradients(layer, reason):
+    before = torch.get_rng_state()
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            assert check.fault(layer, BA, torch.float32, SHAPE, HERE_IS) == reason
+    assert torch.equal(torch.get_rng_state(), before)  # training draws the same
+
+
+def test_bf16_passes_its_bound_of_the_check_and_not_that_of_fp32():
+    def half(batch, weights, settings, products):
+        return python.layer(batch, weights, settings, torch.bfloat16)
+
+    assert check.fault(half, BA, torch.bfloat16, (2, 67, 4), HERE_IS) is None
+    assert "differs" in check.fault(half, BA, torch.float32, (2, 67, 4), HERE_IS)
+
+
+def test_a_lack_of_memory_in_the_check_is_raised_for_a_smaller_batch():
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        check.fault(full, BA, torch.float32, SHAPE, HERE_IS)
 
 
 @pytest.mark.parametrize("norm", ["ba", "joined carried", "ba hidden", "per_gate output rms"])
 @pytest.mark.parametrize("backend", [name for name in HERE if name != "reference"])
 def test_bf16_is_close_and_its_gradients_have_the_same_direction(backend, norm):
-    models = [make(norm, backend, size=(13, 37), precision=p) for p in ("fp32", "bf16")]
-    x = torch.randn(5, 11, 13, requires_grad=True)
-    exact, half = (model(x, lengths=LENGTHS)[0] for model in models)
+    model, x = make(norm, backend, size=(13, 37)), torch.randn(5, 11, 13, requires_grad=True)
+    exact = model(x, lengths=LENGTHS)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(x, lengths=LENGTHS)[0]
     torch.testing.assert_close(half, exact, atol=1e-2, rtol=0)
-    results = [
-        gradients([y], (x, *model.parameters()))
-        for y, model in zip((exact, half), models, strict=True)
-    ]
+    results = [gradients([y], (x, *model.parameters())) for y in (exact, half)]
     for judge, ours in zip(*results, strict=True):
         assert torch.cosine_similarity(ours.flatten(), judge.flatten(), dim=0) >= 0.99
 
@@ -128,8 +284,7 @@ def test_bf16_is_close_and_its_gradients_have_the_same_direction(backend, norm):
 def test_bf16_rounds_the_factors_alone_at_every_edge_of_a_tile(rows, inputs, hidden):
     """Processors multiply bf16 in tiles of 16 rows, depth 32, width 16."""
     torch.manual_seed(rows)
-    options = {"norm": "none", "backend": "cpu", "precision": "bf16"}
-    ours = LayerNormLSTM(inputs, hidden, batch_first=True, **options)
+    ours = LayerNormLSTM(inputs, hidden, batch_first=True, norm="none", backend="cpu")
     judge = torch.nn.LSTM(inputs, hidden, batch_first=True)  # of factors rounded beforehand
     with torch.no_grad():
         for own, true in zip(ours.parameters(), judge.parameters(), strict=True):
@@ -138,7 +293,9 @@ def test_bf16_rounds_the_factors_alone_at_every_edge_of_a_tile(rows, inputs, hid
         torch.randn(*shape).bfloat16().float().requires_grad_()
         for shape in [(rows, 1, inputs), (1, rows, hidden), (1, rows, hidden)]
     )
-    outputs = ours(x, tuple(state))[0], judge(x, tuple(state))[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = ours(x, tuple(state))[0]
+    outputs = output, judge(x, tuple(state))[0]
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
     results = [
         gradients([y], (x, *state, *model.parameters()))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from asr.config.cell import CellSettings
 from asr.kernels.cuda import cluster
-from asr.kernels.types import make_setting
 
 HERE = Path(__file__).parent
 HARNESS = """
@@ -39,7 +39,7 @@ from asr.kernels import reference
 from asr.kernels.cuda import cluster
 from asr.nn.lstm import LayerNormLSTM, get_weights
 from asr.kernels.types import LayerInput
-from reference_lstm import SETTINGS
+from reference_lstm import CELLS
 from test_lstm_backends import gradients
 
 HERE, HARNESS = Path(sys.argv[1]), sys.argv[2]
@@ -90,16 +90,16 @@ CASES = [
 for norm, H, tiles, rate in CASES:
     cluster._tiles = lambda *given: tiles
     torch.manual_seed(3)
-    lstm = LayerNormLSTM(I, H, batch_first=True, bidirectional=True, **SETTINGS[norm])
+    lstm = LayerNormLSTM(I, H, batch_first=True, bidirectional=True, norm=CELLS[norm])
     for name, weight in lstm.named_parameters():
         torch.nn.init.normal_(weight, std=H**-0.5 if "weight" in name else 0.5)
-    setting = lstm.setting._replace(precision="bf16")
-    weights = [get_weights(lstm, lstm.setting, suffix) for suffix in ("_l0", "_l0_reverse")]
+    weights = [get_weights(lstm, suffix) for suffix in ("_l0", "_l0_reverse")]
     x, start = torch.randn(B, T, I, requires_grad=True), torch.randn(2, 2, B, H, requires_grad=True)
     mask = (torch.rand(2, B, H) > rate) / (1 - rate) if rate else None
     found = []
-    for layer, own in ((reference.layer, lstm.setting), (cluster.layer, setting)):
-        results = layer(LayerInput(x, lengths, *start, mask), weights, own)
+    for layer in (reference.layer, cluster.layer):
+        batch = LayerInput(x, lengths, *start, mask)
+        results = layer(batch, weights, lstm.settings, torch.bfloat16)
         found.append([*results, *gradients(results, (x, start, *lstm.parameters()))])
     names = ["output", "h", "c", "x", "start", *(name for name, _ in lstm.named_parameters())]
     for name, judge, ours in zip(names, *found[:2], strict=True):
@@ -108,7 +108,7 @@ for norm, H, tiles, rate in CASES:
         bound = 2**-7 if name == "x" or name.startswith("weight") else 1e-4
         assert error <= bound, (norm, name, error)
 with torch.no_grad():  # stores nothing for a backward pass
-    again = cluster.layer(LayerInput(x, lengths, *start, mask), weights, setting)
+    again = cluster.layer(batch, weights, lstm.settings, torch.bfloat16)
 assert all(map(torch.equal, again, found[1]))
 """
 
@@ -135,8 +135,7 @@ def test_the_kernel_is_the_reference(tmp_path):
 def test_the_kernel_compiles_for_a_gpu(monkeypatch, tmp_path):
     """The compiler needs no GPU; what it has compiled is read the next time."""
     monkeypatch.setenv("LAYERNORM_LSTM_CACHE", str(tmp_path))
-    setting = make_setting("ba", None, "guard", "bf16", None, hidden_norm=True, norm_kind="layer")
-    macros = cluster._macros(setting, 64, torch.ones(1))
+    macros = cluster._macros(CellSettings("ba", hidden_norm=True), 64, torch.ones(1))
     code = cluster.machine_code(macros, 2, "sm_90")
     assert b"lstm_forward" in code and b"lstm_backward" in code
     monkeypatch.setattr(cluster, "compile_source", None)

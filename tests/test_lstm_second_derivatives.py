@@ -5,7 +5,7 @@ Judges: nn.LSTM, numerical differences (gradgradcheck), and one backward pass fo
 
 import pytest
 import torch
-from reference_lstm import NORMS, SETTINGS, VARIED, default_eps, run_layer
+from reference_lstm import CELLS, NORMS, VARIED, default_eps, run_layer
 from test_lstm_backends import HERE, make, start_of, weights_of
 from torch import nn
 from torch.autograd import functional, gradgradcheck
@@ -93,7 +93,7 @@ def test_gradgradcheck(backend):
 @pytest.mark.parametrize("backend", HERE)
 def test_second_derivatives_of_a_loop_over_cells(backend, norm):
     """With deferred weight gradients, as the speller has them."""
-    cell = LayerNormLSTMCell(2, 3, backend=backend, **SETTINGS[norm]).double()
+    cell = LayerNormLSTMCell(2, 3, backend=backend, norm=CELLS[norm]).double()
     x = torch.randn(2, 3, 2, **DOUBLE, requires_grad=True)
     mask, inputs = torch.rand(2, 3, **DOUBLE), [x, *cell.parameters()]
     state, weights = None, cell.loop_weights()

@@ -217,6 +217,7 @@ output = torch.compile(lstm, backend="eager")(packed)[0]
 assert torch.equal(output.data, lstm(packed)[0].data)
 torch._dynamo.reset()
 os.environ["LAYERNORM_LSTM_BACKEND"] = "python"
+lstm = LayerNormLSTM(3, 7, 2, bidirectional=True, batch_first=True)
 compiled = torch.compile(lstm, backend="eager", fullgraph=True)
 x = torch.randn(2, 5, 3)
 torch.testing.assert_close(compiled(x), lstm(x), atol=1e-6, rtol=1e-5)

@@ -11,10 +11,11 @@ import pytest
 PRELUDE = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from asr.config.cell import CellSettings
 from asr.kernels.cuda import lstm as cuda
 from asr.kernels.types import LayerInput
 from asr.nn.lstm import LayerNormLSTM, backends, get_weights
-from reference_lstm import SETTINGS
+from reference_lstm import CELLS
 from test_lstm_backends import gradients
 
 assert backends()["cuda"] is None
@@ -31,7 +32,7 @@ for norm in ("ba", "per_gate", "cell", "joined state rms", "ba hidden", "per_gat
     found = []
     for name in ("reference", "cuda"):
         torch.manual_seed(1)
-        keys = SETTINGS[norm] | {"backend": name, "recurrent_dropout": 0.3}
+        keys = {"norm": CELLS[norm], "backend": name, "recurrent_dropout": 0.3}
         lstm = LayerNormLSTM(2, 3, batch_first=True, bidirectional=True, **keys).double()
         for weight in lstm.parameters():
             torch.nn.init.normal_(weight)
@@ -43,7 +44,7 @@ for norm in ("ba", "per_gate", "cell", "joined state rms", "ba hidden", "per_gat
     torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11, msg=lambda m: norm + m)
 
 for kind in ("layer", "rms"):  # silence: the guard
-    lstm = LayerNormLSTM(2, 3, norm="ba", norm_kind=kind, backend="cuda").double()
+    lstm = LayerNormLSTM(2, 3, norm=CellSettings("ba", norm_kind=kind), backend="cuda").double()
     torch.nn.init.zeros_(lstm.bias_ih_l0)
     (lstm(torch.zeros(1, 2, 2, dtype=torch.float64))[0].sum()).backward()
     assert all(weight.grad.isfinite().all() for weight in lstm.parameters())
@@ -56,11 +57,12 @@ BOUND = 4 * 3 * 2**-9
 x = torch.randn(3, 2, 5, requires_grad=True)
 for norm in ("none", "raw", "joined carried", "joined hidden rms", "per_gate state hidden", "ba"):
     found = []
-    for name, precision in (("reference", "fp32"), ("cuda", "bf16")):
+    for name in ("reference", "cuda"):
         torch.manual_seed(1)
-        keys = SETTINGS[norm] | {"backend": name, "precision": precision}
+        keys = {"norm": CELLS[norm], "backend": name}
         lstm = LayerNormLSTM(5, 7, batch_first=True, **keys)
-        output, state = lstm(x, lengths=[2, 1, 2])
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "cuda"):
+            output, state = lstm(x, lengths=[2, 1, 2])
         results = output, *state
         found.append([*results, *gradients(results, (x, *lstm.parameters()))])
     for judge, ours in zip(*found, strict=True):
@@ -85,20 +87,20 @@ class Kernel:
 from asr.kernels.cuda import triton_norm, triton_step
 triton_step.forward_step = triton_step.backward_step = Kernel()
 triton_norm.norm_rows_forward = triton_norm.norm_rows_backward = Kernel()
-for precision in ("fp32", "bf16"):
+for products in (torch.float32, torch.bfloat16):
     counts = []
     for frames in (3, 6):
-        lstm = LayerNormLSTM(5, 7, norm="ba", precision=precision, backend="cuda")
-        weights = [get_weights(lstm, lstm.setting, "_l0")]
+        lstm = LayerNormLSTM(5, 7, norm="ba", backend="cuda")
+        weights = [get_weights(lstm, "_l0")]
         batch = LayerInput(torch.randn(2, frames, 5), None, *torch.zeros(2, 1, 2, 7), None)
         calls = []
         with Computing():  # with such a mode the module itself records operators of torch
-            output, *_ = cuda.layer(batch, weights, lstm.setting)
+            output, *_ = cuda.layer(batch, weights, lstm.settings, products)
             forward = len(calls)
             output.sum().backward()
         counts.append((forward, len(calls) - forward))
     three_steps = [late - early for early, late in zip(*counts, strict=True)]
-    assert three_steps == [3 * 2, 3 * 2], (precision, three_steps)
+    assert three_steps == [3 * 2, 3 * 2], (products, three_steps)
 """
 COMPILE = """
 import torch
@@ -107,7 +109,7 @@ from triton.backends.compiler import GPUTarget
 from asr.kernels.cuda import lstm as cuda, triton_norm, triton_step
 from asr.kernels.types import LayerInput
 from asr.nn.lstm import LayerNormLSTM, get_weights
-from reference_lstm import SETTINGS
+from reference_lstm import CELLS
 
 DTYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 NUMBERS = {int: "i32", bool: "i32", float: "fp32"}
@@ -142,11 +144,11 @@ for module in (triton_norm, triton_step):
         if name in module.__dict__:
             setattr(module, name, Compiling(getattr(module, name)))
 for norm in ("ba hidden", "per_gate"):
-    lstm = LayerNormLSTM(5, 7, **SETTINGS[norm] | {"precision": "bf16"})
-    weights = [get_weights(lstm, lstm.setting, "_l0")]
+    lstm = LayerNormLSTM(5, 7, norm=CELLS[norm])
+    weights = [get_weights(lstm, "_l0")]
     mask = torch.ones(1, 2, 7) if norm == "ba hidden" else None
     batch = LayerInput(torch.randn(2, 3, 5), None, *torch.zeros(2, 1, 2, 7), mask)
-    output, *_ = cuda.layer(batch, weights, lstm.setting)
+    output, *_ = cuda.layer(batch, weights, lstm.settings, torch.bfloat16)
     output.sum().backward()
 assert {name for name, *_ in compiled} == set(KERNELS)
 """

@@ -8,6 +8,7 @@ asr/images/config.py. The comment on a key, or directly above it, is its entry i
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -25,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from asr.config.norms import check_norms_fit
+from asr.config.cell import CellSettings
 
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -174,8 +175,13 @@ class LSTMConfig(Config):
 
     @model_validator(mode="after")
     def _norms_fit(self) -> "LSTMConfig":
-        check_norms_fit(self.norm, self.cell_norm, self.hidden_norm, self.norm_kind)
+        _ = self.settings  # raises ValueError
         return self
+
+    @property
+    def settings(self) -> CellSettings:
+        """The norms, as a layer takes them."""
+        return CellSettings(**{f.name: getattr(self, f.name) for f in fields(CellSettings)})
 
 
 class ListenerConfig(LSTMConfig):

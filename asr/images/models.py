@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from asr.images.config import DrawConfig, RowClassifierConfig
 from asr.nn.dropout import Dropout
-from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, lstm_options
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State
 
 
 class RowClassifier(nn.Module):
@@ -43,8 +43,9 @@ class RowClassifier(nn.Module):
             config.layers,
             batch_first=True,
             dropout=config.dropout,
+            norm=config.settings,
             recurrent_dropout=config.recurrent_dropout,
-            **lstm_options(config),
+            backend=config.backend,
         )
         self.out = nn.Linear(config.hidden, classes)
 
@@ -104,8 +105,11 @@ class Draw(nn.Module):
         self.read_points, self.write_points = config.read, config.write
         encoder, decoder, latent = config.encoder.hidden, config.decoder.hidden, config.latent
         inputs = 2 * config.read**2 + decoder
-        self.encoder = LayerNormLSTMCell(inputs, encoder, **lstm_options(config.encoder))
-        self.decoder = LayerNormLSTMCell(latent, decoder, **lstm_options(config.decoder))
+        cells = [(inputs, config.encoder), (latent, config.decoder)]
+        self.encoder, self.decoder = (
+            LayerNormLSTMCell(size, own.hidden, norm=own.settings, backend=own.backend)
+            for size, own in cells
+        )
         self.to_latent = nn.Linear(encoder, 2 * latent)  # mean, log sigma
         self.to_read = nn.Linear(decoder, 5)
         self.to_write = nn.Linear(decoder, 5)

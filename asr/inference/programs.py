@@ -61,14 +61,14 @@ class ScannedLSTM(nn.Module):
 
     def _direction(self, steps: tuple[Tensor, Tensor], suffix: str) -> Tensor:
         """x (T, B, I) and valid (T, B, 1) in the order of reading -> output (T, B, H)."""
-        setting = self.lstm.setting
-        named = get_weights(self.lstm, setting, suffix)._asdict()
+        kernels = dispatch.Kernels("reference", self.lstm.settings)
+        named = get_weights(self.lstm, suffix)._asdict()
         weights = {name: weight for name, weight in named.items() if weight is not None}
         missing = dict.fromkeys(named)
 
         def step(h: Tensor, c: Tensor, x: Tensor, valid: Tensor, *flat: Tensor) -> Sequence[Tensor]:
             own = Weights(**(missing | dict(zip(weights, flat, strict=True))))
-            after = dispatch.run_step("reference", x, (h, c), None, own, setting)
+            after = kernels.step(x, (h, c), None, own)
             kept = (torch.where(valid, *pair) for pair in zip(after, (h, c), strict=True))
             return *kept, torch.where(valid, after[0], 0.0)
 
@@ -115,8 +115,8 @@ def traceable(model: nn.Module) -> nn.Module:
         for name, child in module.named_children():
             if replacement := REPLACED.get(type(child)):
                 setattr(module, name, replacement(child))
-            elif hasattr(child, "backend"):
-                child.backend = "reference"
+            elif hasattr(child, "kernels"):
+                child.kernels = dispatch.Kernels("reference", child.kernels.settings)
     return model
 
 

@@ -1,27 +1,30 @@
 """Chooses the backend of an LSTM layer, a cell step, a decoder sequence and an attention step.
 
-The only module that knows which backends exist. A caller names one, or "auto" for the fastest that
-can run; the environment variable LAYERNORM_LSTM_BACKEND replaces "auto". What a backend does not
-cover falls back to a slower one, with one warning; a backend requested by name that cannot run at
-all is an error. On a GPU "auto" is what fastest.py measures there: `cluster`, `cuda` or `python`.
+The only module that knows which backends exist. A module makes Kernels from a backend's name or
+"auto"; the Backend that computes is chosen at the first call for a kind of weights. "auto" is
+`cpu` for weights on a CPU; on an NVIDIA GPU `cluster` where it covers the layer, else `cuda`;
+`python` on other devices. What a backend does not cover is computed by the next slower one, with
+one warning; a backend requested by name that cannot run at all is an error.
 """
 
 import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from asr.config.cell import CellSettings
 from asr.errors import UserError
 from asr.kernels import python, reference, tracing
+from asr.kernels.check import fault
 from asr.kernels.cpu import compiler, decoder, lstm, operator
+from asr.kernels.cuda import cluster
 from asr.kernels.cuda import lstm as cuda
 from asr.kernels.deferred import DeferredWeight, autocast_dtype
 from asr.kernels.double_backward import is_traced
-from asr.kernels.fastest import Case, FastestBackend, place_of
 from asr.kernels.types import (
     MODES,
     AttentionInput,
@@ -30,47 +33,129 @@ from asr.kernels.types import (
     DecoderOutput,
     LayerInput,
     LayerOutput,
-    LSTMOptions,
     State,
     Weights,
     check_shape,
-    make_setting,
 )
 
-
-def _cluster_layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
-    from asr.kernels.cuda import cluster  # loaded on a GPU only
-
-    return cluster.layer(batch, weights, setting)
-
-
-def _cluster_obstacle(like: Tensor | None = None) -> str | None:
-    if reason := cuda.obstacle(like):
-        return reason
-    from asr.kernels.cuda import cluster
-
-    return cluster.obstacle()
-
-
-def _cluster_limit(setting: LSTMOptions, like: Tensor) -> str | None:
-    from asr.kernels.cuda import cluster
-
-    return cluster.limit(setting, like.shape[1])
-
-
-LAYERS = {
-    "reference": reference.layer,
-    "python": python.layer,
-    "cpu": lstm.layer,
-    "cuda": cuda.layer,
-    "cluster": _cluster_layer,
-}
-ON_GPU = {"cuda": cuda.obstacle, "cluster": _cluster_obstacle}
-
-NAMES = ("auto", *LAYERS)
-VARIABLE = "LAYERNORM_LSTM_BACKEND"
-PLAIN = make_setting("none", None, "guard", "fp32", None, hidden_norm=False, norm_kind="layer")
+VARIABLE = "LAYERNORM_LSTM_BACKEND"  # replaces "auto"
 P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _none(*_: object) -> None:
+    return None
+
+
+class Backend(NamedTuple):
+    """The functions of one backend; those that a backend lacks are torch's operators."""
+
+    name: str
+    layer: Callable[..., LayerOutput]
+    missing: Callable[[], str | None] = _none  # why not on this machine
+    obstacle: Callable[[torch.device, torch.dtype], str | None] = _none  # why not on such weights
+    step: Callable[..., State] = reference.step
+    attend: Callable[..., tuple[Tensor, Tensor]] | None = None
+    decoder: Callable[..., DecoderOutput] | None = None
+
+
+def _cpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the C++ kernels cannot be used on such weights; compiles them if necessary."""
+    if device.type != "cpu":
+        return f"the weights are on {device}"
+    if dtype not in (torch.float32, torch.float64):
+        return f"the weights are {dtype}"
+    try:
+        compiler.load()
+    except compiler.BuildError as error:
+        return str(error)
+    return None
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("reference", reference.layer),
+        Backend("python", python.layer),
+        Backend(
+            "cpu",
+            lstm.layer,
+            compiler.obstacle,
+            _cpu_obstacle,
+            lstm.step,
+            decoder.attend,
+            decoder.run_decoder,
+        ),
+        Backend("cuda", cuda.layer, cuda.missing, cuda.obstacle),
+        Backend("cluster", cluster.layer, cluster.missing, cuda.obstacle),
+    )
+}
+SLOWER = {"cluster": "cuda", "cuda": "python", "cpu": "python", "python": "reference"}
+NAMES = ("auto", *BACKENDS)
+
+
+def backends() -> dict[str, str | None]:
+    """Every backend's name -> None where it can run on this machine, else the reason why not."""
+    return {name: backend.missing() for name, backend in BACKENDS.items()}
+
+
+def limit(
+    name: str,
+    settings: CellSettings,
+    products: torch.dtype,
+    shape: tuple[int, int, int] | None,
+) -> str | None:
+    """Why a backend does not compute such a layer; None where it does. As for choose_backend."""
+    if name == "reference":
+        return None
+    if not settings.guard:
+        return f"{name!r} does not compute zero_variance 'raw'"
+    known = settings.gates in MODES and settings.norm_kind in ("layer", "rms")
+    if not known or (settings.swap and name != "cpu"):
+        return f"{name!r} does not compute {settings}"
+    return cluster.limit(shape[1], products) if name == "cluster" and shape else None
+
+
+@functools.cache
+def choose_backend(
+    name: str,
+    settings: CellSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    products: torch.dtype,
+    shape: tuple[int, int, int] | None = None,
+) -> Backend:
+    """The backend for weights on that device, of that dtype; `products` is that of the products.
+
+    shape: of a layer on a GPU, D, H and a power of 2 of at least B; None elsewhere. There "auto"
+    takes a backend only if it computes a small layer as `reference` does.
+    Raises UserError where the named backend cannot run.
+    """
+    chosen, reasons = name, []
+    if name == "auto":
+        chosen = "cpu" if device.type == "cpu" else "python"
+        if device.type == "cuda" and shape:
+            reason = cluster.missing() or limit("cluster", settings, products, shape)
+            chosen = "cuda" if reason else "cluster"
+    while True:
+        backend = BACKENDS[chosen]
+        reason = limit(chosen, settings, products, shape)
+        if reason is None and (reason := backend.obstacle(device, dtype)) and chosen == name:
+            raise UserError(f"backend {name!r} of the LSTM cannot run: {reason}")
+        if reason is None and name == "auto" and chosen in ("cluster", "cuda"):
+            reason = fault(backend.layer, settings, products, shape, device)
+            reason = reason and f"{chosen!r} fails its check on {device}: {reason}"
+        if reason is None:
+            break
+        chosen = SLOWER[chosen]
+        reasons.append(reason)
+    if reasons:
+        _warn_once(f"the LSTM's slower backend {chosen!r} is used: {'; '.join(reasons)}")
+    return backend
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger(__name__).warning(message)
 
 
 def _untraced(function: Callable[P, R]) -> Callable[P, R]:
@@ -97,131 +182,135 @@ def _constant(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-def backends() -> dict[str, str | None]:
-    """Every backend's name -> None where it can run on this machine, else the reason why not."""
-    found = {"reference": None, "python": None, "cpu": compiler.obstacle()}
-    return found | {name: obstacle() for name, obstacle in ON_GPU.items()}
-
-
-def check_name(name: str) -> str:
-    """The name itself. Raises ValueError where there is no such backend, or it cannot run here."""
-    if name not in NAMES:
-        raise ValueError(f"backend {name!r} is not known; choose one of {', '.join(NAMES)}")
-    if reason := backends().get(name):
-        raise ValueError(f"backend {name!r} cannot run here: {reason}")
-    return name
-
-
-def run_layer(
-    name: str, batch: LayerInput, weights: list[Weights], setting: LSTMOptions
-) -> LayerOutput:
-    """One layer, all directions. Raises UserError where the named backend cannot run."""
-    own = weights[0].weight_hh
-    if is_traced(batch.x, batch.h, own):
-        return _trace_layer(name, batch, weights, setting)
-    if len(batch.x) == 0:  # no rows for a kernel
-        return tracing.layer(batch, weights, setting)
-    setting, mixed = _under_autocast(setting, own)
-    chosen = choose_backend(name, setting, own)
-    if own.device.type == "cuda" and chosen == "python" and _is_auto(name):
-        chosen = _fastest_on_gpu(Case.of(batch, weights, setting), own)
-    if chosen == "cluster" and (reason := _cluster_limit(setting, own)):
-        _warn_once(f"the LSTM's slower backend 'cuda' is used: {reason}")
-        chosen = "cuda"
-    if not mixed or chosen == "reference":  # autocast applies to the reference's own operators
-        return LAYERS[chosen](batch, weights, setting)
-    with torch.autocast(own.device.type, enabled=False):
-        return LAYERS[chosen](_cast(batch, own.dtype), weights, setting)
-
-
-def _trace_layer(
-    name: str, batch: LayerInput, weights: list[Weights], setting: LSTMOptions
-) -> LayerOutput:
-    """In a graph: C++ is one node for torch.compile; else the layer consists of torch's operators,
-    which run everywhere, also without this package.
-    """
-    own = weights[0].weight_hh
-    compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-    if compiled and own.device.type == "cpu" and _compiles_to_cpp(name, setting, own.dtype):
-        half = autocast_dtype("cpu") == torch.bfloat16
-        text = _setting_text(setting, "bf16" if half else setting.precision)
-        return operator.layer(_cast(batch, own.dtype), weights, text)
-    return tracing.layer(batch, weights, setting)
+@_constant
+def _compiles_to_cpp(name: str, settings: CellSettings, dtype: torch.dtype) -> bool:
+    return choose_backend(name, settings, torch.device("cpu"), dtype, dtype).name == "cpu"
 
 
 @_constant
-def _compiles_to_cpp(name: str, setting: LSTMOptions, dtype: torch.dtype) -> bool:
-    return _choose(name, setting, torch.empty(0, dtype=dtype)) == "cpu"
+def _settings_text(settings: CellSettings) -> str:
+    return operator.settings_text(settings)
 
 
-@_constant
-def _setting_text(setting: LSTMOptions, precision: str) -> str:
-    return operator.setting_text(setting._replace(precision=precision))
+class Kernels:
+    """What computes one layer, cell or attention.
 
-
-def run_step(
-    name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
-) -> State:
-    """One time step: x (B, I), state of two (B, H) -> the next state; in C++ or as reference.
-
-    Raises ValueError where a shape, dtype or device does not fit.
+    name: a backend, or "auto", which the environment variable LAYERNORM_LSTM_BACKEND replaces.
+    Raises ValueError where there is no such backend, or it cannot run on this machine.
     """
-    own = weights.bias_hh  # the matrices may be DeferredWeights
-    check_place("x", x, own)
-    for part, one in (("h", state[0]), ("c", state[1]), ("mask", mask)):
-        if one is not None:
-            check_place(part, one, own)
-            check_shape(part, one, (x.shape[0], own.shape[0] // 4))
-    deferred = isinstance(weights.weight_hh, DeferredWeight)  # torch.compile cannot trace one
-    if is_traced(x, *state, own) and not (deferred and torch.compiler.is_dynamo_compiling()):
-        return reference.step(x, state, mask, weights, setting)
-    return _run_step(name, x, state, mask, weights, setting)
 
+    def __init__(self, name: str, settings: CellSettings) -> None:
+        if name == "auto" and (variable := os.environ.get(VARIABLE)):
+            name = variable
+            if name not in NAMES:
+                choices = ", ".join(NAMES)
+                raise UserError(f"{VARIABLE} = {name}: no such backend; choose one of {choices}")
+        if name not in NAMES:
+            raise ValueError(f"backend {name!r} is not known; choose one of {', '.join(NAMES)}")
+        if name != "auto" and (reason := BACKENDS[name].missing()):
+            raise ValueError(f"backend {name!r} cannot run here: {reason}")
+        self.name, self.settings = name, settings
 
-@_untraced
-def _run_step(
-    name: str, x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
-) -> State:
-    own = weights.bias_hh
-    setting, mixed = _under_autocast(setting, own)
-    if choose_backend(name, setting, own) != "cpu":  # the others are fast in loops only
-        return reference.step(x, state, mask, weights, setting)
-    if not mixed:
-        return lstm.step(x, state, mask, weights, setting)
-    with torch.autocast(own.device.type, enabled=False):
-        x, h, c = (part.to(own.dtype) for part in (x, *state))
-        mask = None if mask is None else mask.to(own.dtype)
-        return lstm.step(x, (h, c), mask, weights, setting)
+    def layer(self, batch: LayerInput, weights: list[Weights]) -> LayerOutput:
+        """One layer, all directions. Raises UserError where the named backend cannot run."""
+        own = weights[0].weight_hh
+        if is_traced(batch.x, batch.h, own):
+            return self._layer_in_graph(batch, weights)
+        if len(batch.x) == 0:  # no rows for a kernel
+            return tracing.layer(batch, weights, self.settings)
+        backend, products = self._backend(own, batch), _product_dtype(own)
+        given = weights, self.settings, products
+        if not _autocasts(own) or backend.name == "reference":  # whose own operators autocast knows
+            return backend.layer(batch, *given)
+        with torch.autocast(own.device.type, enabled=False):
+            return backend.layer(_cast(batch, own.dtype), *given)
 
+    def _layer_in_graph(self, batch: LayerInput, weights: list[Weights]) -> LayerOutput:
+        """C++ is one node for torch.compile; else the layer consists of torch's operators, which
+        run everywhere, also without this package.
+        """
+        own = weights[0].weight_hh
+        compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        on_cpu = compiled and own.device.type == "cpu"
+        if on_cpu and _compiles_to_cpp(self.name, self.settings, own.dtype):
+            text, batch = _settings_text(self.settings), _cast(batch, own.dtype)
+            return operator.layer(batch, weights, text, _product_dtype(own))
+        return tracing.layer(batch, weights, self.settings)
 
-@_untraced
-def attend(name: str, given: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | None:
-    """One attention step in C++: valid (B, T) -> its weights and the new total, each (B, K, T).
+    def step(self, x: Tensor, state: State, mask: Tensor | None, weights: Weights) -> State:
+        """One time step: x (B, I), state of two (B, H) -> the next state; in C++ or as reference.
 
-    None where C++ does not cover it: dot products, other backends, devices and dtypes.
-    Raises UserError where C++ is requested by name but cannot run, ValueError for a wrong shape.
-    """
-    if not _attends_in_cpp(name, given.v, given.keys, given.past_weights, given.past_total):
-        return None
-    return decoder.attend(given._replace(query=given.query.to(given.keys.dtype)), valid)
+        Raises ValueError where a shape, dtype or device does not fit.
+        """
+        own = weights.bias_hh  # the matrices may be DeferredWeights
+        check_device_and_dtype("x", x, own)
+        for part, one in (("h", state[0]), ("c", state[1]), ("mask", mask)):
+            if one is not None:
+                check_device_and_dtype(part, one, own)
+                check_shape(part, one, (x.shape[0], own.shape[0] // 4))
+        deferred = isinstance(weights.weight_hh, DeferredWeight)  # torch.compile cannot trace one
+        if is_traced(x, *state, own) and not (deferred and torch.compiler.is_dynamo_compiling()):
+            return reference.step(x, state, mask, weights, self.settings)
+        return self._step(x, state, mask, weights)
 
+    @_untraced
+    def _step(self, x: Tensor, state: State, mask: Tensor | None, weights: Weights) -> State:
+        own = weights.bias_hh
+        backend, products = self._backend(own), _product_dtype(own)
+        if not _autocasts(own) or backend.step is reference.step:
+            return backend.step(x, state, mask, weights, self.settings, products)
+        with torch.autocast(own.device.type, enabled=False):
+            x, h, c = (part.to(own.dtype) for part in (x, *state))
+            mask = None if mask is None else mask.to(own.dtype)
+            return backend.step(x, (h, c), mask, weights, self.settings, products)
 
-def can_run_decoder(
-    name: str,
-    setting: LSTMOptions,
-    weight: Tensor,
-    states: Tensor,
-    v: Tensor | None,
-    modules: Iterable[nn.Module],
-) -> bool:
-    """Can run_decoder replace single steps? To be asked before the caller draws dropout masks.
+    @_untraced
+    def attend(self, given: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | None:
+        """One attention step: valid (B, T) -> its weights and the new total, each (B, K, T).
 
-    weight: one of the cells'; states (B, T, E): the memory; v: see AttentionInput; modules: all
-    that a step calls. Raises UserError as `attend`.
-    """
-    if setting.precision != "fp32" or any(map(has_hooks, modules)):
-        return False
-    return choose_backend(name, setting, weight) == "cpu" and _attends_in_cpp(name, v, states)
+        None where the backend does not cover it: dot products, other devices and dtypes.
+        Raises UserError where the named backend cannot run, ValueError for a wrong shape.
+        """
+        v, others = given.v, (given.keys, given.past_weights, given.past_total)
+        if v is None or is_traced(v) or not _fit(v, *others):
+            return None
+        backend = self._backend(v)
+        if backend.attend is None:
+            return None
+        return backend.attend(given._replace(query=given.query.to(given.keys.dtype)), valid)
+
+    @_untraced
+    def covers_decoder(
+        self, weight: Tensor, states: Tensor, v: Tensor | None, modules: Iterable[nn.Module]
+    ) -> bool:
+        """Can `decoder` replace single steps? To be asked before the caller draws dropout masks.
+
+        weight: one of the cells'; states (B, T, E): the memory; v: see AttentionInput; modules: all
+        that a step calls. Raises UserError as `attend`.
+        """
+        if any(map(has_hooks, modules)) or v is None or is_traced(v):
+            return False
+        if not _fit(weight, states, v):
+            return False
+        return self._backend(weight).decoder is not None
+
+    @_untraced
+    def decoder(
+        self, given: DecoderInput, cells: list[Weights], constants: DecoderConstants
+    ) -> DecoderOutput:
+        """All steps of a decoder along given tokens, where covers_decoder allows it."""
+        own = cells[0].weight_hh
+        run = self._backend(own).decoder
+        return run(given, cells, constants, self.settings, _product_dtype(own))
+
+    def _backend(self, own: Tensor, batch: LayerInput | None = None) -> Backend:
+        """The backend for weights like `own`, of a layer with this batch or of single steps."""
+        shape = None
+        if batch is not None and own.device.type == "cuda":
+            D, B, H = batch.h.shape
+            shape = D, H, 1 << (B - 1).bit_length()
+        kind = own.device, own.dtype, _product_dtype(own)
+        return choose_backend(self.name, self.settings, *kind, shape)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -230,105 +319,31 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in kinds)
 
 
-@_untraced
-def run_decoder(
-    given: DecoderInput, cells: list[Weights], constants: DecoderConstants
-) -> DecoderOutput:
-    """All steps of a decoder along given tokens in C++, where can_run_decoder allows it."""
-    setting, _ = _under_autocast(constants.setting, cells[0].bias_hh)
-    return decoder.run_decoder(given, cells, constants._replace(setting=setting))
-
-
 def release_memory() -> None:
     """Free what backends keep between calls, before a batch that did not fit is tried again."""
     cuda.release_graphs()
 
 
-def check_place(name: str, part: Tensor, own: Tensor) -> None:
+def check_device_and_dtype(name: str, part: Tensor, own: Tensor) -> None:
     """Raises ValueError for another device than the weights', or dtype unless autocast is on."""
     if part.device != own.device:
         raise ValueError(f"{name} is on {part.device}, the LSTM's weights are on {own.device}")
-    if part.dtype != own.dtype and autocast_dtype(own.device.type) is None:
+    if part.dtype != own.dtype and not _autocasts(own):
         raise ValueError(f"{name} is {part.dtype}, the LSTM's weights are {own.dtype}")
 
 
-@_untraced
-def choose_backend(name: str, setting: LSTMOptions, like: Tensor) -> str:
-    """The backend for weights like `like`. Raises UserError where the named one cannot run."""
-    return "reference" if is_traced(like) else _choose(name, setting, like)
+def _fit(own: Tensor, *others: Tensor) -> bool:
+    return all(t.dtype == own.dtype and t.device == own.device for t in others)
 
 
-def _choose(name: str, setting: LSTMOptions, like: Tensor) -> str:
-    """choose_backend; reads device and dtype of `like` alone."""
-    if name == "auto":
-        name = os.environ.get(VARIABLE) or "auto"
-        if name not in NAMES:
-            choices = ", ".join(NAMES)
-            raise UserError(f"{VARIABLE} = {name}: no such backend; choose one of {choices}")
-    if name == "auto" and like.device.type != "cpu":
-        name = "python"
-    if name == "reference":
-        return name
-    if not setting.guard:
-        return _as_reference("zero_variance 'raw'")
-    if setting.gates not in MODES or setting.norm_kind not in ("layer", "rms"):
-        return _as_reference(f"norm {setting.norm!r}")
-    if name in ("auto", "cpu") or (name in ON_GPU and not setting.swap):
-        reason = ON_GPU.get(name, _cpu_obstacle)(like)
-        if reason is None:
-            return "cpu" if name == "auto" else name
-        if name != "auto":
-            raise UserError(f"backend {name!r} of the LSTM cannot run: {reason}")
-        _warn_once(f"the LSTM's slower backend 'python' is used: {reason}")
-    return _as_reference(f"norm {setting.norm!r}") if setting.swap else "python"
+def _autocasts(like: Tensor) -> bool:
+    return autocast_dtype(like.device.type) is not None
 
 
-def _is_auto(name: str) -> bool:
-    return name == "auto" and os.environ.get(VARIABLE) in (None, "", "auto")
-
-
-def _fastest_on_gpu(case: Case, like: Tensor) -> str:
-    """The fastest one that is right here."""
-    if reason := cuda.obstacle(like):
-        _warn_once(f"the LSTM's slower backend 'python' is used: {reason}")
-        return "python"
-    if torch.cuda.is_current_stream_capturing():  # nothing can be timed
-        return "python"
-    reason = _cluster_obstacle(like) or _cluster_limit(case.setting, like)
-    return _fastest[reason is None].choose(case, like.device, _place(like.device))
-
-
-def _as_reference(what: str) -> str:
-    _warn_once(f"{what} is computed by the LSTM's reference backend")
-    return "reference"
-
-
-def _attends_in_cpp(name: str, v: Tensor | None, *others: Tensor) -> bool:
-    if v is None or v.device.type != "cpu" or v.dtype not in (torch.float32, torch.float64):
-        return False
-    if any(t.dtype != v.dtype or t.device != v.device for t in others):
-        return False
-    return choose_backend(name, PLAIN, v) == "cpu"
-
-
-def _cpu_obstacle(like: Tensor) -> str | None:
-    """Why the C++ kernels cannot be used on weights like these; compiles them if necessary."""
-    if like.device.type != "cpu":
-        return f"the weights are on {like.device}"
-    if like.dtype not in (torch.float32, torch.float64):
-        return f"the weights are {like.dtype}"
-    try:
-        compiler.load()
-    except compiler.BuildError as error:
-        return str(error)
-    return None
-
-
-def _under_autocast(setting: LSTMOptions, like: Tensor) -> tuple[LSTMOptions, bool]:
-    """The setting with autocast's precision, and whether autocast is enabled."""
-    dtype = autocast_dtype(like.device.type)
-    half = dtype == torch.bfloat16
-    return (setting._replace(precision="bf16") if half else setting), dtype is not None
+def _product_dtype(own: Tensor) -> torch.dtype:
+    """Of products with weights like `own`: bf16 for float32 under such an autocast, else theirs."""
+    half = own.dtype == torch.float32 and autocast_dtype(own.device.type) == torch.bfloat16
+    return torch.bfloat16 if half else own.dtype
 
 
 def _cast(batch: LayerInput, dtype: torch.dtype) -> LayerInput:
@@ -340,16 +355,3 @@ def _cast(batch: LayerInput, dtype: torch.dtype) -> LayerInput:
         batch.c.to(dtype),
         None if batch.mask is None else batch.mask.to(dtype),
     )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger(__name__).warning(message)
-
-
-_place = functools.cache(place_of)
-# By whether the backend cluster covers the case.
-_fastest = [
-    FastestBackend(LAYERS, candidates, "python", _warn_once)
-    for candidates in (("cuda",), ("cluster", "cuda"))
-]

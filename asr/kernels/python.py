@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.kernels.deferred import product
 from asr.kernels.double_backward import differentiate, needs_operators
 from asr.kernels.reference import Packed, norm_rows, run_direction, run_packed, widened
-from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, State, Weights
+from asr.kernels.types import LayerInput, LayerOutput, State, Weights
 
 
 class Norm(NamedTuple):
@@ -27,28 +28,23 @@ class Norm(NamedTuple):
     scale: Tensor  # (..., 1)  r above
 
 
-def norm(x: Tensor, setting: LSTMOptions) -> Norm:
+def norm(x: Tensor, settings: CellSettings) -> Norm:
     """Normalises the last dimension; rows without variance (rms: of zeros) give 0 and r = 0."""
-    if setting.norm_kind == "rms":
+    if settings.norm_kind == "rms":
         wide = widened(x)
         flat = (x == 0).all(dim=-1, keepdim=True)
-        scale = (wide.square().mean(-1, keepdim=True) + setting.eps).rsqrt().masked_fill(flat, 0)
+        scale = (wide.square().mean(-1, keepdim=True) + settings.eps).rsqrt().masked_fill(flat, 0)
         return Norm((wide * scale).to(x.dtype), scale.to(x.dtype))
-    normed, _, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, setting.eps)
+    normed, _, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, settings.eps)
     flat = (x == x[..., :1]).all(dim=-1, keepdim=True)
     return Norm(normed.masked_fill(flat, 0), scale.masked_fill(flat, 0))
 
 
-def norm_backward(d: Tensor, norm: Norm, setting: LSTMOptions) -> Tensor:
+def norm_backward(d: Tensor, norm: Norm, settings: CellSettings) -> Tensor:
     """d (..., N) -> dx."""
     slope = (d * norm.normed).mean(-1, keepdim=True)
-    centred = d if setting.norm_kind == "rms" else d - d.mean(-1, keepdim=True)
+    centred = d if settings.norm_kind == "rms" else d - d.mean(-1, keepdim=True)
     return norm.scale * (centred - norm.normed * slope)
-
-
-def gate_product(a: Tensor, b: Tensor, setting: LSTMOptions) -> Tensor:
-    """a @ b in the setting's precision, in a's dtype."""
-    return product(a, b.to(setting.product_dtype(a.dtype)))
 
 
 class _Saved(NamedTuple):
@@ -64,15 +60,15 @@ class _Saved(NamedTuple):
 
 
 def _pre_activations(
-    ax: Tensor, recurrent: Tensor, bias: Tensor, w: Weights, setting: LSTMOptions
+    ax: Tensor, recurrent: Tensor, bias: Tensor, w: Weights, settings: CellSettings
 ) -> tuple[Tensor, Norm | None]:
     """(N, 4H), and the norm that W_h h enters."""
-    if setting.gates == "none":
+    if settings.gates == "none":
         return ax + recurrent + bias, None
-    if setting.norms_sum:
-        norm_h = norm(norm_rows(ax + recurrent, setting), setting)
+    if settings.norms_sum:
+        norm_h = norm(norm_rows(ax + recurrent, settings), settings)
         return norm_h.normed.view_as(ax) * w.gain_gates + bias, norm_h
-    norm_h = norm(recurrent, setting)
+    norm_h = norm(recurrent, settings)
     scaled = norm_h.normed if w.gain_hh is None else norm_h.normed * w.gain_hh
     return ax + bias + scaled, norm_h
 
@@ -84,42 +80,48 @@ def _step(
     mask: Tensor | None,
     bias: Tensor,
     w: Weights,
-    setting: LSTMOptions,
+    settings: CellSettings,
 ) -> tuple[State, tuple[Any, ...]]:
-    gates, norm_h = _pre_activations(ax, recurrent, bias, w, setting)
+    gates, norm_h = _pre_activations(ax, recurrent, bias, w, settings)
     i, f, g, o = gates.chunk(4, dim=-1)
     candidate = g.tanh() if mask is None else g.tanh() * mask
     c = normed = f.sigmoid() * c + i.sigmoid() * candidate
     norm_c = norm_hidden = None
-    if setting.norms_cell:
-        norm_c = norm(c, setting)
+    if settings.norms_cell:
+        norm_c = norm(c, settings)
         normed = norm_c.normed * w.gain_c + w.bias_c
-    shown = normed if setting.shows_norm else c
+    shown = normed if settings.shows_norm else c
     h = o.sigmoid() * shown.tanh()
-    if setting.hidden_norm:
-        norm_hidden = norm(h, setting)
+    if settings.hidden_norm:
+        norm_hidden = norm(h, settings)
         h = norm_hidden.normed * w.gain_hidden + w.bias_hidden
     kept = gates, norm_h, norm_c, shown, norm_hidden
-    return (h, normed if setting.carries_norm else c), kept
+    return (h, normed if settings.carries_norm else c), kept
 
 
 def _run(
-    packed: Packed, setting: LSTMOptions, x: Tensor, state: State, mask: Tensor | None, w: Weights
+    packed: Packed,
+    settings: CellSettings,
+    products: torch.dtype,
+    x: Tensor,
+    state: State,
+    mask: Tensor | None,
+    w: Weights,
 ) -> tuple[Tensor, State, _Saved]:
     bias = w.bias_ih + w.bias_hh
-    ax, norm_x = gate_product(x, w.weight_ih.t(), setting), None
-    if setting.gates == "split":
-        norm_x = norm(ax, setting)
+    ax, norm_x = product(x, w.weight_ih.t().to(products)), None
+    if settings.gates == "split":
+        norm_x = norm(ax, settings)
         ax = norm_x.normed if w.gain_ih is None else norm_x.normed * w.gain_ih
-    across = w.weight_hh.t().contiguous()  # once, not in every step's product
+    across = w.weight_hh.t().to(products).contiguous()  # once, not in every step's product
     h, c = state
     steps, ended, start = [], [], 0
     for size in packed.sizes:
         ended.append((h[size:], c[size:]))
         before = h[:size], c[:size]
-        recurrent = gate_product(before[0], across, setting)
+        recurrent = product(before[0], across)
         part, now = ax[start : start + size], None if mask is None else mask[:size]
-        (h, c), kept = _step(part, recurrent, before[1], now, bias, w, setting)
+        (h, c), kept = _step(part, recurrent, before[1], now, bias, w, settings)
         steps.append((*before, h, *kept))
         start += size
     ended.append((h, c))
@@ -164,9 +166,16 @@ class _Backward:
     """The steps in reverse; factors that do not depend on them are computed for all rows first."""
 
     def __init__(
-        self, packed: Packed, setting: LSTMOptions, mask: Tensor | None, w: Weights, saved: _Saved
+        self,
+        packed: Packed,
+        settings: CellSettings,
+        products: torch.dtype,
+        mask: Tensor | None,
+        w: Weights,
+        saved: _Saved,
     ) -> None:
-        self.packed, self.setting, self.w, self.saved = packed, setting, w, saved
+        self.packed, self.settings, self.w, self.saved = packed, settings, w, saved
+        self.weight_hh = w.weight_hh.to(products)
         i, f, z, o = saved.gates.chunk(4, dim=-1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), z.tanh(), o.sigmoid()
         drop = 1.0 if mask is None else torch.cat([mask[:size] for size in packed.sizes])
@@ -198,7 +207,7 @@ class _Backward:
             dgates[now, :3] = dc.unsqueeze(1) * self.to_gates[now]
             dgates[now, 3] = dh * self.to_o[now]
             dah_all[now] = dah = self._through_norm(dgates[now], now)
-            dh, dc = gate_product(dah, self.w.weight_hh, self.setting), dc * self.forget[now]
+            dh, dc = product(dah, self.weight_hh), dc * self.forget[now]
             stop -= size
         return dgates.flatten(1), dah_all, (dh, dc), normed
 
@@ -206,7 +215,7 @@ class _Backward:
         if self.saved.hidden is None:
             return dh
         normed.hidden[now] = dh
-        return norm_backward(dh * self.w.gain_hidden, _at(self.saved.hidden, now), self.setting)
+        return norm_backward(dh * self.w.gain_hidden, _at(self.saved.hidden, now), self.settings)
 
     def _through_cell(
         self, dshown: Tensor, dc: Tensor, now: slice, normed: NormedGradients
@@ -214,11 +223,11 @@ class _Backward:
         """Gradients of the argument of tanh and of the next cell state -> that of c'."""
         if self.saved.c is None:
             return dshown + dc
-        through, around = (dshown, dc) if self.setting.shows_norm else (dc, dshown)
-        if self.setting.cell_norm == "carried":
+        through, around = (dshown, dc) if self.settings.shows_norm else (dc, dshown)
+        if self.settings.cell_norm == "carried":
             through, around = dshown + dc, None
         normed.c[now] = through
-        dcell = norm_backward(through * self.w.gain_c, _at(self.saved.c, now), self.setting)
+        dcell = norm_backward(through * self.w.gain_c, _at(self.saved.c, now), self.settings)
         return dcell if around is None else dcell + around
 
     def _through_norm(self, dgates: Tensor, now: slice) -> Tensor:
@@ -227,31 +236,32 @@ class _Backward:
         gain = self.w.gain_recurrent
         d = dgates.flatten(1) if gain is None else dgates.flatten(1) * gain
         norm_h = _at(self.saved.h, now)
-        return norm_backward(d.view_as(norm_h.normed), norm_h, self.setting).flatten(1)
+        return norm_backward(d.view_as(norm_h.normed), norm_h, self.settings).flatten(1)
 
 
 def _input_gradients(
-    dgates: Tensor, w: Weights, saved: _Saved, setting: LSTMOptions, dah: Tensor
+    dgates: Tensor, w: Weights, saved: _Saved, settings: CellSettings, dah: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The gradient before the input's norm, and the gradients of gains and biases."""
     bias = dgates.sum(0)
     grads = {"bias_ih": bias, "bias_hh": bias.clone()}
-    if setting.norms_sum:
+    if settings.norms_sum:
         grads["gain_gates"] = (dgates * saved.h.normed.view_as(dgates)).sum(0)
-    if setting.gates != "split":
+    if settings.gates != "split":
         return dah, grads
     if w.gain_ih is None:
-        return norm_backward(dgates, saved.x, setting), grads
+        return norm_backward(dgates, saved.x, settings), grads
     grads["gain_ih"] = (dgates * saved.x.normed).sum(0)
     grads["gain_hh"] = (dgates * saved.h.normed).sum(0)
-    return norm_backward(dgates * w.gain_ih, saved.x, setting), grads
+    return norm_backward(dgates * w.gain_ih, saved.x, settings), grads
 
 
 class _Direction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        setting: LSTMOptions,
+        settings: CellSettings,
+        products: torch.dtype,
         packed: Packed,
         x: Tensor,
         h: Tensor,
@@ -259,8 +269,8 @@ class _Direction(torch.autograd.Function):
         mask: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, end, saved = _run(packed, setting, x, (h, c), mask, Weights(*flat))
-        ctx.packed, ctx.setting, ctx.saved = packed, setting, saved
+        rows, end, saved = _run(packed, settings, products, x, (h, c), mask, Weights(*flat))
+        ctx.packed, ctx.settings, ctx.products, ctx.saved = packed, settings, products, saved
         ctx.save_for_backward(x, h, c, mask, *flat)
         return rows, *end
 
@@ -268,19 +278,22 @@ class _Direction(torch.autograd.Function):
     def backward(ctx: Any, drows: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
         x, _, _, mask, *flat = ctx.saved_tensors
         if needs_operators(drows, dh, dc):
-            run = functools.partial(run_direction, ctx.setting, ctx.packed)
-            return None, None, *differentiate(run, ctx.saved_tensors, (drows, dh, dc))
-        weights, saved, setting = Weights(*flat), ctx.saved, ctx.setting
-        steps = _Backward(ctx.packed, setting, mask, weights, saved)
+            run = functools.partial(run_direction, ctx.settings, ctx.packed)
+            return None, None, None, *differentiate(run, ctx.saved_tensors, (drows, dh, dc))
+        weights, saved, settings, products = Weights(*flat), ctx.saved, ctx.settings, ctx.products
+        steps = _Backward(ctx.packed, settings, products, mask, weights, saved)
         dgates, dah, (dh, dc), normed = steps.run(drows, dh, dc)
-        dax, grads = _input_gradients(dgates, weights, saved, setting, dah)
-        grads["weight_ih"] = gate_product(dax.t(), x, setting)
-        grads["weight_hh"] = gate_product(dah.t(), saved.before[0], setting)
+        dax, grads = _input_gradients(dgates, weights, saved, settings, dah)
+        grads["weight_ih"] = product(dax.t(), x.to(products))
+        grads["weight_hh"] = product(dah.t(), saved.before[0].to(products))
         grads |= normed.vectors(saved)
-        dx = gate_product(dax, weights.weight_ih, setting) if ctx.needs_input_grad[2] else None
-        return None, None, dx, dh, dc, None, *(grads.get(name) for name in Weights._fields)
+        wanted = ctx.needs_input_grad[3]
+        dx = product(dax, weights.weight_ih.to(products)) if wanted else None
+        return None, None, None, dx, dh, dc, None, *(grads.get(name) for name in Weights._fields)
 
 
-def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
-    """All directions of one layer, one after the other."""
-    return run_packed(batch, weights, functools.partial(_Direction.apply, setting))
+def layer(
+    batch: LayerInput, weights: list[Weights], settings: CellSettings, products: torch.dtype
+) -> LayerOutput:
+    """All directions of one layer, one after the other. products: dtype of the matrix products."""
+    return run_packed(batch, weights, functools.partial(_Direction.apply, settings, products))

@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from asr.config.cell import CellSettings
 from asr.kernels.deferred import deferred_linear
-from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, State, Weights
+from asr.kernels.types import LayerInput, LayerOutput, State, Weights
 
 
 def widened(x: Tensor) -> Tensor:
@@ -44,49 +45,49 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def normalise(x: Tensor, setting: LSTMOptions) -> Tensor:
+def normalise(x: Tensor, settings: CellSettings) -> Tensor:
     """N over the last dimension, no gain: x (..., N) -> (..., N)."""
-    if setting.norm_kind == "rms":
+    if settings.norm_kind == "rms":
         wide = widened(x)
         square = wide.square().mean(dim=-1, keepdim=True)
-        normed = (wide * (square + setting.eps).rsqrt()).to(x.dtype)
+        normed = (wide * (square + settings.eps).rsqrt()).to(x.dtype)
         flat = (x == 0).all(dim=-1, keepdim=True)
     else:
         size = int(x.shape[-1])  # torch.onnx.export needs a constant
-        normed = functional.layer_norm(x, (size,), eps=setting.eps)
+        normed = functional.layer_norm(x, (size,), eps=settings.eps)
         flat = (x == x[..., :1]).all(dim=-1, keepdim=True)
-    return normed.masked_fill(flat, 0.0) if setting.guard else normed
+    return normed.masked_fill(flat, 0.0) if settings.guard else normed
 
 
-def input_part(product: Tensor, weights: Weights, setting: LSTMOptions) -> Tensor:
+def input_part(product: Tensor, weights: Weights, settings: CellSettings) -> Tensor:
     """W_x x (..., 4H) -> the part of the gates that depends on the input only."""
-    if setting.norms_sum:  # the norm and the bias follow the sum
+    if settings.norms_sum:  # the norm and the bias follow the sum
         return product
-    if setting.gates == "split":
-        product = normalise(product, setting)
+    if settings.gates == "split":
+        product = normalise(product, settings)
     if weights.gain_ih is not None:
         product = product * weights.gain_ih
     return product + (weights.bias_ih + weights.bias_hh)
 
 
-def norm_rows(total: Tensor, setting: LSTMOptions) -> Tensor:
+def norm_rows(total: Tensor, settings: CellSettings) -> Tensor:
     """W_x x + W_h h (..., 4H) -> the rows that the gates' norm takes: itself, or (..., 4, H)."""
-    return total.unflatten(-1, (4, -1)) if setting.gates == "per_gate" else total
+    return total.unflatten(-1, (4, -1)) if settings.gates == "per_gate" else total
 
 
-def add_state(gates: Tensor, h: Tensor, weights: Weights, setting: LSTMOptions) -> Tensor:
+def add_state(gates: Tensor, h: Tensor, weights: Weights, settings: CellSettings) -> Tensor:
     """The result of input_part and h (B, H) as W_h reads it -> all pre-activations (B, 4H)."""
-    return _add_product(gates, deferred_linear(h, weights.weight_hh), weights, setting)
+    return _add_product(gates, deferred_linear(h, weights.weight_hh), weights, settings)
 
 
-def _add_product(gates: Tensor, pre: Tensor, weights: Weights, setting: LSTMOptions) -> Tensor:
+def _add_product(gates: Tensor, pre: Tensor, weights: Weights, settings: CellSettings) -> Tensor:
     """The result of input_part and W_h h (B, 4H) -> all pre-activations (B, 4H)."""
-    if setting.norms_sum:
+    if settings.norms_sum:
         total = gates + pre
-        normed = normalise(norm_rows(total, setting), setting).reshape(total.shape)
+        normed = normalise(norm_rows(total, settings), settings).reshape(total.shape)
         return normed * weights.gain_gates + (weights.bias_ih + weights.bias_hh)
-    if setting.gates == "split":
-        pre = normalise(pre, setting)
+    if settings.gates == "split":
+        pre = normalise(pre, settings)
     return gates + (pre if weights.gain_hh is None else pre * weights.gain_hh)
 
 
@@ -99,25 +100,25 @@ class Recurred(NamedTuple):
 
 
 def recur(
-    gates: Tensor, c: Tensor, mask: Tensor | None, weights: Weights, setting: LSTMOptions
+    gates: Tensor, c: Tensor, mask: Tensor | None, weights: Weights, settings: CellSettings
 ) -> Recurred:
     """All pre-activations (B, 4H) and the cell state (B, H), without the norm of h."""
     i, f, g, o = gates.chunk(4, dim=-1)  # each (B, H)
     candidate = g.tanh() if mask is None else g.tanh() * mask
     c = normed = f.sigmoid() * c + i.sigmoid() * candidate
-    if setting.norms_cell:
-        normed = normalise(c, setting) * weights.gain_c + weights.bias_c
-    h = o.sigmoid() * (normed if setting.shows_norm else c).tanh()
-    return Recurred(c, h, normed if setting.carries_norm else c)
+    if settings.norms_cell:
+        normed = normalise(c, settings) * weights.gain_c + weights.bias_c
+    h = o.sigmoid() * (normed if settings.shows_norm else c).tanh()
+    return Recurred(c, h, normed if settings.carries_norm else c)
 
 
 def next_state(
-    gates: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
+    gates: Tensor, state: State, mask: Tensor | None, weights: Weights, settings: CellSettings
 ) -> State:
     """The result of input_part (B, 4H) and the state of two (B, H) -> the next state."""
-    h, c = reversed(state) if setting.swap else state
+    h, c = reversed(state) if settings.swap else state
     product = deferred_linear(h, weights.weight_hh)
-    return state_after(gates, product, c, mask, weights, setting)
+    return state_after(gates, product, c, mask, weights, settings)
 
 
 def state_after(
@@ -126,21 +127,26 @@ def state_after(
     c: Tensor,
     mask: Tensor | None,
     weights: Weights,
-    setting: LSTMOptions,
+    settings: CellSettings,
 ) -> State:
     """The result of input_part and W_h h (B, 4H), the cell (B, H) -> the next state."""
-    _, h, c = recur(_add_product(gates, product, weights, setting), c, mask, weights, setting)
-    if setting.hidden_norm:
-        h = normalise(h, setting) * weights.gain_hidden + weights.bias_hidden
+    _, h, c = recur(_add_product(gates, product, weights, settings), c, mask, weights, settings)
+    if settings.hidden_norm:
+        h = normalise(h, settings) * weights.gain_hidden + weights.bias_hidden
     return h, c
 
 
 def step(
-    x: Tensor, state: State, mask: Tensor | None, weights: Weights, setting: LSTMOptions
+    x: Tensor,
+    state: State,
+    mask: Tensor | None,
+    weights: Weights,
+    settings: CellSettings,
+    products: torch.dtype | None = None,
 ) -> State:
     """One time step: x (B, I), state of two (B, H) -> the next state."""
-    gates = input_part(deferred_linear(x, weights.weight_ih), weights, setting)
-    return next_state(gates, state, mask, weights, setting)
+    gates = input_part(deferred_linear(x, weights.weight_ih), weights, settings)
+    return next_state(gates, state, mask, weights, settings)
 
 
 class Packed(NamedTuple):
@@ -194,7 +200,7 @@ def run_packed(
 
 
 def run_direction(
-    setting: LSTMOptions,
+    settings: CellSettings,
     packed: Packed,
     x: Tensor,
     h: Tensor,
@@ -203,13 +209,13 @@ def run_direction(
     *flat: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     weights = Weights(*flat)
-    gates = input_part(deferred_linear(x, weights.weight_ih), weights, setting)  # (N, 4H)
+    gates = input_part(deferred_linear(x, weights.weight_ih), weights, settings)  # (N, 4H)
     outputs, ended, start = [], [], 0
     for size in packed.sizes:
         ended.append((h[size:], c[size:]))
         now = None if mask is None else mask[:size]
         part = gates[start : start + size]
-        h, c = next_state(part, (h[:size], c[:size]), now, weights, setting)
+        h, c = next_state(part, (h[:size], c[:size]), now, weights, settings)
         outputs.append(h)
         start += size
     ended.append((h, c))
@@ -217,6 +223,11 @@ def run_direction(
     return torch.cat(outputs), h, c
 
 
-def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
-    """All directions of one layer, one after the other."""
-    return run_packed(batch, weights, functools.partial(run_direction, setting))
+def layer(
+    batch: LayerInput,
+    weights: list[Weights],
+    settings: CellSettings,
+    products: torch.dtype | None = None,
+) -> LayerOutput:
+    """All directions of one layer, one after the other; products as autograd and autocast do."""
+    return run_packed(batch, weights, functools.partial(run_direction, settings))

@@ -8,12 +8,13 @@ when the graph is recorded, the number of utterances and their lengths are not.
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.kernels import reference
 from asr.kernels.deferred import deferred_linear
-from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, Weights
+from asr.kernels.types import LayerInput, LayerOutput, Weights
 
 
-def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
+def layer(batch: LayerInput, weights: list[Weights], settings: CellSettings) -> LayerOutput:
     """All directions of one layer. Padding is computed and dropped: its values change nothing."""
     x, T, valid = batch.x, batch.x.shape[1], [None] * batch.x.shape[1]
     if batch.lengths is not None:
@@ -22,11 +23,11 @@ def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> La
         valid = within.unsqueeze(2).unbind(1)
     outputs, states = [], []
     for d, w in enumerate(weights):
-        gates = reference.input_part(deferred_linear(x, w.weight_ih), w, setting).unbind(1)
+        gates = reference.input_part(deferred_linear(x, w.weight_ih), w, settings).unbind(1)
         steps = list(zip(gates, valid, strict=True))  # T of (B, 4H) and (B, 1)
         mask = None if batch.mask is None else batch.mask[d]
         start = batch.h[d], batch.c[d]
-        rows, end = _run(steps[::-1] if d == 1 else steps, start, mask, w, setting)
+        rows, end = _run(steps[::-1] if d == 1 else steps, start, mask, w, settings)
         outputs.append(torch.stack(rows[::-1] if d == 1 else rows, dim=1))
         states.append(end)
     h, c = (torch.stack(parts) for parts in zip(*states, strict=True))
@@ -38,12 +39,12 @@ def _run(
     state: tuple[Tensor, Tensor],
     mask: Tensor | None,
     weights: Weights,
-    setting: LSTMOptions,
+    settings: CellSettings,
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """-> the output (B, H) of every step, zero in padding, and the state, which padding keeps."""
     rows = []
     for gates, valid in steps:
-        after = reference.next_state(gates, state, mask, weights, setting)
+        after = reference.next_state(gates, state, mask, weights, settings)
         if valid is None:
             state, row = after, after[0]
         else:

@@ -5,124 +5,20 @@ E encoder size, M embedding size, A attention size, D directions, L layers.
 The gates have nn.LSTM's order i, f, g, o along a dimension of 4H.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.kernels.deferred import DeferredWeight
 
 State = tuple[Tensor, Tensor]  # h and c, (B, H) each
 
 
-class NamedCell(NamedTuple):
-    """What a value of `norm` fixes: the fields of LSTMOptions with these names."""
-
-    gates: str  # a key of MODES, or another word, which `reference` alone computes
-    affine: bool
-    cell_norm: str
-    eps: float
-    swap: bool = False
-
-
-# Each paper's or code's own eps (docs/normalization.md); per_gate's TensorFlow original used 1e-12.
-CELLS = {
-    "none": NamedCell("none", affine=False, cell_norm="none", eps=0.0),
-    "ba": NamedCell("split", affine=True, cell_norm="output", eps=1e-5),
-    "raw": NamedCell("split", affine=False, cell_norm="output", eps=1e-3),
-    "thesis": NamedCell("split", affine=False, cell_norm="output", eps=1e-3, swap=True),
-    "per_gate": NamedCell("per_gate", affine=True, cell_norm="carried", eps=1e-5),
-    "cell": NamedCell("none", affine=False, cell_norm="output", eps=1e-5),
-    "joined": NamedCell("joined", affine=True, cell_norm="none", eps=1e-5),
-}
-CELL_NORMS = ("none", "output", "carried", "state")
 # The values of `gates` that all backends compute, as numbers in cell.h and triton_step.py. A layer
 # with another one runs on `reference`.
 MODES = {"none": 0, "split": 1, "per_gate": 2, "joined": 3}
-
-
-class LSTMOptions(NamedTuple):
-    """Which LSTM: what each of its norms takes, and how a norm and a matrix product are computed.
-
-    guard: a row of exactly zero variance (rms: of zeros) is normalised to 0 and passes no gradient.
-    The true gradient there is 1/sqrt(eps), which overflows when it is multiplied over some silent
-    frames; near such a row it is just as large, so the guarded gradient jumps at that one point.
-    The C++ kernel also guards rows whose spread is rounding, at most 4.8e-7 of the mean (float64:
-    8.9e-16).
-    """
-
-    norm: str  # a name in CELLS, for messages: backends read the other fields
-    gates: str  # the gates' norms take: none; split: each product; joined: their sum; per_gate
-    affine: bool  # the gates' norms have gains
-    swap: bool  # a step reads h as its cell and c as its h
-    cell_norm: str  # none; output: tanh reads N(c); carried: N(c) is the state too; state: only so
-    hidden_norm: bool  # h is N(o tanh(c)), as output and as recurrent input
-    norm_kind: str  # layer; rms: no mean is subtracted
-    eps: float
-    guard: bool = True
-    precision: str = "fp32"  # dtype of the matrix products: fp32 (the weights' own) or bf16
-
-    @property
-    def norms_sum(self) -> bool:
-        """Do the gates' norms take W_x x + W_h h?"""
-        return self.gates in ("joined", "per_gate")
-
-    @property
-    def norms_cell(self) -> bool:
-        """Is there a norm of c?"""
-        return self.cell_norm != "none"
-
-    @property
-    def shows_norm(self) -> bool:
-        """Does the output read the normed c?"""
-        return self.cell_norm in ("output", "carried")
-
-    @property
-    def carries_norm(self) -> bool:
-        """Is the normed c the next cell state?"""
-        return self.cell_norm in ("carried", "state")
-
-    def product_dtype(self, own: torch.dtype) -> torch.dtype:
-        """The dtype in which matrices of dtype `own` are multiplied."""
-        return torch.bfloat16 if self.precision == "bf16" and own == torch.float32 else own
-
-
-def make_setting(
-    norm: str,
-    eps: float | None,
-    zero_variance: str,
-    precision: str,
-    cell_norm: str | None,
-    hidden_norm: bool,
-    norm_kind: str,
-) -> LSTMOptions:
-    """Options of known values; None is what `norm` fixes. ValueError names one not known."""
-    for name, value, allowed in (
-        ("norm", norm, tuple(CELLS)),
-        ("cell_norm", "none" if cell_norm is None else cell_norm, CELL_NORMS),
-        ("norm_kind", norm_kind, ("layer", "rms")),
-        ("zero_variance", zero_variance, ("guard", "raw")),
-        ("precision", precision, ("fp32", "bf16")),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} {value!r} is not known; choose one of {', '.join(allowed)}")
-    if eps is not None and not 0 < eps < math.inf:
-        raise ValueError(f"eps is {eps}; it must be above 0 and finite")
-    own = CELLS[norm]
-    return LSTMOptions(
-        norm=norm,
-        gates=own.gates,
-        affine=own.affine,
-        swap=own.swap,
-        cell_norm=own.cell_norm if cell_norm is None else cell_norm,
-        hidden_norm=hidden_norm,
-        norm_kind=norm_kind,
-        eps=own.eps if eps is None else eps,
-        guard=zero_variance == "guard",
-        precision=precision,
-    )
 
 
 class Weights(NamedTuple):
@@ -147,16 +43,16 @@ class Weights(NamedTuple):
 
 
 def weight_shapes(
-    setting: LSTMOptions, input_size: int, hidden_size: int
+    settings: CellSettings, input_size: int, hidden_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight that the setting has, in the order of Weights."""
+    """Name and shape of every weight that the settings have, in the order of Weights."""
     gates = 4 * hidden_size
-    gains = ("gain_gates",) if setting.norms_sum else ("gain_ih", "gain_hh")
+    gains = ("gain_gates",) if settings.norms_sum else ("gain_ih", "gain_hh")
     shapes = {"weight_ih": (gates, input_size), "weight_hh": (gates, hidden_size)}
     shapes |= dict.fromkeys(("bias_ih", "bias_hh"), (gates,))
-    shapes |= dict.fromkeys(gains if setting.affine else (), (gates,))
-    shapes |= dict.fromkeys(("gain_c", "bias_c") if setting.norms_cell else (), (hidden_size,))
-    own = ("gain_hidden", "bias_hidden") if setting.hidden_norm else ()
+    shapes |= dict.fromkeys(gains if settings.affine else (), (gates,))
+    shapes |= dict.fromkeys(("gain_c", "bias_c") if settings.norms_cell else (), (hidden_size,))
+    own = ("gain_hidden", "bias_hidden") if settings.hidden_norm else ()
     return shapes | dict.fromkeys(own, (hidden_size,))
 
 
@@ -224,7 +120,6 @@ class DecoderInput(NamedTuple):
 class DecoderConstants(NamedTuple):
     """The decoder's arguments that have no gradient."""
 
-    setting: LSTMOptions
     valid: Tensor  # (B, T)
     first: Tensor  # (B, T)  attention weights before the first step
     masks: tuple[Tensor | None, ...]  # recurrent dropout, (B, H) per layer

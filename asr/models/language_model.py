@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from asr.config.language import LSTMLanguageModelConfig, TransformerLanguageModelConfig
 from asr.nn.attention import Memory
 from asr.nn.dropout import Dropout
-from asr.nn.lstm import LayerNormLSTM, lstm_options
+from asr.nn.lstm import LayerNormLSTM
 from asr.nn.norm import WordEmbedding
 from asr.nn.positions import make_positions
 from asr.nn.transformer import LayerScales, encoder_stack, extend_past
@@ -51,8 +51,9 @@ class LSTMLanguageModel(nn.Module):
             config.layers,
             batch_first=True,
             dropout=config.dropout,
+            norm=config.settings,
             recurrent_dropout=config.recurrent_dropout,
-            **lstm_options(config),
+            backend=config.backend,
         )
         projects = tied and hidden != embedding
         self.project = nn.Linear(hidden, embedding) if projects else nn.Identity()

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from asr.config.schema import LasConfig, ListenerConfig
-from asr.kernels import dispatch
 from asr.kernels.types import DecoderConstants, DecoderInput, DeferredWeight, Weights
 from asr.nn.attention import (
     Attention,
@@ -33,7 +32,7 @@ from asr.nn.attention import (
     valid_places,
 )
 from asr.nn.dropout import Dropout, draw_mask
-from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, get_weights, lstm_options
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, get_weights
 from asr.nn.subsampling import ConvSubsampling
 
 CHANNELS = 32  # of the convolutions
@@ -61,15 +60,15 @@ class Listener(nn.Module):
         for number in range(1, config.layers + 1):
             paired = number in self.pyramid
             normed = {"all": True, "pyramid": paired, "first": number == 1}[config.norm_layers]
-            options = lstm_options(config, normed)
             self.layers.append(
                 LayerNormLSTM(
                     2 * size if paired else size,
                     config.hidden,
                     batch_first=True,
                     bidirectional=True,
+                    norm=config.settings if normed else "none",
                     recurrent_dropout=config.recurrent_dropout,
-                    **options,
+                    backend=config.backend,
                 )
             )
             size = self.size
@@ -141,7 +140,11 @@ class Speller(nn.Module):
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.cells = nn.ModuleList(
             LayerNormLSTMCell(
-                size, hidden, recurrent_dropout=own.recurrent_dropout, **lstm_options(own)
+                size,
+                hidden,
+                norm=own.settings,
+                recurrent_dropout=own.recurrent_dropout,
+                backend=own.backend,
             )
             for size in [embedding + memory_size] + [hidden] * (layers - 1)
         )
@@ -184,9 +187,8 @@ class Speller(nn.Module):
         """Does one kernel call compute all steps? Not where a module's hooks must see each step."""
         modules = [self.embedding, self.dropout, *self.cells.modules(), *self.attend.modules()]
         own, v = self.cells[0], self.attend.energy_weights()[0]
-        return tokens.numel() > 0 and dispatch.can_run_decoder(
-            own.backend, own.setting, own.weight_hh, memory.states, v, modules
-        )
+        covered = own.kernels.covers_decoder(own.weight_hh, memory.states, v, modules)
+        return tokens.numel() > 0 and covered
 
     def run_sequence(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All steps at once: tokens (B, U) -> [s_u, c_u] (B, U, H + E), weights (B, U, T)."""
@@ -198,9 +200,9 @@ class Speller(nn.Module):
         rate = self.dropout.rate if self.dropout.training else 0.0
         keep = draw_mask(embedded, (len(self.cells), U, B, own.hidden_size), rate)
         first = initial_attention(memory).weights.squeeze(1)
-        constants = DecoderConstants(own.setting, memory.valid, first, masks, keep)
-        cells = [get_weights(cell, own.setting) for cell in self.cells]
-        output, context, weights = dispatch.run_decoder(given, cells, constants)
+        constants = DecoderConstants(memory.valid, first, masks, keep)
+        cells = [get_weights(cell) for cell in self.cells]
+        output, context, weights = own.kernels.decoder(given, cells, constants)
         return torch.cat([output, context], dim=-1).transpose(0, 1), weights.transpose(0, 1)
 
     def logits(self, outputs: Tensor) -> Tensor:

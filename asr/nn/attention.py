@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from asr.config.cell import CellSettings
 from asr.kernels import dispatch
 from asr.kernels.types import AttentionInput
 
@@ -82,7 +83,7 @@ class Attention(nn.Module):
         backend: str,
     ) -> None:
         super().__init__()
-        self.backend = dispatch.check_name(backend)
+        self.kernels = dispatch.Kernels(backend, CellSettings("none"))
         if kind not in KINDS:
             raise ValueError(f"attention {kind!r} is unknown: choose one of {', '.join(KINDS)}")
         self.kind = kind
@@ -110,7 +111,7 @@ class Attention(nn.Module):
         query = self.to_query(query)  # (B, K, A)
         v, place, conv = self.energy_weights()
         given = AttentionInput(keys, query, v, *past, place, conv)
-        if (result := dispatch.attend(self.backend, given, valid)) is not None:
+        if (result := self.kernels.attend(given, valid)) is not None:
             return AttentionState(*result)
         if self.kind == "dot":
             energy = query @ keys.transpose(1, 2) / math.sqrt(keys.size(-1))  # (B, K, T)

@@ -11,37 +11,32 @@ Legend: B utterances, T frames, I input size, H hidden size, D directions, L lay
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from asr.config.norms import check_norms_fit
+from asr.config.cell import CellSettings
 from asr.kernels import dispatch
 from asr.kernels.deferred import DeferredWeight
 from asr.kernels.dispatch import backends
 from asr.kernels.types import (
     LayerInput,
-    LSTMOptions,
     State,
     Weights,
     check_lengths,
     check_shape,
-    make_setting,
     weight_shapes,
 )
 from asr.nn.dropout import Dropout, check_rate, draw_mask
-
-if TYPE_CHECKING:  # the layer alone needs neither recipes nor pydantic
-    from asr.config.schema import LSTMConfig
 
 __all__ = ["LayerNormLSTM", "LayerNormLSTMCell", "backends"]
 
 
 def add_weights(
     module: nn.Module,
-    setting: LSTMOptions,
+    settings: CellSettings,
     sizes: tuple[int, int],
     suffix: str = "",
     bias: bool = True,
@@ -49,25 +44,15 @@ def add_weights(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Registers one direction's weights, named as in nn.LSTM. sizes: I and H."""
-    for name, shape in weight_shapes(setting, *sizes).items():
+    for name, shape in weight_shapes(settings, *sizes).items():
         if bias or name not in ("bias_ih", "bias_hh"):
             weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             module.register_parameter(name + suffix, weight)
 
 
-def lstm_options(config: "LSTMConfig", normed: bool = True) -> dict[str, Any]:
-    """The arguments of a LayerNormLSTM for norms and backend; without norms unless `normed`."""
-    from asr.config.schema import LSTMConfig
-
-    plain = {"norm": "none", "cell_norm": None, "hidden_norm": False, "norm_kind": "layer"}
-    options = config.model_dump(include=set(LSTMConfig.model_fields))
-    return options if normed else options | plain
-
-
-def get_weights(module: nn.Module, setting: LSTMOptions, suffix: str = "") -> Weights:
+def get_weights(module: nn.Module, suffix: str = "") -> Weights:
     """The weights that add_weights registered, zeros for biases that do not exist."""
-    names = weight_shapes(setting, 1, 1)
-    found = {name: getattr(module, name + suffix, None) for name in names}
+    found = {name: getattr(module, name + suffix, None) for name in Weights._fields}
     if found["bias_ih"] is None:
         zeros = found["weight_hh"].new_zeros(found["weight_hh"].shape[0])
         found |= {"bias_ih": zeros, "bias_hh": zeros}
@@ -96,14 +81,6 @@ def reset_weights(weights: Weights, recurrent_gain: float) -> None:
         weights.gain_hh.fill_(recurrent_gain)
 
 
-def describe_norms(setting: LSTMOptions) -> str:
-    """norm='ba', and what differs from what that fixes: cell_norm='state', norm_kind='rms'."""
-    named = make_setting(setting.norm, None, "guard", "fp32", None, False, "layer")
-    keys = ("cell_norm", "hidden_norm", "norm_kind")
-    changed = [key for key in keys if getattr(setting, key) != getattr(named, key)]
-    return ", ".join(f"{key}={getattr(setting, key)!r}" for key in ("norm", *changed))
-
-
 class LayerNormLSTMCell(nn.Module):
     """nn.LSTMCell with layer normalisation, for decoders; norms and options as for LayerNormLSTM.
 
@@ -119,34 +96,24 @@ class LayerNormLSTMCell(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        norm: str = "ba",
+        norm: str | CellSettings = "ba",
         recurrent_dropout: float = 0.0,
-        eps: float | None = None,
-        zero_variance: str = "guard",
-        recurrent_gain: float = 0.1,
-        precision: str = "fp32",
         backend: str = "auto",
-        cell_norm: str | None = None,
-        hidden_norm: bool = False,
-        norm_kind: str = "layer",
     ) -> None:
         super().__init__()
         if not isinstance(bias, bool):
             raise ValueError(f"bias is {bias!r}; it must be True or False, and norm={bias!r} named")
-        norms = cell_norm, hidden_norm, norm_kind
-        self.setting = make_setting(norm, eps, zero_variance, precision, *norms)
-        check_norms_fit(norm, *norms)
+        self.settings = norm if isinstance(norm, CellSettings) else CellSettings(norm)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
-        self.recurrent_gain = _check_gain(recurrent_gain)
-        self.backend = dispatch.check_name(backend)
+        self.kernels = dispatch.Kernels(backend, self.settings)
         sizes = input_size, hidden_size
-        add_weights(self, self.setting, sizes, bias=bias, device=device, dtype=dtype)
+        add_weights(self, self.settings, sizes, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialises all weights anew (reset_weights)."""
-        reset_weights(get_weights(self, self.setting), self.recurrent_gain)
+        reset_weights(get_weights(self), self.settings.recurrent_gain)
 
     def forward(
         self,
@@ -171,12 +138,12 @@ class LayerNormLSTMCell(nn.Module):
         if hx is None:
             zeros = input.new_zeros(len(input), self.hidden_size, dtype=self.weight_hh.dtype)
             hx = zeros, zeros
-        weights = weights or get_weights(self, self.setting)
-        return dispatch.run_step(self.backend, input, hx, mask, weights, self.setting)
+        weights = weights or get_weights(self)
+        return self.kernels.step(input, hx, mask, weights)
 
     def loop_weights(self) -> Weights:
         """The weights for one sequence of steps, with deferred weight gradients."""
-        w = get_weights(self, self.setting)
+        w = get_weights(self)
         weight_ih, weight_hh = DeferredWeight(w.weight_ih), DeferredWeight(w.weight_hh)
         return w._replace(weight_ih=weight_ih, weight_hh=weight_hh)
 
@@ -187,7 +154,7 @@ class LayerNormLSTMCell(nn.Module):
 
     def extra_repr(self) -> str:
         bias = "" if self.bias else "bias=False, "
-        return f"{self.input_size}, {self.hidden_size}, {bias}{describe_norms(self.setting)}"
+        return f"{self.input_size}, {self.hidden_size}, {bias}{self.settings}"
 
 
 class Sequences(NamedTuple):
@@ -200,19 +167,16 @@ class Sequences(NamedTuple):
 
 
 class LayerNormLSTM(nn.Module):
-    """nn.LSTM with norm "none", "ba", "raw", "thesis", "per_gate", "cell" or "joined".
+    """nn.LSTM with layer normalisation.
 
     Arguments, attributes, names of weights and forms of input are those of nn.LSTM, without
     proj_size; only the initial values of the weights differ (reset_weights), and dropout 1.
 
-    cell_norm, hidden_norm and norm_kind vary the norms of some settings (docs/normalization.md).
-    dropout acts between layers, recurrent_dropout on the candidate g with one mask per sequence
-    (Semeniuta et al. 2016). eps and cell_norm None are what the norm fixes (CELLS). zero_variance
-    "guard" normalises a row without variance to zero and passes no gradient there; "raw" keeps the
-    textbook formula. recurrent_gain is the initial gain of W_h h in norm "ba"; 1.0
-    is as published, 0.1 trains faster. precision "bf16"
-    computes the matrix products in bf16; under autocast they always are.
-    Raises ValueError for a setting that does not exist or does not fit the norm.
+    norm: "none", "ba", "raw", "thesis", "per_gate", "cell", "joined", or CellSettings, which vary
+    them (docs/normalization.md). dropout acts between layers, recurrent_dropout on the candidate g
+    with one mask per sequence (Semeniuta et al. 2016). Under torch.autocast in bf16 the matrix
+    products are bf16, all else is float32.
+    Raises ValueError for a norm or backend that does not exist.
     """
 
     mode = "LSTM"  # code for nn.RNNBase asks for it
@@ -230,33 +194,23 @@ class LayerNormLSTM(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        norm: str = "ba",
+        norm: str | CellSettings = "ba",
         recurrent_dropout: float = 0.0,
-        eps: float | None = None,
-        zero_variance: str = "guard",
-        recurrent_gain: float = 0.1,
         backend: str = "auto",
-        precision: str = "fp32",
-        cell_norm: str | None = None,
-        hidden_norm: bool = False,
-        norm_kind: str = "layer",
     ) -> None:
         super().__init__()
-        norms = cell_norm, hidden_norm, norm_kind
-        self.setting = make_setting(norm, eps, zero_variance, precision, *norms)
-        check_norms_fit(norm, *norms)
+        self.settings = norm if isinstance(norm, CellSettings) else CellSettings(norm)
         _check_sizes(input_size, hidden_size, num_layers, proj_size)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.proj_size = bias, batch_first, proj_size
         self.bidirectional, self.directions = bidirectional, 2 if bidirectional else 1
         self.between_layers = Dropout(dropout)
         self.recurrent_dropout = check_rate("recurrent_dropout", recurrent_dropout)
-        self.recurrent_gain = _check_gain(recurrent_gain)
-        self.backend = dispatch.check_name(backend)
+        self.kernels = dispatch.Kernels(backend, self.settings)
         for layer in range(num_layers):
             sizes = input_size if layer == 0 else hidden_size * self.directions, hidden_size
             for suffix in self._suffixes(layer):
-                add_weights(self, self.setting, sizes, suffix, bias, device, dtype)
+                add_weights(self, self.settings, sizes, suffix, bias, device, dtype)
         self.reset_parameters()
 
     @property
@@ -271,7 +225,7 @@ class LayerNormLSTM(nn.Module):
     @property
     def all_weights(self) -> list[list[Tensor]]:
         """The weights of each layer and direction, nn.LSTM's first, then those of the norms."""
-        names = [name for name in weight_shapes(self.setting, 1, 1) if hasattr(self, f"{name}_l0")]
+        names = [name for name in weight_shapes(self.settings, 1, 1) if hasattr(self, f"{name}_l0")]
         return [
             [getattr(self, name + suffix) for name in names]
             for layer in range(self.num_layers)
@@ -282,7 +236,7 @@ class LayerNormLSTM(nn.Module):
         """Initialises all weights anew (reset_weights)."""
         for layer in range(self.num_layers):
             for suffix in self._suffixes(layer):
-                reset_weights(get_weights(self, self.setting, suffix), self.recurrent_gain)
+                reset_weights(get_weights(self, suffix), self.settings.recurrent_gain)
 
     def flatten_parameters(self) -> None:
         """Does nothing: nn.LSTM arranges its weights for cuDNN here."""
@@ -309,9 +263,9 @@ class LayerNormLSTM(nn.Module):
                 x = self.between_layers(x)
             now = slice(layer * self.directions, (layer + 1) * self.directions)
             mask = self._dropout_mask(x.shape[0])
-            weights = [get_weights(self, self.setting, s) for s in self._suffixes(layer)]
+            weights = [get_weights(self, s) for s in self._suffixes(layer)]
             batch = LayerInput(x, frames, h[now], c[now], mask)
-            x, *end = dispatch.run_layer(self.backend, batch, weights, self.setting)
+            x, *end = self.kernels.layer(batch, weights)
             ends.append(end)
         h, c = (torch.cat(parts) for parts in zip(*ends, strict=True))
         return self._as_given(input, Sequences(x, frames, h, c))
@@ -338,7 +292,7 @@ class LayerNormLSTM(nn.Module):
             )
         if single and lengths is not None:
             raise ValueError("lengths belong to a batch, and the input is a single sequence")
-        dispatch.check_place("input", x, self.weight_hh_l0)
+        dispatch.check_device_and_dtype("input", x, self.weight_hh_l0)
         h, c = self._initial_state(() if single else (x.shape[0],), hx, x)
         if single:
             h, c = h.unsqueeze(1), c.unsqueeze(1)
@@ -353,8 +307,8 @@ class LayerNormLSTM(nn.Module):
         assert self.directions == 1, "the backward direction needs the whole sequence"
         states = []
         for layer, (h, c) in enumerate(zip(*state, strict=True)):
-            weights = get_weights(self, self.setting, f"_l{layer}")
-            states.append(dispatch.run_step(self.backend, x, (h, c), None, weights, self.setting))
+            weights = get_weights(self, f"_l{layer}")
+            states.append(self.kernels.step(x, (h, c), None, weights))
             x = states[-1][0]
         h, c = (torch.stack(parts) for parts in zip(*states, strict=True))
         return x, (h, c)
@@ -364,7 +318,7 @@ class LayerNormLSTM(nn.Module):
         defaults |= {"bidirectional": False}
         changed = [f"{k}={getattr(self, k)}" for k, v in defaults.items() if getattr(self, k) != v]
         sizes = f"{self.input_size}, {self.hidden_size}"
-        return ", ".join((sizes, *changed, describe_norms(self.setting)))
+        return ", ".join((sizes, *changed, str(self.settings)))
 
     def _suffixes(self, layer: int) -> list[str]:
         return [f"_l{layer}", f"_l{layer}_reverse"][: self.directions]
@@ -385,7 +339,7 @@ class LayerNormLSTM(nn.Module):
         if input.data.dim() != 2 or input.data.shape[1] != self.input_size:
             shape = tuple(input.data.shape)
             raise ValueError(f"packed data have shape {shape}; expected (N, {self.input_size})")
-        dispatch.check_place("input", input.data, self.weight_hh_l0)
+        dispatch.check_device_and_dtype("input", input.data, self.weight_hh_l0)
         in_order = PackedSequence(input.data, input.batch_sizes)
         x, counts = pad_packed_sequence(in_order, batch_first=True)
         h, c = self._initial_state((x.shape[0],), hx, x)
@@ -436,7 +390,7 @@ class LayerNormLSTM(nn.Module):
             raise ValueError("hx is not a pair (h, c) of tensors")
         for name, part in zip("hc", hx, strict=True):
             check_shape(name, part, shape)
-            dispatch.check_place(name, part, own)
+            dispatch.check_device_and_dtype(name, part, own)
         return tuple(hx)
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -444,12 +398,6 @@ class LayerNormLSTM(nn.Module):
             "torch.jit.script cannot compile LayerNormLSTM; use torch.jit.trace, torch.export or "
             "torch.compile"
         )
-
-
-def _check_gain(gain: float) -> float:
-    if not 0 <= gain <= 1000:  # NaN is neither
-        raise ValueError(f"recurrent_gain is {gain}; it must be from 0 to 1000")
-    return gain
 
 
 def _check_sizes(input_size: int, hidden_size: int, num_layers: int, proj_size: int) -> None:

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asr.config.cell import CellSettings
 from asr.data.batching import FRAME_SECONDS, Batch
 from asr.decoding.alignment import coverage, diagonality
 from asr.kernels import reference
-from asr.kernels.types import LayerInput, LSTMOptions, Weights
+from asr.kernels.types import LayerInput, Weights
 from asr.nn.attention import Memory
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, get_weights
 from asr.nn.norm import ROW_NORMS, SQUASHING, BatchNorm, BiasNorm
@@ -64,25 +65,27 @@ class TracedStep(NamedTuple):
 
 
 def step_internals(
-    x: Tensor, state: State, weights: Weights, setting: LSTMOptions
+    x: Tensor, state: State, weights: Weights, settings: CellSettings
 ) -> StepInternals:
     """x (N, I), the state before the step -> internals of reference.step."""
-    h, c = reversed(state) if setting.swap else state
+    h, c = reversed(state) if settings.swap else state
     from_x = functional.linear(x, weights.weight_ih)
     from_h = functional.linear(h, weights.weight_hh)
-    gates = reference.add_state(reference.input_part(from_x, weights, setting), h, weights, setting)
-    after = reference.recur(gates, c, None, weights, setting)
+    gates = reference.add_state(
+        reference.input_part(from_x, weights, settings), h, weights, settings
+    )
+    after = reference.recur(gates, c, None, weights, settings)
     entering = {}
-    if setting.norms_sum:
-        rows = reference.norm_rows(from_x + from_h, setting)
+    if settings.norms_sum:
+        rows = reference.norm_rows(from_x + from_h, settings)
         entering["gates"] = rows.reshape(-1, rows.shape[-1])
-    elif setting.gates == "split":
+    elif settings.gates == "split":
         entering = {"x": from_x, "h": from_h}
-    if setting.norms_cell:
+    if settings.norms_cell:
         entering["c"] = after.c
-    if setting.hidden_norm:
+    if settings.hidden_norm:
         entering["hidden"] = after.h
-    return StepInternals(gates, entering, centred=setting.norm_kind == "layer")
+    return StepInternals(gates, entering, centred=settings.norm_kind == "layer")
 
 
 def trace(lstm: LayerNormLSTM, *args: Any, **named: Any) -> tuple[Tensor, list[TracedStep]]:
@@ -94,14 +97,14 @@ def trace(lstm: LayerNormLSTM, *args: Any, **named: Any) -> tuple[Tensor, list[T
     frames: list[TracedStep] = []
     for layer in range(lstm.num_layers):
         now, places = slice(layer * D, (layer + 1) * D), [f"l{layer}", f"l{layer}_reverse"][:D]
-        weights = [get_weights(lstm, lstm.setting, f"_{place}") for place in places]
-        run = partial(_trace_direction, lstm.setting, frames, iter(places))
+        weights = [get_weights(lstm, f"_{place}") for place in places]
+        run = partial(_trace_direction, lstm.settings, frames, iter(places))
         x = reference.run_packed(LayerInput(x, counts, h[now], c[now], None), weights, run).output
     return x, frames
 
 
 def _trace_direction(
-    setting: LSTMOptions,
+    settings: CellSettings,
     frames: list[TracedStep],
     places: Iterator[str],
     packed: reference.Packed,
@@ -116,8 +119,8 @@ def _trace_direction(
     outputs = []
     for number, rows in enumerate(x.split(packed.sizes)):
         before = h[: len(rows)], c[: len(rows)]
-        internals = step_internals(rows, before, weights, setting)
-        h, c = reference.step(rows, before, None, weights, setting)
+        internals = step_internals(rows, before, weights, settings)
+        h, c = reference.step(rows, before, None, weights, settings)
         time = len(packed.sizes) - 1 - number if place.endswith("_reverse") else number
         frames.append(TracedStep(place, time, internals, rows, h, c))
         outputs.append(h)
@@ -220,8 +223,8 @@ def _cell_internals(
 ) -> StepInternals:
     """From the arguments of the cell; mask and weights, the same values, are not needed."""
     zeros = x.new_zeros(len(x), cell.hidden_size)
-    weights = get_weights(cell, cell.setting)
-    return step_internals(x, state or (zeros, zeros), weights, cell.setting)
+    weights = get_weights(cell)
+    return step_internals(x, state or (zeros, zeros), weights, cell.settings)
 
 
 def gains(model: nn.Module) -> dict[str, float]:

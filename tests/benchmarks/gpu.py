@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,23 +46,23 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from asr.kernels import dispatch, fastest  # noqa: E402
+from asr.config.cell import CellSettings  # noqa: E402
+from asr.kernels import check, dispatch  # noqa: E402
 from asr.kernels.cuda import cluster  # noqa: E402
-from asr.kernels.fastest import Case  # noqa: E402
-from asr.kernels.types import make_setting  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Share of the time after which each section ends, and all before it.
 SHARES = {"checks": 0.2, "lstm": 0.58, "training": 0.86, "search": 1.0}
 KEY = (512, 32, 400)  # H, B, T at which all norms are compared
-NORMS: dict[str, dict[str, Any]] = {
-    **{norm: {"norm": norm} for norm in ("ba", "none", "joined", "per_gate", "raw", "cell")},
-    **{f"{norm} rms": {"norm": norm, "norm_kind": "rms"} for norm in ("ba", "joined", "per_gate")},
-    **{f"ba, c {c}": {"norm": "ba", "cell_norm": c} for c in ("none", "carried", "state")},
-    "joined, hidden": {"norm": "joined", "hidden_norm": True},
-    "ba, hidden": {"norm": "ba", "hidden_norm": True},
-    "cell rms": {"norm": "cell", "norm_kind": "rms"},
+NORMS = {
+    **{norm: CellSettings(norm) for norm in ("ba", "none", "joined", "per_gate", "raw", "cell")},
+    **{f"{norm} rms": CellSettings(norm, norm_kind="rms") for norm in ("ba", "joined", "per_gate")},
+    **{f"ba, c {c}": CellSettings("ba", cell_norm=c) for c in ("none", "carried", "state")},
+    "joined, hidden": CellSettings("joined", hidden_norm=True),
+    "ba, hidden": CellSettings("ba", hidden_norm=True),
+    "cell rms": CellSettings("cell", norm_kind="rms"),
 }
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of the matrix products
 BOUNDS = {"fp32": 1e-3, "bf16": 5e-2}  # |difference| / |reference in float64|, recurrent gain 0.3
 ROUNDS, SETS = 7, 2
 SLOW = 0.1  # seconds: a pass that takes longer is timed once
@@ -125,7 +126,9 @@ def machine() -> dict[str, Any]:
     """Device and versions, and the measured rates that the floors are computed from."""
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     found = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
-    found |= {"triton": fastest._version("triton"), "backends": dispatch.backends()}
+    with suppress(metadata.PackageNotFoundError):
+        found["triton"] = metadata.version("triton")
+    found["backends"] = dispatch.backends()
     size = 8192 if DEVICE.type == "cuda" else 256
     a = torch.randn(size, size, device=DEVICE)
     half, copied = a.bfloat16(), torch.empty_like(a)
@@ -183,11 +186,11 @@ def checks(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
     general = masked_attention, ctc_gradient, waits_of_a_step
     rows = [passed(run.__name__, run) for run in general]
     norms = dict(islice(NORMS.items(), 3 if tiny else None))
-    for (norm, keys), precision in product(norms.items(), BOUNDS):
+    for (norm, settings), precision in product(norms.items(), BOUNDS):
         for backend in ["python", *ours_in(precision, KEY[0])]:
             name = f"{backend}: {norm}, {precision}"
             if budget.allows(name):
-                case = case_of(keys, precision, *((5, 3) if tiny else KEY[:2]), learns=True)
+                case = case_of(settings, precision, *((5, 3) if tiny else KEY[:2]), learns=True)
                 rows.append(passed(name, partial(layer_error, backend, case)))
     return rows
 
@@ -212,7 +215,7 @@ def compile_share(number: int, count: int) -> None:
         for layer, B in product(ours_in(precision, H), (16, KEY[1], 64)):  # kernels may depend on B
             case = case_of(NORMS[norm], precision, H, B, learns=True)
             with suppress(Exception):
-                fastest._run(dispatch.LAYERS[layer], case, *fresh_inputs(case, 7))
+                run_case(layer, case, *fresh_inputs(case, 7))
 
 
 def passed(name: str, run: Callable[[], float]) -> dict[str, Any]:
@@ -233,11 +236,18 @@ def layers_here() -> list[str]:
     return [name for name in usable if name not in wrong]
 
 
-def case_of(keys: dict[str, Any], precision: str, H: int, B: int, learns: bool) -> Case:
-    """The case of a bidirectional layer."""
-    own = {"cell_norm": None, "hidden_norm": False, "norm_kind": "layer"} | keys
-    setting = make_setting(eps=None, zero_variance="guard", precision=precision, **own)
-    return Case(setting, 2, H, B, learns)
+class Case(NamedTuple):
+    """A bidirectional layer, and whether gradients are computed."""
+
+    settings: CellSettings
+    products: torch.dtype
+    hidden: int
+    batch: int
+    learns: bool
+
+
+def case_of(settings: CellSettings, precision: str, H: int, B: int, learns: bool) -> Case:
+    return Case(settings, DTYPES[precision], H, B, learns)
 
 
 def layer_error(backend: str, case: Case) -> float:
@@ -247,17 +257,17 @@ def layer_error(backend: str, case: Case) -> float:
     padding = torch.arange(T, device=DEVICE) >= torch.tensor(lengths, device=DEVICE)[:, None]
     x = batch.x.detach().masked_fill(padding.unsqueeze(2), float("nan")).requires_grad_()
     batch = batch._replace(x=x, lengths=lengths)
-    exact = case._replace(setting=case.setting._replace(precision="fp32"))
+    exact = case._replace(products=torch.float32)
     wide = [type(w)(*(t if t is None else doubled(t) for t in w)) for w in weights]
     judge_batch = batch._replace(x=doubled(x), h=batch.h.double(), c=batch.c.double())
-    ours = run_layer(dispatch.LAYERS[backend], case, batch, weights, padding)
-    judge = run_layer(dispatch.LAYERS["reference"], exact, judge_batch, wide, padding)
+    ours = run_layer(dispatch.BACKENDS[backend].layer, case, batch, weights, padding)
+    judge = run_layer(dispatch.BACKENDS["reference"].layer, exact, judge_batch, wide, padding)
     errors = [
         float((a.double() - b).norm() / b.norm().clamp_min(1e-9))
         for a, b in zip(ours, judge, strict=True)
     ]
     worst = float("nan") if any(error != error for error in errors) else max(errors)
-    return worst / BOUNDS[case.setting.precision]
+    return worst / BOUNDS["bf16" if case.products == torch.bfloat16 else "fp32"]
 
 
 def doubled(tensor: Tensor) -> Tensor:
@@ -266,12 +276,13 @@ def doubled(tensor: Tensor) -> Tensor:
 
 def fresh_inputs(case: Case, T: int) -> tuple[Any, list[Any]]:
     """New random inputs for every call, with recurrent weights small enough to be no chaos."""
-    batch, weights = fastest._inputs(case, T, DEVICE)
+    batch, weights = check.random_layer(case.settings, (2, case.hidden, case.batch), T, DEVICE)
     with torch.no_grad():
         for w in weights:
             for part in w:
                 if part is not None:
                     part.add_(0.1 * torch.randn_like(part) * part.abs().mean())
+                    part.requires_grad_(case.learns)
             gains = [gain for gain in (w.gain_recurrent,) if gain is not None]
             for part in gains or [w.weight_hh]:
                 part.mul_(0.3)
@@ -279,11 +290,20 @@ def fresh_inputs(case: Case, T: int) -> tuple[Any, list[Any]]:
     return batch._replace(x=x), weights
 
 
+def run_case(backend: str, case: Case, batch: Any, weights: list[Any]) -> list[Tensor]:
+    """Results, and gradients where the case has them."""
+    layer = dispatch.BACKENDS[backend].layer
+    if case.learns:
+        return check.results(layer, batch, weights, case.settings, case.products)
+    with torch.no_grad():
+        return list(layer(batch, weights, case.settings, case.products))
+
+
 def run_layer(
     layer: Any, case: Case, batch: Any, weights: list[Any], padding: Tensor
 ) -> list[Tensor]:
     """Output, states and gradients of a batch whose padding holds NaN."""
-    results = layer(batch, weights, case.setting)
+    results = layer(batch, weights, case.settings, case.products)
     learned = [batch.x, *(w for own in weights for w in own if w is not None)]
     total = results.output.square().sum() + results.h.sum() + results.c.sum()
     dx, *others = torch.autograd.grad(total, learned)
@@ -402,8 +422,7 @@ def lstm(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
 def ours_in(precision: str, H: int) -> list[str]:
     """The backends that compute such a layer; on a GPU the fastest first."""
     names = [name for name in layers_here() if name not in ("python", "cluster")]
-    setting = case_of(NORMS["none"], precision, H, 1, learns=False).setting
-    covered = "cluster" in layers_here() and cluster.limit(setting, H) is None
+    covered = "cluster" in layers_here() and cluster.limit(H, DTYPES[precision]) is None
     return ["cluster", *names] if covered else names
 
 
@@ -471,7 +490,7 @@ def contestant(
         backend, _, norm = name.partition(": ")
         case = case_of(NORMS[norm], precision, H, B, learns)
         batch, weights = fresh_inputs(case, T)
-        return partial(fastest._run, dispatch.LAYERS[backend], case, batch, weights)
+        return partial(run_case, backend, case, batch, weights)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     dtype = torch.float16 if name == PERSISTENT else dtype
     x = torch.randn(B, T, H, device=DEVICE, dtype=dtype, requires_grad=learns)
@@ -706,7 +725,7 @@ def table(results: dict[str, Any]) -> None:
 
 def table_lines(results: dict[str, Any]) -> Iterator[str]:
     about = results["machine"]
-    yield f"{about['device']}, torch {about['torch']}, triton {about['triton']}"
+    yield f"{about['device']}, torch {about['torch']}, triton {about.get('triton')}"
     rates = "  ".join(
         f"{key} {about[key]:.3g}" for key in about if key.endswith(("flops", "second"))
     )

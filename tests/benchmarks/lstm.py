@@ -4,8 +4,8 @@
 
 Three bidirectional layers of norm ba; forward without gradients, and forward and backward. In
 every round each contestant runs once, so that other load affects all of them; a figure is the
-median over the rounds of the time divided by fp32 nn.LSTM's time in the same round. "bf16" is ours
-with matrix products in bf16; "nn.LSTM bf16" runs under autocast. Peak memory in MiB is the rise
+median over the rounds of the time divided by fp32 nn.LSTM's time in the same round. "bf16" runs
+under autocast. Peak memory in MiB is the rise
 above a new process' memory before its first forward and backward pass. --backends python reference
 adds slower backends, which are timed in the last rounds only. --cells compares every cell of
 backend cpu with ba instead.
@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from asr.config.cell import PRESETS, CellSettings
 from asr.kernels.dispatch import backends
 from asr.nn.lstm import LayerNormLSTM
 
@@ -35,14 +35,13 @@ CASES = {  # B, T, I, H
     "B32 T100 I512 H512": (32, 100, 512, 512),
 }
 JUDGE = "nn.LSTM"
-CELLS: dict[str, dict[str, Any]] = {
-    "ba": {"norm": "ba"},
-    **{norm: {"norm": norm} for norm in ("none", "cell", "joined", "per_gate", "raw", "thesis")},
-    **{f"{norm} rms": {"norm": norm, "norm_kind": "rms"} for norm in ("ba", "joined", "per_gate")},
-    **{f"ba, c {c}": {"norm": "ba", "cell_norm": c} for c in ("none", "carried", "state")},
-    "joined, c output": {"norm": "joined", "cell_norm": "output"},
-    "joined, hidden": {"norm": "joined", "hidden_norm": True},
-    "ba, hidden": {"norm": "ba", "hidden_norm": True},
+CELLS = {
+    **{norm: CellSettings(norm) for norm in ("ba", *PRESETS)},
+    **{f"{norm} rms": CellSettings(norm, norm_kind="rms") for norm in ("ba", "joined", "per_gate")},
+    **{f"ba, c {c}": CellSettings("ba", cell_norm=c) for c in ("none", "carried", "state")},
+    "joined, c output": CellSettings("joined", cell_norm="output"),
+    "joined, hidden": CellSettings("joined", hidden_norm=True),
+    "ba, hidden": CellSettings("ba", hidden_norm=True),
 }
 SLOW_ROUNDS = 2
 
@@ -78,10 +77,8 @@ def contestant(name: str, I: int, H: int) -> nn.Module:  # noqa: E741
     if name.startswith(JUDGE):
         return nn.LSTM(I, H, **shape)
     if name in CELLS:
-        return LayerNormLSTM(I, H, **shape, backend="cpu", **CELLS[name])
-    precision = "bf16" if name.endswith("bf16") else "fp32"
-    backend = "cpu" if name.startswith("ours") else name
-    return LayerNormLSTM(I, H, **shape, backend=backend, precision=precision)
+        return LayerNormLSTM(I, H, **shape, backend="cpu", norm=CELLS[name])
+    return LayerNormLSTM(I, H, **shape, backend="cpu" if name.startswith("ours") else name)
 
 
 def passes(name: str, case: str) -> dict[str, Callable[[], None]]:
@@ -92,7 +89,7 @@ def passes(name: str, case: str) -> dict[str, Callable[[], None]]:
     upstream = torch.randn(B, T, 2 * H)
 
     def context() -> torch.autocast | nullcontext:
-        half = name == f"{JUDGE} bf16"
+        half = name.endswith("bf16")
         return torch.autocast("cpu", torch.bfloat16) if half else nullcontext()
 
     def forward() -> None:

@@ -20,29 +20,28 @@ import matplotlib
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.inference.recognition import Recognizer
+from asr.kernels.dispatch import Kernels
 from asr.nn.lstm import LayerNormLSTM
 
 FRAMES, DISTURBED, UTTERANCES, INPUT, HIDDEN = 210, 50, 8, 40, 128
 LATER = (1, 5, 10, 20, 50, 100, 150)
 SETTINGS = {
-    "none": {"norm": "none"},
-    "cell": {"norm": "cell"},
-    "per_gate": {"norm": "per_gate"},
-    "ba": {"norm": "ba"},
-    "ba, gain 0.3": {"norm": "ba", "recurrent_gain": 0.3},
-    "ba, gain 0.1": {"norm": "ba", "recurrent_gain": 0.1},
-    "joined": {"norm": "joined"},
-    "ba, rms": {"norm": "ba", "norm_kind": "rms"},
-    "joined, rms": {"norm": "joined", "norm_kind": "rms"},
-    "ba, cell_norm none": {"norm": "ba", "cell_norm": "none"},
-    "ba, cell_norm carried": {"norm": "ba", "cell_norm": "carried"},
-    "ba, cell_norm state": {"norm": "ba", "cell_norm": "state"},
-    "joined, hidden_norm": {"norm": "joined", "hidden_norm": True},
-    "ba, gain 0.1, hidden_norm": {"norm": "ba", "recurrent_gain": 0.1, "hidden_norm": True},
-    "per_gate, rms": {"norm": "per_gate", "norm_kind": "rms"},
-    "raw": {"norm": "raw"},
-    "thesis": {"norm": "thesis"},
+    **{norm: CellSettings(norm) for norm in ("none", "cell", "per_gate", "ba")},
+    "ba, gain 0.3": CellSettings("ba", recurrent_gain=0.3),
+    "ba, gain 0.1": CellSettings("ba", recurrent_gain=0.1),
+    "joined": CellSettings("joined"),
+    "ba, rms": CellSettings("ba", norm_kind="rms"),
+    "joined, rms": CellSettings("joined", norm_kind="rms"),
+    "ba, cell_norm none": CellSettings("ba", cell_norm="none"),
+    "ba, cell_norm carried": CellSettings("ba", cell_norm="carried"),
+    "ba, cell_norm state": CellSettings("ba", cell_norm="state"),
+    "joined, hidden_norm": CellSettings("joined", hidden_norm=True),
+    "ba, gain 0.1, hidden_norm": CellSettings("ba", recurrent_gain=0.1, hidden_norm=True),
+    "per_gate, rms": CellSettings("per_gate", norm_kind="rms"),
+    "raw": CellSettings("raw"),
+    "thesis": CellSettings("thesis"),
 }
 
 
@@ -55,29 +54,31 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{'':28}" + "".join(f"{later:>10}" for later in LATER) + "  frames later")
     curves = {}
-    for name, setting in SETTINGS.items():
-        actual = torch.stack([fresh(setting, seed) for seed in range(options.seeds)])
+    for name, settings in SETTINGS.items():
+        actual = torch.stack([fresh(settings, seed) for seed in range(options.seeds)])
         curves[name] = actual.log().mean(0).exp()
         print(f"{name:28}{shares(curves[name])}", flush=True)
     for run in options.runs:
         lstm = Recognizer.load(run).model.listener.layers[0]
-        gain = f", recurrent gain {lstm.gain_hh_l0.mean():.3f}" if lstm.setting.norm == "ba" else ""
+        gain = (
+            f", recurrent gain {lstm.gain_hh_l0.mean():.3f}" if lstm.settings.norm == "ba" else ""
+        )
         print(f"{shares(decay(lstm)):>98}  {run}{gain}", flush=True)
     folder = options.out or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     draw(curves, folder / "echo.png")
 
 
-def fresh(setting: dict, seed: int) -> Tensor:
+def fresh(settings: CellSettings, seed: int) -> Tensor:
     """The decay in an untrained layer."""
     torch.manual_seed(seed)
-    return decay(LayerNormLSTM(INPUT, HIDDEN, batch_first=True, **setting))
+    return decay(LayerNormLSTM(INPUT, HIDDEN, batch_first=True, norm=settings))
 
 
 @torch.no_grad()
 def decay(lstm: LayerNormLSTM) -> Tensor:
     """(FRAMES - DISTURBED,) difference of the outputs from the disturbed frame on, 1 at first."""
-    lstm.double().backend = "reference"
+    lstm.double().kernels = Kernels("reference", lstm.settings)
     x = torch.randn(UTTERANCES, FRAMES, lstm.input_size, dtype=torch.double)
     other = x.clone()
     other[:, DISTURBED] += 1e-6 * torch.randn(UTTERANCES, lstm.input_size)

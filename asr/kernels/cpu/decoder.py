@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.kernels.cpu import library
 from asr.kernels.cpu.library import NORM_FIELDS, STATS, PooledBuffers, fields
 from asr.kernels.cpu.lstm import PER_WORKER, cell_slots, gradients, point_weights
@@ -132,10 +133,15 @@ class DecoderCall(ctypes.Structure):
 
 
 def run_decoder(
-    given: DecoderInput, cells: list[Weights], constants: DecoderConstants
+    given: DecoderInput,
+    cells: list[Weights],
+    constants: DecoderConstants,
+    settings: CellSettings,
+    products: torch.dtype,
 ) -> DecoderOutput:
     """All of one dtype, float32 or float64. Saves what a backward pass needs in any case.
 
+    products: dtype of the matrix products.
     Raises ValueError where a shape or dtype does not fit, compiler.BuildError without kernels.
     """
     _check_decoder(given, cells, constants)
@@ -143,7 +149,8 @@ def run_decoder(
     valid, first = constants.valid.contiguous(), constants.first.contiguous()
     flat = [w for cell in cells for w in cell if w is not None]
     constants = constants._replace(valid=valid, first=first)
-    return DecoderOutput(*_Decoder.apply(cells, constants, *given, *flat))
+    kind = library.kind_of_products(given.states, products)
+    return DecoderOutput(*_Decoder.apply(cells, constants, settings, kind, *given, *flat))
 
 
 def _check_decoder(given: DecoderInput, cells: list[Weights], constants: DecoderConstants) -> None:
@@ -173,10 +180,15 @@ def _check_decoder(given: DecoderInput, cells: list[Weights], constants: Decoder
 class _Decoder(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, cells: list[Weights], constants: DecoderConstants, *tensors: Tensor | None
+        ctx: Any,
+        cells: list[Weights],
+        constants: DecoderConstants,
+        settings: CellSettings,
+        kind: int,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         given = DecoderInput(*tensors[: len(DecoderInput._fields)])
-        run = _Run(given, cells, constants)
+        run = _Run(given, cells, constants, settings, kind)
         result = _allocate(run, given, constants)
         library.run("decoder_forward", run.call, run.kind)
         ctx.run, ctx.cells = run, cells
@@ -191,23 +203,28 @@ class _Decoder(torch.autograd.Function):
         given = DecoderInput(*tensors[: len(DecoderInput._fields)])
         # Saved-tensor hooks may have moved the saved tensors.
         ctx.run.point(given, DecoderOutput(output, context, weights))
-        return None, None, *_decoder_backward(ctx.run, given, ctx.cells, upstream)
+        return None, None, None, None, *_decoder_backward(ctx.run, given, ctx.cells, upstream)
 
 
 class _Run:
     """The call that both passes share, and the tensors that it points to but the results."""
 
     def __init__(
-        self, given: DecoderInput, cells: list[Weights], constants: DecoderConstants
+        self,
+        given: DecoderInput,
+        cells: list[Weights],
+        constants: DecoderConstants,
+        settings: CellSettings,
+        kind: int,
     ) -> None:
         U, B, M = given.embedded.shape
         (_, T, E), (A, H), L = given.states.shape, given.weight_query.shape, len(cells)
         C, _, W = (0, 0, 0) if given.conv is None else given.conv.shape
         threads = torch.get_num_threads()
-        self.kind = library.kind_of_products(given.states, constants.setting)
+        self.kind = kind
         self.call = call = DecoderCall(B=B, U=U, T=T, E=E, M=M, H=H, A=A, C=C, W=W, L=L)
-        library.describe_norm(call, constants.setting)
-        self.split = constants.setting.gates == "split"
+        library.describe_norm(call, settings)
+        self.split = settings.gates == "split"
         call.threads, call.blocks = threads, max(1, min(threads, B // PER_WORKER))
         self.layers = (DecoderLayer * L)()
         call.layers = ctypes.addressof(self.layers)

@@ -15,8 +15,9 @@ from ctypes import Structure, c_double, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.kernels.cpu import compiler
-from asr.kernels.types import MODES, LSTMOptions
+from asr.kernels.types import MODES
 
 
 class BufferPool:
@@ -128,11 +129,11 @@ def point(structure: Structure, **tensors: Tensor | None) -> None:
         setattr(structure, name, None if tensor is None else tensor.data_ptr())
 
 
-def describe_norm(call: Structure, setting: LSTMOptions) -> None:
+def describe_norm(call: Structure, settings: CellSettings) -> None:
     """Sets the fields of the norms, which the calls of layers, steps and decoders share."""
-    call.mode, call.eps, call.rms = MODES[setting.gates], setting.eps, setting.norm_kind == "rms"
-    call.norm_c, call.norm_h = setting.norms_cell, setting.hidden_norm
-    call.show, call.carry, call.swap = setting.shows_norm, setting.carries_norm, setting.swap
+    call.mode, call.eps, call.rms = MODES[settings.gates], settings.eps, settings.norm_kind == "rms"
+    call.norm_c, call.norm_h = settings.norms_cell, settings.hidden_norm
+    call.show, call.carry, call.swap = settings.shows_norm, settings.carries_norm, settings.swap
 
 
 def slots(weight: Tensor | None, count: int) -> Tensor | None:
@@ -150,9 +151,9 @@ def kind_of(x: Tensor) -> int:
     return KINDS[x.dtype]
 
 
-def kind_of_products(x: Tensor, setting: LSTMOptions) -> int:
-    """kind_of, or bf16 where the setting requests it and this processor multiplies it."""
-    half = setting.product_dtype(x.dtype) == torch.bfloat16
+def kind_of_products(x: Tensor, products: torch.dtype) -> int:
+    """kind_of, or bf16 where the products are to be and this processor multiplies it."""
+    half = products == torch.bfloat16
     return BF16_PRODUCTS if half and has_bf16() else kind_of(x)
 
 

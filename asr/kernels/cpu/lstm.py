@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.kernels import reference
 from asr.kernels.cpu import library
 from asr.kernels.cpu.library import STATS, PooledBuffers
 from asr.kernels.deferred import deferred_linear
 from asr.kernels.double_backward import differentiate, needs_operators
-from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, State, Weights
+from asr.kernels.types import LayerInput, LayerOutput, State, Weights
 
 PER_WORKER = 4  # utterances, at least: fewer leave the matrix kernels half empty
 # A cell's vectors in C++, and how many times H each is long.
@@ -30,25 +31,30 @@ Buffers = PooledBuffers | dict[str, Tensor | None]  # by the names of saved_size
 class Plan(NamedTuple):
     """The arguments of a layer's call that are not tensors."""
 
-    setting: LSTMOptions
+    settings: CellSettings
     lengths: list[int]
     kind: int
     threads: int
     blocks: int
 
     @classmethod
-    def of(cls, batch: LayerInput, setting: LSTMOptions) -> "Plan":
+    def of(cls, batch: LayerInput, settings: CellSettings, products: torch.dtype) -> "Plan":
         """Raises compiler.BuildError without compiled kernels."""
         B, T, _ = batch.x.shape
         threads = torch.get_num_threads()
         blocks = max(1, min(threads // len(batch.h), B // PER_WORKER))
-        kind = library.kind_of_products(batch.x, setting)
-        return cls(setting, batch.lengths or [T] * B, kind, threads, blocks)
+        kind = library.kind_of_products(batch.x, products)
+        return cls(settings, batch.lengths or [T] * B, kind, threads, blocks)
 
 
-def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
-    """All directions of one layer at once. Raises compiler.BuildError without compiled kernels."""
-    plan = Plan.of(batch, setting)
+def layer(
+    batch: LayerInput, weights: list[Weights], settings: CellSettings, products: torch.dtype
+) -> LayerOutput:
+    """All directions of one layer at once. products: dtype of the matrix products.
+
+    Raises compiler.BuildError without compiled kernels.
+    """
+    plan = Plan.of(batch, settings, products)
     flat = [w for one in weights for w in one if w is not None]
     batch = laid_out(batch)
     tensors = [batch.x, batch.h, batch.c, *flat]
@@ -63,10 +69,10 @@ def laid_out(batch: LayerInput) -> LayerInput:
     return batch._replace(x=x, h=batch.h.contiguous(), c=batch.c.contiguous())
 
 
-def saved_sizes(setting: LSTMOptions, frames: int, H: int) -> dict[str, int]:
+def saved_sizes(settings: CellSettings, frames: int, H: int) -> dict[str, int]:
     """Elements of each buffer that the backward pass needs, for the frames of all directions."""
     sizes = {"ah": frames * 4 * H, "raw": frames * H, "stats": frames * STATS}
-    return sizes | {"ax": frames * 4 * H} if setting.gates == "split" else sizes
+    return sizes | {"ax": frames * 4 * H} if settings.gates == "split" else sizes
 
 
 class _Layer(torch.autograd.Function):
@@ -83,7 +89,7 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         batch = LayerInput(x, plan.lengths, h, c, mask)
         frames = len(weights) * sum(plan.lengths)
-        buffers = PooledBuffers(x.dtype, **saved_sizes(plan.setting, frames, h.shape[-1]))
+        buffers = PooledBuffers(x.dtype, **saved_sizes(plan.settings, frames, h.shape[-1]))
         result = layer_forward(plan, batch, weights, buffers)
         ctx.plan, ctx.weights, ctx.buffers = plan, weights, buffers
         # Saved for their versions: changing one in place before the backward pass is an error.
@@ -116,7 +122,7 @@ def _layer_by_operators(
     """As _Layer."""
     rest = iter(flat)
     weights = [Weights(*(w if w is None else next(rest) for w in own)) for own in weights]
-    return reference.layer(LayerInput(x, plan.lengths, h, c, mask), weights, plan.setting)
+    return reference.layer(LayerInput(x, plan.lengths, h, c, mask), weights, plan.settings)
 
 
 def _describe_layer(
@@ -127,7 +133,7 @@ def _describe_layer(
     lengths = torch.tensor(plan.lengths)
     alive.append(lengths)
     call = library.Call(B=B, T=T, I=I, H=batch.h.shape[-1], D=len(weights))
-    library.describe_norm(call, plan.setting)
+    library.describe_norm(call, plan.settings)
     call.threads, call.blocks = plan.threads, plan.blocks
     call.x_stride_b, call.x_stride_t = batch.x.stride()[:2]
     library.point(call, lengths=lengths, x=batch.x)
@@ -233,25 +239,31 @@ def gradients(w: Weights, sums: dict[str, Tensor], H: int) -> list[Tensor]:
     return [g for g, own in zip(every, w, strict=True) if own is not None]
 
 
-def step(x: Tensor, state: State, mask: Tensor | None, w: Weights, setting: LSTMOptions) -> State:
+def step(
+    x: Tensor,
+    state: State,
+    mask: Tensor | None,
+    w: Weights,
+    settings: CellSettings,
+    products: torch.dtype,
+) -> State:
     """x (B, I), state of two (B, H) -> the next. Raises compiler.BuildError without the kernels."""
-    h, c = reversed(state) if setting.swap else state
-    dtype = setting.product_dtype(x.dtype)
-    ax, ah = deferred_linear(x, w.weight_ih, dtype), deferred_linear(h, w.weight_hh, dtype)
-    if setting.gates != "split":  # the norm, if any, takes the sum
+    h, c = reversed(state) if settings.swap else state
+    ax, ah = deferred_linear(x, w.weight_ih, products), deferred_linear(h, w.weight_hh, products)
+    if settings.gates != "split":  # the norm, if any, takes the sum
         ax, ah = None, ax + ah
     mask = None if mask is None else mask.contiguous()
     tensors = (ax, ah, c.contiguous(), mask, w.bias_ih + w.bias_hh, *_norm_vectors(w))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _Step.apply(setting, *tensors)
-    return _step_forward(setting, *tensors)[:2]
+        return _Step.apply(settings, *tensors)
+    return _step_forward(settings, *tensors)[:2]
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, setting: LSTMOptions, *tensors: Tensor | None) -> State:
-        h, c, raw, stats = _step_forward(setting, *tensors)
-        ctx.setting, ctx.raw, ctx.stats = setting, raw, stats
+    def forward(ctx: Any, settings: CellSettings, *tensors: Tensor | None) -> State:
+        h, c, raw, stats = _step_forward(settings, *tensors)
+        ctx.settings, ctx.raw, ctx.stats = settings, raw, stats
         ctx.save_for_backward(*tensors)
         return h, c
 
@@ -259,10 +271,10 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
         ax, ah, c, _, *vectors = tensors = ctx.saved_tensors
         if needs_operators(dh, dc):
-            run = partial(_step_by_operators, ctx.setting)
+            run = partial(_step_by_operators, ctx.settings)
             return None, *differentiate(run, tensors, (dh, dc))
         H = c.shape[1]
-        call, _alive = _describe_step(ctx.setting, *tensors)
+        call, _alive = _describe_step(ctx.settings, *tensors)
         dah, dc0 = torch.empty_like(ah), torch.empty_like(c)
         dax = None if ax is None else torch.empty_like(ax)
         sizes = [H * size for size in VECTORS.values()]
@@ -277,7 +289,7 @@ class _Step(torch.autograd.Function):
 
 
 def _step_by_operators(
-    setting: LSTMOptions,
+    settings: CellSettings,
     ax: Tensor | None,
     ah: Tensor,
     c: Tensor,
@@ -288,18 +300,18 @@ def _step_by_operators(
     *of_states: Tensor | None,
 ) -> State:
     """As _Step."""
-    gain_hh, gain_gates = (None, gain_h) if setting.norms_sum else (gain_h, None)
+    gain_hh, gain_gates = (None, gain_h) if settings.norms_sum else (gain_h, None)
     vectors = bias, torch.zeros_like(bias), gain_x, gain_hh, gain_gates, *of_states
     weights = Weights(ah, ah, *vectors)  # the matrices are not read
-    gates = reference.input_part(torch.zeros_like(ah) if ax is None else ax, weights, setting)
-    return reference.state_after(gates, ah, c, mask, weights, setting)
+    gates = reference.input_part(torch.zeros_like(ah) if ax is None else ax, weights, settings)
+    return reference.state_after(gates, ah, c, mask, weights, settings)
 
 
 def _step_forward(
-    setting: LSTMOptions, ax: Tensor | None, ah: Tensor, c: Tensor, *others: Tensor | None
+    settings: CellSettings, ax: Tensor | None, ah: Tensor, c: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The next h and c, the cell before its norm, the norms' statistics."""
-    call, _alive = _describe_step(setting, ax, ah, c, *others)
+    call, _alive = _describe_step(settings, ax, ah, c, *others)
     h, after, raw, stats = *(torch.empty_like(c) for _ in range(3)), c.new_empty(len(c), STATS)
     library.point(call.direction[0], h=h, c=after, raw=raw, stats=stats)
     library.run("lstm_step_forward", call, library.kind_of(c))
@@ -307,7 +319,7 @@ def _step_forward(
 
 
 def _describe_step(
-    setting: LSTMOptions,
+    settings: CellSettings,
     ax: Tensor | None,
     ah: Tensor,
     c: Tensor,
@@ -319,7 +331,7 @@ def _describe_step(
     ones = c.new_ones(4 * H)
     alive = [ones if v is None else v.detach().contiguous() for v in vectors]
     call = library.Call(B=B, T=1, I=0, H=H, D=1, threads=1)
-    library.describe_norm(call, setting)
+    library.describe_norm(call, settings)
     library.point(call.direction[0], ax=ax, ah=ah, c0=c, mask=mask)
     library.point(call.direction[0], **dict(zip(VECTORS, alive, strict=True)))
     return call, alive

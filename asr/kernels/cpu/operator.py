@@ -2,43 +2,49 @@
 
 There a layer is one node for any number of frames. Plain calls use lstm.layer, which has less
 overhead. An operator takes tensors and plain values: the weights of all directions are one list,
-and the setting is a text.
+and the settings are a text.
 """
 
-import ast
+import json
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.kernels.cpu import lstm
 from asr.kernels.types import (
     LayerInput,
     LayerOutput,
-    LSTMOptions,
     Weights,
     check_lengths,
     weight_shapes,
 )
 
-GIVEN = "Tensor x, Tensor h, Tensor c, Tensor? mask, Tensor? lengths, Tensor[] weights, str setting"
+GIVEN = (
+    "Tensor x, Tensor h, Tensor c, Tensor? mask, Tensor? lengths, Tensor[] weights, str settings, "
+    "ScalarType products"
+)
 
 
-def layer(batch: LayerInput, weights: list[Weights], setting: str) -> LayerOutput:
-    """All directions of one layer; the setting as setting_text writes it."""
+def layer(
+    batch: LayerInput, weights: list[Weights], settings: str, products: torch.dtype
+) -> LayerOutput:
+    """All directions of one layer; the settings as settings_text writes them."""
     x, lengths, h, c, mask = batch
     flat = [w for one in weights for w in one if w is not None]
     lengths = torch.tensor(lengths) if isinstance(lengths, list) else lengths
-    return LayerOutput(*forward(x, h, c, mask, lengths, flat, setting)[:3])
+    return LayerOutput(*forward(x, h, c, mask, lengths, flat, settings, products)[:3])
 
 
-def setting_text(setting: LSTMOptions) -> str:
-    """The setting as an argument of the operators."""
-    return repr(tuple(setting))
+def settings_text(settings: CellSettings) -> str:
+    """The settings as an argument of the operators."""
+    return json.dumps(asdict(settings))
 
 
-def _read_setting(text: str) -> LSTMOptions:
-    return LSTMOptions(*ast.literal_eval(text))
+def _read_settings(text: str) -> CellSettings:
+    return CellSettings(**json.loads(text))
 
 
 def _read(
@@ -48,22 +54,23 @@ def _read(
     mask: Tensor | None,
     lengths: Tensor | None,
     weights: list[Tensor],
-    setting: str,
+    text: str,
+    products: torch.dtype,
 ) -> tuple[lstm.Plan, LayerInput, list[Weights]]:
     """The arguments of an operator -> those of the functions in lstm.py."""
-    options = _read_setting(setting)
+    settings = _read_settings(text)
     counts = None if lengths is None else check_lengths(lengths, x.shape[0], x.shape[1])
     batch = lstm.laid_out(LayerInput(x, counts, h, c, mask))
-    names = weight_shapes(options, x.shape[2], h.shape[2])
+    names = weight_shapes(settings, x.shape[2], h.shape[2])
     starts = range(0, len(weights), len(names))
     named = [dict(zip(names, weights[start:], strict=False)) for start in starts]
-    return lstm.Plan.of(batch, options), batch, [Weights(**one) for one in named]
+    return lstm.Plan.of(batch, settings, products), batch, [Weights(**one) for one in named]
 
 
-def _empty_buffers(x: Tensor, h: Tensor, setting: str) -> dict[str, Tensor]:
+def _empty_buffers(x: Tensor, h: Tensor, settings: str) -> dict[str, Tensor]:
     """For all frames: how many are valid is not known when a graph is recorded."""
     frames = h.shape[0] * x.shape[0] * x.shape[1]
-    sizes = lstm.saved_sizes(_read_setting(setting), frames, h.shape[2])
+    sizes = lstm.saved_sizes(_read_settings(settings), frames, h.shape[2])
     return {name: x.new_empty(size) for name, size in sizes.items()}
 
 
@@ -71,17 +78,17 @@ def _empty_buffers(x: Tensor, h: Tensor, setting: str) -> dict[str, Tensor]:
 def forward(*given: Any) -> list[Tensor]:
     """-> output (B, T, D * H), h, c (D, B, H), and the buffers for the backward pass."""
     plan, batch, weights = _read(*given)
-    buffers = _empty_buffers(batch.x, batch.h, given[-1])
+    buffers = _empty_buffers(batch.x, batch.h, given[-2])
     result = lstm.layer_forward(plan, batch, weights, {"ax": None} | buffers)
     return [*result, *buffers.values()]
 
 
 @forward.register_fake
 def _(*given: Any) -> list[Tensor]:
-    x, h, c, *_, setting = given
+    x, h, c, *_, settings, _ = given
     output = x.new_empty(*x.shape[:2], h.shape[0] * h.shape[2])
     states = [x.new_empty(part.shape) for part in (h, c)]
-    return [output, *states, *_empty_buffers(x, h, setting).values()]
+    return [output, *states, *_empty_buffers(x, h, settings).values()]
 
 
 @torch.library.custom_op(
@@ -93,7 +100,7 @@ def backward(*given: Any) -> list[Tensor]:
     """saved: output and buffers; upstream: gradients of output, h, c -> of x, h, c, weights."""
     *given, (output, *saved), upstream = given
     plan, batch, weights = _read(*given)
-    buffers = dict(zip(lstm.saved_sizes(plan.setting, 0, 0), saved, strict=True))
+    buffers = dict(zip(lstm.saved_sizes(plan.settings, 0, 0), saved, strict=True))
     together = output, {"ax": None} | buffers
     upstream = [gradient.contiguous() for gradient in upstream]
     found = lstm.layer_backward(plan, batch, weights, together, upstream, with_dx=True)
@@ -108,7 +115,7 @@ def _(*given: Any) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *tensors, weights, ctx.setting = inputs
+    *tensors, weights, ctx.settings, ctx.products = inputs
     result, _, _, *buffers = output
     ctx.buffers = len(buffers)
     ctx.save_for_backward(*tensors, result, *buffers, *weights)
@@ -119,9 +126,9 @@ def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     saved, weights = [result, *others[: ctx.buffers]], others[ctx.buffers :]
     pairs = zip(gradients[:3], (result, h, c), strict=True)
     upstream = [torch.zeros_like(of) if one is None else one for one, of in pairs]
-    given = x, h, c, mask, lengths, weights, ctx.setting
+    given = x, h, c, mask, lengths, weights, ctx.settings, ctx.products
     dx, dh, dc, *flat = backward(*given, saved, upstream)
-    return dx, dh, dc, None, None, flat, None
+    return dx, dh, dc, None, None, flat, None, None
 
 
 forward.register_autograd(_differentiate, setup_context=_save)

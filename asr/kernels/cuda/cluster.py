@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.io import atomic_writer
 from asr.kernels.cpu.compiler import cache_folder
 from asr.kernels.cuda import lstm
-from asr.kernels.types import LayerInput, LayerOutput, LSTMOptions, Weights, make_setting
+from asr.kernels.types import LayerInput, LayerOutput, Weights
 
 UNITS, THREADS, MOST_BLOCKS = 32, 256, 16  # as in cluster.cu; blocks of a cluster
 SOURCES = ("device.h", "cluster.cu")
@@ -50,8 +51,10 @@ class Kernel(NamedTuple):
 
 
 @functools.cache
-def obstacle() -> str | None:
-    """Why the backend cannot run where "cuda" can; None where it can."""
+def missing() -> str | None:
+    """Why the backend cannot run on this machine; None where it can."""
+    if reason := lstm.missing():
+        return reason
     if importlib.util.find_spec("cuda.bindings") is None:
         return "cuda-bindings is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
@@ -59,20 +62,23 @@ def obstacle() -> str | None:
     return None
 
 
-def limit(setting: LSTMOptions, H: int) -> str | None:
+def limit(H: int, products: torch.dtype) -> str | None:
     """Why it does not cover a layer of H units; None where it does."""
-    if setting.precision != "bf16":
-        return f"backend 'cluster' computes products in bf16, not in {setting.precision}"
+    if products != torch.bfloat16:
+        return f"backend 'cluster' computes products in bf16, not in {products}"
     if H > UNITS * MOST_BLOCKS:
         return f"backend 'cluster' has room for {UNITS * MOST_BLOCKS} units, not {H}"
     return None
 
 
-def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
+def layer(
+    batch: LayerInput, weights: list[Weights], settings: CellSettings, products: torch.dtype
+) -> LayerOutput:
     """All directions of one layer at once. Raises ValueError where `limit` has a reason."""
-    if reason := limit(setting, batch.h.shape[-1]):
+    if reason := limit(batch.h.shape[-1], products):
         raise ValueError(reason)
-    return lstm.run_loops(batch, weights, setting, lstm.Loops(_forward, _backward, 1))
+    plan = lstm.CudaPlan(settings, products, lstm.Loops(_forward, _backward, 1))
+    return lstm.run_loops(batch, weights, plan)
 
 
 def _forward(
@@ -88,7 +94,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     S, D, B, _ = gates.shape
     H = h.shape[-1]
-    own = plan.setting
+    own = plan.settings
     hs, cs = gates.new_empty(S + 1, D, B, H), gates.new_empty(S + 1, D, B, H)
     ah = gates.new_empty(gates.shape if learns else 0, dtype=plan.dtype)
     raw = gates.new_empty((S, D, B, H) if learns and own.carries_norm else 0)
@@ -116,7 +122,7 @@ def _backward(
     _, D, B, columns = gates.shape
     ah, raw, stats = saved
     dh, dc, dah = dh.clone(), dc.clone(), torch.empty_like(ah)
-    dz = gates.new_empty(0 if plan.setting.norms_sum else gates.shape)
+    dz = gates.new_empty(0 if plan.settings.norms_sum else gates.shape)
     groups = -(-B // 8)  # at least as many as the kernel has
     dgates = gates.new_zeros(groups, 2, D, columns)
     dstates = gates.new_zeros(groups, 4, D, columns // 4)
@@ -127,9 +133,9 @@ def _backward(
     )  # fmt: skip
     sums = *dgates.sum(0), *dstates.sum(0)
     dvectors = [d if wanted else None for d, wanted in zip(sums, needed, strict=True)]
-    if plan.setting.gates == "split":  # the bias is added to the input's part
+    if plan.settings.gates == "split":  # the bias is added to the input's part
         dvectors[1] = None
-    return dh, dc, dah.to(gates.dtype) if plan.setting.norms_sum else dz, dah, dvectors
+    return dh, dc, dah.to(gates.dtype) if plan.settings.norms_sum else dz, dah, dvectors
 
 
 def _inputs(
@@ -149,7 +155,7 @@ def _launch(name: str, plan: lstm.CudaPlan, **tensors: Tensor | None) -> None:
     """Run a kernel on tensors, named as in Arguments; those that are None or empty are not read."""
     S, D, B, columns = tensors["gates"].shape
     H, device = columns // 4, tensors["gates"].device
-    macros, blocks = _macros(plan.setting, H, tensors["mask"]), -(-H // UNITS)
+    macros, blocks = _macros(plan.settings, H, tensors["mask"]), -(-H // UNITS)
     tiles = _tiles(H, device, blocks, D, B)
     arguments = Arguments(S=S, D=D, B=B)
     for key, tensor in tensors.items():
@@ -158,8 +164,8 @@ def _launch(name: str, plan: lstm.CudaPlan, **tensors: Tensor | None) -> None:
     _run(_compiled(macros, tiles, device, name), arguments, D * -(-B // (8 * tiles)), blocks)
 
 
-def _macros(setting: LSTMOptions, H: int, mask: Tensor | None) -> tuple[str, ...]:
-    options = {"H": H, "EPS": f"{setting.eps!r}f"} | lstm.kernel_options(setting, mask)
+def _macros(settings: CellSettings, H: int, mask: Tensor | None) -> tuple[str, ...]:
+    options = {"H": H, "EPS": f"{settings.eps!r}f"} | lstm.kernel_options(settings, mask)
     return tuple(f"{key}={int(v) if isinstance(v, bool) else v}" for key, v in options.items())
 
 
@@ -174,8 +180,7 @@ def _room(H: int, device: torch.device, blocks: int) -> int:
     """The number of clusters that can run at once, in the kernel without norms."""
     from cuda.bindings import driver
 
-    plain = make_setting("none", None, "guard", "bf16", None, False, "layer")
-    kernel = _compiled(_macros(plain, H, None), TILES[0], device, "lstm_forward")
+    kernel = _compiled(_macros(CellSettings("none"), H, None), TILES[0], device, "lstm_forward")
     config = _configuration(kernel, 1, blocks)
     return _checked(driver.cuOccupancyMaxActiveClusters(kernel.function, config))
 

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asr.config.cell import CellSettings
 from asr.kernels.double_backward import refuse_operators
-from asr.kernels.types import MODES, LayerInput, LayerOutput, LSTMOptions, Weights
+from asr.kernels.types import MODES, LayerInput, LayerOutput, Weights
 
 Steps = Callable[..., tuple[Tensor, ...]]
 MOST = 64  # graphs kept; each holds the memory of its loop
@@ -132,29 +133,29 @@ class Loops(NamedTuple):
 class CudaPlan(NamedTuple):
     """The options of a layer's recurrence."""
 
-    setting: LSTMOptions
+    settings: CellSettings
     dtype: torch.dtype  # of the products
     loops: Loops
 
     def options(self, H: int, mask: Tensor | None) -> dict[str, Any]:
         """The keyword arguments of both Triton kernels of a step."""
         block = 1 << max(4, (H - 1).bit_length())
-        return {"eps": self.setting.eps, "BLOCK": block} | kernel_options(self.setting, mask)
+        return {"eps": self.settings.eps, "BLOCK": block} | kernel_options(self.settings, mask)
 
     def for_hidden(self, like: Tensor) -> Tensor:
         """A new tensor for each step's h before its norm; without that norm nothing reads it."""
-        return like.new_empty(like.shape if self.setting.hidden_norm else (len(like), 4))
+        return like.new_empty(like.shape if self.settings.hidden_norm else (len(like), 4))
 
 
-def kernel_options(setting: LSTMOptions, mask: Tensor | None) -> dict[str, int]:
+def kernel_options(settings: CellSettings, mask: Tensor | None) -> dict[str, int]:
     """The constants by which all kernels know what to compute."""
     return {
-        "MODE": MODES[setting.gates],
-        "RMS": setting.norm_kind == "rms",
-        "NORM_C": setting.norms_cell,
-        "SHOW": setting.shows_norm,
-        "CARRY": setting.carries_norm,
-        "HIDDEN": setting.hidden_norm,
+        "MODE": MODES[settings.gates],
+        "RMS": settings.norm_kind == "rms",
+        "NORM_C": settings.norms_cell,
+        "SHOW": settings.shows_norm,
+        "CARRY": settings.carries_norm,
+        "HIDDEN": settings.hidden_norm,
         "DROP": mask is not None,
     }
 
@@ -211,8 +212,8 @@ def _backward(
     given = (gates, weight, cs, *saved, mask, lengths, *vectors, *upstream)
     loop = functools.partial(_run_backward, plan)
     dh, dc, dz, dah, *normed = replay(_key(plan, "backward", *given), loop, *given)
-    dvectors = _vector_gradients(plan.setting, needed, gates, *saved, dz, *normed)
-    return dh, dc, dah.to(dz.dtype) if plan.setting.norms_sum else dz, dah, dvectors
+    dvectors = _vector_gradients(plan.settings, needed, gates, *saved, dz, *normed)
+    return dh, dc, dah.to(dz.dtype) if plan.settings.norms_sum else dz, dah, dvectors
 
 
 def _run_forward(
@@ -280,7 +281,7 @@ def _run_backward(
 
 
 def _vector_gradients(
-    setting: LSTMOptions,
+    settings: CellSettings,
     needed: tuple[bool, ...],
     gates: Tensor,
     ah: Tensor,
@@ -290,20 +291,20 @@ def _vector_gradients(
     dnormed: Tensor,
     dhidden: Tensor,
 ) -> list[Tensor | None]:
-    """Gradients of the six vectors of _vectors, None where the setting has none."""
+    """Gradients of the six vectors of _vectors, None where the settings have none."""
     found: list[Tensor | None] = []
-    added = gates if setting.norms_sum else None
-    parts = 4 if setting.gates == "per_gate" else 1
+    added = gates if settings.norms_sum else None
+    parts = 4 if settings.gates == "per_gate" else 1
     for wanted, *rows in ((needed[0], ah, added, dz, parts), (needed[2], raw, None, dnormed, 1),
                           (needed[4], raw_h, None, dhidden, 1)):  # fmt: skip
-        found += _affine_gradients(setting, *rows) if wanted else (None, None)
-    if setting.gates == "split":  # the bias is added to the input's part
+        found += _affine_gradients(settings, *rows) if wanted else (None, None)
+    if settings.gates == "split":  # the bias is added to the input's part
         found[1] = None
     return found
 
 
 def _affine_gradients(
-    setting: LSTMOptions, x: Tensor, added: Tensor | None, dy: Tensor, parts: int
+    settings: CellSettings, x: Tensor, added: Tensor | None, dy: Tensor, parts: int
 ) -> tuple[Tensor, Tensor]:
     """dy (S, D, B, N) of y = gain N(x + added) + bias -> gradients of gain and bias, (D, N) each;
     the norm takes N elements or each of `parts`.
@@ -315,7 +316,7 @@ def _affine_gradients(
         for first in range(0, N, size):
             own = (slice(None), d, slice(None), slice(first, first + size))
             given = x[own], None if added is None else added[own], None, dy[own], None
-            sums[:, d, first : first + size] = _norm_backward(setting, True, *given)
+            sums[:, d, first : first + size] = _norm_backward(settings, True, *given)
     return sums[0], sums[1]
 
 
@@ -323,17 +324,18 @@ def _key(plan: CudaPlan, name: str, *tensors: Tensor | None) -> tuple[Any, ...]:
     return plan, name, *(t if t is None else (tuple(t.shape), t.dtype, t.device) for t in tensors)
 
 
-def obstacle(like: Tensor | None = None) -> str | None:
-    """Why the backend cannot run here, or not on weights like these; None where it can."""
-    if reason := _missing():
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot run on such weights; None where it can."""
+    if (reason := missing()) or _interpreted():
         return reason
-    if like is None or _interpreted() or (like.is_cuda and like.dtype == torch.float32):
-        return None
-    return f"the weights are {like.dtype}" if like.is_cuda else f"the weights are on {like.device}"
+    if device.type != "cuda":
+        return f"the weights are on {device}"
+    return None if dtype == torch.float32 else f"the weights are {dtype}"
 
 
 @functools.cache
-def _missing() -> str | None:
+def missing() -> str | None:
+    """Why the backend cannot run on this machine; None where it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not _interpreted() and not torch.cuda.is_available():
@@ -345,23 +347,23 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def layer(batch: LayerInput, weights: list[Weights], setting: LSTMOptions) -> LayerOutput:
-    """All directions of one layer at once."""
-    return run_loops(batch, weights, setting, Loops(_forward, _backward, BUCKET))
-
-
-def run_loops(
-    batch: LayerInput, weights: list[Weights], setting: LSTMOptions, loops: Loops
+def layer(
+    batch: LayerInput, weights: list[Weights], settings: CellSettings, products: torch.dtype
 ) -> LayerOutput:
-    """All directions of one layer at once, their steps by `loops`."""
+    """All directions of one layer at once. products: dtype of the matrix products."""
+    plan = CudaPlan(settings, products, Loops(_forward, _backward, BUCKET))
+    return run_loops(batch, weights, plan)
+
+
+def run_loops(batch: LayerInput, weights: list[Weights], plan: CudaPlan) -> LayerOutput:
+    """All directions of one layer at once, their steps by plan.loops."""
     B, T, _ = batch.x.shape
     counts, device = batch.lengths or [T] * B, batch.x.device
     with torch.cuda.device_of(batch.x):  # Triton launches on the current device
         lengths = torch.tensor(counts).to(device, non_blocking=True)
-        steps = -(-max(counts) // loops.bucket) * loops.bucket
+        steps = -(-max(counts) // plan.loops.bucket) * plan.loops.bucket
         at = _reading_order(lengths, steps, T, len(weights))
-        gates = _gates(batch.x, at, weights, setting)
-        plan = CudaPlan(setting, setting.product_dtype(gates.dtype), loops)
+        gates = _gates(batch.x, at, weights, plan)
         mask = None if batch.mask is None else batch.mask.contiguous()
         state = batch.h.contiguous(), batch.c.contiguous()
         fixed = (torch.stack([w.weight_hh for w in weights]), *state, mask, lengths)
@@ -378,17 +380,16 @@ def _reading_order(lengths: Tensor, S: int, T: int, directions: int) -> Tensor:
     return torch.stack([torch.where(step < lengths, first + time, B * T) for time in times])
 
 
-def _gates(x: Tensor, at: Tensor, weights: list[Weights], setting: LSTMOptions) -> Tensor:
+def _gates(x: Tensor, at: Tensor, weights: list[Weights], plan: CudaPlan) -> Tensor:
     """x (B, T, I) -> the input's part of the gates in reading order, (S, D, B, 4H)."""
     frames = torch.nn.functional.pad(x.flatten(0, 1), (0, 0, 0, 1))  # padded steps read zeros
-    dtype = setting.product_dtype(x.dtype)
     products = []
     for own, w in zip(at, weights, strict=True):
         rows = frames.index_select(0, own.flatten()).view(*own.shape, -1)  # (S, B, I)
-        products.append(rows.to(dtype) @ w.weight_ih.t().to(dtype))
+        products.append(rows.to(plan.dtype) @ w.weight_ih.t().to(plan.dtype))
     gains = None if weights[0].gain_ih is None else torch.stack([w.gain_ih for w in weights])
     biases = torch.stack([w.bias_ih + w.bias_hh for w in weights])
-    return InputPart.apply(setting, gains, biases, *products)
+    return InputPart.apply(plan.settings, gains, biases, *products)
 
 
 class InputPart(torch.autograd.Function):
@@ -398,34 +399,34 @@ class InputPart(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, setting: LSTMOptions, gains: Tensor | None, biases: Tensor, *products: Tensor
+        ctx: Any, settings: CellSettings, gains: Tensor | None, biases: Tensor, *products: Tensor
     ) -> Tensor:
-        ctx.setting = setting
+        ctx.settings = settings
         ctx.save_for_backward(gains, *products)
         S, B, N = products[0].shape
         gates = biases.new_empty(S, len(products), B, N)
         for d, product in enumerate(products):
             gain = None if gains is None else gains[d]
-            bias = None if setting.norms_sum else biases[d]  # else the bias follows the sum
-            _norm_forward(setting, setting.gates == "split", product, gain, bias, gates[:, d])
+            bias = None if settings.norms_sum else biases[d]  # else the bias follows the sum
+            _norm_forward(settings, settings.gates == "split", product, gain, bias, gates[:, d])
         return gates
 
     @staticmethod
     def backward(ctx: Any, dgates: Tensor) -> tuple[Any, ...]:
         refuse_operators(WHAT, REMEDY, dgates)
-        setting, (gains, *products) = ctx.setting, ctx.saved_tensors
+        settings, (gains, *products) = ctx.settings, ctx.saved_tensors
         dproducts = [torch.empty_like(product) for product in products]
         sums = dgates.new_empty(2, len(products), dgates.shape[-1])
         for d, product in enumerate(products):
             gain = None if gains is None else gains[d]
             given = product, None, gain, dgates[:, d], dproducts[d]
-            sums[:, d] = _norm_backward(setting, setting.gates == "split", *given)
+            sums[:, d] = _norm_backward(settings, settings.gates == "split", *given)
         dgains = None if gains is None else sums[0]
-        return None, dgains, None if setting.norms_sum else sums[1], *dproducts
+        return None, dgains, None if settings.norms_sum else sums[1], *dproducts
 
 
 def _norm_forward(
-    setting: LSTMOptions,
+    settings: CellSettings,
     normed: bool,
     x: Tensor,
     gain: Tensor | None,
@@ -438,13 +439,13 @@ def _norm_forward(
     S, B, N = x.shape
     triton_norm.norm_rows_forward[(S * B,)](
         x, x if gain is None else gain, x if bias is None else bias, y, B, N, *x.stride()[:2],
-        *y.stride()[:2], setting.eps, NORM=normed, RMS=setting.norm_kind == "rms",
+        *y.stride()[:2], settings.eps, NORM=normed, RMS=settings.norm_kind == "rms",
         GAIN=gain is not None, BIAS=bias is not None, **_row_options(N),
     )  # fmt: skip
 
 
 def _norm_backward(
-    setting: LSTMOptions,
+    settings: CellSettings,
     normed: bool,
     x: Tensor,
     added: Tensor | None,
@@ -464,7 +465,7 @@ def _norm_backward(
     triton_norm.norm_rows_backward[(programs,)](
         x, x if added is None else added, x if gain is None else gain, dy,
         x if dx is None else dx, *sums, S * B, B, N, *x.stride()[:2], *dy.stride()[:2],
-        setting.eps, NORM=normed, RMS=setting.norm_kind == "rms", GAIN=gain is not None,
+        settings.eps, NORM=normed, RMS=settings.norm_kind == "rms", GAIN=gain is not None,
         ADD=added is not None, DX=dx is not None, **_row_options(N),
     )  # fmt: skip
     return sums.sum(1)
@@ -488,7 +489,7 @@ def _in_time_order(hs: Tensor, at: Tensor, T: int) -> Tensor:
 
 def _vectors(weights: list[Weights]) -> list[Tensor]:
     """gain_h, bias (D, 4H), gain_c, bias_c, gain_hidden and bias_hidden (D, H) of all directions;
-    ones where the setting has none.
+    ones where the settings have none.
     """
     ones = weights[0].bias_ih.new_ones(len(weights), 4 * weights[0].weight_hh.shape[1])
     names = ("gain_recurrent", "gain_c", "bias_c", "gain_hidden", "bias_hidden")
