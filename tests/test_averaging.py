@@ -12,7 +12,7 @@ from asr.training import averaging
 from asr.training.averaging import EvaluationWeights
 from asr.training.checkpoint import list_checkpoints, read_training
 from asr.training.optim import load_moments, make_optimizer
-from asr.training.run import train
+from asr.training.trainer import train
 
 SCHEDULE_FREE = OptimizerConfig(kind="schedule_free", lr=0.03, betas=(0.8, 0.9), weight_decay=0.1)
 

@@ -13,7 +13,7 @@ from asr.data.corpus import read_manifest, write_manifest
 from asr.data.tokenizer import EOS, SOS
 from asr.inference.recognition import Recognizer
 from asr.prune import residual_alphas
-from asr.training import run as training
+from asr.training import trainer
 from asr.training.checkpoint import list_checkpoints, read_training
 
 SIZES = "d_model: 6, heads: 2, feed_forward: 7, subsampling_channels: 2, ctc_weight: 0.3"
@@ -23,7 +23,7 @@ MODEL = f"model={{kind: transformer, encoder_layers: 5, decoder_layers: 3, layer
 def trained(tiny, run, more=""):
     """The tiny corpus with a Transformer, trained for a few steps."""
     overrides = [f"{MODEL}{more}}}", "train.steps=3", "features.mvn=global", "decode.average=2"]
-    training.train(read_recipe(tiny, overrides), run)
+    trainer.train(read_recipe(tiny, overrides), run)
     return run
 
 
@@ -86,7 +86,7 @@ def test_training_resumes_from_a_pruned_run(tiny, run, commands, tmp_path):
 def test_averaged_weights_of_the_unpruned_model_are_not_resumed(tiny, commands, tmp_path):
     whole, half = tmp_path / "whole", tmp_path / "half"
     overrides = [f"{MODEL}}}", "train.steps=2", "train.ema=0.5"]
-    training.train(read_recipe(tiny, overrides), whole)
+    trainer.train(read_recipe(tiny, overrides), whole)
     assert commands(prune, whole, "--to", half, "--encoder", 3)[0] == 0
     arguments = (half / "recipe.yaml", "--run", half, "--resume", "train.steps=3")
     assert commands(train, *arguments)[0] == 0

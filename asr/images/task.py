@@ -32,10 +32,10 @@ from asr.io import write_files
 from asr.training.checkpoint import choose, load_weights
 from asr.training.distributed import choose_device
 from asr.training.logging import Log
-from asr.training.losses import Sum
+from asr.training.losses import Objective, Sum
 from asr.training.resume import SHA256, Content
-from asr.training.run import Task
-from asr.training.trainer import TrainState
+from asr.training.state import TrainState
+from asr.training.task import Task
 
 BATCH = 500  # images of a batch without gradients
 INSPECTED = 100  # images for train.health
@@ -43,7 +43,7 @@ DRAWN = 64  # generated images in a picture
 BINARY_SEED = 0  # not the recipe's: all runs have the same binary images
 
 
-class ClassObjective(nn.Module):
+class ClassObjective(Objective):
     """Label-smoothed cross-entropy per image."""
 
     def __init__(self, model: nn.Module, label_smoothing: float) -> None:
@@ -63,7 +63,7 @@ class ClassObjective(nn.Module):
         return {name: Sum(total, count) for name, total in totals.items()}
 
 
-class BoundObjective(nn.Module):
+class BoundObjective(Objective):
     """The variational bound per image (DRAW); nll is the bound itself."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -23,10 +23,10 @@ from asr.models.build import build_language_model
 from asr.shipped import find_run
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
-from asr.training.losses import Sum, cross_entropy, shift
+from asr.training.losses import Objective, Sum, cross_entropy, shift
 from asr.training.resume import SHA256, Content
-from asr.training.run import Task
-from asr.training.trainer import TrainState
+from asr.training.state import TrainState
+from asr.training.task import Task
 
 VOCABULARY_LINES = 1_000_000  # of the training text, evenly spaced, for a new vocabulary
 CHECKED_LINES = 1000
@@ -36,7 +36,7 @@ INSPECTED = 4  # sentences for train.health
 LONGEST_LINES = 100  # in bytes: with learned positions, the tokens of these are counted
 
 
-class LanguageObjective(nn.Module):
+class LanguageObjective(Objective):
     """Label-smoothed cross-entropy per token; <eos> counts as one.
 
     Perplexities are logged per token and per word; only the latter compare between vocabularies. As

@@ -33,8 +33,8 @@ from asr.training.inspection import reference_attention
 from asr.training.logging import Log
 from asr.training.losses import SpeechObjective
 from asr.training.resume import SHA256, Content
-from asr.training.run import Task
-from asr.training.trainer import TrainState
+from asr.training.state import TrainState
+from asr.training.task import Task
 
 INSPECTED = 4  # utterances for train.health
 # Of a larger corpus, utterances evenly spaced that are used before training begins.

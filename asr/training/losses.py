@@ -10,7 +10,7 @@ B utterances, T frames, U tokens, V vocabulary.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,17 @@ class Sum(NamedTuple):
     count: Tensor
 
 
-class Objective(Protocol):
-    """The objective of any task: speech, language model, images."""
+class Objective(nn.Module):
+    """What a task minimises: a loss over `model`, which checkpoints store."""
 
-    model: nn.Module  # saved in checkpoints
+    model: nn.Module
 
-    def __call__(self, batch: Any) -> dict[str, Sum]: ...
+    def set_step(self, step: int) -> None:
+        """Called before every training step, counted from 0, for a loss that changes with it."""
+
+    def forward(self, batch: Any) -> dict[str, Sum]:
+        """-> the entry `objective`, which is minimised, and others, which are logged."""
+        raise NotImplementedError
 
 
 def add(sums: dict[str, Sum], more: dict[str, Sum]) -> None:
@@ -137,7 +142,7 @@ def symmetric_kl(log_probs: Tensor, valid: Tensor) -> Tensor:
     return _sum_valid(both.sum(2), valid)
 
 
-class SpeechObjective(nn.Module):
+class SpeechObjective(Objective):
     """Label-smoothed cross-entropy of the decoder and CTC of the encoder, per target token.
 
     (1 - ctc_weight) * cross-entropy + ctc_weight * CTC, as in Watanabe et al. 2017, both divided
