@@ -23,7 +23,7 @@ from asr.models.build import build_language_model
 from asr.shipped import find_run
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
-from asr.training.losses import Objective, Sum, cross_entropy, shift
+from asr.training.losses import Objective, Perplexity, Sum, cross_entropy, shift
 from asr.training.resume import SHA256, Content
 from asr.training.state import TrainState
 from asr.training.task import Task
@@ -52,8 +52,10 @@ class LanguageObjective(Objective):
         inputs, targets = shift(batch.tokens, batch.token_lengths)
         logits: Tensor = self.model(inputs)
         sums = cross_entropy(logits.float(), targets, self.label_smoothing)
-        word_perplexity = Sum(sums["nll"].total, (batch.words + 1).sum())
-        return sums | {"perplexity": sums["nll"], "word_perplexity": word_perplexity}
+        nll, tokens = sums["nll"]
+        words = (batch.words + 1).sum()
+        perplexities = {"perplexity": (nll, tokens), "word_perplexity": (nll, words)}
+        return sums | {name: Perplexity(*pair) for name, pair in perplexities.items()}
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,9 @@ class LanguageTask(Task):
         self.objective.eval()
         model, generator = self.objective.model, torch.Generator().manual_seed(self.recipe.seed)
         device = next(model.parameters()).device
-        # With learned positions there are no more than these.
-        longest = min(MAX_SAMPLE, getattr(self.recipe.model, "max_positions", MAX_SAMPLE))
+        config, longest = self.recipe.model, MAX_SAMPLE
+        if config.kind == "transformer":  # with learned positions there are no more
+            longest = min(longest, config.max_positions)
         sentences = sample(model, self.recipe.train.samples, longest, generator, device)
         log.text("samples", map(self.tokenizer.decode, sentences), state.step)
         return {}
@@ -143,7 +146,7 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 
 
 def _check_positions(model: LanguageModelConfig, part: SentenceEpochs, path: Path) -> None:
     """Raises UserError where a sentence that is not skipped exceeds the learned positions."""
-    if getattr(model, "positions", None) != "learned":
+    if model.kind != "transformer" or model.positions != "learned":
         return
     sentences, lengths = part.sentences, part.sentences.lengths
     rows = np.flatnonzero(lengths <= part.longest)

@@ -125,7 +125,7 @@ class Tracer:
     ) -> None:
         """Forward pre-hook: checks inputs and weights."""
         if place == "objective":
-            self.ids = tuple(getattr(args[0], "ids", ()))
+            self.ids = args[0].ids
             for store in (self.history, self.tracked, self.inputs, self.outputs, self.gradients):
                 store.clear()
         for name, weight in module.named_parameters(recurse=False):

@@ -274,7 +274,7 @@ def reference_attention(model: nn.Module, memory: Memory, batch: Batch) -> list[
 @torch.no_grad()
 def attention(model: nn.Module, batch: Any) -> list[tuple[float, float]]:
     """Diagonality and coverage of each utterance, for models that attend to speech."""
-    if not isinstance(batch, Batch) or not hasattr(model, "attention"):
+    if not isinstance(batch, Batch):
         return []
     memory = model.encode(batch.features, batch.lengths)
     seconds = FRAME_SECONDS * batch.features.size(1) / memory.states.size(1)  # of a frame of memory

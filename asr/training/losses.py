@@ -22,10 +22,22 @@ from asr.data.tokenizer import BLANK, EOS, SOS
 
 
 class Sum(NamedTuple):
-    """A total over `count` things, both scalar tensors."""
+    """A total over `count` things, both scalar tensors; their mean is logged."""
 
     total: Tensor
     count: Tensor
+
+    def mean(self) -> Tensor:
+        """The figure to log."""
+        return self.total / self.count
+
+
+class Perplexity(Sum):
+    """A sum of nats, logged as exp(total / count)."""
+
+    def mean(self) -> Tensor:
+        """exp(total / count)."""
+        return super().mean().exp()
 
 
 class Objective(nn.Module):
@@ -43,10 +55,11 @@ class Objective(nn.Module):
 
 def add(sums: dict[str, Sum], more: dict[str, Sum]) -> None:
     """Add `more` into `sums`, entry by entry, detached and in float64."""
-    for name, (total, count) in more.items():
-        total, count = total.detach().double(), count.double()
-        old = sums.get(name)
-        sums[name] = Sum(old.total + total, old.count + count) if old else Sum(total, count)
+    for name, each in more.items():
+        total, count = each.total.detach().double(), each.count.double()
+        if old := sums.get(name):
+            total, count = old.total + total, old.count + count
+        sums[name] = each._replace(total=total, count=count)
 
 
 def read(values: Sequence[Tensor]) -> Tensor:
@@ -60,14 +73,15 @@ def on_cpu(sums: dict[str, Sum]) -> dict[str, Sum]:
     if not sums:
         return {}
     pairs = read([value for own in sums.values() for value in own]).view(-1, 2)
-    return {name: Sum(*pair) for name, pair in zip(sums, pairs, strict=True)}
+    return {
+        name: own._replace(total=total, count=count)
+        for (name, own), (total, count) in zip(sums.items(), pairs, strict=True)
+    }
 
 
 def means(sums: dict[str, Sum]) -> dict[str, float]:
-    """Total / count of every entry with a count; of a perplexity, the exponential of that."""
-    sums = on_cpu(sums)
-    ratios = {name: total / count for name, (total, count) in sums.items() if count > 0}
-    return {n: float(r.exp() if n.endswith("perplexity") else r) for n, r in ratios.items()}
+    """The figure of every entry with a count."""
+    return {name: float(own.mean()) for name, own in on_cpu(sums).items() if own.count > 0}
 
 
 def shift(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
