@@ -326,8 +326,7 @@ def test_a_disk_that_is_full_before_the_first_line(tmp_path, capfd):
     assert capfd.readouterr().err == "" and threading.excepthook is before
 
 
-@pytest.mark.parametrize("write", ["line", "curve"])
-def test_a_run_folder_that_was_removed(write, tmp_path):
+def test_a_run_folder_that_was_removed(tmp_path):
     """TensorBoard opens its file for every write, too."""
     run = tmp_path / "run"
     run.mkdir()
@@ -335,8 +334,6 @@ def test_a_run_folder_that_was_removed(write, tmp_path):
     with removed, Log(run, 1, 5) as log:
         log.info("first")
         shutil.rmtree(run)
-        if write == "line":
-            log.info("second")
         log.scalars("train", {"nll": 1.0}, 1)
         for _ in range(1000):  # its thread may take a moment
             log.flush()
@@ -344,27 +341,14 @@ def test_a_run_folder_that_was_removed(write, tmp_path):
     assert not run.exists()
 
 
-def test_a_removed_file_is_opened_again(tmp_path):
-    with Log(tmp_path, 1, 5) as log:
-        log.info("first")
-        (tmp_path / "train.log").unlink()
-        log.info("second")
-    assert "second" in (tmp_path / "train.log").read_text()
-
-
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_nothing_is_written_through_a_link(when, tmp_path):
+def test_nothing_is_written_through_a_link(tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     run.mkdir()
     other.write_text("as it was")
     path = run / "train.log"
-    if when == "before":
-        path.symlink_to(other)
+    path.symlink_to(other)
     with pytest.raises(UserError, match=f"^{path}: a symbolic link"), Log(run, 1, 5) as log:
         log.info("first")
-        path.unlink()
-        path.symlink_to(other)
-        log.info("second")
     assert other.read_text() == "as it was"
 
 

@@ -25,7 +25,6 @@ from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
 from asr.training.losses import Objective, Perplexity, Sum, cross_entropy, shift
 from asr.training.resume import SHA256, Content
-from asr.training.state import TrainState
 from asr.training.task import Task
 
 VOCABULARY_LINES = 1_000_000  # of the training text, evenly spaced, for a new vocabulary
@@ -101,7 +100,7 @@ class LanguageTask(Task):
     def no_validation_data(self) -> str:
         return "no sentence for validation"
 
-    def report(self, log: Log, state: TrainState) -> dict[str, float]:
+    def report(self, log: Log, step: int) -> dict[str, float]:
         """Log a few generated sentences, always from the same random numbers."""
         self.objective.eval()
         model, generator = self.objective.model, torch.Generator().manual_seed(self.recipe.seed)
@@ -110,7 +109,7 @@ class LanguageTask(Task):
         if config.kind == "transformer":  # with learned positions there are no more
             longest = min(longest, config.max_positions)
         sentences = sample(model, self.recipe.train.samples, longest, generator, device)
-        log.text("samples", map(self.tokenizer.decode, sentences), state.step)
+        log.text("samples", map(self.tokenizer.decode, sentences), step)
         return {}
 
     def health_batches(self) -> Iterator[SentenceBatch]:

@@ -44,9 +44,6 @@ class EvaluationWeights:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within, the model has the weights for evaluation. All ranks must enter and leave it."""
-        if self.trained is not None:
-            yield
-            return
         averages = self._averages()
         self.trained = _copies({name: self.tensors[name] for name in averages})
         try:

@@ -97,13 +97,13 @@ class TrackedTensor:
 def stop_at_nan(objective: nn.Module, state: TrainState, log: Callable[[str], None]) -> None:
     """Raise NonFinite at the first non-finite value; `log` gets what was computed before."""
     tracer = Tracer(objective, state, log)
-    for place, module in tracer.modules.items():
-        before, after = partial(tracer.before, place), partial(tracer.after, place)
+    for name, module in tracer.modules.items():
+        before, after = partial(tracer.before, name), partial(tracer.after, name)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         for weight, parameter in module.named_parameters(recurse=False):
             what = f"the gradient of {weight} in the backward pass of {{}} is"
-            parameter.register_hook(partial(tracer.check, place, what))
+            parameter.register_hook(partial(tracer.check, name, what))
 
 
 class Tracer:

@@ -341,13 +341,10 @@ class _Lines:
     """train.log: lines with their time."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.file = path, open_append(path)
+        self.file = open_append(path)
 
     def write(self, text: str) -> None:
-        """Append a line; where the disk is full, none of it. Opens a new file if it was removed."""
-        if not os.fstat(self.file.fileno()).st_nlink:
-            removed, self.file = self.file, open_append(self.path)
-            removed.close()
+        """Append a line; where the disk is full, none of it."""
         now = time.time()
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
         line = f"{date},{int(1000 * (now % 1)):03d} {printable(text)}\n"

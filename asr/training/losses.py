@@ -72,16 +72,16 @@ def on_cpu(sums: dict[str, Sum]) -> dict[str, Sum]:
     """The same sums on the CPU."""
     if not sums:
         return {}
-    pairs = read([value for own in sums.values() for value in own]).view(-1, 2)
+    pairs = read([value for each in sums.values() for value in each]).view(-1, 2)
     return {
-        name: own._replace(total=total, count=count)
-        for (name, own), (total, count) in zip(sums.items(), pairs, strict=True)
+        name: each._replace(total=total, count=count)
+        for (name, each), (total, count) in zip(sums.items(), pairs, strict=True)
     }
 
 
 def means(sums: dict[str, Sum]) -> dict[str, float]:
     """The figure of every entry with a count."""
-    return {name: float(own.mean()) for name, own in on_cpu(sums).items() if own.count > 0}
+    return {name: float(each.mean()) for name, each in on_cpu(sums).items() if each.count > 0}
 
 
 def shift(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

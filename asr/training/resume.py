@@ -22,7 +22,7 @@ from asr.training.distributed import world
 from asr.training.optim import make_schedule
 from asr.training.state import TrainState, progress
 
-# Keys without effect on what is learned: place, speed and log of a run, and decoding.
+# Keys without effect on what is learned: folder, speed and log of a run, and decoding.
 NOT_LEARNING = (
     "run", "decode",
     "data.corpus", "data.allow_outside_audio", "data.test", "data.workers",
@@ -46,21 +46,22 @@ Content = Mapping[str, Mapping[str, int | float | str]]
 class ResumePoint:
     """The checkpoint from which a run is resumed, and its training state."""
 
-    def __init__(self, run: Path, checkpoint: Checkpoint, damaged: tuple[Path, ...]) -> None:
+    def __init__(self, run: Path, checkpoint: Checkpoint, damaged: list[Path]) -> None:
         self.run, self.checkpoint, self.damaged = run, checkpoint, damaged
         self.state = read_training(checkpoint)
 
     def check_recipe(
-        self, recipe: Recipe, given: AbstractSet[str], force: bool
+        self, recipe: Recipe, overridden: AbstractSet[str], force: bool
     ) -> tuple[Recipe, list[str]]:
         """-> the recipe to write into the run, and lines for the log.
 
-        It keeps the run's decode settings, but for the keys `given`. Raises UserError where a key
-        that is not harmless has changed, unless forced, and where the run has done more than asked.
+        It keeps the run's decode settings, but for the keys `overridden`. Raises UserError where a
+        key that is not harmless has changed, unless forced, and where the run has done more than
+        asked.
         """
         lines = self._check_changes(recipe, force)
         self._check_end(recipe.train)
-        stored, kept = with_stored_decode(recipe, self.run, given)
+        stored, kept = with_stored_decode(recipe, self.run, overridden)
         return stored, lines + kept
 
     def _check_changes(self, recipe: Recipe, force: bool) -> list[str]:
@@ -164,16 +165,16 @@ def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
         if checkpoint_folders(run):
             raise UserError(f"{run}: already holds a run; add --resume, or choose another --run")
         return None
-    newest = newest_sound(run)
-    if newest.checkpoint:
-        return ResumePoint(run, newest.checkpoint, newest.damaged)
+    newest, damaged = newest_sound(run)
+    if newest:
+        return ResumePoint(run, newest, damaged)
     checkpoints = list_checkpoints(run)
     if checkpoints and not any((each.folder / TRAINING).exists() for each in checkpoints):
         raise UserError(
             f"{run}: exported, without the state of a training; start another run from its weights "
             f"with train.init={run}"
         )
-    if newest.damaged:
+    if damaged:
         raise UserError(
             f"{run / 'checkpoints'}: all of its checkpoints are damaged, their checksums differ; "
             "remove them to start anew"
@@ -182,11 +183,11 @@ def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
 
 
 def with_stored_decode(
-    recipe: Recipe, run: Path, given: AbstractSet[str]
+    recipe: Recipe, run: Path, overridden: AbstractSet[str]
 ) -> tuple[Recipe, list[str]]:
-    """The recipe with the decode settings of RUN/recipe.yaml, but for the keys `given`; and a log.
+    """The recipe with the decode settings of RUN/recipe.yaml, but for `overridden`; lines of a log.
 
-    asr.evaluate --tune writes them there. Raises UserError where they do not fit those given.
+    asr.evaluate --tune writes them there. Raises UserError where they do not fit `overridden`.
     """
     path = run / "recipe.yaml"
     tree = recipe.model_dump(mode="json")
@@ -195,7 +196,7 @@ def with_stored_decode(
     except UserError as error:
         return recipe, [f"{error} It is written again, with the recipe's decode settings"]
     decode = tree.get("decode", {})
-    kept = [key for key in decode if not {"decode", f"decode.{key}"} & given]
+    kept = [key for key in decode if not {"decode", f"decode.{key}"} & overridden]
     decode |= {key: stored[key] for key in kept if key in stored}
     merged = validate(tree, str(path))
     return merged, [f"kept in {path}: {line}" for line in changes(recipe, merged).values()]

@@ -11,7 +11,6 @@ from asr.data.batching import Broken, EpochPlan
 from asr.training.logging import Log
 from asr.training.losses import Objective
 from asr.training.resume import Content
-from asr.training.state import TrainState
 
 
 class TaskBatch(Protocol):
@@ -62,12 +61,12 @@ class Task(Protocol):
     def no_validation_data(self) -> str:
         """The error where there are none that can be read."""
 
-    def report(self, log: Log, state: TrainState) -> dict[str, float]:
+    def report(self, log: Log, step: int) -> dict[str, float]:
         """Log texts and pictures of a validation; -> more figures of it."""
 
     def health_batches(self) -> Iterator[TaskBatch]:
         """A few validation batches without padding, for train.health."""
 
-    def finish(self, run: Path, log: Log, state: TrainState) -> dict[str, float]:
+    def finish(self, run: Path, log: Log, step: int) -> dict[str, float]:
         """Test the finished model; -> figures of the test."""
         return {}

@@ -33,9 +33,7 @@ from asr.shipped import find_run
 from asr.training import distributed, optim
 from asr.training.averaging import EvaluationWeights
 from asr.training.checkpoint import choose, load_weights, prune, save_checkpoint, unreadable
-from asr.training.debug import dump_bad_batch, stop_at_nan
 from asr.training.distributed import add_gradients, add_sums, gather, is_first, rank, world
-from asr.training.inspection import measure
 from asr.training.logging import Log, NullLog, Step, figure_texts
 from asr.training.losses import Sum, add, means, read
 from asr.training.oom import (
@@ -313,6 +311,8 @@ class Training:
         self.log.info(f"step {number}: loss or gradient not finite, not used; utterances {ids}")
         self.bad_steps += 1
         if self.bad_steps >= self.config.bad_steps:
+            from asr.training.debug import dump_bad_batch  # which few runs need
+
             dumped = dump_bad_batch(self.run / "bad_batches" / f"{number:08d}", group, objective)
             raise UserError(
                 f"step {number}: {self.bad_steps} steps in a row without a finite gradient; lower "
@@ -374,8 +374,10 @@ class Training:
         """The task's report, and health figures at the first validation and every `health` ones."""
         if not is_first():
             return {}
-        reported, every = self.task.report(self.log, self.state), self.config.health
+        reported, every = self.task.report(self.log, self.state.step), self.config.health
         if every and self.validations % every == 0:
+            from asr.training.inspection import measure  # which few runs need
+
             figures = measure(self.task.objective, self.task.health_batches())
             self.log.scalars("valid_health", figures, self.state.step)
         self.validations += 1
@@ -467,16 +469,18 @@ class Training:
         self.schedule = optim.make_schedule(config.schedule, config.optimizer.lr)
         self.weights = EvaluationWeights(objective.model, self.optimizer, config.ema)
         if config.debug:
+            from asr.training.debug import stop_at_nan  # which few runs need
+
             log = (lambda text: self.log.info(text)) if is_first() else print
             stop_at_nan(objective, self.state, log)
 
-    def open(self, resume: bool, force: bool, given: AbstractSet[str]) -> list[str]:
-        """Start a run or resume it -> lines for the log. `given`: keys on the command line."""
+    def open(self, resume: bool, force: bool, overridden: AbstractSet[str]) -> list[str]:
+        """Start a run or resume it -> lines for the log. `overridden`: keys on the command line."""
         recipe, messages = self.recipe, []
         with distributed.first_rank_first():  # rank 0 writes what the others read
             start = find_resume_point(self.run, resume)
             if start:
-                recipe, messages = start.check_recipe(recipe, given, force)
+                recipe, messages = start.check_recipe(recipe, overridden, force)
                 self.state = TrainState(**start.state["position"])
             stage = self.due_stage()
             self.make_task(stage, resume=start is not None)
@@ -529,9 +533,9 @@ class Training:
         """-> a line for the log with what changes."""
         before, now = (at_stage(self.recipe, n) for n in (self.state.stage, stage))
         self.state.stage = stage
-        place = f"stage {stage + 1} of {len(self.recipe.stages) + 1}"
+        number = f"stage {stage + 1} of {len(self.recipe.stages) + 1}"
         changed = ", ".join(changes(before, now).values())
-        return f"{place}, from epoch {self.state.epoch} on: {changed}"
+        return f"{number}, from epoch {self.state.epoch} on: {changed}"
 
     def begin_stage(self, stage: int) -> None:
         """Save, and resume with the settings of the next stage."""
@@ -552,7 +556,7 @@ class Training:
         with self.weights.applied(), suppress(Stopped):
             if is_first():
                 with self.stop.interruptible():
-                    self.metrics |= self.task.finish(self.run, self.log, self.state)
+                    self.metrics |= self.task.finish(self.run, self.log, self.state.step)
 
 
 def train(
@@ -560,11 +564,11 @@ def train(
     run: Path,
     resume: bool = False,
     force: bool = False,
-    given: AbstractSet[str] = frozenset(),
+    overridden: AbstractSet[str] = frozenset(),
 ) -> int:
     """Train into the run folder -> exit code: 0 at the end, EXIT_STOPPED where a signal stopped it.
 
-    A resumed run keeps the decode settings in its folder, but for the keys `given`.
+    A resumed run keeps the decode settings in its folder, but for the keys `overridden`.
 
     Raises UserError where the folder already holds a run but `resume` is not set, where that run
     had another recipe or other data, unless `force`, and where another process trains in it.
@@ -579,7 +583,7 @@ def train(
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
         training, restarted = Training(recipe, run), distributed.restarted_by_torchrun(run)
-        messages = training.open(resume or restarted, force, given)
+        messages = training.open(resume or restarted, force, overridden)
         state, config, stop = training.state, training.config, training.stop
         total = planned_steps(training.task.epochs, config, state)
         settings = run, config.log_every, total, state.step, training.trackers, flat(recipe)
