@@ -27,7 +27,7 @@ from asr.errors import EXIT_STOPPED, UserError, check_list
 from asr.inference import evaluation
 from asr.inference.hub import local_run
 from asr.inference.recognition import Recognizer
-from asr.training import run as training
+from asr.training import trainer
 
 AnyPath = str | os.PathLike[str]
 
@@ -141,7 +141,7 @@ def train(
     elif overrides:
         raise UserError("overrides are for a recipe file: give its path, or change the recipe")
     folder = Path(run) if run is not None else Path("runs") / recipe.run
-    code = training.train(recipe, folder, resume, force, set(map(key_of, overrides)))
+    code = trainer.train(recipe, folder, resume, force, set(map(key_of, overrides)))
     if code == EXIT_STOPPED:
         raise KeyboardInterrupt(f"{folder}: training was stopped and saved; resume=True continues")
     return Run(folder)

@@ -27,7 +27,7 @@ def main() -> int:
     args = parser.parse()
     # Imported here, since torch takes seconds, which --help need not wait.
     from asr.config.loader import read_recipe
-    from asr.training.run import train
+    from asr.training.trainer import train
 
     recipe = read_recipe(args.recipe, args.overrides)
     run = args.run or Path("runs") / recipe.run

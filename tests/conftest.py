@@ -96,7 +96,7 @@ def tiny(tmp_path_factory) -> Path:
 def tiny_run(tiny, tmp_path_factory) -> Path:
     """The finished training of that recipe; tests only read it."""
     from asr.config.loader import read_recipe
-    from asr.training.run import train  # imported here because it takes seconds
+    from asr.training.trainer import train  # imported here because it takes seconds
 
     run = tmp_path_factory.mktemp("runs") / "tiny"
     train(read_recipe(tiny), run)

@@ -30,7 +30,6 @@ from tiny_speech import make_corpus, make_recipe  # noqa: E402
 from asr import train  # noqa: E402
 from asr.config.schema import OptimizerConfig  # noqa: E402
 from asr.training import distributed, trainer  # noqa: E402
-from asr.training import run as training_run  # noqa: E402
 from asr.training.checkpoint import list_checkpoints, read_training  # noqa: E402
 from asr.training.distributed import process_group  # noqa: E402
 from asr.training.losses import SpeechObjective  # noqa: E402
@@ -192,7 +191,7 @@ def at(step: int, what: Callable[[], object]) -> Patch:
 
 def in_validation(what: Callable[[], object]) -> Patch:
     """Rank 1 calls that in its first validation."""
-    validate = training_run.validate
+    validate = trainer.validate
 
     def patch(rank: int) -> None:
         def other(*arguments: object) -> object:
@@ -200,7 +199,7 @@ def in_validation(what: Callable[[], object]) -> Patch:
                 what()
             return validate(*arguments)
 
-        training_run.validate = other
+        trainer.validate = other
 
     return patch
 

@@ -12,7 +12,7 @@ from asr.training import averaging
 from asr.training.averaging import EvaluationWeights
 from asr.training.checkpoint import list_checkpoints, read_training
 from asr.training.optim import load_moments, make_optimizer
-from asr.training.run import train
+from asr.training.trainer import train
 
 SCHEDULE_FREE = OptimizerConfig(kind="schedule_free", lr=0.03, betas=(0.8, 0.9), weight_decay=0.1)
 
@@ -50,9 +50,6 @@ def test_the_exponential_mean_is_that_of_a_loop():
     steps(module, optimizer, 9, after)
     trained = values(module)
     with weights.applied():
-        torch.testing.assert_close(values(module), expected)
-        with weights.applied():  # a checkpoint within a validation
-            torch.testing.assert_close(values(module), expected)
         torch.testing.assert_close(values(module), expected)
     assert all(map(torch.equal, values(module), trained))
 

@@ -14,7 +14,7 @@ from asr import errors, evaluate, train, transcribe
 from asr.config.loader import flat, read_recipe
 from asr.training.checkpoint import list_checkpoints, read_training
 from asr.training.resume import is_harmless
-from asr.training.run import train as train_recipe
+from asr.training.trainer import train as train_recipe
 
 
 @pytest.fixture

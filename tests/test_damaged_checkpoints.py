@@ -19,11 +19,10 @@ def names(run):
 
 
 def test_the_newest_checkpoint_is_found(tmp_path):
-    assert newest_sound(tmp_path).checkpoint is None
+    assert newest_sound(tmp_path) == (None, [])
     save(tmp_path, 3)
     last = save(tmp_path, 7)
-    actual = newest_sound(tmp_path)
-    assert actual.checkpoint == last and actual.damaged == ()
+    assert newest_sound(tmp_path) == (last, [])
 
 
 def flip(path):
@@ -45,15 +44,14 @@ def test_damage_is_detected_and_the_previous_checkpoint_is_used(tmp_path, name, 
         path.write_bytes(b"")
     else:
         path.unlink()
-    actual = newest_sound(tmp_path)
-    assert actual.checkpoint == first and actual.damaged == (last.folder,)
+    assert newest_sound(tmp_path) == (first, [last.folder])
 
 
 def test_all_damaged(tmp_path):
     for step in (3, 7):
         flip(save(tmp_path, step).folder / "training.pt")
-    actual = newest_sound(tmp_path)
-    assert actual.checkpoint is None and [path.name[-1] for path in actual.damaged] == ["7", "3"]
+    newest, damaged = newest_sound(tmp_path)
+    assert newest is None and [path.name[-1] for path in damaged] == ["7", "3"]
 
 
 def test_a_damaged_checkpoint_set_aside_is_ignored(tmp_path):
@@ -70,7 +68,7 @@ def test_killed_between_the_two_renames_of_a_replacement(tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(only.folder, folder / ".00000007.part")
     only.folder.rename(folder / ".00000007.old")
-    assert newest_sound(tmp_path).checkpoint == only
+    assert newest_sound(tmp_path) == (only, [])
     assert names(tmp_path) == ["00000007"]
 
 
@@ -79,4 +77,4 @@ def test_a_half_removed_checkpoint_stays_removed(tmp_path):
     old = tmp_path / "checkpoints" / ".00000003.old"
     first.folder.rename(old)
     (old / "training.pt").unlink()
-    assert newest_sound(tmp_path).checkpoint == last and names(tmp_path) == ["00000007"]
+    assert newest_sound(tmp_path) == (last, []) and names(tmp_path) == ["00000007"]

@@ -29,7 +29,7 @@ from asr.images import task
 from asr.images.config import RowClassifierConfig
 from asr.images.data import ImageEpochs, Images, binary, digits, in_order, read_idx, shifted
 from asr.images.models import RowClassifier
-from asr.training import run as training_run
+from asr.training import trainer
 
 
 def idx(array, kind=8, sizes=None):
@@ -224,7 +224,7 @@ def recipes(tmp_path_factory):
 
 
 def test_rows_from_recipe_to_score(recipes, tmp_path):
-    assert training_run.train(read_recipe(recipes / "rows.yaml"), tmp_path / "run") == 0
+    assert trainer.train(read_recipe(recipes / "rows.yaml"), tmp_path / "run") == 0
     score = json.loads((tmp_path / "run/evaluate/test/score.json").read_text())
     counts = np.array(score["confusion"])
     assert counts.sum() == score["images"] == 360 and counts.trace() == score["right"]
@@ -238,17 +238,17 @@ def test_rows_from_recipe_to_score(recipes, tmp_path):
 
 def test_changed_images_are_detected_when_resuming(recipes, tmp_path, monkeypatch):
     recipe = read_recipe(recipes / "rows.yaml", ["train.steps=1", "train.health=0"])
-    assert training_run.train(recipe, tmp_path / "run") == 0
-    assert training_run.train(recipe, tmp_path / "run", resume=True) == 0
+    assert trainer.train(recipe, tmp_path / "run") == 0
+    assert trainer.train(recipe, tmp_path / "run", resume=True) == 0
     training, test = task.read(recipe.data)
     training.labels[0] = (training.labels[0] + 1) % 10
     monkeypatch.setattr(task, "read", lambda data: (training, test))
     with pytest.raises(UserError, match=r"data\.folder: the same size, but another content"):
-        training_run.train(recipe, tmp_path / "run", resume=True)
+        trainer.train(recipe, tmp_path / "run", resume=True)
 
 
 def test_draw_from_recipe_to_score(recipes, tmp_path):
-    assert training_run.train(read_recipe(recipes / "draw.yaml"), tmp_path / "run") == 0
+    assert trainer.train(read_recipe(recipes / "draw.yaml"), tmp_path / "run") == 0
     score = json.loads((tmp_path / "run/evaluate/test/score.json").read_text())
     low, high = score["nll_interval"]
     assert score["images"] == 360 and low < score["nll"] < high
@@ -264,13 +264,13 @@ def test_images_in_the_order_of_their_classes_are_refused(recipes, tmp_path, mon
     )
     monkeypatch.setattr(task, "read", lambda data: (training, test))
     with pytest.raises(UserError, match=r"only have classes 0 to [78], .*; shuffle the training"):
-        training_run.train(recipe, tmp_path / "run")
+        trainer.train(recipe, tmp_path / "run")
 
 
 def test_resuming_at_an_epochs_end_validates_once(recipes, tmp_path, capsys):
     for steps in (6, 8):  # an epoch has six
         recipe = read_recipe(recipes / "rows.yaml", [f"train.steps={steps}"])
-        assert training_run.train(recipe, tmp_path / "run", resume=steps > 6) == 0
+        assert trainer.train(recipe, tmp_path / "run", resume=steps > 6) == 0
     output = capsys.readouterr().out
     assert "1293 training images" in output  # in batches of 256
     assert re.findall(r"^step (\d+)  validation", output, re.M) == ["6", "8"]

@@ -121,8 +121,8 @@ def test_the_loss_weighs_the_last_layer_and_the_mean_of_the_others(kind):
 
 def test_a_layer_that_layer_drop_skips_has_no_loss():
     network = made({}, layers=[2])
-    network.encoder.layer_drop = 0.5
-    network.encoder.draw = iter([0.9, 0.1, 0.9]).__next__  # the second layer is skipped
+    network.encoder.layer_drop.rate = 0.5
+    network.encoder.layer_drop.draw = iter([0.9, 0.1, 0.9]).__next__  # the second layer is skipped
     features, lengths, _ = batch()
     assert network.train().encode_with_intermediate_ctc(features, lengths)[1] == []
 

@@ -118,11 +118,11 @@ def test_bad_rates_give_one_clear_line(rate):
 def test_layer_drop_by_seed_and_step_whatever_else_is_drawn():
     """Two processes whose other random numbers differ skip the same layers in every step."""
 
-    def choices(stack, noise):
+    def choices(seed, stack, noise):
         torch.manual_seed(noise)
         choices = []
         for step in (0, 1, 2, 0):
-            stack.set_step(step)
+            stack.layer_drop.seed(*seed, step)
             for _ in range(3):  # batches of a step
                 torch.rand(noise)
                 choices.append([number for number, _ in stack.passing()])
@@ -131,7 +131,6 @@ def test_layer_drop_by_seed_and_step_whatever_else_is_drawn():
     one, other, third = (
         Stack([nn.Identity() for _ in range(11)], None, None, 0.5) for _ in range(3)
     )
-    one.choose_by(5, 0), other.choose_by(5, 0), third.choose_by(5, 1)
-    first = choices(one, 3)
-    assert first == choices(other, 7) != choices(third, 3)
+    first = choices((5, 0), one, 3)
+    assert first == choices((5, 0), other, 7) != choices((5, 1), third, 3)
     assert first[:3] == first[9:] and len({str(kept) for kept in first[:9]}) == 9

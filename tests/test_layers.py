@@ -151,7 +151,7 @@ def test_the_reader_of_imports_finds_them(module, source, wrong):
 TRAIN = """
 import sys
 from asr.config.loader import read_recipe
-from asr.training.run import train
+from asr.training.trainer import train
 from pathlib import Path
 train(read_recipe(sys.argv[1], ["train.steps=1", "data.workers=0"]), Path(sys.argv[2]))
 print("MODULES", *sys.modules)

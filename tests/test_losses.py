@@ -12,7 +12,9 @@ from asr.config.schema import ConsistencyConfig, GuidedAttentionConfig
 from asr.data.batching import Batch
 from asr.data.tokenizer import BLANK, EOS, SOS
 from asr.nn.attention import Memory
+from asr.training import distributed
 from asr.training.losses import (
+    Perplexity,
     SpeechObjective,
     Sum,
     add,
@@ -273,3 +275,14 @@ def test_sums_add_up_before_they_are_divided():
     add(sums, {"nll": Sum(torch.tensor(1.0), torch.tensor(4)), "none": Sum(*torch.zeros(2))})
     assert means(sums) == {"nll": 1.0}
     assert sums["nll"].total.dtype == torch.float64 and not sums["nll"].total.requires_grad
+
+
+def test_a_perplexity_is_the_exponential_over_all_batches_and_ranks(monkeypatch):
+    sums, (nats, tokens) = {}, ((6.0, 1.0), (3, 4))
+    for total, count in zip(nats, tokens, strict=True):
+        add(sums, {"perplexity": Perplexity(torch.tensor(total), torch.tensor(count))})
+    assert means(sums) == {"perplexity": pytest.approx(math.e)}
+    monkeypatch.setattr(distributed, "world", lambda: 2)
+    monkeypatch.setattr(distributed, "gather", lambda value: [value, value])
+    both, _ = distributed.add_sums(sums)
+    assert means(both) == means(sums) and both["perplexity"].count == 14

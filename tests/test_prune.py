@@ -18,7 +18,7 @@ from asr.data.tokenizer import EOS, SOS
 from asr.inference.recognition import Recognizer
 from asr.models.transformer import Transformer
 from asr.prune import every_other, keep_layers, residual_alphas, search_layers
-from asr.training import run as training
+from asr.training import trainer
 from asr.training.checkpoint import list_checkpoints, read_training
 
 
@@ -80,7 +80,7 @@ MODEL = f"model={{kind: transformer, encoder_layers: 5, decoder_layers: 3, layer
 def trained(tiny, run, more=""):
     """The tiny corpus with a Transformer, trained for a few steps."""
     overrides = [f"{MODEL}{more}}}", "train.steps=3", "features.mvn=global", "decode.average=2"]
-    training.train(read_recipe(tiny, overrides), run)
+    trainer.train(read_recipe(tiny, overrides), run)
     return run
 
 
@@ -143,7 +143,7 @@ def test_training_resumes_from_a_pruned_run(tiny, run, commands, tmp_path):
 def test_averaged_weights_of_the_unpruned_model_are_not_resumed(tiny, commands, tmp_path):
     whole, half = tmp_path / "whole", tmp_path / "half"
     overrides = [f"{MODEL}}}", "train.steps=2", "train.ema=0.5"]
-    training.train(read_recipe(tiny, overrides), whole)
+    trainer.train(read_recipe(tiny, overrides), whole)
     assert commands(prune, whole, "--to", half, "--encoder", 3)[0] == 0
     arguments = (half / "recipe.yaml", "--run", half, "--resume", "train.steps=3")
     assert commands(train, *arguments)[0] == 0

@@ -13,8 +13,8 @@ from asr import train
 from asr.config.loader import RecipeError, at_stage, flat, read_recipe
 from asr.config.schema import STAGE_KEYS, TrainConfig
 from asr.inference.load import STATISTICS
-from asr.training import run as training_run
-from asr.training.trainer import TrainState, due_stage
+from asr.training.state import TrainState, due_stage
+from asr.training.trainer import Training
 
 CHANGES = {
     "features": {"speed_perturb": [1.0], "spec_augment": None},
@@ -39,14 +39,14 @@ def staged(start, **changes):
 
 def kill_at(patch, epoch, batch):
     """End the process once the run has reached this position."""
-    save = training_run.Training.save
+    write = Training.write_checkpoint
 
-    def killer(self, loss):
-        save(self, loss)
+    def killer(self):
+        write(self)
         if (self.state.epoch, self.state.batch) == (epoch, batch):
             raise Killed
 
-    patch.setattr(training_run.Training, "save", killer)
+    patch.setattr(Training, "write_checkpoint", killer)
 
 
 @pytest.mark.parametrize("every", [None, 1])
@@ -72,6 +72,7 @@ def test_a_run_killed_in_its_second_stage_resumes_there(tiny, commands, tmp_path
     assert code == 0
     assert "stage 2 of 2, from epoch 2 on: features.spec_augment.freq_masks 2 -> missing" in out
     assert out.count("training ") == 1 and "resuming" not in out
+    assert len(list((tmp_path / "whole").glob("events.*"))) == 1  # one log for all stages
     with monkeypatch.context() as patch:
         kill_at(patch, 2, 4)
         assert commands(train, *options, "--run", tmp_path / "killed")[0] == 130

@@ -16,8 +16,8 @@ from asr.config.loader import flat, read_recipe
 from asr.errors import UserError
 from asr.io import check_run_folder
 from asr.training import trackers
-from asr.training.run import train as train_run
 from asr.training.trackers import Trackers, check_installed
+from asr.training.trainer import train as train_run
 
 ours = pytest.mark.filterwarnings("ignore")  # those of the trackers' own libraries
 

@@ -27,7 +27,6 @@ from asr.inference import tune
 from asr.inference.recognition import Recognizer
 from asr.tasks.speech import SpeechTask
 from asr.training import losses, trainer
-from asr.training import run as training_run
 from asr.training.checkpoint import list_checkpoints
 from asr.training.losses import SpeechObjective
 
@@ -114,15 +113,15 @@ class Killed(KeyboardInterrupt):
 @pytest.mark.parametrize(("step", "workers"), [(2, 2), (5, 0)])
 def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp_path, monkeypatch):
     """Killed in the middle of an epoch, resumed with another number of workers."""
-    after_step = training_run.Training.after_step
+    write = trainer.Training.write_checkpoint
 
-    def killer(self, position):
-        after_step(self, position)
-        if position.step == step:
+    def killer(self):
+        write(self)
+        if self.state.step == step:
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_run.Training, "after_step", killer)
+        patch.setattr(trainer.Training, "write_checkpoint", killer)
         code, *_ = commands(train, tiny, "--run", tmp_path, "train.save_every=1")
     _, position = last_state(tmp_path)
     assert code == 130 and position["step"] == step and position["batch"] > 0
@@ -231,10 +230,8 @@ def test_a_signal_saves_and_the_run_can_be_resumed(
     name = {"step": "take_step", "validation": "validate"}.get(where)
     more = ["train.samples=1"] if where == "drawing" else []
     with monkeypatch.context() as patch:
-        if where == "step":
-            patch.setattr(trainer, name, signalled(trainer.take_step))
-        elif where == "validation":
-            patch.setattr(training_run, name, signalled(trainer.validate))
+        if name:
+            patch.setattr(trainer, name, signalled(getattr(trainer, name)))
         else:
             patch.setattr(SpeechTask, "_pictures", signalled(SpeechTask._pictures))
         code, out, _ = commands(train, tiny, "--run", tmp_path, *more)
@@ -293,9 +290,7 @@ def test_weights_that_diverge_stop_the_run_and_are_not_saved(
 
 
 def test_a_validation_loss_that_is_nan_stops_the_run(tiny, commands, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        training_run, "means", lambda sums: dict.fromkeys(losses.means(sums), math.nan)
-    )
+    monkeypatch.setattr(trainer, "means", lambda sums: dict.fromkeys(losses.means(sums), math.nan))
     line = commands.refused(train, tiny, "--run", tmp_path, "train.optimizer.lr=0.5")
     assert line == (
         "step 3: the validation loss is NaN; lower train.optimizer.lr = 0.5 (eps = 1e-08, "
@@ -339,13 +334,13 @@ def test_a_killed_worker_ends_the_run_with_one_line(tiny, commands, tmp_path, mo
 def test_the_last_step_before_a_kill_at_an_epoch_s_end(
     tiny, tiny_run, commands, tmp_path, monkeypatch
 ):
-    """The checkpoint of the epoch's last step exists, its validation does not."""
+    """Before the validation of the epoch, and so without a checkpoint of its last step."""
 
-    def killer(self, position):
+    def killer(self):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_run.Training, "after_epoch", killer)
+        patch.setattr(trainer.Training, "validate_and_save", killer)
         commands(train, tiny, "--run", tmp_path, "train.save_every=1")
     assert commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0
     assert_same_state(tmp_path, tiny_run)

@@ -2,34 +2,31 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from asr.config.loader import read_recipe
 from asr.config.schema import TrainConfig
 from asr.data.batching import Batch, Broken, EpochPlan
 from asr.errors import UserError
-from asr.training.losses import Sum, means
+from asr.training.losses import Objective, Sum, means
 from asr.training.optim import constant
-from asr.training.trainer import (
-    Callbacks,
-    TrainState,
-    fit,
-    planned_steps,
-    random_state,
-    restore_random_state,
-    take_step,
-    validate,
-)
+from asr.training.state import TrainState, random_state, restore_random_state
+from asr.training.task import Task
+from asr.training.trainer import Training, planned_steps, take_step, validate
 
 F, V = 5, 7
+RECIPE = read_recipe("demo")
 CONFIG = TrainConfig(epochs=1, clip=1e9)
 MAX_UNREADABLE = 0.01
 
 
-class Frames(nn.Module):
+class Frames(Objective):
     """Classifies every frame by its token: an Objective of one linear layer."""
 
     def __init__(self):
@@ -58,12 +55,17 @@ def batch(number, size=2, frames=3, broken=0):
     return Batch(ids, features, full, tokens, full, 0.5 * size, lost)
 
 
-@dataclass
-class Few:
-    """Replaces Epochs: the same batches in every epoch."""
+class Few(Task):
+    """A task with the same batches in every epoch, and its Epochs."""
 
-    all_batches: list
-    read: list = field(default_factory=list)
+    about: ClassVar = {}
+    content: ClassVar = {}
+
+    def __init__(self, all_batches, config=CONFIG, objective=None, max_unreadable=MAX_UNREADABLE):
+        self.all_batches, self.read = all_batches, []
+        self.recipe = RECIPE.model_copy(update={"train": config})
+        self.objective, self.epochs = objective or Frames(), self
+        self.max_unreadable = max_unreadable
 
     def plan(self, epoch):
         return EpochPlan([[None] * (len(b) + len(b.broken)) for b in self.all_batches], 0.0)
@@ -74,31 +76,43 @@ class Few:
             yield self.all_batches[number]
 
 
-@dataclass
-class Seen:
-    """The calls between steps, in order."""
+class Observed(Training):
+    """A training that writes no file: it keeps what it would log, validate and save, in order.
 
-    steps: list = field(default_factory=list)
-    events: list = field(default_factory=list)
-    notes: list = field(default_factory=list)
+    It is its own log.
+    """
 
-    @property
-    def callbacks(self):
-        return Callbacks(
-            lambda state, step: self.steps.append((state.step, step)),
-            lambda state: self.events.append(("step", state.step, state.batch)),
-            lambda state: self.events.append(("epoch", state.step, state.epoch)),
-            self.notes.append,
-        )
+    def __init__(self, task, state=None, schedule=None):
+        super().__init__(task.recipe, Path("unused"))
+        self.state = state or self.state
+        self.set_task(task)
+        self.make_optimizer()
+        self.optimizer = torch.optim.SGD(task.objective.parameters(), lr=99.0)
+        self.schedule = schedule or constant(0.1, 0)
+        self.log, self.steps, self.events, self.notes = self, [], [], []
+
+    def info(self, line):
+        self.notes.append(line)
+
+    def step(self, state, step, audio, last):
+        self.steps.append(step)
+        self.events.append(("step", state.step, state.epoch, state.batch))
+        if last:
+            self.events.append("last")
+
+    def validate_and_save(self):
+        self.validated = self.state.step
+        self.events.append(("validate", self.state.step, self.state.epoch, self.state.batch))
+
+    def save(self):
+        self.saved = self.state.step
+        self.events.append(("save", self.saved))
 
 
-def run(batches, config, state=None, objective=None, lr=0.1, max_unreadable=MAX_UNREADABLE):
-    objective = objective or Frames()
-    optimizer = torch.optim.SGD(objective.parameters(), lr=99.0)
-    state, seen, few = state or TrainState(), Seen(), Few(batches)
-    schedule = constant(lr, 0)
-    fit(objective, few, optimizer, schedule, state, config, max_unreadable, seen.callbacks)
-    return objective, state, seen, few
+def run(batches, config, state=None, objective=None, max_unreadable=MAX_UNREADABLE, **more):
+    training = Observed(Few(batches, config, objective, max_unreadable), state, **more)
+    training.loop()
+    return training.task.objective, training.state, training, training.task
 
 
 def test_accumulated_batches_are_one_large_batch():
@@ -115,7 +129,7 @@ def test_accumulated_batches_are_one_large_batch():
     norm = nn.utils.get_total_norm([p.grad for p in judge.parameters()])
     theirs.step()
     torch.testing.assert_close(ours.state_dict(), judge.state_dict())
-    assert step.norm == pytest.approx(float(norm)) and step.seconds == 4.0 and step.lr == 0.3
+    assert step.norm == pytest.approx(float(norm)) and step.lr == 0.3
     assert means(step.sums)["objective"] == pytest.approx(float(loss.detach()))
 
 
@@ -144,21 +158,20 @@ def test_a_non_finite_gradient_is_skipped_and_reported():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_weight_that_diverged_stops_the_run_at_the_next_step(value):
     """The second step, whose loss it makes NaN, names the update of the first."""
-    objective = Frames()
+    training = Observed(Few([batch(1), batch(2), batch(3)], TrainConfig(save_every=1)))
 
-    def diverge(state):
-        if state.step == 1:
+    def diverge():
+        if training.state.step == 1:
             with torch.no_grad():
-                objective.model.bias[3:5] = torch.tensor([value, -value])
+                training.task.objective.model.bias[3:5] = torch.tensor([value, -value])
 
-    callbacks = replace(Seen().callbacks, after_step=diverge)
-    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
+    training.save = diverge
     with pytest.raises(UserError, match=r"^step 1: a weight of model.bias is .* lower train.optim"):
-        given = Few([batch(1), batch(2), batch(3)]), optimizer, constant(0.1, 0), TrainState()
-        fit(objective, *given, CONFIG, MAX_UNREADABLE, callbacks)
+        training.loop()
 
 
-def test_ten_bad_steps_in_a_row_stop_the_run_but_not_nine():
+def test_ten_bad_steps_in_a_row_stop_the_run_but_not_nine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the batches are kept
     bad = batch(2)
     bad.features[:] = math.nan
     run([*[bad] * 9, batch(1)] * 2, TrainConfig(epochs=1))
@@ -166,81 +179,92 @@ def test_ten_bad_steps_in_a_row_stop_the_run_but_not_nine():
         run([bad] * 12, TrainConfig(epochs=1))
 
 
-def test_steps_epochs_and_the_callbacks_between():
-    all_batches = [batch(n) for n in range(5)]
-    objective, state, seen, few = run(all_batches, TrainConfig(epochs=2, accumulate=2))
+def test_steps_and_epochs_and_the_validations_and_checkpoints_between():
+    all_batches, config = [batch(n) for n in range(5)], TrainConfig(epochs=2, accumulate=2)
+    objective, state, seen, few = run(all_batches, config.model_copy(update={"save_every": 2}))
     assert few.read == [(e, n) for e in (1, 2) for n in range(5)]
     assert seen.events == [
-        ("step", 1, 2),
-        ("step", 2, 4),
-        ("step", 3, 5),
-        ("epoch", 3, 2),
-        ("step", 4, 2),
-        ("step", 5, 4),
-        ("step", 6, 5),
-        ("epoch", 6, 3),
+        ("step", 1, 1, 2),
+        ("step", 2, 1, 4),
+        ("save", 2),
+        ("step", 3, 1, 5),
+        ("validate", 3, 2, 0),
+        ("step", 4, 2, 2),
+        ("save", 4),
+        ("step", 5, 2, 4),
+        ("step", 6, 2, 5),
+        "last",
+        ("validate", 6, 3, 0),
     ]
     assert (state.step, state.epoch, state.utterances) == (6, 3, 20)
     assert state.audio_seconds == 10.0 and state.train_seconds > 0
     assert objective.steps == [0, 1, 2, 3, 4, 5]
-    assert planned_steps(few, TrainConfig(epochs=2, accumulate=2), TrainState()) == 6
-    assert planned_steps(few, TrainConfig(epochs=2, accumulate=2), state) == 6
+    assert planned_steps(few, config, TrainState()) == planned_steps(few, config, state) == 6
     assert planned_steps(few, TrainConfig(epochs=2, steps=99), TrainState()) == 99
 
 
-def test_every_scheduled_module_gets_the_step():
-    class Scheduled(nn.Identity):
-        def __init__(self):
-            super().__init__()
-            self.steps = []
+def test_a_validation_every_few_steps_and_at_the_end():
+    config = TrainConfig(steps=7, accumulate=2, validate_every=3, save_every=1)
+    _, _, seen, _ = run([batch(n) for n in range(5)], config)
+    between = [event for event in seen.events if event[0] in ("validate", "save")]
+    assert between == [
+        ("save", 1),
+        ("save", 2),
+        ("validate", 3, 2, 0),
+        ("save", 4),
+        ("save", 5),
+        ("validate", 6, 3, 0),
+        ("validate", 7, 3, 2),
+    ]
 
-        def set_step(self, step):
-            self.steps.append(step)
 
-    objective = Frames()
-    objective.parts = nn.Sequential(Scheduled(), nn.Sequential(Scheduled(), nn.ReLU()))
-    run([batch(n) for n in range(3)], CONFIG, objective=objective)
-    assert objective.steps == [0, 1, 2]
-    assert objective.parts[0].steps == objective.parts[1][0].steps == [0, 1, 2]
+@pytest.mark.parametrize(("validated", "due"), [(3, False), (-1, True)])
+def test_a_validation_that_a_signal_interrupted_is_repeated(validated, due):
+    training = Observed(Few([batch(n) for n in range(3)], TrainConfig(epochs=2)))
+    training.state, training.validated = TrainState(step=3, epoch=2), validated
+    training.loop()
+    assert (training.events[0] == ("validate", 3, 2, 0)) == due
+
+
+def test_a_position_at_the_end_of_an_epoch_is_the_start_of_the_next():
+    """Of a run that was saved before its validation."""
+    training = Observed(Few([batch(n) for n in range(3)], TrainConfig(epochs=2)))
+    training.state.step = training.state.batch = 3
+    training.loop()
+    assert training.events[:2] == [("validate", 3, 2, 0), ("step", 4, 2, 1)]
 
 
 def test_steps_override_epochs():
     _, state, seen, _ = run([batch(n) for n in range(3)], TrainConfig(epochs=1, steps=7))
     assert (state.step, state.epoch, state.batch) == (7, 3, 1)
-    assert [event[1] for event in seen.events if event[0] == "epoch"] == [3, 6]
+    assert [event[1] for event in seen.events if event[0] == "validate"] == [3, 6, 7]
 
 
 def test_the_schedule_sets_the_rate_from_step_1_and_from_progress():
-    objective = Frames()
-    optimizer = torch.optim.SGD(objective.parameters(), lr=99.0)
-    asked, seen = [], Seen()
+    asked = []
 
     def schedule(step, progress):
         asked.append((step, progress))
         return step / 100
 
-    few, config = Few([batch(1), batch(2)]), TrainConfig(epochs=2)
-    fit(objective, few, optimizer, schedule, TrainState(), config, 0.0, seen.callbacks)
+    *_, seen, _ = run([batch(1), batch(2)], TrainConfig(epochs=2), schedule=schedule)
     assert asked == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
-    assert [step.lr for _, step in seen.steps] == [0.01, 0.02, 0.03, 0.04]
-    assert optimizer.param_groups[0]["lr"] == 0.04
+    assert [step.lr for step in seen.steps] == [0.01, 0.02, 0.03, 0.04]
+    assert seen.optimizer.param_groups[0]["lr"] == 0.04
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
 def test_the_schedule_resumes_at_the_corpus_position_for_any_step_size(before, after):
     """Started with one number of batches per step (or ranks), resumed with another."""
-    asked, seen = [], Seen()
-    few, state = Few([batch(n) for n in range(12)]), TrainState()
-    objective = Frames()
-    optimizer = torch.optim.SGD(objective.parameters(), lr=0.0)
+    asked, state, all_batches = [], TrainState(), [batch(n) for n in range(12)]
 
     def schedule(step, progress):
         asked.append(progress)
         return 0.0
 
-    given = objective, few, optimizer, schedule, state
-    fit(*given, TrainConfig(epochs=1, accumulate=before), 0.0, seen.callbacks)
-    fit(*given, TrainConfig(epochs=3, accumulate=after), 0.0, seen.callbacks)
+    for epochs, accumulate in ((1, before), (3, after)):
+        config = TrainConfig(epochs=epochs, accumulate=accumulate)
+        *_, few = run(all_batches, config, state, schedule=schedule)
     first = [n * before / 12 for n in range(1, 12 // before + 1)]
     rest = [1 / 3 + n * after / 36 for n in range(1, 24 // after + 1)]
     assert asked == pytest.approx(first + rest) and asked[-1] == 1.0
@@ -262,25 +286,25 @@ def test_resuming_anywhere_gives_the_same_weights(stop):
     assert state.utterances == 20
 
 
-def test_training_time_counts_loading_but_not_callbacks():
+def test_training_time_counts_loading_but_not_validation():
     class Slow(Few):
         def batches(self, epoch, skip=0, every=1):
             for each in super().batches(epoch, skip, every):
                 time.sleep(0.05)
                 yield each
 
-    objective, state = Frames(), TrainState()
-    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
-    callbacks = Callbacks(*[lambda *_: time.sleep(0.2)] * 3, log=print)
-    few = Slow([batch(1), batch(2)])
-    fit(objective, few, optimizer, constant(0.1, 0), state, CONFIG, 0.0, callbacks)
-    assert 0.1 <= state.train_seconds < 0.4
+    training = Observed(Slow([batch(1), batch(2)], TrainConfig(epochs=1, save_every=1)))
+    training.save = training.validate_and_save = lambda: time.sleep(0.2)
+    training.loop()
+    assert 0.1 <= training.state.train_seconds < 0.4
 
 
 def test_a_finished_run_does_nothing_more():
     _, state, _, _ = run([batch(1)], CONFIG)
-    _, after, seen, few = run([batch(1)], CONFIG, state)
-    assert after.step == 1 and not seen.events and not few.read
+    training = Observed(Few([batch(1)]), state)
+    training.validated = 1
+    training.loop()
+    assert state.step == 1 and not training.events and not training.task.read
 
 
 class TestUnreadable:
@@ -308,12 +332,12 @@ class TestUnreadable:
     def test_a_fully_unreadable_group_changes_no_weight(self):
         objective, state, seen, _ = run([batch(1, size=0, broken=1)], CONFIG, max_unreadable=1.0)
         torch.testing.assert_close(objective.state_dict(), Frames().state_dict())
-        assert state.step == 1 and seen.steps[0][1].norm == 0.0
+        assert state.step == 1 and seen.steps[0].norm == 0.0
 
 
 def test_groups_contain_every_batch():
     _, _, seen, _ = run([batch(n) for n in range(7)], TrainConfig(epochs=1, accumulate=3))
-    assert [end for kind, _, end in seen.events if kind == "step"] == [3, 6, 7]
+    assert [event[3] for event in seen.events if event[0] == "step"] == [3, 6, 7]
     assert len(seen.steps) == 3
 
 

@@ -226,8 +226,9 @@ def test_a_stored_recipe_that_is_none_is_one_line(tiny, state, run, text):
     write(list_checkpoints(run)[-1].folder, {**state, "recipe": text})
     start = find_resume_point(run, resume=True)
     with pytest.raises(UserError, match="--force ignores it"):
-        start.check_recipe(read_recipe(tiny), force=False)
-    assert "the old one cannot be read" in start.check_recipe(read_recipe(tiny), force=True)[-1]
+        start.check_recipe(read_recipe(tiny), overridden=set(), force=False)
+    _, lines = start.check_recipe(read_recipe(tiny), overridden=set(), force=True)
+    assert "the old one cannot be read" in lines[-1]
 
 
 def deflated(folder: Path, state: Any) -> None:

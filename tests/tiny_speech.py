@@ -12,7 +12,7 @@ import yaml
 from asr import errors
 from asr.data.corpus import Utterance, write_manifest
 from asr.features.augment import SpecAugment
-from asr.training.trainer import TrainState, random_state
+from asr.training.state import TrainState, random_state
 
 RATE = 8000
 PITCH = {"a": 350.0, "b": 900.0, "c": 2100.0, " ": 0.0}

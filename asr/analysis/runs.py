@@ -24,7 +24,7 @@ from asr.errors import UserError
 from asr.io import check_run_folder, open_file, read_json, sha256_of_files
 from asr.training.checkpoint import choose, list_checkpoints, read_training
 from asr.training.resume import SHA256
-from asr.training.trainer import TrainState
+from asr.training.state import TrainState
 
 TAIL = 1 << 20  # bytes of a log that are read
 MAX_HASHED = 1 << 30  # bytes of a file that is hashed

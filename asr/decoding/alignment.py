@@ -18,10 +18,12 @@ from operator import mul
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torchaudio.functional import forced_align
 
-from asr.data.tokenizer import BLANK
+from asr.data.tokenizer import BLANK, SOS
+from asr.nn.attention import Memory
 
 TokenSpan = tuple[float, float]  # frames: start, end (exclusive)
 REACH = 1.5  # frames: the most that a span by attention extends beyond its peak
@@ -183,6 +185,20 @@ def repetition(tokens: Sequence[int], n: int = NGRAM) -> float:
     """Share of n-grams that occurred before (Welleck et al. 2020, seq-rep-n): 0 is none."""
     ngrams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+@torch.no_grad()
+def reference_attention(
+    model: nn.Module, memory: Memory, tokens: Tensor, lengths: Tensor
+) -> list[Tensor]:
+    """Attention under reference texts, tokens (B, U) of those lengths (B,).
+
+    -> (U + 1, T) float32 of each utterance, on the CPU.
+    """
+    inputs = functional.pad(tokens, (1, 0), value=SOS)
+    weights = model.attention(memory, inputs.to(memory.states.device))
+    sizes = zip(lengths.tolist(), memory.valid.sum(dim=1).tolist(), strict=True)
+    return [w[: u + 1, :t].float().cpu() for w, (u, t) in zip(weights, sizes, strict=True)]
 
 
 def diagonality(weights: np.ndarray) -> float:

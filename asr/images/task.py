@@ -32,10 +32,9 @@ from asr.io import write_files
 from asr.training.checkpoint import choose, load_weights
 from asr.training.distributed import choose_device
 from asr.training.logging import Log
-from asr.training.losses import Sum
+from asr.training.losses import Objective, Sum
 from asr.training.resume import SHA256, Content
-from asr.training.run import Task
-from asr.training.trainer import TrainState
+from asr.training.task import Task
 
 BATCH = 500  # images of a batch without gradients
 INSPECTED = 100  # images for train.health
@@ -43,7 +42,7 @@ DRAWN = 64  # generated images in a picture
 BINARY_SEED = 0  # not the recipe's: all runs have the same binary images
 
 
-class ClassObjective(nn.Module):
+class ClassObjective(Objective):
     """Label-smoothed cross-entropy per image."""
 
     def __init__(self, model: nn.Module, label_smoothing: float) -> None:
@@ -63,7 +62,7 @@ class ClassObjective(nn.Module):
         return {name: Sum(total, count) for name, total in totals.items()}
 
 
-class BoundObjective(nn.Module):
+class BoundObjective(Objective):
     """The variational bound per image (DRAW); nll is the bound itself."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -124,18 +123,18 @@ class ImageTask(Task):
         """The first validation images, in one batch."""
         return in_order(self.validation.part("valid", slice(None, INSPECTED)), INSPECTED)
 
-    def finish(self, run: Path, log: Log, state: TrainState) -> dict[str, float]:
+    def finish(self, run: Path, log: Log, step: int) -> dict[str, float]:
         """Test the best checkpoint and write score.json."""
         best = choose(run, "best", 1)
         load_weights(self.objective.model, best, self.about)
         self.objective.eval()
-        figures, details, line = self._test(log, state.step)
-        folder, step = run / "evaluate" / "test", best[0].step
-        log.scalars("test", figures, state.step)
+        figures, details, line = self._test(log, step)
+        folder, tested = run / "evaluate" / "test", best[0].step
+        log.scalars("test", figures, step)
         folder.mkdir(parents=True, exist_ok=True)
-        score = {**figures, **details, "step": step}
+        score = {**figures, **details, "step": tested}
         write_files(folder, {"score.json": json.dumps(score, indent=1) + "\n"})
-        log.info(f"test: {line}, by the checkpoint of step {step}")
+        log.info(f"test: {line}, by the checkpoint of step {tested}")
         return {f"test/{name}": value for name, value in figures.items()}
 
     def _test(self, log: Log, step: int) -> tuple[dict[str, float], dict[str, Any], str]:
@@ -151,12 +150,12 @@ class ImageTask(Task):
 class ClassTask(ImageTask):
     """Classify images."""
 
-    def report(self, log: Log, state: TrainState) -> dict[str, float]:
+    def report(self, log: Log, step: int) -> dict[str, float]:
         """Log the confusion matrix of the validation images."""
         self.objective.eval()
         counts, _ = self._confusion(self.validation)
-        title = f"validation, step {state.step}"
-        log.picture("valid_confusion", confusion_picture(counts, title), state.step)
+        title = f"validation, step {step}"
+        log.picture("valid_confusion", confusion_picture(counts, title), step)
         return {}
 
     def _test(self, log: Log, step: int) -> tuple[dict[str, float], dict[str, Any], str]:
@@ -188,14 +187,14 @@ class DrawTask(ImageTask):
     """Generate images with DRAW."""
 
     @torch.no_grad()
-    def report(self, log: Log, state: TrainState) -> dict[str, float]:
+    def report(self, log: Log, step: int) -> dict[str, float]:
         """Log generated images, finished and after several glimpses."""
         self.objective.eval()
         canvases = self.objective.model.sample(DRAWN).cpu().numpy()  # (T, N, R, C)
-        log.picture("valid_drawn/finished", tiles(canvases[-1], 8), state.step)
+        log.picture("valid_drawn/finished", tiles(canvases[-1], 8), step)
         shown = np.linspace(0, len(canvases) - 1, min(8, len(canvases))).round().astype(int)
         rows = canvases[shown, :8].swapaxes(0, 1).reshape(-1, *canvases.shape[2:])
-        log.picture("valid_drawn/growing", tiles(rows, len(shown)), state.step)
+        log.picture("valid_drawn/growing", tiles(rows, len(shown)), step)
         return {}
 
     @torch.no_grad()

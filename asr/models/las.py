@@ -33,6 +33,7 @@ from asr.nn.attention import (
 )
 from asr.nn.dropout import Dropout, draw_mask
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, get_weights
+from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
 from asr.nn.subsampling import ConvSubsampling
 
 CHANNELS = 32  # of the convolutions
@@ -241,13 +242,10 @@ class LAS(nn.Module):
         self.listener = Listener(features, config.listener)
         self.speller = Speller(vocabulary, self.listener.size, config)
         self.scheduled_sampling = config.speller.scheduled_sampling
-        has_ctc = config.ctc_weight > 0
-        self.ctc_head = nn.Linear(self.listener.size, vocabulary) if has_ctc else None
-        inner = config.intermediate_ctc
-        self.ctc_layers = frozenset(inner.layers) if inner else frozenset()
-        self.conditioning = None
-        if inner and inner.self_conditioning:
-            self.conditioning = nn.Linear(vocabulary, self.listener.size)
+        size = self.listener.size
+        self.ctc_head = nn.Linear(size, vocabulary) if config.ctc_weight > 0 else None
+        self.intermediate_ctc = config.intermediate_ctc
+        self.conditioning = self_conditioning(config.intermediate_ctc, vocabulary, size)
 
     def encode(self, features: Tensor, lengths: Tensor) -> Memory:
         """features (B, T, F), lengths (B,) -> what the speller attends over."""
@@ -257,18 +255,8 @@ class LAS(nn.Module):
         self, features: Tensor, lengths: Tensor
     ) -> tuple[Memory, list[Tensor]]:
         """As encode, and log-probabilities (B, T', V) of CTC's symbols by intermediate layers."""
-        intermediate = []
-
-        def predict(number: int, x: Tensor) -> Tensor:
-            if number not in self.ctc_layers:
-                return x
-            log_probs = self.ctc_head(x).log_softmax(-1)
-            intermediate.append(log_probs)
-            if self.conditioning is None:
-                return x
-            return x + self.conditioning(log_probs.exp().to(x.dtype))
-
-        return self.listener(features, lengths, predict), intermediate
+        ctc = IntermediateCTC(self.intermediate_ctc, self.ctc_head, self.conditioning)
+        return self.listener(features, lengths, ctc), ctc.log_probs
 
     def memory_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory (B,) for that many frames of features (B,)."""

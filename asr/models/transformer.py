@@ -7,11 +7,8 @@ Dong, Xu & Xu 2018. Both inputs are scaled by sqrt(E), given positions, and drop
     decoder   dropout(sqrt(E) embed(tokens) + positions) -> layers -> logits
 
 The encoder's output goes to every decoder layer. Where the norms sit: docs/normalization.md.
-With `intermediate_ctc` some encoder layers have a CTC loss as well (Lee & Watanabe 2021), and with
-self-conditioning (Nozaki & Komatsu 2021, eq. 7) their predictions, by the head of the last one, are
-added to their output:
-
-    z = softmax(ctc_head(N(x)))        x <- x + W z + b
+With `intermediate_ctc` some encoder layers predict CTC's symbols from N(x), with N the last norm of
+the encoder: asr/nn/intermediate_ctc.py.
 
 Shapes: B utterances, T frames (of the memory where there is one), F features, U tokens,
 V vocabulary, E = d_model, K hypotheses per utterance, L decoder layers, H heads, D = E/H.
@@ -26,6 +23,7 @@ from torch import Tensor, nn
 from asr.config.schema import EncoderDecoderConfig, TransformerConfig
 from asr.nn.attention import Memory, keeps_all, valid_places
 from asr.nn.dropout import Dropout
+from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
 from asr.nn.norm import WordEmbedding
 from asr.nn.positions import make_positions
 from asr.nn.subsampling import ConvSubsampling
@@ -74,11 +72,8 @@ class Transformer(nn.Module):
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.ctc_head = nn.Linear(size, vocabulary) if config.ctc_weight else None
         self.dropout = Dropout(config.dropout)
-        inner = config.intermediate_ctc
-        self.ctc_layers = frozenset(inner.layers) if inner else frozenset()
-        self.conditioning = None
-        if inner and inner.self_conditioning:
-            self.conditioning = nn.Linear(vocabulary, size)
+        self.intermediate_ctc = config.intermediate_ctc
+        self.conditioning = self_conditioning(config.intermediate_ctc, vocabulary, size)
 
     @staticmethod
     def make_encoder(config: TransformerConfig, scales: LayerScales, layer_drop: float) -> Stack:
@@ -103,16 +98,11 @@ class Transformer(nn.Module):
         valid = valid_places(lengths, x.size(1), x.device)
         x = self.dropout(x * math.sqrt(x.size(-1)) + self.frame_positions(0, x.size(1)))
         x = self.encoder.first_norm(x)
-        intermediate = []
+        norm, head = self.encoder.last_norm, self.ctc_head
+        ctc = IntermediateCTC(self.intermediate_ctc, lambda x: head(norm(x)), self.conditioning)
         for number, layer in self.encoder.passing():
-            x = layer(x, valid[:, None, None])
-            # A number, since torch.export may call the layer by a proxy of another identity.
-            if number in self.ctc_layers:
-                log_probs = self.ctc_head(self.encoder.last_norm(x)).log_softmax(-1)
-                intermediate.append(log_probs)
-                if self.conditioning is not None:
-                    x = x + self.conditioning(log_probs.exp().to(x.dtype))
-        return Memory(self.encoder.last_norm(x), valid), intermediate
+            x = ctc(number, layer(x, valid[:, None, None]))
+        return Memory(norm(x), valid), ctc.log_probs
 
     def ctc(self, memory: Memory) -> Tensor | None:
         """Log-probabilities (B, T, V) of CTC's symbols, or None without a head."""

@@ -37,14 +37,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from asr.config.schema import DropPerStack, PerStack, TransformerLayersConfig, WindowsConfig
 from asr.nn.convolution import ConvolutionModule
-from asr.nn.dropout import DropHead, Dropout
+from asr.nn.dropout import DropHead, Dropout, LayerDrop
 from asr.nn.norm import make_norm
 from asr.nn.positions import RotaryPositions
 
@@ -425,11 +424,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers, with LayerDrop (Fan, Grave & Joulin 2019, arXiv:1909.11556), and norms around them.
-
-    layer_drop: the probability with which a pass in training skips a layer, for the whole batch;
-    nothing is rescaled.
-    """
+    """Layers, with LayerDrop at the rate `layer_drop`, and norms around them."""
 
     def __init__(
         self,
@@ -442,28 +437,11 @@ class Stack(nn.Module):
         self.first_norm = first_norm
         self.layers = nn.ModuleList(layers)
         self.last_norm = last_norm
-        self.layer_drop = layer_drop
-        self.choice_seed: tuple[int, ...] | None = None
-        self.draw: Callable[[], float] | None = None  # uniform in [0, 1); None: torch's generator
-
-    def choose_by(self, *seed: int) -> None:
-        """From the next step on, draw LayerDrop's choices from (seed, step) alone.
-
-        So processes that train one model together skip the same layers.
-        """
-        self.choice_seed = seed
-
-    def set_step(self, step: int) -> None:
-        """Set the training step of LayerDrop's choices, counted from 0."""
-        if self.choice_seed is not None:
-            self.draw = np.random.default_rng([*self.choice_seed, step]).random
+        self.layer_drop = LayerDrop(layer_drop)
 
     def passing(self) -> Iterator[tuple[int, nn.Module]]:
         """The layers of one pass by number from 1: in training without those LayerDrop skips."""
-        rate = self.layer_drop if self.training else 0.0
-        for number, layer in enumerate(self.layers, start=1):
-            if rate == 0.0 or (self.draw() if self.draw else torch.rand(())) >= rate:
-                yield number, layer
+        return self.layer_drop.passing(self.layers)
 
 
 def encoder_stack(

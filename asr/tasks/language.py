@@ -22,10 +22,9 @@ from asr.models.build import build_language_model
 from asr.shipped import find_run
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
-from asr.training.losses import Sum, cross_entropy, shift
+from asr.training.losses import Objective, Perplexity, Sum, cross_entropy, shift
 from asr.training.resume import SHA256, Content
-from asr.training.run import Task
-from asr.training.trainer import TrainState
+from asr.training.task import Task
 
 VOCABULARY_LINES = 1_000_000  # of the training text, evenly spaced, for a new vocabulary
 CHECKED_LINES = 1000
@@ -34,7 +33,7 @@ ANY_LENGTH = 2**31 - 1
 INSPECTED = 4  # sentences for train.health
 
 
-class LanguageObjective(nn.Module):
+class LanguageObjective(Objective):
     """Label-smoothed cross-entropy per token; <eos> counts as one.
 
     Perplexities are logged per token and per word; only the latter compare between vocabularies. As
@@ -50,8 +49,10 @@ class LanguageObjective(nn.Module):
         inputs, targets = shift(batch.tokens, batch.token_lengths)
         logits: Tensor = self.model(inputs)
         sums = cross_entropy(logits.float(), targets, self.label_smoothing)
-        word_perplexity = Sum(sums["nll"].total, (batch.words + 1).sum())
-        return sums | {"perplexity": sums["nll"], "word_perplexity": word_perplexity}
+        nll, tokens = sums["nll"]
+        words = (batch.words + 1).sum()
+        perplexities = {"perplexity": (nll, tokens), "word_perplexity": (nll, words)}
+        return sums | {name: Perplexity(*pair) for name, pair in perplexities.items()}
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,13 @@ class LanguageTask(Task):
     def no_validation_data(self) -> str:
         return "no sentence for validation"
 
-    def report(self, log: Log, state: TrainState) -> dict[str, float]:
+    def report(self, log: Log, step: int) -> dict[str, float]:
         """Log a few generated sentences, always from the same random numbers."""
         self.objective.eval()
         model, generator = self.objective.model, torch.Generator().manual_seed(self.recipe.seed)
         device = next(model.parameters()).device
         sentences = sample(model, self.recipe.train.samples, MAX_SAMPLE, generator, device)
-        log.text("samples", map(self.tokenizer.decode, sentences), state.step)
+        log.text("samples", map(self.tokenizer.decode, sentences), step)
         return {}
 
     def health_batches(self) -> Iterator[SentenceBatch]:

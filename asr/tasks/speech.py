@@ -21,7 +21,7 @@ from asr.data.batching import Batch, Item, collate, plan_evaluation
 from asr.data.corpus import Corpus
 from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches
 from asr.data.tokenizer import Tokenizer, about, labels_of, load_tokenizer, train_tokenizer
-from asr.decoding.alignment import diagonality, has_ctc_path
+from asr.decoding.alignment import diagonality, has_ctc_path, reference_attention
 from asr.errors import UserError
 from asr.features.front_end import FrontEnd
 from asr.inference.decode import SpeechDecoder
@@ -29,12 +29,10 @@ from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_sc
 from asr.io import sha256_of_files
 from asr.models.build import build_front_end, build_speech_model
 from asr.training.distributed import choose_device, print_first
-from asr.training.inspection import reference_attention
 from asr.training.logging import Log
 from asr.training.losses import SpeechObjective
 from asr.training.resume import SHA256, Content
-from asr.training.run import Task
-from asr.training.trainer import TrainState
+from asr.training.task import Task
 
 INSPECTED = 4  # utterances for train.health
 # Of a larger corpus, utterances evenly spaced that are used before training begins.
@@ -85,7 +83,7 @@ class SpeechTask(Task):
     def no_validation_data(self) -> str:
         return self.validation.corpus.unreadable
 
-    def report(self, log: Log, state: TrainState) -> dict[str, float]:
+    def report(self, log: Log, step: int) -> dict[str, float]:
         """-> word error rates and diagonality of attention; logs pictures and texts.
 
         Over the first train.wer_utterances of the manifest.
@@ -105,11 +103,12 @@ class SpeechTask(Task):
             texts |= zip(batch.ids, map(self.decoder.text, hypotheses), strict=True)
             paths = self.decoder.ctc_hypotheses(memory)
             ctc_texts |= zip(batch.ids, map(self.decoder.text, paths), strict=False)
-            weights = [w.numpy() for w in reference_attention(self.decoder.model, memory, batch)]
+            model, tokens = self.decoder.model, (batch.tokens, batch.token_lengths)
+            weights = [w.numpy() for w in reference_attention(model, memory, *tokens)]
             slopes += map(diagonality, weights)
             for row in (i for i, name in enumerate(batch.ids) if name in shown):
-                self._pictures(log, state.step, batch, row, weights[row])
-        self._texts(log, state.step, texts, ctc_texts)
+                self._pictures(log, step, batch, row, weights[row])
+        self._texts(log, step, texts, ctc_texts)
         if not texts:
             return {}
         rates = {"wer": self._rate(texts), "diagonality": float(np.mean(slopes))}

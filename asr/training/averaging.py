@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asr.training.distributed import gather, rank
-from asr.training.optim import is_finite_tensor
+from asr.training.optim import is_finite_tensor, kind_of
 
 
 class EvaluationWeights:
@@ -27,7 +27,7 @@ class EvaluationWeights:
 
     def __init__(self, model: nn.Module, optimizer: Any, decay: float | None) -> None:
         self.optimizer, self.decay = optimizer, decay
-        self.schedule_free = hasattr(optimizer, "eval")
+        self.schedule_free = kind_of(optimizer.param_groups[0]) == "schedule_free"
         self.parameters = dict(model.named_parameters())
         self.statistics = {n: b for n, b in model.named_buffers() if n.endswith(_STATISTICS)}
         self.tensors = self.parameters | self.statistics
@@ -44,9 +44,6 @@ class EvaluationWeights:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within, the model has the weights for evaluation. All ranks must enter and leave it."""
-        if self.trained is not None:
-            yield
-            return
         averages = self._averages()
         self.trained = _copies({name: self.tensors[name] for name in averages})
         try:

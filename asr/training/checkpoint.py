@@ -221,8 +221,8 @@ def load_weights(
             for name in _tensors(module):
                 weight = file.get_tensor(name).double() / len(checkpoints)
                 mean[name] = mean[name] + weight if name in mean else weight
-    own = module.state_dict()
-    module.load_state_dict({n: w.to(own[n].dtype) for n, w in mean.items()}, strict=False)
+    tensors = module.state_dict()
+    module.load_state_dict({n: w.to(tensors[n].dtype) for n, w in mean.items()}, strict=False)
 
 
 class MemoryLimit(TorchFunctionMode):
@@ -275,7 +275,7 @@ def _checked_weights(
 
 
 def read_training(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The `training` given to save_checkpoint, with tensors that are mapped from the disk.
+    """The `training` of save_checkpoint, with tensors that are mapped from the disk.
 
     Raises UserError where it is damaged, lacks a key or has a value that no training writes.
     """
@@ -327,40 +327,32 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return once
 
 
-@dataclass(frozen=True)
-class SoundCheckpoint:
-    """The newest checkpoint that is not damaged, and the damaged newer ones, newest first."""
-
-    checkpoint: Checkpoint | None
-    damaged: tuple[Path, ...]
-
-
-def newest_sound(run: Path) -> SoundCheckpoint:
-    """Checks the checkpoints of a run, the newest first, until one's checksums agree."""
+def newest_sound(run: Path) -> tuple[Checkpoint | None, list[Path]]:
+    """The newest checkpoint whose checksums agree, and the damaged newer ones, newest first."""
     _clean_up(run / "checkpoints")
     readable = {checkpoint.folder: checkpoint for checkpoint in list_checkpoints(run)}
     damaged = []
     for folder in reversed(checkpoint_folders(run)):
         if folder in readable and is_sound(readable[folder]):
-            return SoundCheckpoint(readable[folder], tuple(damaged))
+            return readable[folder], damaged
         damaged.append(folder)
-    return SoundCheckpoint(None, tuple(damaged))
+    return None, damaged
 
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint to damaged-STEP, which list_checkpoints skips; -> its path."""
-    place = folder.with_name(f"damaged-{folder.name}")
-    shutil.rmtree(place, ignore_errors=True)
-    return folder.rename(place)
+    aside = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 def _clean_up(folder: Path) -> None:
     """Undo what a crash interrupted: restore a checkpoint half replaced, remove partial ones."""
     for old in folder.glob(".*.old"):
-        place = folder / old.name[1:].removesuffix(".old")
+        replaced = folder / old.name[1:].removesuffix(".old")
         # Where its removal had begun, it is not sound.
-        if not place.exists() and is_sound(Checkpoint(old, 0, 0.0)):
-            old.rename(place)
+        if not replaced.exists() and is_sound(Checkpoint(old, 0, 0.0)):
+            old.rename(replaced)
         else:
             shutil.rmtree(old, ignore_errors=True)
     for part in folder.glob(".*.part"):

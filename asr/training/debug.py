@@ -9,7 +9,6 @@ which frame the gradient overflowed. Every check waits for the device, so traini
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,8 @@ from asr.nn.lstm import LayerNormLSTM
 from asr.training.checkpoint import WEIGHTS, named_tensors, why_unwritten
 from asr.training.distributed import is_first, rank
 from asr.training.inspection import trace
-from asr.training.trainer import TaskBatch, TrainState
+from asr.training.state import TrainState
+from asr.training.task import TaskBatch
 
 HISTORY = 12  # computations listed before the first bad value
 SHOWN_FRAMES = 8  # of an LSTM, up to the bad gradient
@@ -94,25 +94,16 @@ class TrackedTensor:
     consumers: list[str] = field(default_factory=list)
 
 
-@contextmanager
-def stop_at_nan(
-    objective: nn.Module, state: TrainState, log: Callable[[str], None]
-) -> Iterator[None]:
-    """Within, the first non-finite value raises NonFinite; `log` gets what was computed before."""
+def stop_at_nan(objective: nn.Module, state: TrainState, log: Callable[[str], None]) -> None:
+    """Raise NonFinite at the first non-finite value; `log` gets what was computed before."""
     tracer = Tracer(objective, state, log)
-    hooks: list[Any] = []
-    for place, module in tracer.modules.items():
-        before, after = partial(tracer.before, place), partial(tracer.after, place)
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(module.register_forward_hook(after))
+    for name, module in tracer.modules.items():
+        before, after = partial(tracer.before, name), partial(tracer.after, name)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
         for weight, parameter in module.named_parameters(recurse=False):
             what = f"the gradient of {weight} in the backward pass of {{}} is"
-            hooks.append(parameter.register_hook(partial(tracer.check, place, what)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+            parameter.register_hook(partial(tracer.check, name, what))
 
 
 class Tracer:
@@ -134,7 +125,7 @@ class Tracer:
     ) -> None:
         """Forward pre-hook: checks inputs and weights."""
         if place == "objective":
-            self.ids = tuple(getattr(args[0], "ids", ()))
+            self.ids = args[0].ids
             for store in (self.history, self.tracked, self.inputs, self.outputs, self.gradients):
                 store.clear()
         for name, weight in module.named_parameters(recurse=False):

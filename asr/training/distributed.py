@@ -262,13 +262,16 @@ def add_sums(
     """The sums over all ranks, and the messages of all."""
     if world() == 1:
         return sums, messages
-    own = {name: (float(total), float(count)) for name, (total, count) in on_cpu(sums).items()}
+    own = {
+        n: s._replace(total=float(s.total), count=float(s.count)) for n, s in on_cpu(sums).items()
+    }
     totals: dict[str, Sum] = {}
     lines: list[str] = []
     for number, (part, texts) in enumerate(gather((own, messages))):
         lines += [f"rank {number}: {text}" for text in texts]
-        more = {name: Sum(*torch.tensor(pair, dtype=torch.float64)) for name, pair in part.items()}
-        add(totals, more)
+        for name, each in part.items():
+            pair = torch.tensor([each.total, each.count], dtype=torch.float64)
+            add(totals, {name: each._replace(total=pair[0], count=pair[1])})
     return totals, lines
 
 

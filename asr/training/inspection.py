@@ -27,13 +27,11 @@ from torch.nn import functional
 
 from asr.config.cell import CellSettings
 from asr.data.batching import FRAME_SECONDS, Batch
-from asr.decoding.alignment import coverage, diagonality
+from asr.decoding.alignment import coverage, diagonality, reference_attention
 from asr.kernels import reference
 from asr.kernels.types import LayerInput, Weights
-from asr.nn.attention import Memory
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, get_weights
 from asr.nn.norm import ROW_NORMS, SQUASHING, BatchNorm, BiasNorm
-from asr.training.losses import shift
 
 GATES = ("input", "forget", "candidate", "output")  # in the order of their 4H pre-activations
 FLAT = 1e-6  # variance (without centring: mean square) below which a row counts as flat
@@ -266,20 +264,12 @@ def layer_of(name: str) -> str:
 
 
 @torch.no_grad()
-def reference_attention(model: nn.Module, memory: Memory, batch: Batch) -> list[Tensor]:
-    """Attention under the reference text: (U + 1, T) float32 of each utterance, on the CPU."""
-    inputs, _ = shift(batch.tokens, batch.token_lengths)
-    weights = model.attention(memory, inputs.to(memory.states.device))
-    sizes = zip(batch.token_lengths.tolist(), memory.valid.sum(dim=1).tolist(), strict=True)
-    return [w[: u + 1, :t].float().cpu() for w, (u, t) in zip(weights, sizes, strict=True)]
-
-
-@torch.no_grad()
 def attention(model: nn.Module, batch: Any) -> list[tuple[float, float]]:
     """Diagonality and coverage of each utterance, for models that attend to speech."""
-    if not isinstance(batch, Batch) or not hasattr(model, "attention"):
+    if not isinstance(batch, Batch):
         return []
     memory = model.encode(batch.features, batch.lengths)
     seconds = FRAME_SECONDS * batch.features.size(1) / memory.states.size(1)  # of a frame of memory
-    weights, window = reference_attention(model, memory, batch), max(1, round(1 / seconds))
+    weights = reference_attention(model, memory, batch.tokens, batch.token_lengths)
+    window = max(1, round(1 / seconds))
     return [(diagonality(w.numpy()), coverage(w[:-1], window)) for w in weights]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from asr.io import open_append
 from asr.training.checkpoint import NotSaved, checkpoint_folders
 from asr.training.losses import Sum, add, means
 from asr.training.scalars import explanation, first_charts
-from asr.training.trainer import Step, TrainState
+from asr.training.state import TrainState
 
 if TYPE_CHECKING:
     from asr.training.trackers import Trackers
@@ -48,6 +49,16 @@ def figure_texts(figures: Mapping[str, float]) -> list[str]:
         f"{RATES[name]} {100 * value:.1f} %" if name in RATES else f"{name} {value:.4f}"
         for name, value in figures.items()
     ]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Results of one training step, over all ranks."""
+
+    sums: dict[str, Sum]
+    norm: float  # of the gradient, before clipping
+    lr: float
+    finite: bool = True  # False: the weights were not updated
 
 
 class Log:
@@ -170,10 +181,13 @@ class Log:
                 else:
                     print(text, flush=True)
 
-    def step(self, state: TrainState, step: Step, last: bool = False) -> None:
-        """Add a step to the means; report them every `every` steps and after the last one."""
+    def step(self, state: TrainState, step: Step, audio: float, last: bool = False) -> None:
+        """Add a step to the means; report them every `every` steps and after the last one.
+
+        audio: its seconds.
+        """
         self.steps += 1
-        self.audio += step.seconds
+        self.audio += audio
         if step.finite:  # others were not used, and would make the mean NaN
             add(self.sums, step.sums)
             self.norm = max(self.norm, step.norm)
@@ -327,13 +341,10 @@ class _Lines:
     """train.log: lines with their time."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.file = path, open_append(path)
+        self.file = open_append(path)
 
     def write(self, text: str) -> None:
-        """Append a line; where the disk is full, none of it. Opens a new file if it was removed."""
-        if not os.fstat(self.file.fileno()).st_nlink:
-            removed, self.file = self.file, open_append(self.path)
-            removed.close()
+        """Append a line; where the disk is full, none of it."""
         now = time.time()
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
         line = f"{date},{int(1000 * (now % 1)):03d} {printable(text)}\n"

@@ -10,7 +10,7 @@ B utterances, T frames, U tokens, V vocabulary.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +22,44 @@ from asr.data.tokenizer import BLANK, EOS, SOS
 
 
 class Sum(NamedTuple):
-    """A total over `count` things, both scalar tensors."""
+    """A total over `count` things, both scalar tensors; their mean is logged."""
 
     total: Tensor
     count: Tensor
 
+    def mean(self) -> Tensor:
+        """The figure to log."""
+        return self.total / self.count
 
-class Objective(Protocol):
-    """The objective of any task: speech, language model, images."""
 
-    model: nn.Module  # saved in checkpoints
+class Perplexity(Sum):
+    """A sum of nats, logged as exp(total / count)."""
 
-    def __call__(self, batch: Any) -> dict[str, Sum]: ...
+    def mean(self) -> Tensor:
+        """exp(total / count)."""
+        return super().mean().exp()
+
+
+class Objective(nn.Module):
+    """What a task minimises: a loss over `model`, which checkpoints store."""
+
+    model: nn.Module
+
+    def set_step(self, step: int) -> None:
+        """Called before every training step, counted from 0, for a loss that changes with it."""
+
+    def forward(self, batch: Any) -> dict[str, Sum]:
+        """-> the entry `objective`, which is minimised, and others, which are logged."""
+        raise NotImplementedError
 
 
 def add(sums: dict[str, Sum], more: dict[str, Sum]) -> None:
     """Add `more` into `sums`, entry by entry, detached and in float64."""
-    for name, (total, count) in more.items():
-        total, count = total.detach().double(), count.double()
-        old = sums.get(name)
-        sums[name] = Sum(old.total + total, old.count + count) if old else Sum(total, count)
+    for name, each in more.items():
+        total, count = each.total.detach().double(), each.count.double()
+        if old := sums.get(name):
+            total, count = old.total + total, old.count + count
+        sums[name] = each._replace(total=total, count=count)
 
 
 def read(values: Sequence[Tensor]) -> Tensor:
@@ -54,15 +72,16 @@ def on_cpu(sums: dict[str, Sum]) -> dict[str, Sum]:
     """The same sums on the CPU."""
     if not sums:
         return {}
-    pairs = read([value for own in sums.values() for value in own]).view(-1, 2)
-    return {name: Sum(*pair) for name, pair in zip(sums, pairs, strict=True)}
+    pairs = read([value for each in sums.values() for value in each]).view(-1, 2)
+    return {
+        name: each._replace(total=total, count=count)
+        for (name, each), (total, count) in zip(sums.items(), pairs, strict=True)
+    }
 
 
 def means(sums: dict[str, Sum]) -> dict[str, float]:
-    """Total / count of every entry with a count; of a perplexity, the exponential of that."""
-    sums = on_cpu(sums)
-    ratios = {name: total / count for name, (total, count) in sums.items() if count > 0}
-    return {n: float(r.exp() if n.endswith("perplexity") else r) for n, r in ratios.items()}
+    """The figure of every entry with a count."""
+    return {name: float(each.mean()) for name, each in on_cpu(sums).items() if each.count > 0}
 
 
 def shift(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +156,7 @@ def symmetric_kl(log_probs: Tensor, valid: Tensor) -> Tensor:
     return _sum_valid(both.sum(2), valid)
 
 
-class SpeechObjective(nn.Module):
+class SpeechObjective(Objective):
     """Label-smoothed cross-entropy of the decoder and CTC of the encoder, per target token.
 
     (1 - ctc_weight) * cross-entropy + ctc_weight * CTC, as in Watanabe et al. 2017, both divided

@@ -216,7 +216,7 @@ def load_moments(optimizer: "optim.Optimizer | Muon", state: dict[str, Any]) -> 
     for group, saved in zip(groups, state["param_groups"], strict=True):
         group |= {key: _progress(key, saved.get(key)) for key in _PROGRESS if key in group}
     own = {
-        number: (parameter, _MOMENTS[_kind(group)])
+        number: (parameter, _MOMENTS[kind_of(group)])
         for group, mapped in zip(optimizer.param_groups, groups, strict=True)
         for number, parameter in zip(mapped["params"], group["params"], strict=True)
     }
@@ -237,7 +237,7 @@ _MOMENTS = {
 _PROGRESS = {"k": ((int,), 0), "weight_sum": ((int, float), 0), "lr_max": ((int, float), -1)}
 
 
-def _kind(group: dict[str, Any]) -> str:
+def kind_of(group: dict[str, Any]) -> str:
     """The key of _MOMENTS for a group of parameters, known by its settings."""
     if "ns_steps" in group:
         return "muon"

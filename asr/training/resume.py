@@ -1,7 +1,9 @@
 """Resume a run: choose the checkpoint, and refuse where recipe or data have changed."""
 
+import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 
 from asr.config.loader import as_yaml, flat, parse_recipe, read_recipe, validate
@@ -14,9 +16,13 @@ from asr.training.checkpoint import (
     list_checkpoints,
     newest_sound,
     read_training,
+    set_aside,
 )
+from asr.training.distributed import world
+from asr.training.optim import make_schedule
+from asr.training.state import TrainState, progress
 
-# Keys without effect on what is learned: place, speed and log of a run, and decoding.
+# Keys without effect on what is learned: folder, speed and log of a run, and decoding.
 NOT_LEARNING = (
     "run", "decode",
     "data.corpus", "data.allow_outside_audio", "data.test", "data.workers",
@@ -40,15 +46,26 @@ Content = Mapping[str, Mapping[str, int | float | str]]
 class ResumePoint:
     """The checkpoint from which a run is resumed, and its training state."""
 
-    def __init__(self, run: Path, checkpoint: Checkpoint, damaged: tuple[Path, ...]) -> None:
+    def __init__(self, run: Path, checkpoint: Checkpoint, damaged: list[Path]) -> None:
         self.run, self.checkpoint, self.damaged = run, checkpoint, damaged
         self.state = read_training(checkpoint)
 
-    def check_recipe(self, recipe: Recipe, force: bool) -> list[str]:
-        """-> lines for the log on damaged checkpoints and changed keys.
+    def check_recipe(
+        self, recipe: Recipe, overridden: AbstractSet[str], force: bool
+    ) -> tuple[Recipe, list[str]]:
+        """-> the recipe to write into the run, and lines for the log.
 
-        Raises UserError where a key that is not harmless has changed, unless forced.
+        It keeps the run's decode settings, but for the keys `overridden`. Raises UserError where a
+        key that is not harmless has changed, unless forced, and where the run has done more than
+        asked.
         """
+        lines = self._check_changes(recipe, force)
+        self._check_end(recipe.train)
+        stored, kept = with_stored_decode(recipe, self.run, overridden)
+        return stored, lines + kept
+
+    def _check_changes(self, recipe: Recipe, force: bool) -> list[str]:
+        """-> lines for the log on damaged checkpoints and changed keys."""
         lines = [
             f"{folder}: damaged, its checksums differ; it is set aside as damaged-{folder.name}"
             for folder in self.damaged
@@ -64,7 +81,7 @@ class ResumePoint:
             )
         return lines + [f"changed in the recipe: {line}" for line in changed.values()]
 
-    def check_end(self, train: TrainConfig) -> None:
+    def _check_end(self, train: TrainConfig) -> None:
         """Raise UserError where the run has done more than `train` asks for."""
         position = self.state["position"]
         unit, end, done = "steps", train.steps, position["step"]
@@ -86,6 +103,45 @@ class ResumePoint:
                 "files, choose another --run, or resume nevertheless with --resume --force"
             )
         return [f"changed since: {line}" for line in changed]
+
+    def set_damaged_aside(self) -> None:
+        """So that none of them is taken for the last or the best checkpoint."""
+        for folder in self.damaged:
+            set_aside(folder)
+
+    def changed_course(self, train: TrainConfig, batches: int) -> list[str]:
+        """Lines for the log where the planned end or the number of ranks has changed.
+
+        Another end may change the learning rate. train: the settings of the stage. batches: those
+        of the current epoch.
+        """
+        lines, ranks = self._rate_change(train, batches), 1 + len(self.state["ranks"])
+        if ranks != world():
+            step = f"{world()} x {train.accumulate} batches"
+            lines.append(f"{ranks} ranks trained so far, now {world()}: a step takes {step}")
+        return lines
+
+    def _rate_change(self, new: TrainConfig, batches: int) -> list[str]:
+        """Of the old recipe only the end matters: the log names all other keys that changed."""
+        try:
+            old = parse_recipe(self.state["recipe"], "recipe").train
+        except UserError:  # of an older version
+            return []
+        ends = {"steps": old.steps, "epochs": old.epochs}
+        state = TrainState(**self.state["position"])
+        schedule = make_schedule(new.schedule, new.optimizer.lr)
+        after = min(state.batch + new.accumulate * world(), batches)
+        before, now = (
+            schedule(state.step + 1, progress(replace(state, batch=after), config, batches))
+            for config in (new.model_copy(update=ends), new)
+        )
+        if math.isclose(before, now, rel_tol=0.01):
+            return []
+        return [
+            f"learning rate {before:.3g} -> {now:.3g} at step {state.step + 1}: train.schedule.kind"
+            f" = {new.schedule.kind} spans the whole run, whose planned end has changed; --force "
+            f"train.schedule.kind=constant train.optimizer.lr={before:.3g} keeps the rate"
+        ]
 
     def _changes(self, recipe: Recipe, force: bool) -> dict[str, str]:
         """Dotted key -> a line, for every key with another value now."""
@@ -109,16 +165,16 @@ def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
         if checkpoint_folders(run):
             raise UserError(f"{run}: already holds a run; add --resume, or choose another --run")
         return None
-    newest = newest_sound(run)
-    if newest.checkpoint:
-        return ResumePoint(run, newest.checkpoint, newest.damaged)
+    newest, damaged = newest_sound(run)
+    if newest:
+        return ResumePoint(run, newest, damaged)
     checkpoints = list_checkpoints(run)
     if checkpoints and not any((each.folder / TRAINING).exists() for each in checkpoints):
         raise UserError(
             f"{run}: exported, without the state of a training; start another run from its weights "
             f"with train.init={run}"
         )
-    if newest.damaged:
+    if damaged:
         raise UserError(
             f"{run / 'checkpoints'}: all of its checkpoints are damaged, their checksums differ; "
             "remove them to start anew"
@@ -127,11 +183,11 @@ def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
 
 
 def with_stored_decode(
-    recipe: Recipe, run: Path, given: AbstractSet[str]
+    recipe: Recipe, run: Path, overridden: AbstractSet[str]
 ) -> tuple[Recipe, list[str]]:
-    """The recipe with the decode settings of RUN/recipe.yaml, but for the keys `given`; and a log.
+    """The recipe with the decode settings of RUN/recipe.yaml, but for `overridden`; lines of a log.
 
-    asr.evaluate --tune writes them there. Raises UserError where they do not fit those given.
+    asr.evaluate --tune writes them there. Raises UserError where they do not fit `overridden`.
     """
     path = run / "recipe.yaml"
     tree = recipe.model_dump(mode="json")
@@ -140,7 +196,7 @@ def with_stored_decode(
     except UserError as error:
         return recipe, [f"{error} It is written again, with the recipe's decode settings"]
     decode = tree.get("decode", {})
-    kept = [key for key in decode if not {"decode", f"decode.{key}"} & given]
+    kept = [key for key in decode if not {"decode", f"decode.{key}"} & overridden]
     decode |= {key: stored[key] for key in kept if key in stored}
     merged = validate(tree, str(path))
     return merged, [f"kept in {path}: {line}" for line in changes(recipe, merged).values()]

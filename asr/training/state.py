@@ -1,14 +1,14 @@
-"""What the training state of a checkpoint, training.pt, may contain.
+"""The state of a training: its position in the run, random generators, and what training.pt holds.
 
-Its checksum shows damage alone, for whoever makes a file can make its checksum. So all values are
-checked once, as they are read.
+The checksum of training.pt shows damage alone, for whoever makes a file can make its checksum. So
+all its values are checked once, as they are read.
 """
 
 import math
 import random
 import re
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile
@@ -17,13 +17,81 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asr.config.schema import TrainConfig
 from asr.io import open_file
-from asr.training.trainer import TrainState
 
 MAX_COUNT = 1 << 53
 MAX_TEXT = 1_000_000  # characters of the recipe, as of a recipe file
 MAX_PICKLE = 16 << 20  # bytes of everything but tensors: 8 KB a rank
 _WORDS = 624  # of the Mersenne Twister
+
+
+@dataclass
+class TrainState:
+    """Progress of a run: the position in the corpus, and totals over all resumes."""
+
+    step: int = 0  # finished steps
+    epoch: int = 1
+    batch: int = 0  # finished batches of this epoch
+    stage: int = 0  # of the recipe's `stages` that have begun
+    audio_seconds: float = 0.0
+    utterances: int = 0
+    broken: int = 0  # unreadable utterances
+    train_seconds: float = 0.0  # wall time of steps and loading
+
+
+def is_finished(state: TrainState, config: TrainConfig) -> bool:
+    """Whether the run has reached its last step or epoch."""
+    if config.steps is not None:
+        return state.step >= config.steps
+    return state.epoch > config.epochs
+
+
+def progress(state: TrainState, config: TrainConfig, batches: int) -> float:
+    """The share of the run (0 to 1) that is finished after the current step.
+
+    `batches` are those of an epoch. Without config.steps it is the share of the corpus, so that a
+    run resumed with another number of ranks or batches per step keeps its schedule.
+    """
+    if config.steps is not None:
+        return min((state.step + 1) / config.steps, 1.0)
+    return min((state.epoch - 1 + state.batch / batches) / config.epochs, 1.0)
+
+
+def due_stage(state: TrainState, config: TrainConfig, starts: Sequence[float]) -> int:
+    """How many stages, which start at these shares of the run, have begun.
+
+    A stage begins with an epoch, since the batches of an epoch are planned as a whole.
+    """
+    if state.batch or is_finished(state, config):
+        return state.stage
+    if config.steps is not None:
+        finished = state.step / config.steps
+    else:
+        finished = (state.epoch - 1) / config.epochs
+    return max(state.stage, sum(start <= finished for start in starts))
+
+
+def random_state() -> dict[str, Any]:
+    """The states of torch's, Python's and numpy's generators, as numbers and tensors."""
+    version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a library may draw from it)
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [version, list(words), gauss],
+        "numpy": [kind, keys.tolist(), *rest],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set all generators to what random_state returned."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
 
 
 def check_archive(path: Path, limit: int) -> None:

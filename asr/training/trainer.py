@@ -1,9 +1,7 @@
-"""The training loop, for every task.
+"""Train a recipe of any task: `train` opens the run, `Training.loop` is the training loop.
 
 A step reads `accumulate` batches on each rank, sums their objective, divides the gradient by the
-number of targets of the whole step, clips it and updates the weights. `fit` repeats this epoch
-after epoch. Logging, validation and checkpoints are passed in as Callbacks, so the loop depends on
-no model and no corpus.
+number of targets of the whole step, clips it and updates the weights.
 
 To resume, the TrainState, the weights, the optimiser and the random state suffice: the learning
 rate is a function of the step, the data are one of seed, epoch and utterance, and bf16 needs no
@@ -11,88 +9,60 @@ loss scaler.
 """
 
 import math
-import random
+import pkgutil
+import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from asr.config.schema import TrainConfig
-from asr.data.batching import Broken, EpochPlan
-from asr.errors import UserError, WorkerKilled
-from asr.training.distributed import add_gradients, add_sums, gather, rank, world
-from asr.training.losses import Sum, add, read
-from asr.training.oom import retry_in_halves
-from asr.training.optim import Schedule, check_weights
+from asr.config.loader import as_yaml, at_stage, flat, write_recipe
+from asr.config.schema import Recipe, TrainConfig
+from asr.data.batching import Broken
+from asr.errors import EXIT_STOPPED, UserError, WorkerKilled
+from asr.io import lock_run_folder
+from asr.nn.dropout import LayerDrop
+from asr.shipped import find_run
+from asr.training import distributed, optim
+from asr.training.averaging import EvaluationWeights
+from asr.training.checkpoint import choose, load_weights, prune, save_checkpoint, unreadable
+from asr.training.distributed import add_gradients, add_sums, gather, is_first, rank, world
+from asr.training.logging import Log, NullLog, Step, figure_texts
+from asr.training.losses import Sum, add, means, read
+from asr.training.oom import (
+    SHAPES,
+    SHAPES_ROUNDED,
+    limit_onednn_cache,
+    release_memory,
+    retry_in_halves,
+)
+from asr.training.resume import ResumePoint, changes, find_resume_point
+from asr.training.signals import Stop, Stopped
+from asr.training.state import (
+    TrainState,
+    due_stage,
+    is_finished,
+    progress,
+    random_state,
+    restore_random_state,
+)
+from asr.training.task import Epochs, Task, TaskBatch
 
+# The maker of each task: (recipe, run folder, whether the run is resumed, stage) -> Task. Resolved
+# only when needed: training speech imports neither images nor language models.
+TASKS: Mapping[str, str] = {
+    "speech": "asr.tasks.speech:speech_task",
+    "language": "asr.tasks.language:language_task",
+    "images": "asr.images.task:image_task",
+}
 MAX_NAMED = 5  # utterances that the report of a validation names
-
-
-class TaskBatch(Protocol):
-    """What the loop needs of a batch; its tensors concern only the task's objective."""
-
-    size_key: ClassVar[str]  # recipe key of the batch size
-    length_key: ClassVar[str | None]  # recipe key of the longest example, if there is one
-    ids: tuple[str, ...]  # of its utterances (or sentences, images)
-    seconds: float  # of audio; 0 in tasks without audio
-    broken: tuple[Broken, ...]  # utterances that cannot be read
-
-    def __len__(self) -> int: ...
-
-    def to(self, device: torch.device) -> "TaskBatch": ...
-
-    def split(self) -> "list[TaskBatch]":
-        """Its two halves; the batch itself where it has one example."""
-
-
-class Epochs(Protocol):
-    """A training corpus in batches; epochs count from 1."""
-
-    def plan(self, epoch: int) -> EpochPlan: ...
-
-    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[TaskBatch]: ...
-
-
-@dataclass
-class TrainState:
-    """Progress of a run: the position in the corpus, and totals over all resumes."""
-
-    step: int = 0  # finished steps
-    epoch: int = 1
-    batch: int = 0  # finished batches of this epoch
-    stage: int = 0  # of the recipe's `stages` that have begun
-    audio_seconds: float = 0.0
-    utterances: int = 0
-    broken: int = 0  # unreadable utterances
-    train_seconds: float = 0.0  # wall time of steps and loading
-
-
-def random_state() -> dict[str, Any]:
-    """The states of torch's, Python's and numpy's generators, as numbers and tensors."""
-    version, words, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 (a library may draw from it)
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), *rest],
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set all generators to what random_state returned."""
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
 
 
 @dataclass(frozen=True)
@@ -124,109 +94,9 @@ class BatchStats:
         )
 
 
-@dataclass(frozen=True)
-class Step:
-    """Results of one step, for the log."""
-
-    sums: dict[str, Sum]
-    norm: float  # of the gradient, before clipping
-    lr: float
-    seconds: float  # of audio
-    finite: bool = True  # False: the weights were not updated
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Called between steps; each function decides itself whether it is due."""
-
-    log_step: Callable[[TrainState, Step], None]
-    after_step: Callable[[TrainState], None]
-    after_epoch: Callable[[TrainState], None]
-    log: Callable[[str], None]  # a line of text
-    stop_requested: Callable[[], bool] = lambda: False
-    # Writes batches without a finite gradient to disk and returns a sentence on where.
-    dump: Callable[[Sequence[TaskBatch]], str] = lambda group: ""
-
-
-def fit(
-    objective: nn.Module,
-    epochs: Epochs,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    state: TrainState,
-    config: TrainConfig,
-    max_unreadable: float,
-    callbacks: Callbacks,
-) -> None:
-    """Train from `state`, which it updates, to the last step or epoch of `config`.
-
-    Returns early, between two steps, where callbacks.stop_requested. max_unreadable: the share of
-    the corpus that may be unreadable. Raises UserError where more of it is, where a batch does not
-    fit in memory, where the weights have diverged, or where config.bad_steps steps in a row have
-    no finite gradient.
-    """
-    device = next(objective.parameters()).device
-    scheduled = [module for module in objective.modules() if hasattr(module, "set_step")]
-    utterances = sum(map(len, epochs.plan(1).batches))
-    # Unreadable utterances an epoch: a share, but one in a corpus of any size.
-    allowed = max(max_unreadable * utterances, math.ceil(max_unreadable))
-    bad = 0
-    while not _finished(state, config):
-        begin, batches = time.perf_counter(), len(epochs.plan(state.epoch).batches)
-        for group, stats in _steps(epochs, state, config.accumulate, callbacks):
-            if stats.stop:
-                return
-            count_batches(state, stats, allowed, callbacks.log)
-            for module in scheduled:
-                module.set_step(state.step)
-            lr = schedule(state.step + 1, progress(state, config, batches))
-            readable = [batch.to(device) for batch in group if len(batch)]
-            step = take_step(objective, readable, optimizer, lr, config, callbacks.log)
-            state.step += 1
-            bad = 0 if step.finite else bad_step(bad, group, objective, state, config, callbacks)
-            state.train_seconds += time.perf_counter() - begin
-            callbacks.log_step(state, replace(step, seconds=stats.seconds))
-            callbacks.after_step(state)
-            if _finished(state, config):
-                return
-            begin = time.perf_counter()
-        state.epoch, state.batch = state.epoch + 1, 0
-        callbacks.after_epoch(state)
-
-
-def take_step(
-    objective: nn.Module,
-    group: Sequence[TaskBatch],
-    optimizer: torch.optim.Optimizer,
-    lr: float,
-    config: TrainConfig,
-    log: Callable[[str], None] = print,
-) -> Step:
-    """One update from the batches of all ranks; none where loss or gradient is not finite."""
-    objective.train()
-    messages: list[str] = []
-    own = retry_in_halves(
-        lambda part: sum_gradients(objective, part, config.precision), group, messages.append
-    )
-    sums, lines = add_sums(own, messages)
-    add_gradients(objective)
-    for line in lines:
-        log(line)
-    gradients = [p.grad for p in objective.parameters() if p.grad is not None]
-    if not gradients:  # every utterance of the step was unreadable
-        return Step(sums, 0.0, lr, 0.0)
-    # Summed, then divided by the targets of the whole step: a short utterance weighs no more. The
-    # only wait for the device in a step.
-    norm, total, count = read([nn.utils.get_total_norm(gradients), *sums["objective"]]).tolist()
-    norm = norm / count if count else math.nan
-    finite = math.isfinite(norm) and math.isfinite(total)
-    step = Step(sums, norm, lr, sum(batch.seconds for batch in group), finite)
-    if step.finite:
-        torch._foreach_mul_(gradients, min(1.0, config.clip / (norm + 1e-6)) / count)
-        for settings in optimizer.param_groups:
-            settings["lr"] = lr
-        optimizer.step()
-    return step
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Mixed precision for `bf16`; parameters and optimiser stay fp32."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def sum_gradients(
@@ -244,9 +114,43 @@ def sum_gradients(
     return sums
 
 
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Mixed precision for `bf16`; parameters and optimiser stay fp32."""
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+def take_step(
+    objective: nn.Module,
+    group: Sequence[TaskBatch],
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    config: TrainConfig,
+    log: Callable[[str], None] = print,
+) -> Step:
+    """One update from the batches of all ranks; none where loss or gradient is not finite.
+
+    Unreadable batches, which are empty, are skipped.
+    """
+    objective.train()
+    device = next(objective.parameters()).device
+    group = [batch.to(device) for batch in group if len(batch)]
+    messages: list[str] = []
+    sums = retry_in_halves(
+        lambda part: sum_gradients(objective, part, config.precision), group, messages.append
+    )
+    sums, lines = add_sums(sums, messages)
+    add_gradients(objective)
+    for line in lines:
+        log(line)
+    gradients = [p.grad for p in objective.parameters() if p.grad is not None]
+    if not gradients:  # every utterance of the step was unreadable
+        return Step(sums, 0.0, lr)
+    # Summed, then divided by the targets of the whole step: a short utterance weighs no more. The
+    # only wait for the device in a step.
+    norm, total, count = read([nn.utils.get_total_norm(gradients), *sums["objective"]]).tolist()
+    norm = norm / count if count else math.nan
+    step = Step(sums, norm, lr, finite=math.isfinite(norm) and math.isfinite(total))
+    if step.finite:
+        torch._foreach_mul_(gradients, min(1.0, config.clip / (norm + 1e-6)) / count)
+        for settings in optimizer.param_groups:
+            settings["lr"] = lr
+        optimizer.step()
+    return step
 
 
 @torch.no_grad()
@@ -276,75 +180,6 @@ def unreadable_report(stats: BatchStats) -> list[str]:
     return [f"validation: {count} skipped: {ids}{more} ({stats.broken[0].reason})"]
 
 
-def count_batches(
-    state: TrainState, stats: BatchStats, allowed: float, log: Callable[[str], None]
-) -> None:
-    """Add a step to the state. Raises UserError above `allowed` unreadable utterances an epoch."""
-    state.batch += stats.batches
-    state.audio_seconds += stats.seconds
-    state.utterances += stats.utterances
-    state.broken += len(stats.broken)
-    for broken in stats.broken:
-        log(f"skipped {broken.id}: {broken.reason}")
-    if state.broken > allowed * state.epoch:
-        seen = state.utterances + state.broken
-        raise UserError(
-            f"{state.broken} of {seen} training utterances so far cannot be read, more than the "
-            "share data.max_unreadable of the corpus; the log names each. "
-            "Run python -m asr.prepare tsv."
-        )
-
-
-def bad_step(
-    bad: int,
-    group: Sequence[TaskBatch],
-    objective: nn.Module,
-    state: TrainState,
-    config: TrainConfig,
-    callbacks: Callbacks,
-) -> int:
-    """Log the utterances of a step without a finite gradient; -> the number of such in a row.
-
-    Dumps the batches and raises UserError where these are config.bad_steps. Raises UserError at
-    once where not the batches but the weights are the reason.
-    """
-    check_weights(dict(objective.named_parameters()), state.step - 1, config.optimizer)
-    ids = " ".join(chain(*gather([name for batch in group for name in batch.ids])))
-    callbacks.log(f"step {state.step}: loss or gradient not finite, not used; utterances {ids}")
-    if bad + 1 >= config.bad_steps:
-        raise UserError(
-            f"step {state.step}: {bad + 1} steps in a row without a finite gradient; lower "
-            "train.optimizer.lr or train.clip. The log names the utterances. "
-            f"{callbacks.dump(group)}".rstrip()
-        )
-    return bad + 1
-
-
-def progress(state: TrainState, config: TrainConfig, batches: int) -> float:
-    """The share of the run (0 to 1) that is finished after the current step.
-
-    `batches` are those of an epoch. Without config.steps it is the share of the corpus, so that a
-    run resumed with another number of ranks or batches per step keeps its schedule.
-    """
-    if config.steps is not None:
-        return min((state.step + 1) / config.steps, 1.0)
-    return min((state.epoch - 1 + state.batch / batches) / config.epochs, 1.0)
-
-
-def due_stage(state: TrainState, config: TrainConfig, starts: Sequence[float]) -> int:
-    """How many stages, which start at these shares of the run, have begun.
-
-    A stage begins with an epoch, since the batches of an epoch are planned as a whole.
-    """
-    if state.batch or _finished(state, config):
-        return state.stage
-    if config.steps is not None:
-        finished = state.step / config.steps
-    else:
-        finished = (state.epoch - 1) / config.epochs
-    return max(state.stage, sum(start <= finished for start in starts))
-
-
 def planned_steps(epochs: Epochs, config: TrainConfig, state: TrainState) -> int:
     """Steps of the whole run; without config.steps, as if all epochs had as many as the first."""
     if config.steps is not None:
@@ -355,32 +190,416 @@ def planned_steps(epochs: Epochs, config: TrainConfig, state: TrainState) -> int
     return state.step + max(0, rest + (config.epochs - state.epoch) * per_epoch)
 
 
-def _finished(state: TrainState, config: TrainConfig) -> bool:
-    if config.steps is not None:
-        return state.step >= config.steps
-    return state.epoch > config.epochs
+class Training:
+    """A run in progress: its task, weights and position, and the files that it writes.
 
-
-def _steps(
-    epochs: Epochs, state: TrainState, accumulate: int, callbacks: Callbacks
-) -> Iterator[tuple[list[TaskBatch], BatchStats]]:
-    """For each step to the epoch's end: up to `accumulate` batches of this rank, all ranks' counts.
-
-    A rank may have none in the last step. A request to stop on one rank stops all before the same
-    step.
+    `recipe` is that of the whole run, `config` the section `train` of the stage.
     """
-    source: Iterator[TaskBatch] = iter(())
-    if not callbacks.stop_requested():
-        source = iter(epochs.batches(state.epoch, state.batch + rank(), world()))
-    while True:
-        group: list[TaskBatch] = []
-        try:
-            if not callbacks.stop_requested():
-                group = list(islice(source, accumulate))
-        except (RuntimeError, WorkerKilled):
-            if not callbacks.stop_requested():  # a signal ends the loader's processes, too
-                raise
-        stats = BatchStats.total(gather(BatchStats.of(group, callbacks.stop_requested())))
-        if not (stats.batches or stats.stop):
+
+    def __init__(self, recipe: Recipe, run: Path) -> None:
+        self.recipe, self.run = recipe, run
+        self.state = TrainState()
+        self.saved = self.validated = -1  # steps of the last checkpoint and the last validation
+        self.metrics: dict[str, float] = {}  # of that validation
+        self.validations = 0  # of this process
+        self.bad_steps = 0  # without a finite gradient, in a row
+        self.trackers = {name: secrets.token_hex(8) for name in recipe.train.trackers}  # -> run id
+        self.stop, self.log = Stop(), NullLog()
+
+    def loop(self) -> None:
+        """Train from the state's position to the end of the run, or to a signal on any rank.
+
+        Raises UserError where too many utterances are unreadable, a batch does not fit in memory,
+        the weights have diverged, or config.bad_steps steps in a row have no finite gradient.
+        """
+        state, steps = self.state, None
+        while True:
+            if state.batch and state.batch >= self.batches_of_epoch():
+                state.epoch, state.batch, steps = state.epoch + 1, 0, None
+            if self.validation_is_due():
+                self.validate_and_save()
+            elif state.step % self.config.save_every == 0 and state.step not in (0, self.saved):
+                self.save()
+            if is_finished(state, self.config):
+                return
+            stage = self.due_stage()
+            if stage > state.stage and not self.stop.requested_on_any_rank():
+                self.begin_stage(stage)
+            begin = time.perf_counter()
+            steps = steps or self.steps_of_epoch()
+            group, stats = next(steps)
+            if stats.stop:
+                return
+            self.count(stats)
+            share = progress(state, self.config, self.batches_of_epoch())
+            lr = self.schedule(state.step + 1, share)
+            self.set_step()
+            step = take_step(
+                self.task.objective, group, self.optimizer, lr, self.config, self.log.info
+            )
+            state.step += 1
+            self.check_finite(step, group)
+            state.train_seconds += time.perf_counter() - begin
+            self.weights.update(state.step)
+            self.log.step(state, step, stats.seconds, share >= 1.0)
+
+    def batches_of_epoch(self) -> int:
+        """Batches of the current epoch, on all ranks."""
+        return len(self.task.epochs.plan(self.state.epoch).batches)
+
+    def steps_of_epoch(self) -> Iterator[tuple[list[TaskBatch], BatchStats]]:
+        """For each step of the epoch up to `accumulate` batches of this rank, and counts of all.
+
+        A rank may have none in the last step. A signal to one rank stops all before the same step.
+        """
+        state, stop = self.state, self.stop
+        source: Iterator[TaskBatch] = iter(())
+        if not stop.signal:
+            source = iter(self.task.epochs.batches(state.epoch, state.batch + rank(), world()))
+        while True:
+            group: list[TaskBatch] = []
+            try:
+                if not stop.signal:
+                    group = list(islice(source, self.config.accumulate))
+            except (RuntimeError, WorkerKilled):
+                if not stop.signal:  # a signal ends the loader's processes, too
+                    raise
+            stats = BatchStats.total(gather(BatchStats.of(group, stop.signal is not None)))
+            assert stats.batches or stats.stop, "an epoch has fewer batches than planned"
+            yield group, stats
+
+    def count(self, stats: BatchStats) -> None:
+        """Add the batches of a step to the state. Raises UserError for too many unreadable ones.
+
+        max_unreadable of the corpus may be unreadable in an epoch, but one utterance in any.
+        """
+        state = self.state
+        state.batch += stats.batches
+        state.audio_seconds += stats.seconds
+        state.utterances += stats.utterances
+        state.broken += len(stats.broken)
+        for broken in stats.broken:
+            self.log.info(f"skipped {broken.id}: {broken.reason}")
+        if state.broken > self.allowed_unreadable * state.epoch:
+            seen = state.utterances + state.broken
+            raise UserError(
+                f"{state.broken} of {seen} training utterances so far cannot be read, more than "
+                "the share data.max_unreadable of the corpus; the log names each. "
+                "Run python -m asr.prepare tsv."
+            )
+
+    def set_step(self) -> None:
+        """Set what depends on the step. All ranks skip the same layers: none waits for others."""
+        self.task.objective.set_step(self.state.step)
+        if world() > 1:
+            for number, layer_drop in enumerate(self.layer_drops):
+                layer_drop.seed(self.task.recipe.seed, number, self.state.step)
+
+    def check_finite(self, step: Step, group: Sequence[TaskBatch]) -> None:
+        """Log the utterances of a step without a finite gradient.
+
+        Dumps the batches and raises UserError where these are config.bad_steps in a row. Raises
+        UserError at once where not the batches but the weights are the reason.
+        """
+        if step.finite:
+            self.bad_steps = 0
             return
-        yield group, stats
+        number, objective = self.state.step, self.task.objective
+        named = dict(objective.named_parameters())
+        optim.check_weights(named, number - 1, self.config.optimizer)
+        ids = " ".join(chain(*gather([name for batch in group for name in batch.ids])))
+        self.log.info(f"step {number}: loss or gradient not finite, not used; utterances {ids}")
+        self.bad_steps += 1
+        if self.bad_steps >= self.config.bad_steps:
+            from asr.training.debug import dump_bad_batch  # which few runs need
+
+            dumped = dump_bad_batch(self.run / "bad_batches" / f"{number:08d}", group, objective)
+            raise UserError(
+                f"step {number}: {self.bad_steps} steps in a row without a finite gradient; lower "
+                f"train.optimizer.lr or train.clip. The log names the utterances. {dumped}"
+            )
+
+    def validation_is_due(self) -> bool:
+        """At the end, and after every epoch or `validate_every` steps.
+
+        Not where it is in the checkpoint that was resumed; a signal may have interrupted it.
+        """
+        state, every = self.state, self.config.validate_every
+        due = state.step % every == 0 if every else state.batch == 0
+        due = due or is_finished(state, self.config)
+        return due and state.step > 0 and state.step != self.validated
+
+    def validate_and_save(self) -> None:
+        """Validate: loss, word error rates, pictures, alarm. Then save.
+
+        A signal to any rank interrupts it; resuming then repeats it.
+        """
+        begin = time.perf_counter()
+        with self.weights.applied():
+            self.check_weights()
+            random = random_state()
+            try:
+                figures = self.validation_figures()
+            except Stopped:
+                return
+            finally:
+                restore_random_state(random)
+            step, self.validated = self.state.step, self.state.step
+            self.metrics = {f"valid/{name}": value for name, value in figures.items()}
+            self.log.scalars("valid", figures, step)
+            self.log.info(f"step {step}  validation: {'  '.join(figure_texts(figures))}")
+            self.alarm(figures.get("diagonality", 1.0))
+            self.write_checkpoint()
+            release_memory()
+        self.log.exclude(time.perf_counter() - begin)
+
+    def validation_figures(self) -> dict[str, float]:
+        """The loss by all ranks, the task's report by rank 0. Raises Stopped after a signal."""
+        sums, stats = self.stop.interruptible_on_all_ranks(self.validate_share)
+        losses = means(add_sums(sums)[0])
+        self.log.info(*unreadable_report(BatchStats.total(gather(stats))))
+        if not losses:
+            raise UserError(self.task.no_validation_data())
+        if math.isnan(losses["nll"]):
+            cause = optim.probable_cause(self.config.optimizer)
+            raise UserError(f"step {self.state.step}: the validation loss is NaN; {cause}")
+        return losses | self.stop.interruptible_on_all_ranks(self.report)
+
+    def validate_share(self) -> tuple[dict[str, Sum], BatchStats]:
+        """-> sums and counts over this rank's share of the validation data."""
+        batches = self.task.validation_batches(slice(rank(), None, world()))
+        return validate(self.task.objective, batches, self.config.precision)
+
+    def report(self) -> dict[str, float]:
+        """The task's report, and health figures at the first validation and every `health` ones."""
+        if not is_first():
+            return {}
+        reported, every = self.task.report(self.log, self.state.step), self.config.health
+        if every and self.validations % every == 0:
+            from asr.training.inspection import measure  # which few runs need
+
+            figures = measure(self.task.objective, self.task.health_batches())
+            self.log.scalars("valid_health", figures, self.state.step)
+        self.validations += 1
+        return reported
+
+    def alarm(self, diagonality: float) -> None:
+        """Log a line where attention is not diagonal from step alarm.steps on."""
+        config = self.config.alarm
+        if config.steps and self.state.step >= config.steps and diagonality < config.diagonality:
+            self.log.info(
+                f"ALARM: attention is not diagonal yet ({diagonality:.2f} < "
+                f"{config.diagonality:g}). Try a higher model.ctc_weight, train.short_first=true, "
+                "more reduction, a lower lr."
+            )
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that a resume needs."""
+        with self.weights.applied():
+            self.check_weights()
+            self.write_checkpoint()
+
+    def check_weights(self) -> None:
+        """Raise UserError where weights that would be saved have diverged."""
+        tensors = self.task.objective.state_dict() | (self.weights.trained or {})
+        optim.check_weights(tensors, self.state.step, self.config.optimizer)
+
+    def write_checkpoint(self) -> None:
+        """Within weights.applied(): rank 0 writes what all ranks need to resume."""
+        self.saved = self.state.step
+        random, trained = gather(random_state()), self.weights.state()
+        if not is_first():
+            return
+        training = {
+            "optimizer": self.optimizer.state_dict(),
+            "position": asdict(self.state),
+            "random": random[0],
+            "ranks": random[1:],
+            "trained": trained,
+            "recipe": as_yaml(self.recipe),
+            "content": self.content,
+            "validated": self.validated,
+            "metrics": self.metrics,
+            "trackers": self.trackers,
+        }
+        loss = self.metrics["valid/nll"] if self.validated == self.saved else math.inf
+        # The curves up to this step are on the disk before the checkpoint.
+        self.log.flush()
+        model, about = self.task.objective.model, self.task.about
+        save_checkpoint(self.run, model, training, self.saved, loss, about)
+        prune(self.run, self.config.keep, self.config.keep_best)
+
+    def load(self, start: ResumePoint) -> None:
+        """Load all of a checkpoint but its position."""
+        checkpoint, saved = start.checkpoint, start.state
+        load_weights(self.task.objective.model, [checkpoint], self.task.about)
+        try:
+            optim.load_moments(self.optimizer, saved["optimizer"])
+            self.weights.load(saved["trained"])
+        except ValueError as error:
+            raise unreadable(checkpoint, error) from None
+        random = [saved["random"], *saved["ranks"]]
+        if rank() < len(random):
+            restore_random_state(random[rank()])
+        self.saved, self.validated = saved["position"]["step"], saved["validated"]
+        self.metrics, known = saved["metrics"], saved["trackers"]
+        self.trackers = {name: known.get(name, new) for name, new in self.trackers.items()}
+        saved.clear()  # its file is mapped into memory, and would keep its disk space
+
+    def make_task(self, stage: int, resume: bool) -> None:
+        """Read the data and build the model, with the settings of a stage."""
+        make = pkgutil.resolve_name(TASKS[self.recipe.task])
+        self.set_task(make(self.recipe, self.run, resume or not is_first(), stage))
+
+    def set_task(self, task: Task) -> None:
+        """Train this task from now on."""
+        self.task, self.config = task, task.recipe.train
+        self.content = task.content  # now: the files may change during training
+        batches, share = task.epochs.plan(1).batches, task.max_unreadable
+        distributed.check_share(len(batches))
+        # Unreadable utterances an epoch: a share, but one in a corpus of any size.
+        self.allowed_unreadable = max(share * sum(map(len, batches)), math.ceil(share))
+
+    def make_optimizer(self) -> None:
+        """Make what the loop needs beside the task, for weights equal on all ranks."""
+        objective, config = self.task.objective, self.config
+        distributed.synchronize(objective)
+        self.layer_drops = [m for m in objective.modules() if isinstance(m, LayerDrop)]
+        self.optimizer = optim.make_optimizer(config.optimizer, objective)
+        self.schedule = optim.make_schedule(config.schedule, config.optimizer.lr)
+        self.weights = EvaluationWeights(objective.model, self.optimizer, config.ema)
+        if config.debug:
+            from asr.training.debug import stop_at_nan  # which few runs need
+
+            log = (lambda text: self.log.info(text)) if is_first() else print
+            stop_at_nan(objective, self.state, log)
+
+    def open(self, resume: bool, force: bool, overridden: AbstractSet[str]) -> list[str]:
+        """Start a run or resume it -> lines for the log. `overridden`: keys on the command line."""
+        recipe, messages = self.recipe, []
+        with distributed.first_rank_first():  # rank 0 writes what the others read
+            start = find_resume_point(self.run, resume)
+            if start:
+                recipe, messages = start.check_recipe(recipe, overridden, force)
+                self.state = TrainState(**start.state["position"])
+            stage = self.due_stage()
+            self.make_task(stage, resume=start is not None)
+            if start:
+                messages += start.check_content(self.content, force)
+                start.set_damaged_aside()
+            else:
+                self.prepare()
+        distributed.record_launch(self.run)
+        if len(set(gather(start and start.checkpoint.step))) > 1:
+            raise UserError(f"{self.run}: must be on a disk that all machines share")
+        self.make_optimizer()
+        if start:
+            messages += start.changed_course(self.config, self.batches_of_epoch())
+            self.load(start)
+        if stage > self.state.stage:
+            messages.append(self.enter_stage(stage))
+        if is_first():  # not sooner: a recipe whose model does not fit must replace no other
+            write_recipe(recipe, self.run / "recipe.yaml")
+        return [*messages, *self.summary(resumed=start is not None)]
+
+    def prepare(self) -> None:
+        """Prepare a new run: the weights of `train.init`, and the task's files."""
+        if init := self.recipe.train.init:
+            best = choose(find_run(init), "best", 1)
+            load_weights(self.task.objective.model, best, self.task.about)
+        if is_first():
+            self.task.prepare(self.run)
+
+    def summary(self, resumed: bool) -> list[str]:
+        """Lines on the model, the corpus, and a warmup that is longer than the run."""
+        recipe, warmup = self.task.recipe, self.config.schedule.warmup
+        parameters = sum(p.numel() for p in self.task.objective.parameters())
+        lines = [
+            f"{'resuming' if resumed else 'training'} {recipe.run}: "
+            f"{parameters / 1e6:.2f} M parameters, {self.task.describe()}"
+            f"{f', {world()} ranks' if world() > 1 else ''}"
+        ]
+        total = planned_steps(self.task.epochs, self.config, self.state)
+        if total <= warmup:
+            lines.append(f"all {total} steps are within train.schedule.warmup = {warmup}")
+        return lines
+
+    def due_stage(self) -> int:
+        """The stage of the recipe that trains from the state's position on."""
+        starts = [stage.start for stage in self.recipe.stages]
+        return due_stage(self.state, self.recipe.train, starts)
+
+    def enter_stage(self, stage: int) -> str:
+        """-> a line for the log with what changes."""
+        before, now = (at_stage(self.recipe, n) for n in (self.state.stage, stage))
+        self.state.stage = stage
+        number = f"stage {stage + 1} of {len(self.recipe.stages) + 1}"
+        changed = ", ".join(changes(before, now).values())
+        return f"{number}, from epoch {self.state.epoch} on: {changed}"
+
+    def begin_stage(self, stage: int) -> None:
+        """Save, and resume with the settings of the next stage."""
+        if self.saved != self.state.step:
+            self.save()
+        del self.task, self.optimizer, self.weights  # before others take as much memory
+        with distributed.first_rank_first():
+            start = find_resume_point(self.run, resume=True)
+            self.make_task(stage, resume=True)
+            start.check_content(self.content, force=False)
+        self.make_optimizer()
+        self.load(start)
+        self.log.total = planned_steps(self.task.epochs, self.config, self.state)
+        self.log.info(self.enter_stage(stage))
+
+    def finish(self) -> None:
+        """Test the finished model."""
+        with self.weights.applied(), suppress(Stopped):
+            if is_first():
+                with self.stop.interruptible():
+                    self.metrics |= self.task.finish(self.run, self.log, self.state.step)
+
+
+def train(
+    recipe: Recipe,
+    run: Path,
+    resume: bool = False,
+    force: bool = False,
+    overridden: AbstractSet[str] = frozenset(),
+) -> int:
+    """Train into the run folder -> exit code: 0 at the end, EXIT_STOPPED where a signal stopped it.
+
+    A resumed run keeps the decode settings in its folder, but for the keys `overridden`.
+
+    Raises UserError where the folder already holds a run but `resume` is not set, where that run
+    had another recipe or other data, unless `force`, and where another process trains in it.
+    """
+    if recipe.train.trackers:
+        from asr.training.trackers import check_installed
+
+        check_installed(recipe.train.trackers)
+    limit_onednn_cache(SHAPES_ROUNDED if recipe.train.round_seconds > 0.0 else SHAPES)
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)
+    group = distributed.process_group(recipe.train.device)
+    with group, lock_run_folder(run) if is_first() else nullcontext():
+        training, restarted = Training(recipe, run), distributed.restarted_by_torchrun(run)
+        messages = training.open(resume or restarted, force, overridden)
+        state, config, stop = training.state, training.config, training.stop
+        total = planned_steps(training.task.epochs, config, state)
+        settings = run, config.log_every, total, state.step, training.trackers, flat(recipe)
+        with stop, Log(*settings) if is_first() else NullLog() as training.log:
+            training.log.info(*messages)
+            training.loop()
+            if not stop.requested_on_any_rank():
+                training.finish()
+            if stop.requested_on_any_rank():
+                if training.saved != state.step:
+                    training.save()
+                training.log.info(
+                    f"{stop.signal}: stopped after step {state.step} and saved; "
+                    "the same command with --resume continues"
+                )
+                return EXIT_STOPPED
+            training.log.finish(as_yaml(recipe), flat(recipe), training.metrics)
+            training.log.info(f"finished at step {state.step}; the run is in {run}")
+            return 0

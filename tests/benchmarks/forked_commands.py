@@ -25,7 +25,7 @@ import asr.tasks.language
 import asr.tasks.speech
 import asr.training.debug
 import asr.training.inspection
-import asr.training.run  # noqa: F401
+import asr.training.trainer  # noqa: F401
 from asr import errors
 
 

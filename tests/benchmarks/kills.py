@@ -46,7 +46,7 @@ from tiny_speech import make_corpus, make_recipe
 
 from asr import train
 from asr.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from asr.training import run as training_run
+from asr.training import trainer
 from asr.training.checkpoint import list_checkpoints
 
 COMMON = ["train.epochs=3", "train.save_every=2", "train.keep=1"]
@@ -79,13 +79,13 @@ def start(arguments: list[str], output: Path, fresh: bool, before: Callable[[], 
 
 def mark_validation(marker: Path) -> None:
     """Let validations of this process create the file."""
-    validate = training_run.validate
+    validate = trainer.validate
 
     def marked(*arguments: object) -> object:
         marker.touch()
         return validate(*arguments)
 
-    training_run.validate = marked
+    trainer.validate = marked
 
 
 class Training:

@@ -1,0 +1,72 @@
+"""What a task (speech, language models, images) brings to the training loop."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+
+from asr.config.schema import Recipe
+from asr.data.batching import Broken, EpochPlan
+from asr.training.logging import Log
+from asr.training.losses import Objective
+from asr.training.resume import Content
+
+
+class TaskBatch(Protocol):
+    """What the loop needs of a batch; its tensors concern only the task's objective."""
+
+    size_key: ClassVar[str]  # recipe key of the batch size
+    length_key: ClassVar[str | None]  # recipe key of the longest example, if there is one
+    ids: tuple[str, ...]  # of its utterances (or sentences, images)
+    seconds: float  # of audio; 0 in tasks without audio
+    broken: tuple[Broken, ...]  # utterances that cannot be read
+
+    def __len__(self) -> int: ...
+
+    def to(self, device: torch.device) -> "TaskBatch": ...
+
+    def split(self) -> "list[TaskBatch]":
+        """Its two halves; the batch itself where it has one example."""
+
+
+class Epochs(Protocol):
+    """A training corpus in batches; epochs count from 1."""
+
+    def plan(self, epoch: int) -> EpochPlan: ...
+
+    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[TaskBatch]:
+        """The planned batches, read: without the first `skip`, then one of `every`."""
+
+
+class Task(Protocol):
+    """A model, its data and the report of a validation; tasks inherit what they do not define."""
+
+    recipe: Recipe  # that of the stage
+    objective: Objective
+    epochs: Epochs
+    about: dict[str, str]  # metadata of a checkpoint; to load it, they must be equal
+    content: Content  # fingerprint of the training and validation data
+    max_unreadable: float = 0.0  # share of the corpus that may be unreadable
+
+    def describe(self) -> str:
+        """The corpus in a few words."""
+
+    def prepare(self, run: Path) -> None:
+        """Write what the run folder needs beside the recipe and checkpoints."""
+
+    def validation_batches(self, share: slice = slice(None)) -> Iterator[TaskBatch]:
+        """The validation data once, or a share of their batches."""
+
+    def no_validation_data(self) -> str:
+        """The error where there are none that can be read."""
+
+    def report(self, log: Log, step: int) -> dict[str, float]:
+        """Log texts and pictures of a validation; -> more figures of it."""
+
+    def health_batches(self) -> Iterator[TaskBatch]:
+        """A few validation batches without padding, for train.health."""
+
+    def finish(self, run: Path, log: Log, step: int) -> dict[str, float]:
+        """Test the finished model; -> figures of the test."""
+        return {}
