@@ -29,7 +29,7 @@ from asr.errors import UserError
 from asr.features import AudioError
 from asr.features.front_end import FrontEnd
 from asr.inference.programs import Program
-from asr.inference.recognition import Recognizer, has_no_speech
+from asr.inference.recognition import Recognizer, frame_seconds, has_no_speech
 from asr.nn.attention import Memory
 
 TOLERANCE = 1e-4
@@ -68,7 +68,7 @@ def check_programs(
 def check_audio(recognizer: Recognizer, recipe: SpeechRecipe) -> tuple[list[Tensor], str]:
     """Three waveforms (S,) or fewer, of data.valid where it can be read, and what they are."""
     front_end = recognizer.front_end
-    longest = min(recognizer.max_segment_seconds, _positions(recipe) * recognizer.frame_seconds)
+    longest = min(recognizer.max_segment_seconds, _positions(recipe) * frame_seconds(recognizer))
     valid, waveforms, reason = recipe.data.valid, [], "data.valid is not set"
     if valid:
         reason = "data.valid has no speech"
