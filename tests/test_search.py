@@ -80,11 +80,11 @@ def test_limits_count_real_frames_only():
     ("keys", "expected"),
     [
         ({}, True),
-        ({"length_penalty": 0.0, "token_reward": 1.0, "patience": 2.0, "max_ratio": 0.5}, True),
+        ({"length_penalty": 0.0, "token_reward": 1.0, "max_ratio": 0.5}, True),
         *(({"eos_threshold": threshold}, True) for threshold in (None, 1.0, 2.0)),
         ({"eos_threshold": 0.9}, False),
-        *(({key: 2}, False) for key in ("beam", "ngram", "temperature")),
-        *(({key: 0.1}, False) for key in ("min_ratio", "coverage_penalty", "ctc_weight")),
+        ({"beam": 2}, False),
+        *(({key: 0.1}, False) for key in ("coverage_penalty", "ctc_weight")),
     ],
 )
 def test_every_rule_that_greedy_search_lacks_asks_for_the_beam_search(keys, expected):

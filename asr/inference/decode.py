@@ -52,14 +52,14 @@ def encode(models: Sequence[nn.Module], batch: Batch) -> list[Encoded]:
 def is_greedy(config: BeamConfig) -> bool:
     """Whether the beam search over one model would be greedy search.
 
-    Greedy search ignores length_penalty, token_reward and patience, by which a beam of 1 would
-    continue after EOS. An eos_threshold of 1 or more rejects no EOS that is the likeliest token.
+    Greedy search ignores length_penalty and token_reward, by which a beam of 1 would continue after
+    EOS. An eos_threshold of 1 or more rejects no EOS that is the likeliest token.
     """
     return (
         config.beam == 1
         and (config.eos_threshold is None or config.eos_threshold >= 1)
-        and config.temperature == 1
-        and not any((config.ngram, config.min_ratio, config.coverage_penalty, config.ctc_weight))
+        and not config.coverage_penalty
+        and not config.ctc_weight
     )
 
 
