@@ -97,8 +97,9 @@ def export(
     UserError, before anything is written, where it cannot be.
     """
     from asr.analysis.model_card import model_card
+    from asr.inference.derived import WITHOUT_OTHERS, check_new_folder, write_run
     from asr.inference.load import load_run_recipe
-    from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder, write_run
+    from asr.inference.recognition import Recognizer
     from asr.training.checkpoint import choose
 
     recipe = load_run_recipe(run, overrides)
@@ -122,9 +123,10 @@ def export(
 
 def export_onnx(run: Path, overrides: Sequence[str], to: Path) -> None:
     """Write the ONNX files of a run. UserError where they cannot be written."""
+    from asr.inference.derived import WITHOUT_OTHERS, check_new_folder
     from asr.inference.load import load_run_recipe
     from asr.inference.onnx_export import write_onnx
-    from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder
+    from asr.inference.recognition import Recognizer
 
     recipe = load_run_recipe(run, overrides)
     check_new_folder(to)
@@ -136,7 +138,7 @@ def export_onnx(run: Path, overrides: Sequence[str], to: Path) -> None:
 def exported_recipe(recipe: "SpeechRecipe", to: Path) -> "Recipe":
     """The run's recipe without the paths of this machine."""
     from asr.config.loader import validate
-    from asr.inference.recognition import derived_recipe
+    from asr.inference.derived import derived_recipe
 
     tree = derived_recipe(recipe, to)
     tree["data"] |= {"corpus": None, "train": None, "valid": None, "test": {}}

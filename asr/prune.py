@@ -54,8 +54,9 @@ def prune_run(
 
     Raises UserError before anything is written.
     """
+    from asr.inference.derived import WITHOUT_OTHERS, check_new_folder
     from asr.inference.load import load_run_recipe
-    from asr.inference.recognition import WITHOUT_OTHERS, Recognizer, check_new_folder
+    from asr.inference.recognition import Recognizer
     from asr.models.build import config_errors
 
     recipe = load_run_recipe(run, overrides)
@@ -178,7 +179,7 @@ def validation_loss(recognizer: "Recognizer", recipe: "SpeechRecipe") -> Score:
 def pruned_recipe(recipe: "SpeechRecipe", model: "Transformer", to: Path) -> "Recipe":
     """The run's recipe with the model's present layer counts."""
     from asr.config.loader import validate
-    from asr.inference.recognition import derived_recipe
+    from asr.inference.derived import derived_recipe
 
     tree = derived_recipe(recipe, to)
     tree["model"]["encoder_layers"] = len(model.encoder.layers)
@@ -193,8 +194,8 @@ def _save(
 ) -> None:
     """Write a run folder with one checkpoint; training can resume it unless `run` is an export."""
     from asr.config.loader import as_yaml
+    from asr.inference.derived import write_run
     from asr.inference.load import load_run_recipe
-    from asr.inference.recognition import write_run
     from asr.training.checkpoint import TRAINING, choose, read_training
     from asr.training.losses import SpeechObjective
     from asr.training.optim import make_optimizer

@@ -26,6 +26,7 @@ class HubServer(ThreadingHTTPServer):
         self.requests: list[str] = []  # "GET /path"
         self.sizes: dict[str, int] = {}  # of files that the server does not state correctly
         self.status = 0  # of every answer, where it is not 0
+        self.most_downloads: int | None = None  # later ones are answered by 503
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def __enter__(self) -> "HubServer":
@@ -109,6 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self, path: str, body: bytes) -> Answer:
         if self.server.status:
             return refuse("Broken", self.server.status)
+        most = self.server.most_downloads
+        if most is not None and len(self.server.downloads()) > most:
+            return refuse("Broken", 503)
         for method, pattern, function in ROUTES:
             if method != self.command or not (match := re.fullmatch(pattern, path)):
                 continue

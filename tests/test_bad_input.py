@@ -86,7 +86,7 @@ def test_decoding_out_of_memory_is_reported(tiny, tiny_run, monkeypatch, command
     def too_much(*arguments):
         raise MemoryError
 
-    monkeypatch.setattr("asr.inference.recognition.Recognizer.encode", too_much)
+    monkeypatch.setattr("asr.models.las.LAS.encode", too_much)
     line = commands.refused(evaluate, tiny_run, "--split", "test")
     assert "out of memory; lower decode." in line
 

@@ -13,7 +13,7 @@ from asr.config.schema import DecodeConfig
 from asr.decoding.ctc import collapse, ctc_greedy
 from asr.decoding.ctc_search import ctc_beam_search, ctc_gains
 from asr.errors import UserError
-from asr.inference.decode import decode_memory
+from asr.inference.decode import Encoded, best_hypotheses
 from asr.nn.attention import Memory
 
 
@@ -137,7 +137,8 @@ def test_nan_is_reported(beam):
     states[0, 2] = states[1, 1] = math.nan
     for length, fails in ((3, True), (1, False)):  # NaN in the padding changes nothing
         memory = Memory(states, torch.arange(3) < torch.tensor([[2], [length]]))
-        decode = partial(decode_memory, Broken(), memory, DecodeConfig(search="ctc", beam=beam))
+        config = DecodeConfig(search="ctc", beam=beam)
+        decode = partial(best_hypotheses, [Encoded(Broken(), memory)], config)
         if fails:
             with pytest.raises(UserError, match="log-probs are NaN"):
                 decode()

@@ -28,7 +28,7 @@ from asr.data.splits import check_result_name
 from asr.errors import UserError
 from asr.features.augment import change_speed
 from asr.inference import evaluation
-from asr.inference.evaluation import batches, decode_long, decode_split
+from asr.inference.evaluation import decode_split, for_split, read_batches
 from asr.inference.load import load_run_recipe
 from asr.inference.recognition import Recognizer
 from asr.models import build
@@ -92,7 +92,7 @@ def test_a_speaker_s_statistics_are_those_of_the_split(tiny):
     front_end.norm.add(torch.randn(997, front_end.size), "s0")
     raw = {u.id: front_end.extract(front_end.load(u.audio)) for u in corpus}
     for _ in range(2):
-        for batch in batches(recognizer, corpus, recipe):
+        for batch in read_batches(for_split(recognizer, corpus, recipe), corpus, recipe):
             for row, name in enumerate(batch.ids):
                 speaker = next(u.speaker for u in corpus if u.id == name)
                 frames = torch.cat([raw[u.id] for u in corpus if u.speaker == speaker])
@@ -104,9 +104,10 @@ def test_a_speaker_s_statistics_are_those_of_the_split(tiny):
 def test_validation_normalises_speakers_as_evaluation_does(tiny, tmp_path):
     task = speech_task(read_recipe(tiny, ["features.mvn=speaker"]), tmp_path, resume=False)
     other = speech_task(read_recipe(tiny), tmp_path, resume=False)
-    decoder, front_end = task.decoder, task.epochs.utterances.front_end
-    recognizer = Recognizer(decoder.model, decoder.tokenizer, front_end, decoder.decode, 30.0)
-    judge = batches(recognizer, task.validation.corpus, task.recipe)
+    tokenizer, front_end = task.validation.tokenizer, task.epochs.utterances.front_end
+    recognizer = Recognizer(task.objective.model, tokenizer, front_end, task.recipe.decode, 30.0)
+    corpus = task.validation.corpus
+    judge = read_batches(for_split(recognizer, corpus, task.recipe), corpus, task.recipe)
     for ours, expected, by_itself in zip(
         task.validation_batches(), judge, other.validation_batches(), strict=True
     ):
@@ -191,7 +192,7 @@ def test_a_split_is_read_at_every_speed(mvn, tiny):
     recognizer, corpus = tone_recognizer(), read_manifest(tiny.parent / "test.tsv")
     recognizer.front_end = front_end = build.build_front_end(recipe.features)
     waves = {u.id: front_end.load(u.audio) for u in corpus}
-    (batch,) = batches(recognizer, corpus, recipe)
+    (batch,) = read_batches(for_split(recognizer, corpus, recipe), corpus, recipe)
     for speed, (features, lengths) in zip((0.9, 1.1), batch.other_speeds, strict=True):
         raw = {name: front_end.extract(change_speed(wave, speed)) for name, wave in waves.items()}
         for row, name in enumerate(batch.ids):
@@ -258,16 +259,19 @@ def test_long_utterances_are_decoded_as_by_transcribe(
 
 
 @pytest.mark.parametrize("find", ["beam", "ctc"])
-def test_overlaps_are_not_transcribed_twice(find, tmp_path):
+def test_overlaps_are_not_transcribed_twice(find, tiny, tmp_path):
     """By the search and by CTC alone, with an error-free model and audio without pauses."""
     words = ["abc", "cab", "bca", "a", "acb", "bac"] * 8
     wave, _ = spoken(words, 0.12)  # which is too short for a cut
     soundfile.write(tmp_path / "a.wav", wave, RATE)
     utterance = Utterance("u", "s", tmp_path / "a.wav", len(wave) / RATE, " ".join(words))
+    write_manifest(tmp_path / "a.tsv", [utterance])
     recognizer = tone_recognizer(max_segment_seconds=4.0, overlap=1.0, search=find)
-    assert len(list(recognizer.segments([torch.from_numpy(wave).float()]))) > 5
-    actual = decode_long(recognizer, utterance)
-    assert actual.text == actual.ctc == utterance.text and actual.finished
+    assert len(wave) / RATE > 5 * 4.0
+    recipe = read_recipe(tiny).model_copy(update={"decode": recognizer.decode})
+    decoded, _ = decode_split(recognizer, read_manifest(tmp_path / "a.tsv"), recipe)
+    actual = decoded["u"]
+    assert actual.text == actual.ctc.text == utterance.text and actual.finished
 
 
 def test_tuning_skips_long_utterances(with_long, tiny_run, commands, tmp_path):
@@ -319,16 +323,16 @@ def test_a_batch_that_exceeds_the_memory_is_decoded_apart(tiny, tiny_run, monkey
     corpus, recipe = read_manifest(tiny.parent / "test.tsv"), read_recipe(tiny)
     recognizer = Recognizer.load(tiny_run)
     together, _ = decode_split(recognizer, corpus, recipe)
-    recognize, front_end = recognizer.recognize, recognizer.front_end
+    encode, front_end = recognizer.model.encode, recognizer.front_end
     frames = {u.id: len(front_end.extract(front_end.load(u.audio))) for u in corpus}
     longest = [name for name in corpus.ids if frames[name] == max(frames.values())]
 
-    def fails(batch):
-        if len(batch) > 1 or batch.features.shape[1] == max(frames.values()):
+    def fails(features, lengths):
+        if len(features) > 1 or features.shape[1] == max(frames.values()):
             raise MemoryError
-        return recognize(batch)
+        return encode(features, lengths)
 
-    monkeypatch.setattr(recognizer, "recognize", fails)
+    monkeypatch.setattr(recognizer.model, "encode", fails)
     decoded, reasons = decode_split(recognizer, corpus, recipe)
     assert list(reasons) == longest and len(longest) < len(corpus)
     assert all(".flac: out of memory; lower decode" in reason for reason in reasons.values())
@@ -343,7 +347,7 @@ def test_a_speaker_s_statistics_include_long_recordings(with_long, tiny):
     recognizer.front_end = build.build_front_end(recipe.features)
     raw = [recognizer.front_end.extract(recognizer.front_end.load(u.audio)) for u in corpus]
     frames = torch.cat(raw)
-    (batch,) = batches(recognizer, corpus, recipe)
+    (batch,) = read_batches(for_split(recognizer, corpus, recipe), corpus, recipe)
     row = batch.ids.index("u0")
     expected = (raw[0] - frames.mean(0)) / frames.std(0, correction=0)
     actual = batch.features[row, : batch.lengths[row]]

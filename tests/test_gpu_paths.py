@@ -204,14 +204,13 @@ def test_a_step_of_beam_search_reads_the_device_once_and_once_more_for_what_ende
         return [[float(len(reads) == 2)] * width for _ in columns[0]]
 
     monkeypatch.setattr(beam_search, "rows_of_numbers", rows_of_numbers)
-    config = BeamConfig(beam=3, ctc_weight=0.3, coverage_penalty=0.1, ngram=2, temperature=0.9)
+    config = BeamConfig(beam=3, ctc_weight=0.3, coverage_penalty=0.1)
     finished = [FinishedHypotheses(1) for _ in range(3)]
     with torch.no_grad(), NewTensors() as made, BlockingCopies() as copies:
         memory = models[0].encode(batch.features, batch.lengths)
         prefixes = CTCPrefixScorer(models[0].ctc(memory))
         search = BeamSearch(config, [(0.7, models[0]), (0.3, prefixes), (0.2, models[1])])
-        limits = (scorer.length_limits(memory.valid, *own) for own in ((0.1, 0.0), (1.0, 10.0)))
-        state = search.start(memory, *limits)
+        state = search.start(memory, scorer.length_limits(memory.valid, 1.0, 10.0))
         for kept in ([0, 1, 2], [0, 2], [1]):
             candidates = search._step(state)
             with monkeypatch.context() as own:  # all NaN flags of the second step are set

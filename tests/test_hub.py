@@ -53,6 +53,7 @@ def pushed(hub, exported):
 
 def contents(folder):
     files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in files if ".cache" not in path.parts]  # the library's notes
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
@@ -100,6 +101,31 @@ def test_offline_mode_uses_the_copy(pushed, monkeypatch):
     assert ours.local_run("hf:owner/tiny") == copy
     with pytest.raises(UserError, match=r"owner/other: the hub cannot be reached .* no copy"):
         ours.local_run("hf:owner/other")
+
+
+def test_an_interrupted_download_is_no_copy_and_is_continued(pushed, exported):
+    pushed.most_downloads = 3
+    with pytest.raises(UserError, match="owner/tiny: the hub cannot be reached"):
+        ours.local_run("hf:owner/tiny")
+    pushed.status = 503  # of every answer
+    with pytest.raises(UserError, match="no copy on this machine"):
+        ours.local_run("hf:owner/tiny")
+    pushed.status, pushed.most_downloads = 0, None
+    before = len(pushed.downloads())
+    copy = ours.local_run("hf:owner/tiny")
+    del (expected := contents(exported))["README.md"]
+    assert contents(copy) == expected
+    assert len(pushed.downloads()) - before < len(expected)  # some were there already
+
+
+def test_only_the_files_of_a_run_are_downloaded(pushed, exported):
+    """A pickle could run code, and a name with .. could leave the folder."""
+    more = ["training.pt", "checkpoints/00000007/training.pt", "checkpoints/1/model.safetensors"]
+    more += ["model.pkl", "x.py", "checkpoints/../../../evil/model.safetensors"]
+    pushed.commit("owner/tiny", pushed.files("owner/tiny") | dict.fromkeys(more, b""))
+    copy = ours.local_run("hf:owner/tiny")
+    assert contents(copy).keys() == contents(exported).keys() - {"README.md"}
+    assert not any(name in line for line in pushed.downloads() for name in more)
 
 
 def test_a_new_commit_is_a_new_copy(pushed):
@@ -158,13 +184,6 @@ def enlarge(name, size):
     return lambda hub: hub.sizes.update({name: size})
 
 
-def add_many(hub):
-    files = hub.files("owner/tiny")
-    more = {f"checkpoints/{n:08d}/model.safetensors": b"" for n in range(100, 110)}
-    hub.sizes.update(dict.fromkeys(more, 16 << 30))
-    hub.commit("owner/tiny", files | more)
-
-
 def stop(hub):
     hub.status = 500
 
@@ -176,9 +195,7 @@ def stop(hub):
         ("owner/none", None, "no such repository, or it is private"),
         ("owner/tiny@v9", None, "has no revision v9"),
         ("owner/tiny", replace_by_another, "no recipe.yaml and tokenizer.json in it"),
-        ("owner/tiny", enlarge("recipe.yaml", 100_001), "recipe.yaml is larger than 100000 bytes"),
-        ("owner/tiny", enlarge("tokenizer.json", 7), "Consistency check failed|not of the size"),
-        ("owner/tiny", add_many, "larger than 34359738368 bytes"),
+        ("owner/tiny", enlarge("tokenizer.json", 1 << 60), "1152921504607 MB, but "),
         ("owner/tiny", stop, "cannot be reached"),
         ("tiny", None, "write hf:USER/NAME"),
         ("owner/tiny@", None, "write hf:USER/NAME"),
@@ -190,10 +207,9 @@ def test_what_cannot_be_loaded_is_one_line(pushed, commands, tmp_path, address, 
         spoil(pushed)
     code, out, err = commands(transcribe, f"hf:{address}", "a.wav")
     assert code == 2 and not out
-    *before, line = err.splitlines()
-    assert all("downloading" in line for line in before)
+    (line,) = err.splitlines()
     assert line.startswith(f"error: hf:{address}: ")
-    assert any(each in line for each in words.split("|")), line
+    assert words in line
     assert not [path for path in tmp_path.rglob("*") if path.name == "recipe.yaml"]
 
 

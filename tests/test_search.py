@@ -8,7 +8,7 @@ from asr.config.schema import DecodeConfig
 from asr.data.tokenizer import BLANK, EOS, SOS
 from asr.decoding.scorer import Hypothesis, greedy, length_limits
 from asr.errors import UserError
-from asr.inference.decode import decode_memory, is_greedy
+from asr.inference.decode import Encoded, best_hypotheses, is_greedy
 from asr.nn.attention import Memory
 
 
@@ -80,11 +80,11 @@ def test_limits_count_real_frames_only():
     ("keys", "expected"),
     [
         ({}, True),
-        ({"length_penalty": 0.0, "token_reward": 1.0, "patience": 2.0, "max_ratio": 0.5}, True),
+        ({"length_penalty": 0.0, "token_reward": 1.0, "max_ratio": 0.5}, True),
         *(({"eos_threshold": threshold}, True) for threshold in (None, 1.0, 2.0)),
         ({"eos_threshold": 0.9}, False),
-        *(({key: 2}, False) for key in ("beam", "ngram", "temperature")),
-        *(({key: 0.1}, False) for key in ("min_ratio", "coverage_penalty", "ctc_weight")),
+        ({"beam": 2}, False),
+        *(({key: 0.1}, False) for key in ("coverage_penalty", "ctc_weight")),
     ],
 )
 def test_every_rule_that_greedy_search_lacks_asks_for_the_beam_search(keys, expected):
@@ -97,7 +97,7 @@ def test_a_beam_of_1_is_greedy_however_long_hypotheses_are_ranked(ranking):
     for seed in range(5):
         model, memory = ToySpeller(seed=seed), toy_memory(11, 3, 7, 2)
         expected = greedy(model, memory, 1.0)
-        actual = decode_memory(model, memory, DecodeConfig(**ranking))
+        actual = best_hypotheses([Encoded(model, memory)], DecodeConfig(**ranking))
         assert [best for (best,) in actual] == expected
         ranked = beam_search(model, memory, 1, **ranking)
         others += [h.tokens for (h,) in ranked] != [h.tokens for h in expected]

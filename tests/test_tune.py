@@ -24,7 +24,8 @@ from asr.inference.recognition import Recognizer
 
 A, B, C = 5, 6, 7  # tokens of tone_model.SYMBOLS
 WORDS = {1: "one", 2: "two", 3: "three", 5: "five"}
-READER = SimpleNamespace(text=lambda hypothesis: " ".join(WORDS[t] for t in hypothesis.tokens))
+TOKENIZER = SimpleNamespace(decode=lambda tokens: " ".join(WORDS[t] for t in tokens))
+READER = SimpleNamespace(tokenizer=TOKENIZER)
 
 
 def spoken(**texts):
@@ -48,7 +49,7 @@ def reranked(setting, corpus, nbest):
             total += setting["coverage_penalty"] * h.covered
             return total + setting["token_reward"] * length
 
-        texts.append(READER.text(max(nbest[utterance.id], key=final)))
+        texts.append(TOKENIZER.decode(max(nbest[utterance.id], key=final).tokens))
     actual = jiwer.process_words([utterance.text for utterance in corpus], texts)
     return actual.substitutions + actual.deletions + actual.insertions
 

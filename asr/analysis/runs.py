@@ -298,9 +298,11 @@ def unequal_decoding(*decoded: Mapping[str, str]) -> dict[str, list[str]]:
 def decode_settings(about: Mapping[str, Any]) -> dict[str, str]:
     """The decode settings of an evaluation, and its overrides of the run's other settings."""
     decode = about.get("decode")
-    # An evaluation older than a setting used what is now its default.
-    settings = DecodeConfig().model_dump(mode="json") | decode if isinstance(decode, dict) else {}
-    settings.pop("batch_seconds", None)
+    settings = {}
+    if isinstance(decode, dict):
+        # An evaluation older than a setting used what is now its default; a removed one is ignored.
+        defaults = DecodeConfig().model_dump(mode="json", exclude={"batch_seconds"})
+        settings = {key: decode.get(key, default) for key, default in defaults.items()}
     overrides = about.get("overrides")
     changes = overrides if isinstance(overrides, list) else []
     other = [change.partition("=") for change in changes if isinstance(change, str)]

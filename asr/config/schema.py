@@ -610,13 +610,6 @@ class BeamConfig(Config):
     # <eos> may end a hypothesis only if its log-probability is at least this factor times that of
     # the best other token (Hannun et al. 2019); null: always.
     eos_threshold: Positive | None = 1.5
-    ngram: Natural = 0  # no n-gram of this length may occur twice; 0: all may
-    # divides the model's log-probabilities
-    temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
-    # The search stops after patience * beam finished hypotheses (Kasai et al. 2022); null: when no
-    # unfinished hypothesis can win.
-    patience: Positive | None = None
-    min_ratio: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0  # fewest tokens / frames of memory
     # Most tokens / frames of memory; 10 more tokens are allowed.
     max_ratio: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)

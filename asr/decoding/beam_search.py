@@ -97,42 +97,23 @@ def allowed_tokens(
 ) -> AllowedTokens:
     """total and the model's log_probs (B, K, V): the scores with and without other scorers.
 
-    Between the length limits ngram and eos_threshold decide, the latter by the model's log_probs,
-    None where its weight is 0; at max_length only EOS is allowed.
+    eos_threshold decides by the model's log_probs, None where its weight is 0; at max_length only
+    EOS is allowed.
     """
-    tokens = state.tokens[..., 1:]
-    length = tokens.shape[2]
     eos, others = total[..., EOS], _without_eos(total)
-    if config.ngram:
-        repeated = repeated_ngrams(tokens, config.ngram, total.shape[2])
-        others = others.masked_fill(repeated, -torch.inf)
     eos_is_best = eos >= others.amax(dim=2)
-    at_limit = (length >= state.max_length)[:, None]  # (B, 1)
-    early = (length < state.min_length)[:, None]
+    at_limit = (state.tokens.shape[2] - 1 >= state.max_length)[:, None]  # (B, 1)
     if config.eos_threshold is not None and log_probs is not None:
         best = _without_eos(log_probs).amax(dim=2)
-        early = early | (log_probs[..., EOS] < config.eos_threshold * best)
-    return AllowedTokens(
-        others.masked_fill(at_limit[..., None], -torch.inf),
-        eos.masked_fill(early & ~at_limit, -torch.inf),
-        eos_is_best | ~at_limit,
-    )
+        early = log_probs[..., EOS] < config.eos_threshold * best
+        eos = eos.masked_fill(early & ~at_limit, -torch.inf)
+    others = others.masked_fill(at_limit[..., None], -torch.inf)
+    return AllowedTokens(others, eos, eos_is_best | ~at_limit)
 
 
 def _without_eos(scores: Tensor) -> Tensor:
     """scores (..., V), -inf for EOS and for the tokens that no hypothesis contains."""
     return scores.index_fill(-1, indices([*NEVER, EOS], scores.device), -torch.inf)
-
-
-def repeated_ngrams(tokens: Tensor, n: int, vocabulary: int) -> Tensor:
-    """tokens (B, K, U) -> (B, K, V) bool: the token would repeat an n-gram of the hypothesis."""
-    mask = torch.zeros(*tokens.shape[:2], vocabulary, dtype=torch.long, device=tokens.device)
-    if tokens.shape[2] < n:
-        return mask.bool()
-    ngrams = tokens.unfold(2, n, 1)  # (B, K, U - n + 1, n)
-    ending = tokens[:, :, None, tokens.shape[2] - n + 1 :]  # (B, K, 1, n - 1)
-    matches = (ngrams[..., :-1] == ending).all(dim=3)
-    return mask.scatter_add_(2, ngrams[..., -1], matches.long()).bool()
 
 
 class FinishedHypotheses:
@@ -141,7 +122,6 @@ class FinishedHypotheses:
     def __init__(self, nbest: int) -> None:
         self.nbest = nbest
         self.hypotheses: list[Hypothesis] = []  # best first
-        self.count = 0  # of all that finished
 
     @property
     def min_score(self) -> float:
@@ -164,8 +144,7 @@ class BeamState(NamedTuple):
     parts: Tensor  # (B, K, S) unweighted sums
     attention_sum: Tensor | None  # (B, K, T) over the steps; None without a coverage penalty
     valid: Tensor  # (B, T)
-    min_length: Tensor  # (B,) tokens without EOS
-    max_length: Tensor  # (B,)
+    max_length: Tensor  # (B,) tokens without EOS
 
     def unfinished(self, b: int, ranking: Ranking) -> Hypothesis:
         """The best hypothesis of utterance b, without EOS."""
@@ -235,7 +214,6 @@ class Candidates(NamedTuple):
             parts=take(old.parts) + torch.cat(each, dim=2),
             attention_sum=None if old.attention_sum is None else take(old.attention_sum),
             valid=old.valid[kept],
-            min_length=old.min_length[kept],
             max_length=old.max_length[kept],
         )
 
@@ -246,8 +224,6 @@ class BeamSearch:
     def __init__(self, config: BeamConfig, scorers: Sequence[WeightedScorer]) -> None:
         self.config, self.scorers = config, scorers
         self.ranking = Ranking(config.length_penalty, config.token_reward, config.coverage_penalty)
-        patience = torch.inf if config.patience is None else config.patience
-        self.max_finished = patience * config.beam  # per utterance
 
     def run(self, state: BeamState, finished: list[FinishedHypotheses]) -> None:
         """Search from the first state and fill the finished hypotheses of B utterances."""
@@ -264,8 +240,8 @@ class BeamSearch:
             finished = [finished[b] for b in kept]
             max_lengths = [max_lengths[b] for b in kept]
 
-    def start(self, memory: Memory, min_length: Tensor, max_length: Tensor) -> BeamState:
-        """The empty hypothesis of every utterance; lengths (B,) in tokens without EOS."""
+    def start(self, memory: Memory, max_length: Tensor) -> BeamState:
+        """The empty hypothesis of every utterance; max_length (B,) in tokens without EOS."""
         B, T = memory.valid.shape
         device = memory.states.device
         use_coverage = self.ranking.coverage_penalty > 0
@@ -277,7 +253,6 @@ class BeamSearch:
             parts=torch.zeros(B, 1, len(self.scorers), device=device),
             attention_sum=torch.zeros(B, 1, T, device=device) if use_coverage else None,
             valid=memory.valid,
-            min_length=torch.minimum(min_length, max_length),
             max_length=max_length,
         )
 
@@ -310,8 +285,6 @@ class BeamSearch:
         results = [scorer.step(own, last) for (_, scorer), own in pairs]
         token_scores, states = map(list, zip(*results, strict=True))
         nan = token_scores[0].isnan().flatten(1).any(dim=1)
-        if (temperature := self.config.temperature) != 1:
-            token_scores[0] = (token_scores[0] / temperature).log_softmax(dim=2)
         for other in token_scores[1:]:
             if other.shape != token_scores[0].shape:
                 raise UserError(
@@ -339,12 +312,12 @@ class BeamSearch:
         K = eos_scores.shape[1]
         rows = rows_of_numbers(candidates.scores[:, :1], candidates.nan, ends, final, covered)
         check_not_nan(any(row[1] for row in rows))
-        entering = []  # b, k, score, coverage penalty
-        for b, row in enumerate(rows):
-            for k in (k for k in range(K) if row[2 + k]):
-                finished[b].count += 1
-                if (score := row[2 + K + k]) > finished[b].min_score:
-                    entering.append((b, k, score, row[2 + 2 * K + k]))
+        entering = [  # b, k, score, coverage penalty
+            (b, k, row[2 + K + k], row[2 + 2 * K + k])
+            for b, row in enumerate(rows)
+            for k in range(K)
+            if row[2 + k] and row[2 + K + k] > finished[b].min_score
+        ]
         if entering:
             *places, scores, penalties = zip(*entering, strict=True)
             found = candidates.finish(list(zip(*places, strict=True)), scores, penalties)
@@ -367,8 +340,6 @@ class BeamSearch:
             if not finished.hypotheses:
                 finished.add(state.unfinished(b, self.ranking))
             return True
-        if finished.count >= self.max_finished:
-            return True
         if any(weight < 0 for weight, _ in self.scorers):
             return False  # scores may still rise: there is no bound
         bound = self.ranking.bound(best, state.tokens.shape[2] + 1, max_length + 1)
@@ -386,17 +357,15 @@ def beam_search(
     others: Sequence[tuple[Scorer, Memory, Tensor | None]] = (),
     scorers: Sequence[WeightedScorer] = (),
     max_constant: float = MAX_CONSTANT,
-    min_constant: float = 0.0,
 ) -> list[list[Hypothesis]]:
     """The `nbest` best hypotheses of every utterance, best first.
 
     A token scores (1 - ctc_weight) * model + ctc_weight * CTC + the weighted `scorers`, such as
     language models. ctc: the CTC head's log-probabilities (B, T, V). others: the same utterances at
     another speed or in another model, each with its model and ctc; the search uses the mean of
-    their log-probabilities and counts frames in `memory`. Lengths are between min_ratio and
-    max_ratio * frames plus min_constant and max_constant. Hypothesis.parts: the model, CTC if it
-    has a weight, the scorers. An utterance without a frame in one of the memories gives one empty
-    hypothesis.
+    their log-probabilities and counts frames in `memory`. A hypothesis has at most
+    max_ratio * frames + max_constant tokens. Hypothesis.parts: the model, CTC if it has a weight,
+    the scorers. An utterance without a frame in one of the memories gives one empty hypothesis.
 
     Raises UserError for nbest out of range, a ctc_weight without ctc, a scorer of another
     vocabulary, a coverage_penalty without attention, and NaN from the model.
@@ -415,11 +384,9 @@ def beam_search(
         weighted.append((config.ctc_weight, _mean(prefix_scorers, memories)))
     finished = [FinishedHypotheses(nbest) for _ in memory.valid]
     if len(active):
-        valid = memories[0].valid
-        min_length = length_limits(valid, config.min_ratio, min_constant)
-        max_length = length_limits(valid, config.max_ratio, max_constant)
+        max_length = length_limits(memories[0].valid, config.max_ratio, max_constant)
         search = BeamSearch(config, [*weighted, *scorers])
-        state = search.start(memories[0], min_length, max_length)
+        state = search.start(memories[0], max_length)
         search.run(state, [finished[b] for b in active.tolist()])
     return [own.hypotheses or [Hypothesis((), 0.0, True)] for own in finished]
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.image import imsave
-from torch import Tensor
 
 from asr.analysis.page import write_page
 from asr.analysis.plots import attention_picture
@@ -43,33 +42,52 @@ from asr.analysis.wer import (
 from asr.config.schema import SpeechRecipe
 from asr.data import splits
 from asr.data.batching import Batch, Example, collate, plan_evaluation
-from asr.data.corpus import Corpus, Utterance
+from asr.data.corpus import Corpus
 from asr.data.loader import UtteranceDataset, load_batches, with_split_statistics
 from asr.data.manifest import read_rows
 from asr.data.tokenizer import labels_of
 from asr.decoding.alignment import HypothesisHealth, hypothesis_health, mean_health
 from asr.decoding.scorer import Hypothesis
-from asr.decoding.segmentation import Segment
 from asr.errors import UserError
 from asr.features import AudioError
-from asr.features.audio import member_of, name_of
+from asr.features.audio import member_of
 from asr.features.front_end import FrontEnd
+from asr.inference.decode import Encoded, attention, ctc_hypotheses, encode
 from asr.inference.load import load_run_recipe
-from asr.inference.recognition import Recognizer, decode_in_halves, fault_line, has_no_speech
+from asr.inference.recognition import (
+    Recognizer,
+    Recording,
+    decode_batch,
+    decode_stream,
+    fault_line,
+    frame_seconds,
+    has_no_speech,
+    transcripts,
+)
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
-from asr.nn.attention import Memory
 
 
 @dataclass(frozen=True)
 class DecodedUtterance:
-    text: str
-    ctc: str  # hypothesis of the CTC head alone; empty without one
-    tokens: tuple[int, ...]
+    """An utterance, or a segment of a long one."""
+
+    searched: Transcript
+    ctc: Transcript  # by the CTC head alone; empty without one
     finished: bool  # False where the length limit ended it
     health: HypothesisHealth
 
+    @property
+    def text(self) -> str:
+        return self.searched.text
 
-NOT_DECODED = DecodedUtterance("", "", (), False, HypothesisHealth(None, 0.0, 0.0))
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.searched.tokens
+
+
+NOT_DECODED = DecodedUtterance(
+    EMPTY_TRANSCRIPT, EMPTY_TRANSCRIPT, False, HypothesisHealth(None, 0.0, 0.0)
+)
 Labels = Mapping[str, Mapping[str, str]]  # column -> utterance id -> group
 
 
@@ -115,7 +133,7 @@ class EvaluationSplit:
 
     def evaluate(self, title: str | None = None) -> tuple["Evaluation", Recognizer]:
         """Decode and score every utterance; -> also the model, for the pictures of `write`."""
-        recognizer = self.load()
+        recognizer = for_split(self.load(), self.corpus, self.recipe)
         title = title or f"{self.run.resolve().name}: {self.name}"
         parts = self.corpus, self.recipe, self.labels, title, self.overrides
         return evaluate(recognizer, *parts), recognizer
@@ -169,7 +187,7 @@ def evaluate(
         },
     }
     if recipe.model.ctc_weight:
-        ctc = [d.ctc for d in decoded]
+        ctc = [d.ctc.text for d in decoded]
         about["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
     return Evaluation(title, corpus, decoded, reasons, result, groups, about)
 
@@ -189,63 +207,23 @@ def _interval_over_speakers(part: Score) -> tuple[float, float] | None:
     return summarize(part.utterances, interval_over="speakers").wer_interval
 
 
-def decode_split(
-    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe
-) -> tuple[dict[str, DecodedUtterance], dict[str, str]]:
-    """Decoded utterances by id, and by id why others were not. UserError if none was.
+def for_split(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Recognizer:
+    """The recognizer with the statistics of the split's speakers, if it normalises by them.
 
-    A batch that exceeds the memory is decoded again, its utterances one at a time.
+    Whatever the manifest says, it reads no more of a file at once than twice the longest segment.
     """
-    decoded: dict[str, DecodedUtterance] = {}
-    reasons: dict[str, str] = {}
-    for batch in batches(recognizer, corpus, recipe):
-        reasons |= {broken.id: broken.reason for broken in batch.broken}
-        if len(batch):
-            with suppress(MemoryError, RuntimeError):
-                results = decode_batch(recognizer, *recognizer.recognize(batch))
-                decoded |= zip(batch.ids, results, strict=True)
-    for utterance in corpus:
-        if utterance.id in decoded or utterance.id in reasons:
-            continue
-        try:
-            decoded[utterance.id] = decode_long(recognizer, utterance)
-        except (AudioError, MemoryError, RuntimeError) as error:
-            reasons[utterance.id] = fault_line(error, name_of(utterance.audio))
-    if not decoded:
-        raise UserError(f"{corpus.unreadable}: {next(iter(reasons.values()))}")
-    return decoded, reasons
-
-
-def too_long(recognizer: Recognizer, seconds: np.ndarray) -> np.ndarray:
-    """Which utterances of these lengths are decoded in segments: bool of the same shape."""
-    return seconds > recognizer.max_segment_seconds
-
-
-def batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Iterable[Batch]:
-    """The batches of the utterances that are not too long, the longest first.
-
-    Statistics per speaker are those of the split and replace the recognizer's. Audio of more than
-    twice the longest segment is not read here, whatever the manifest says.
-    """
-    workers, decode = recipe.data.workers, recipe.decode
+    workers, speeds = recipe.data.workers, recipe.decode.speeds
     front_end = copy(recognizer.front_end)
     front_end.max_seconds = 2 * recognizer.max_segment_seconds
     long = too_long(recognizer, corpus.seconds)
-    chosen = corpus.take(np.flatnonzero(~long))
-    front_end = with_split_statistics(front_end, chosen, workers, decode.speeds)
-    if front_end.norm.kind == "speaker":
-        _measure_long(corpus.take(np.flatnonzero(long)), front_end, decode.speeds)
-    recognizer.front_end = front_end
-    dataset = UtteranceDataset(
-        chosen,
-        front_end,
-        recognizer.tokenizer,
-        recipe.seed,
-        other_speeds=decode.other_speeds,
-        skips=has_no_speech,  # these are left to decode_long
+    front_end = with_split_statistics(
+        front_end, corpus.take(np.flatnonzero(~long)), workers, speeds
     )
-    plan = plan_evaluation(chosen.seconds, decode.batch_seconds)
-    return load_batches(dataset, plan.batches, workers)
+    if front_end.norm.kind == "speaker":
+        _measure_long(corpus.take(np.flatnonzero(long)), front_end, speeds)
+    recognizer = copy(recognizer)
+    recognizer.front_end = front_end
+    return recognizer
 
 
 def _measure_long(corpus: Corpus, front_end: FrontEnd, speeds: Sequence[float]) -> None:
@@ -259,78 +237,98 @@ def _measure_long(corpus: Corpus, front_end: FrontEnd, speeds: Sequence[float]) 
                     front_end.norm.add(features, speaker)
 
 
-def decode_batch(
-    recognizer: Recognizer, memory: Memory, hypotheses: Sequence[Hypothesis]
-) -> list[DecodedUtterance]:
-    ctc = [recognizer.text(best) for best in recognizer.ctc_hypotheses(memory)]
-    health = _batch_health(recognizer, memory, hypotheses)
-    return [
-        DecodedUtterance(recognizer.text(best), alone, best.tokens, best.finished, own)
-        for best, alone, own in zip(hypotheses, ctc or [""] * len(health), health, strict=True)
-    ]
+def too_long(recognizer: Recognizer, seconds: np.ndarray) -> np.ndarray:
+    """Which utterances of these lengths are decoded in segments: bool of the same shape."""
+    return seconds > recognizer.max_segment_seconds
 
 
-def _batch_health(
-    recognizer: Recognizer, memory: Memory, hypotheses: Sequence[Hypothesis]
-) -> list[HypothesisHealth]:
-    window = max(1, round(1 / recognizer.frame_seconds))
-    weights = recognizer.attention(memory, [best.tokens for best in hypotheses])
-    return [
-        hypothesis_health(best.tokens, attention.shape[1], attention, window)
-        for best, attention in zip(hypotheses, weights, strict=True)
-    ]
+def read_batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Iterable[Batch]:
+    """The batches of the utterances that are not too long, the longest first.
 
-
-class _DecodedSegment(NamedTuple):
-    searched: Transcript
-    alone: Transcript  # by the CTC head; empty without one
-    finished: bool
-    health: HypothesisHealth | None  # None where nothing was decoded
-    length: int  # samples
-
-
-def decode_long(recognizer: Recognizer, utterance: Utterance) -> DecodedUtterance:
-    """Decode one utterance in segments, while it is read.
-
-    Raises AudioError where it cannot be read, MemoryError or RuntimeError where a segment alone
-    cannot be decoded.
+    They lack utterances without speech. recognizer: from for_split.
     """
-    segments: list[Segment] = []
-    parts: list[_DecodedSegment] = []
-    decode = partial(_decode_segments, recognizer, utterance.speaker)
-    for group in recognizer.segment_groups(recognizer.front_end.stream(utterance.audio)):
-        segments += [segment for segment, _ in group]
-        for part in decode_in_halves(decode, [samples for _, samples in group]):
-            if isinstance(part, Exception):
-                raise part
-            parts.append(part)
-    rate = recognizer.front_end.sample_rate
-    merged = merge_segments(segments, [part.searched for part in parts], rate)
-    ctc = merge_segments(segments, [part.alone for part in parts], rate)
-    known = [part for part in parts if part.health is not None]
-    overall = mean_health([part.health for part in known], [part.length for part in known])
-    finished = all(part.finished for part in parts)
-    return DecodedUtterance(merged.text, ctc.text, merged.tokens, finished, overall)
+    chosen = corpus.take(np.flatnonzero(~too_long(recognizer, corpus.seconds)))
+    dataset = UtteranceDataset(
+        chosen,
+        recognizer.front_end,
+        recognizer.tokenizer,
+        recipe.seed,
+        other_speeds=recipe.decode.other_speeds,
+        skips=has_no_speech,
+    )
+    plan = plan_evaluation(chosen.seconds, recipe.decode.batch_seconds)
+    return load_batches(dataset, plan.batches, recipe.data.workers)
 
 
-def _decode_segments(
-    recognizer: Recognizer, speaker: str | None, waveforms: Sequence[Tensor]
-) -> list[_DecodedSegment]:
-    """Decode waveforms (S,) of a speaker in one batch."""
-    nothing = _DecodedSegment(EMPTY_TRANSCRIPT, EMPTY_TRANSCRIPT, True, None, 0)
-    decoded = [nothing] * len(waveforms)
-    rows, batch = recognizer.batch(waveforms, speaker)
-    if not rows:
-        return decoded
-    memory, hypotheses = recognizer.recognize(batch)
-    health = _batch_health(recognizer, memory, hypotheses)
-    searched = recognizer.transcripts(memory, hypotheses)
-    ctc = recognizer.transcripts(memory, recognizer.ctc_hypotheses(memory))  # empty without a head
-    for number, row in enumerate(rows):
-        alone = ctc[number] if ctc else EMPTY_TRANSCRIPT
-        finished, length = hypotheses[number].finished, len(waveforms[row])
-        decoded[row] = _DecodedSegment(searched[number], alone, finished, health[number], length)
-    return decoded
+def decode_split(
+    recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe
+) -> tuple[dict[str, DecodedUtterance], dict[str, str]]:
+    """Decoded utterances by id, and by id why others were not. UserError if none was.
+
+    recognizer: from for_split. What its batches lack, too long or without speech, and batches that
+    cannot be decoded, as where they exceed the memory, are decoded as asr.transcribe decodes files.
+    """
+    decoded: dict[str, DecodedUtterance] = {}
+    reasons: dict[str, str] = {}
+    whole = partial(decoded_utterances, timed=False)
+    for batch in read_batches(recognizer, corpus, recipe):
+        reasons |= {broken.id: broken.reason for broken in batch.broken}
+        if len(batch):
+            with suppress(MemoryError, RuntimeError):
+                results = whole(recognizer, *decode_batch(recognizer, batch))
+                decoded |= zip(batch.ids, results, strict=True)
+    left = [u for u in corpus if u.id not in decoded and u.id not in reasons]
+    recordings = (Recording(utterance.audio, utterance.speaker) for utterance in left)
+    stream = decode_stream(recognizer, recordings, decoded_utterances)
+    for utterance, recording in zip(left, stream, strict=True):
+        if recording.fault is None:
+            decoded[utterance.id] = _merged(recording, recognizer.front_end.sample_rate)
+        else:
+            reasons[utterance.id] = fault_line(recording)
+    if not decoded:
+        raise UserError(f"{corpus.unreadable}: {next(iter(reasons.values()))}")
+    return decoded, reasons
+
+
+def decoded_utterances(
+    recognizer: Recognizer,
+    encoded: Encoded,
+    hypotheses: Sequence[Hypothesis],
+    timed: bool = True,
+) -> list[DecodedUtterance]:
+    """The results of a batch. timed: with the times of the words, by which segments are merged."""
+    form = transcripts if timed else _untimed
+    searched = form(recognizer, encoded, hypotheses)
+    ctc = form(recognizer, encoded, ctc_hypotheses(encoded)) or [EMPTY_TRANSCRIPT] * len(searched)
+    window = max(1, round(1 / frame_seconds(recognizer)))
+    weights = attention(encoded, [best.tokens for best in hypotheses])
+    health = [
+        hypothesis_health(best.tokens, own.shape[1], own, window)
+        for best, own in zip(hypotheses, weights, strict=True)
+    ]
+    finished = [best.finished for best in hypotheses]
+    return [DecodedUtterance(*each) for each in zip(searched, ctc, finished, health, strict=True)]
+
+
+def _untimed(
+    recognizer: Recognizer, encoded: Encoded, hypotheses: Sequence[Hypothesis]
+) -> list[Transcript]:
+    """The hypotheses' texts alone, many times faster than with times."""
+    decode = recognizer.tokenizer.decode
+    return [Transcript(decode(each.tokens), each.score, each.tokens) for each in hypotheses]
+
+
+def _merged(recording: Recording[DecodedUtterance], rate: int) -> DecodedUtterance:
+    """The segments of an utterance as one."""
+    segments, parts = recording.segments, recording.results
+    pairs = zip(segments, parts, strict=True)
+    known = [(part, end - start) for (start, end), part in pairs if part is not None]
+    return DecodedUtterance(
+        merge_segments(segments, [part and part.searched for part in parts], rate),
+        merge_segments(segments, [part and part.ctc for part in parts], rate),
+        all(part.finished for part, _ in known),
+        mean_health([part.health for part, _ in known], [length for _, length in known]),
+    )
 
 
 def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
@@ -392,7 +390,7 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
         "finished": ["yes" if utterance.finished else "no" for utterance in decoded],
     }
     if "ctc_wer" in evaluation.about:
-        columns["ctc"] = [utterance.ctc for utterance in decoded]
+        columns["ctc"] = [utterance.ctc.text for utterance in decoded]
     write_evaluation(folder, result, evaluation.about, columns)
 
 
@@ -410,8 +408,9 @@ def attention_uri(
     front_end, tokenizer = recognizer.front_end, recognizer.tokenizer
     features = front_end.features(front_end.load(utterance.audio), utterance.speaker)
     batch = collate([Example(utterance.id, features, torch.tensor(tokens))])
-    (weights,) = recognizer.attention(recognizer.encode(batch), [tokens])
-    labels, seconds = labels_of(tokens, tokenizer), weights.shape[1] * recognizer.frame_seconds
+    (encoded,) = encode([recognizer.model], batch)
+    (weights,) = attention(encoded, [tokens])
+    labels, seconds = labels_of(tokens, tokenizer), weights.shape[1] * frame_seconds(recognizer)
     picture = attention_picture(weights.numpy(), labels, seconds, utterance.id)
     file = io.BytesIO()
     imsave(file, picture, format="png")

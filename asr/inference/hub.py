@@ -4,7 +4,7 @@ A run is downloaded once, as plain files, into huggingface_hub's folder for othe
 
     HF_HOME/assets/layernorm-asr/USER--NAME/runs/
         COMMIT/         a run folder
-        REVISION.ref    the commit of a branch or tag, when it was last seen
+        REVISION.ref    the commit of a branch, a tag or a commit, whose folder is complete
 
 Not into that library's own cache: its files are symbolic links, which a run folder must not have.
 Where the hub cannot be reached, the last copy is used.
@@ -14,20 +14,16 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from urllib.parse import quote
 
-from asr.config.loader import MAX_BYTES
-from asr.data.tokenizer import MAX_MODEL
 from asr.errors import UserError, missing_package
-from asr.inference.load import STATISTICS
-from asr.io import atomic_write, new_folder, read_small_file
+from asr.io import atomic_write, read_small_file
 from asr.shipped import find_run
-from asr.training.checkpoint import MAX_WEIGHTS
 
 PREFIX = "hf:"
 LIBRARY = "layernorm-asr"
@@ -35,17 +31,13 @@ NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
 COMMIT = re.compile("[0-9a-f]{40}")
 TIMEOUT = 10.0  # seconds without an answer after which the hub counts as unreachable
-MAX_TOTAL = 2 * MAX_WEIGHTS  # bytes of a run
-SMALL = 16 << 20
-# The files that transcription needs, and the largest size of each, bytes.
-LIMITS = {
-    re.compile(r"recipe\.yaml"): MAX_BYTES,
-    re.compile(r"tokenizer\.json"): SMALL,
-    re.compile(r"tokenizer\.model"): MAX_MODEL,
-    re.compile(re.escape(STATISTICS)): SMALL,
-    re.compile(r"checkpoints/[0-9]{8,15}/sha256\.json"): SMALL,
-    re.compile(r"checkpoints/[0-9]{8,15}/model\.safetensors"): MAX_WEIGHTS,
-}
+# The files that transcription needs. No others are downloaded: pickles, for example.
+NEEDED = re.compile(
+    r"recipe\.yaml|tokenizer\.(json|model)|features\.safetensors"
+    r"|checkpoints/[0-9]{8,15}/(sha256\.json|model\.safetensors)"
+)
+# All that a run may consist of: a push deletes what the new run lacks.
+RUN_PATTERNS = ["recipe.yaml", "tokenizer.*", "features.safetensors", "checkpoints/*"]
 
 
 def is_on_hub(run: str | os.PathLike[str]) -> bool:
@@ -56,8 +48,8 @@ def is_on_hub(run: str | os.PathLike[str]) -> bool:
 def local_run(run: str | os.PathLike[str]) -> Path:
     """The folder of a run: the path itself, a shipped run, or a copy of hf:USER/NAME[@REVISION].
 
-    Raises UserError without the extra `hub`, for a repository that is missing, restricted, too
-    large or no run, and where it cannot be downloaded and there is no copy.
+    Raises UserError without the extra `hub`, for a repository that is missing, restricted, larger
+    than the free disk or no run, and where it cannot be downloaded and there is no copy.
     """
     return _copy(os.fspath(run)) if is_on_hub(run) else find_run(Path(run))
 
@@ -70,60 +62,52 @@ def _copy(address: str) -> Path:
     revision = revision or "main"
     assets = hub.constants.HF_ASSETS_CACHE
     folder = hub.cached_assets_path(LIBRARY, repo, "runs", assets_dir=assets)
-    if COMMIT.fullmatch(revision) and (folder / revision).is_dir():
-        return folder / revision
-    last = folder / f"{quote(revision, safe='')}.ref"
+    last = _complete(folder, revision)
+    if last == revision:  # a commit, which never changes
+        return folder / last
     with _explained(hub, address, revision):
+        api = hub.HfApi(library_name=LIBRARY)
         try:
-            api = hub.HfApi(library_name=LIBRARY)
             info = api.model_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT)
         except _failures(hub) as error:
-            copy = folder / (read_small_file(last, 100) if last.is_file() else "none")
-            if not (_is_unreachable(hub, error) and COMMIT.fullmatch(copy.name) and copy.is_dir()):
+            if not (last and _is_unreachable(hub, error)):
                 raise
-            line = f"{address}: the hub cannot be reached; using the copy of {copy.name[:8]}"
+            line = f"{address}: the hub cannot be reached; using the copy of {last[:8]}"
             print(line, file=sys.stderr)
-            return copy
+            return folder / last
         if not COMMIT.fullmatch(info.sha or ""):
             raise UserError(f"{address}: the hub names no commit")
-        copy = folder / info.sha
-        if not copy.is_dir():
-            _download(api, repo, address, copy, _needed(info.siblings or [], address))
-        atomic_write(last, info.sha)
-    return copy
+        if not _complete(folder, info.sha):
+            _download(api, repo, address, folder / info.sha, info.siblings or [])
+        for name in (info.sha, revision):
+            atomic_write(_reference(folder, name), info.sha)
+    return folder / info.sha
 
 
-def _needed(files: list[Any], address: str) -> dict[str, int]:
-    """The sizes of the files of a run. UserError where it is none, or too large."""
-    sizes = {}
-    for file in files:
-        for pattern, limit in LIMITS.items():
-            if pattern.fullmatch(file.rfilename):
-                if file.size is None or file.size > limit:
-                    raise UserError(f"{address}: {file.rfilename} is larger than {limit} bytes")
-                sizes[file.rfilename] = file.size
+def _reference(folder: Path, revision: str) -> Path:
+    return folder / f"{quote(revision, safe='')}.ref"
+
+
+def _complete(folder: Path, revision: str) -> str | None:
+    """The commit that a revision had when it was last seen, if its copy is complete."""
+    reference = _reference(folder, revision)
+    commit = read_small_file(reference, 100) if reference.is_file() else ""
+    return commit if COMMIT.fullmatch(commit) and (folder / commit).is_dir() else None
+
+
+def _download(api: Any, repo: str, address: str, copy: Path, files: list[Any]) -> None:
+    """Download the files of a run; continues an interrupted download.
+
+    UserError where it is no run, or larger than the free disk.
+    """
+    sizes = {f.rfilename: f.size or 0 for f in files if NEEDED.fullmatch(f.rfilename)}
     if "recipe.yaml" not in sizes or "tokenizer.json" not in sizes:
         raise UserError(f"{address}: no recipe.yaml and tokenizer.json in it, so it is no run")
-    if sum(sizes.values()) > MAX_TOTAL:
-        raise UserError(f"{address}: larger than {MAX_TOTAL} bytes")
-    return sizes
-
-
-def _download(api: Any, repo: str, address: str, copy: Path, sizes: Mapping[str, int]) -> None:
-    """Download the files into the new folder `copy`."""
-    megabytes = sum(sizes.values()) / 1e6
+    megabytes, free = sum(sizes.values()) / 1e6, shutil.disk_usage(copy.parent).free / 1e6
+    if megabytes > free:
+        raise UserError(f"{address}: {megabytes:.0f} MB, but {copy.parent} has room for {free:.0f}")
     print(f"{address}: downloading {megabytes:.1f} MB to {copy}", file=sys.stderr, flush=True)
-    with new_folder(copy) as part:
-        api.snapshot_download(repo, revision=copy.name, local_dir=part, allow_patterns=list(sizes))
-        shutil.rmtree(part / ".cache", ignore_errors=True)  # the library's notes
-        for name, size in sizes.items():
-            if (part / name).stat().st_size != size:
-                raise UserError(f"{address}: {name} is not of the size that the hub names")
-        try:
-            part.rename(copy)
-        except OSError:  # another process has made the copy in the meantime
-            if not copy.is_dir():
-                raise
+    api.snapshot_download(repo, revision=copy.name, local_dir=copy, allow_patterns=list(sizes))
 
 
 def push_run(folder: Path, repo: str, private: bool) -> str:
@@ -142,14 +126,13 @@ def push_run(folder: Path, repo: str, private: bool) -> str:
             raise UserError(f"--push-to {repo}: is public; omit --private or name another")
         if "recipe.yaml" not in present and present - {".gitattributes", "README.md"}:
             raise UserError(f"--push-to {repo}: holds something else than a run; name another")
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        names = [path.relative_to(folder).as_posix() for path in files]
-        old = {name for name in present if any(p.fullmatch(name) for p in LIMITS)} - set(names)
-        operations = [
-            *(hub.CommitOperationDelete(name) for name in sorted(old)),
-            *(hub.CommitOperationAdd(n, path) for n, path in zip(names, files, strict=True)),
-        ]
-        api.create_commit(repo, operations, commit_message=f"Upload a run of {LIBRARY}")
+        message = f"Upload a run of {LIBRARY}"
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            delete_patterns=RUN_PATTERNS,
+            commit_message=message,
+        )
     return str(url)
 
 

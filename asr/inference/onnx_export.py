@@ -26,7 +26,7 @@ from asr.decoding.segmentation import SILENT
 from asr.errors import UserError, missing_package
 from asr.inference.onnx_check import check_programs
 from asr.inference.programs import Program, speech_programs
-from asr.inference.recognition import FEWEST_FRAMES, Recognizer
+from asr.inference.recognition import FEWEST_FRAMES, Recognizer, frame_seconds
 from asr.io import made_folder, new_folder
 
 PACKAGES = ("onnx", "onnxruntime", "onnxscript")
@@ -85,7 +85,7 @@ def describe(
         "model": recipe.model.kind,
         "sample_rate": extract.sample_rate,
         "features": recipe.features.model_dump(mode="json", exclude=TRAINING_ONLY_FEATURES),
-        "frame_seconds": recognizer.frame_seconds,  # of memory
+        "frame_seconds": frame_seconds(recognizer),  # of memory
         "max_seconds": recognizer.max_segment_seconds,  # longer audio: split it
         # Audio of fewer samples, or without 10 ms above silence_db of full scale, their mean
         # removed, has no text.

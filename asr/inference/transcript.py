@@ -71,9 +71,13 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def merge_segments(
-    segments: Sequence[Segment], transcripts: Sequence[Transcript], sample_rate: int
+    segments: Sequence[Segment], transcripts: Sequence[Transcript | None], sample_rate: int
 ) -> Transcript:
-    """The transcripts of a recording's segments, each timed from its own start -> one of all."""
+    """The transcripts of a recording's segments, each timed from its own start -> one of all.
+
+    None: without speech.
+    """
+    transcripts = [transcript or EMPTY_TRANSCRIPT for transcript in transcripts]
     seconds = segments[-1].end / sample_rate if segments else 0.0
     if len(segments) == 1:
         return replace(transcripts[0], seconds=seconds)

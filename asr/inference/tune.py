@@ -20,8 +20,8 @@ from asr.data.corpus import Corpus
 from asr.decoding.beam_search import Ranking
 from asr.decoding.scorer import Hypothesis
 from asr.errors import UserError
-from asr.inference.decode import decode_memory
-from asr.inference.evaluation import batches, too_long
+from asr.inference.decode import best_hypotheses, encode
+from asr.inference.evaluation import for_split, read_batches, too_long
 from asr.inference.recognition import Recognizer
 from asr.io import write_files
 
@@ -66,6 +66,7 @@ def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path
         raise UserError("--tune weighs what a beam adds up; set decode.search=beam")
     if corpus.path.resolve() in map(Path.resolve, recipe.data.test.values()):
         yield f"note: after --tune the error rate of {corpus.path} is too low to be reported"
+    recognizer = for_split(recognizer, corpus, recipe)
     grid = grid_of(recognizer, recipe)
     used = int((~too_long(recognizer, corpus.seconds)).sum())
     if not used:
@@ -148,13 +149,12 @@ def nbests(
     """
     results: list[NBests] = [{} for _ in settings]
     decodes = [recipe.decode.model_copy(update=setting) for setting in settings]
-    for batch in batches(recognizer, corpus, recipe):
+    for batch in read_batches(recognizer, corpus, recipe):
         faults |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
-            memory, others = recognizer.encode(batch), recognizer.encode_other_speeds(batch)
+            encoded = encode((recognizer.model, *recognizer.ensemble), batch)
             for own, decode in zip(results, decodes, strict=True):
-                model, lm, nbest = recognizer.model, recognizer.lm, decode.beam
-                ranked = decode_memory(model, memory, decode, lm, nbest, others)
+                ranked = best_hypotheses(encoded, decode, recognizer.lm, decode.beam)
                 own |= zip(batch.ids, ranked, strict=True)
     if not results[0]:
         raise UserError(corpus.unreadable)
@@ -166,7 +166,8 @@ def errors(
 ) -> dict[str, list[tuple[int, int]]]:
     """Word and character errors of every hypothesis, by utterance id."""
     references = {utterance.id: utterance.text for utterance in corpus}
-    pairs = [(name, recognizer.text(h)) for name, ranked in nbest.items() for h in ranked]
+    text = recognizer.tokenizer.decode
+    pairs = [(name, text(h.tokens)) for name, ranked in nbest.items() for h in ranked]
     scored = score([references[name] for name, _ in pairs], [text for _, text in pairs], draws=1)
     wrong = defaultdict(list)
     for (name, _), one in zip(pairs, scored.utterances, strict=True):

@@ -32,8 +32,8 @@ from asr.nn.attention import (
     valid_places,
 )
 from asr.nn.dropout import Dropout, draw_mask
-from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, get_weights
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
+from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, get_weights
 from asr.nn.subsampling import ConvSubsampling
 
 CHANNELS = 32  # of the convolutions

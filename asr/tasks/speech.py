@@ -22,9 +22,10 @@ from asr.data.corpus import Corpus
 from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches
 from asr.data.tokenizer import Tokenizer, about, labels_of, load_tokenizer, train_tokenizer
 from asr.decoding.alignment import diagonality, has_ctc_path, reference_attention
+from asr.decoding.scorer import Scorer
 from asr.errors import UserError
 from asr.features.front_end import FrontEnd
-from asr.inference.decode import SpeechDecoder
+from asr.inference.decode import best_hypotheses, ctc_hypotheses, encode
 from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_scorer, save_inputs
 from asr.io import sha256_of_files
 from asr.models.build import build_front_end, build_speech_model
@@ -49,12 +50,12 @@ class SpeechTask(Task):
     objective: SpeechObjective
     epochs: SpeechEpochs
     validation: UtteranceDataset  # the validation split
-    decoder: SpeechDecoder
+    lm: Scorer | None
     about: dict[str, str]
     max_unreadable: float
 
     def prepare(self, run: Path) -> None:
-        save_inputs(run, self.decoder.tokenizer, self.epochs.utterances.front_end)
+        save_inputs(run, self.validation.tokenizer, self.epochs.utterances.front_end)
 
     def describe(self) -> str:
         corpus, plan = self.epochs.utterances.corpus, self.epochs.plan(1)
@@ -88,7 +89,8 @@ class SpeechTask(Task):
 
         Over the first train.wer_utterances of the manifest.
         """
-        train, corpus = self.recipe.train, self.validation.corpus
+        train, corpus, model = self.recipe.train, self.validation.corpus, self.objective.model
+        decode = self.validation.tokenizer.decode
         seconds = corpus.seconds[: train.wer_utterances]
         plan = plan_evaluation(seconds, self.recipe.decode.batch_seconds)
         texts: dict[str, str] = {}
@@ -98,13 +100,14 @@ class SpeechTask(Task):
         for batch in load_batches(self.validation, plan.batches, self.recipe.data.workers):
             if not len(batch):
                 continue
-            memory = self.decoder.encode(batch)
-            hypotheses = self.decoder.hypotheses(memory)
-            texts |= zip(batch.ids, map(self.decoder.text, hypotheses), strict=True)
-            paths = self.decoder.ctc_hypotheses(memory)
-            ctc_texts |= zip(batch.ids, map(self.decoder.text, paths), strict=False)
-            model, tokens = self.decoder.model, (batch.tokens, batch.token_lengths)
-            weights = [w.numpy() for w in reference_attention(model, memory, *tokens)]
+            (encoded,) = encode([model], batch)
+            ranked = best_hypotheses([encoded], self.recipe.decode, self.lm)
+            texts |= zip(batch.ids, (decode(best.tokens) for best, *_ in ranked), strict=True)
+            paths = ctc_hypotheses(encoded)
+            ctc_texts |= zip(batch.ids, (decode(path.tokens) for path in paths), strict=False)
+            tokens = batch.tokens, batch.token_lengths
+            attended = reference_attention(model, encoded.memory, *tokens)
+            weights = [each.numpy() for each in attended]
             slopes += map(diagonality, weights)
             for row in (i for i, name in enumerate(batch.ids) if name in shown):
                 self._pictures(log, step, batch, row, weights[row])
@@ -129,7 +132,7 @@ class SpeechTask(Task):
         name = batch.ids[row]
         tokens = batch.tokens[row, : batch.token_lengths[row]].tolist()
         features = batch.features[row, : batch.lengths[row]].numpy()
-        front_end, labels = self.validation.front_end, labels_of(tokens, self.decoder.tokenizer)
+        front_end, labels = self.validation.front_end, labels_of(tokens, self.validation.tokenizer)
         seconds = len(features) * front_end.extract.shift / front_end.sample_rate
         attention = attention_picture(weights, labels, seconds, name)
         log.picture(f"valid_attention/{name}", attention, step)
@@ -190,9 +193,8 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool, stage: int = 0) -
     )
     valid_front_end = loader.with_split_statistics(front_end, valid, data.workers, (1.0,))
     validation = UtteranceDataset(valid, valid_front_end, tokenizer, recipe.seed)
-    decoder = SpeechDecoder(objective.model, tokenizer, recipe.decode, lm)
     return SpeechTask(
-        recipe, objective, epochs, validation, decoder, about(tokenizer), data.max_unreadable
+        recipe, objective, epochs, validation, lm, about(tokenizer), data.max_unreadable
     )
 
 

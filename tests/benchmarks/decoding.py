@@ -94,11 +94,10 @@ def ours(shape: str) -> Callable:
     model.eval()
     frames = torch.full((BATCH,), FRAMES)
     # Every hypothesis has TOKENS tokens, independent of its frames.
-    config = BeamConfig(beam=BEAM, length_penalty=0.0, eos_threshold=None, max_ratio=1e-9)
-    forced = {"max_constant": TOKENS, "min_constant": TOKENS}
+    config = BeamConfig(beam=BEAM, length_penalty=0.0, eos_threshold=1e-9, max_ratio=1e-9)
 
     def search(features: torch.Tensor) -> list[int]:
-        results = beam_search(model, model.encode(features, frames), config, **forced)
+        results = beam_search(model, model.encode(features, frames), config, max_constant=TOKENS)
         return [len(best.tokens) for best, *_ in results]
 
     return search

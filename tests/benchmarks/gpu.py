@@ -708,10 +708,10 @@ def search(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
 @torch.no_grad()
 def search_once(model: Any, features: Tensor, decode: Any) -> None:
     """Encode and search B utterances of the same length."""
-    from asr.inference.decode import decode_memory
+    from asr.inference.decode import Encoded, best_hypotheses
 
     lengths = torch.full((len(features),), features.size(1))
-    decode_memory(model, model.encode(features, lengths), decode)
+    best_hypotheses([Encoded(model, model.encode(features, lengths))], decode)
 
 
 # Table ------------------------------------------------------------------------------------------

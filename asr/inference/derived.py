@@ -1,0 +1,55 @@
+"""Derived runs: an ordinary run folder made from another one, by asr.export and asr.prune."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from asr.config.loader import write_recipe
+from asr.config.schema import Recipe
+from asr.data.tokenizer import about
+from asr.errors import UserError
+from asr.inference.load import save_inputs
+from asr.inference.recognition import Recognizer
+from asr.training.checkpoint import NotSaved, save_checkpoint
+
+WITHOUT_OTHERS = ("decode.lm=null", "decode.ensemble=[]")  # overrides: load one model alone
+
+
+def check_new_folder(to: Path) -> None:
+    """Raise UserError where the folder is not empty."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"--to {to}: is there already; name a new folder")
+
+
+def derived_recipe(recipe: Recipe, to: Path) -> dict[str, Any]:
+    """The recipe's tree under the new folder's name; its one checkpoint is already an average."""
+    tree = recipe.model_dump(mode="json")
+    tree["run"] = to.resolve().name
+    tree["decode"]["average"] = 1
+    return tree
+
+
+def write_run(
+    to: Path,
+    recipe: Recipe,
+    recognizer: Recognizer,
+    training: dict[str, Any] | None,
+    step: int,
+    loss: float,
+    card: str | None = None,
+) -> None:
+    """Write a run folder with one checkpoint; without `training` it cannot be resumed.
+
+    Raises UserError where it cannot be written, and removes the folder.
+    """
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        write_recipe(recipe, to / "recipe.yaml")
+        save_inputs(to, recognizer.tokenizer, recognizer.front_end)
+        save_checkpoint(to, recognizer.model, training, step, loss, about(recognizer.tokenizer))
+        if card:
+            (to / "README.md").write_text(card, encoding="utf-8")
+    except (OSError, NotSaved) as error:
+        shutil.rmtree(to, ignore_errors=True)  # it was empty
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--to {to}: cannot be written ({reason}); make room, try again") from None
