@@ -43,6 +43,8 @@ from asr.features.streams import (
     Window,
     find_streams,
     is_read_whole,
+    joined_wavs,
+    ogg_end,
 )
 
 logger = logging.getLogger(__name__)
@@ -272,7 +274,7 @@ MAX_SEARCHED = 4 << 30  # bytes of such a file: three days at 128 kbit/s
 # a file, which has about a second, leads to another place.
 OGG_LEAD = 10.0
 KEPT = 8  # decoded files of which parts are cut
-REPORTED = 10  # files of a kind that a process names
+REPORTED = 10  # files that a process names
 Source = str | os.PathLike[str] | bytes  # a file, a place in a tar, or a file's content
 IN_MEMORY = "the audio"  # the name of a content in messages
 
@@ -309,15 +311,11 @@ def decoded_seconds(
 
     inspect: called with every block (S, C), which the next one overwrites.
     Raises AudioError as `read_audio` does, and for a truncated file, which holds less than its
-    header claims. An OGG header seldom has a length; there only a broken frame shows it.
+    header claims, or ends within a page of Ogg.
     """
     with open_audio(path) as sound:
-        count = sum(len(block) for block in _mono_blocks(sound, max_seconds, inspect=inspect))
-        claimed, decoded = sound.claimed_samples() / sound.rate, count / sound.rate
-        if claimed > decoded + TOLERANCE:
-            lengths = f"its header says {claimed:.3f} seconds and {decoded:.3f} are there"
-            raise AudioError(f"{sound.name}: breaks off: {lengths}")
-        return decoded
+        blocks = _mono_blocks(sound, max_seconds, inspect=inspect, refuse_truncated=True)
+        return sum(map(len, blocks)) / sound.rate
 
 
 def audio_seconds(path: Source) -> float:
@@ -340,8 +338,8 @@ def open_audio(path: Source) -> Iterator["Sound"]:
     """
     name = IN_MEMORY if isinstance(path, bytes) else name_of(path)
     with ExitStack() as stack:
+        source, window = _open_bytes(path, name, stack)
         try:
-            source, window = _source(path, name, stack)
             beginning = window.read_at(0, 4)
             if not beginning:
                 raise AudioError(f"{name}: the file is empty (0 bytes)")
@@ -350,16 +348,20 @@ def open_audio(path: Source) -> Iterator["Sound"]:
             if beginning not in INDEXED and window.size > MAX_SEARCHED:
                 most = f"{window.size} bytes, more than {MAX_SEARCHED}"
                 raise AudioError(f"{name}: {most}; convert it to FLAC or WAV")
+            wavs = joined_wavs(window)
+            if len(wavs) > 1:  # libsndfile refuses another behind a WAV
+                source = window.part(wavs[0])
             with suppress_stderr(beginning not in QUIET):
                 file = stack.enter_context(_File(source, closefd=False))
         except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
+            _check_read(window, name)
             raise AudioError(f"{name}: not readable as audio ({sound_error(error)})") from error
         whole_rate(file.samplerate, name)
         yield Sound(path, name, file, window)
         _check_read(window, name)
 
 
-def _source(path: Source, name: str, stack: ExitStack) -> tuple[str | int | Window, Window]:
+def _open_bytes(path: Source, name: str, stack: ExitStack) -> tuple[str | int | Window, Window]:
     """What soundfile opens, and the same bytes as a window."""
     if isinstance(path, bytes):
         window = Window(io.BytesIO(path), 0, len(path))
@@ -377,6 +379,8 @@ def _source(path: Source, name: str, stack: ExitStack) -> tuple[str | int | Wind
         raise AudioError(f"{name}: {error}") from None
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a null character
         raise AudioError(f"{name}: no such file") from None
+    except OSError as error:
+        raise AudioError(f"{name}: not readable as audio ({error.strerror})") from None
 
 
 class _File(soundfile.SoundFile):
@@ -440,6 +444,13 @@ class Sound:
             return self._of_headers(_claimed)
         missing = sum(stream.stated - stream.count for stream in self._streams)
         return self.samples() + missing * self._streams[0].frame.samples if missing > 0 else 0
+
+    def ogg_ends(self) -> set[str]:
+        """How the streams of an Ogg end: `ogg_end`; empty for other files."""
+        if self.format != "OGG":
+            return set()
+        ends = [stream.offset + stream.size for stream in self._streams] or [self._window.size]
+        return {ogg_end(self._window, end) for end in ends}
 
     def blocks(self, dtype: str, values: float, start: int = 0) -> Iterator[np.ndarray]:
         """All samples from `start` on, (S, C) with at most `values` at once, or all of them as a
@@ -539,7 +550,8 @@ class Sound:
             if isinstance(stream, Mp3Stream):
                 self._check_format(stream.frame.rate, stream.frame.channels)
             elif stream.stated is not None:
-                _report_unfinished(self.name, stream)
+                stated = f"its header states {stream.stated} bytes of samples"
+                _report(self.name, f"{stated}, and {stream.size} are there: read to its end")
         return streams
 
     def _version(self) -> tuple[int, ...]:
@@ -552,7 +564,7 @@ class Sound:
 def _streams_of(path: str, kind: str, version: tuple[int, ...]) -> Sequence[Stream | Mp3Stream]:
     """`find_streams` in a file, once for all of its parts that are cut. version: for the cache."""
     with ExitStack() as stack:
-        window = _source(path, name_of(path), stack)[1]
+        _, window = _open_bytes(path, name_of(path), stack)
         streams = find_streams(window, kind)
         _check_read(window, name_of(path))
         return streams
@@ -609,17 +621,35 @@ def _check_read(window: Window, name: str) -> None:
         raise AudioError(f"{name}: {what}: {error.strerror}")
 
 
-_unfinished = 0  # files reported
+def _check_end(sound: Sound, samples: int, refuse: bool) -> None:
+    """Report a file that ends before its stream, of which `samples` were decoded.
+
+    With `refuse` AudioError, but for an Ogg of whole pages, as some encoders do not mark the last.
+    """
+    ends, claimed = sound.ogg_ends(), sound.claimed_samples() / sound.rate
+    there = f"{samples / sound.rate:.3f}"
+    if claimed > samples / sound.rate + TOLERANCE:
+        fault = f"its header says {claimed:.3f} seconds and {there} are there"
+    elif "cut" in ends:
+        fault = f"{there} seconds are there, and a part of a page"
+    elif "open" in ends:
+        fault, refuse = f"{there} seconds are there, and no page that ends it", False
+    else:
+        return
+    if refuse:
+        raise AudioError(f"{sound.name}: breaks off: {fault}")
+    _report(sound.name, f"the file ends before its stream does: {fault}")
 
 
-def _report_unfinished(name: str, stream: Stream) -> None:
+_reported: set[str] = set()  # files
+
+
+def _report(name: str, fault: str) -> None:
     """Log a line for each of the first files; a process that loads training batches logs none."""
-    global _unfinished
-    if _unfinished < REPORTED and get_worker_info() is None:
-        _unfinished += 1
-        more = "; further files like it are not named" if _unfinished == REPORTED else ""
-        stated = f"its header states {stream.stated} bytes of samples, and {stream.size} are there"
-        logger.warning("%s: %s: read to its end%s", name, stated, more)
+    if name not in _reported and len(_reported) < REPORTED and get_worker_info() is None:
+        _reported.add(name)
+        more = "; further files like it are not named" if len(_reported) == REPORTED else ""
+        logger.warning("%s: %s%s", name, fault, more)
 
 
 def _mono_blocks(
@@ -627,6 +657,7 @@ def _mono_blocks(
     max_seconds: float | None = None,
     sample_rate: int | None = None,
     inspect: Callable[[np.ndarray], None] | None = None,
+    refuse_truncated: bool = False,
 ) -> Iterator[np.ndarray]:
     """The file, averaged over channels and checked, (S,) at a time; also at `sample_rate`, a block
     has at most BLOCK_VALUES. AudioError without samples, or soon after `max_seconds`.
@@ -646,6 +677,7 @@ def _mono_blocks(
         yield mono
     if not count:
         raise NoSamples(f"{sound.name}: no audio, 0 samples")
+    _check_end(sound, count, refuse_truncated)
 
 
 def sound_error(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """Where the streams of an audio file begin and how long they are, by its bytes alone.
 
 libsndfile reads one stream up to the length that its header states, and guesses the length of an
-MP3 without one. Files that hold more are found here: several MP3, Ogg or FLAC streams one after
-another (`cat a.mp3 b.mp3`, a recorded radio stream), an MP3 whose header states no or another
+MP3 without one. Files that hold more are found here: several MP3, Ogg, FLAC or WAV streams one
+after another (`cat a.mp3 b.mp3`, a recorded radio stream), an MP3 whose header states no or another
 length, and WAV or AU whose header was never completed. Each stream is given to libsndfile as a
 file of its own, behind a header that states its true length.
 
@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 READ = 1 << 20  # bytes searched at once
 
@@ -107,6 +107,22 @@ def chained_streams(window: Window, kind: str) -> list[Stream]:
     return [Stream(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
 
 
+MAX_PAGE = 27 + 255 + 255 * 255  # bytes of an Ogg page
+
+
+def ogg_end(window: Window, end: int) -> Literal["complete", "open", "cut"]:
+    """How an Ogg stream ends at a byte: with the page that is marked as its last one, with another
+    page (recordings that were broken off, and some encoders), or within a page.
+    """
+    begin = max(0, end - MAX_PAGE)
+    tail = window.read_at(begin, end - begin)
+    page = tail[tail.rfind(b"OggS\0") :]
+    sizes = page[27 : 27 + page[26]] if len(page) > 26 else b""
+    if len(page) < 27 or len(sizes) < page[26] or len(page) < 27 + len(sizes) + sum(sizes):
+        return "cut"
+    return "complete" if page[5] & 4 else "open"
+
+
 def _places(window: Window, pattern: re.Pattern[bytes], begin: int = 0) -> Iterator[int]:
     """Where the pattern, of at most 32 bytes, occurs from a place on."""
     rest = b""
@@ -119,6 +135,26 @@ def _places(window: Window, pattern: re.Pattern[bytes], begin: int = 0) -> Itera
 
 
 # WAV and AU.
+
+
+def joined_wavs(window: Window) -> list[Stream]:
+    """WAV files in a row, each as long as its header states, the last to the end of the file."""
+    streams, begin = [], 0
+    while _is_wav(window, begin):
+        end = begin + 8 + int.from_bytes(window.read_at(begin + 4, 4), "little")
+        # Some programs leave out the byte of padding after a chunk of odd size.
+        end += end % 2 if not _is_wav(window, end) else 0
+        streams.append(Stream(begin, end - begin))
+        begin = end
+    if streams:
+        streams[-1] = Stream(streams[-1].offset, window.size - streams[-1].offset)
+    return streams
+
+
+def _is_wav(window: Window, place: int) -> bool:
+    head = window.read_at(place, 12)
+    return head[:4] == b"RIFF" and head[8:] == b"WAVE"
+
 
 USUAL_HEAD, MOST_HEAD = 1 << 12, 1 << 20  # bytes before the samples
 UNKNOWN_SIZE = 0xFFFFFFFF
@@ -393,7 +429,8 @@ def find_streams(window: Window, kind: str) -> Sequence[Stream] | Sequence[Mp3St
     if kind in BEGINNINGS:
         streams = chained_streams(window, kind)
         return streams if len(streams) > 1 else []
-    return unfinished_stream(window)
+    wavs = joined_wavs(window)
+    return wavs if len(wavs) > 1 else unfinished_stream(window)
 
 
 def is_read_whole(streams: Sequence[Stream] | Sequence[Mp3Stream]) -> bool:

@@ -272,7 +272,7 @@ def test_times_are_those_of_the_container(kind, codec, tmp_path):
 
 
 @pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed")
-@pytest.mark.parametrize("hours", [2, 13, 26])  # of the last two ffmpeg's count of samples overflows
+@pytest.mark.parametrize("hours", [2, 13, 26])  # ffmpeg's number of samples overflows at 12
 def test_a_gap_that_ffmpeg_cannot_fill_is_reported(hours, recordings, commands, tmp_path):
     line = [FFMPEG, "-v", "error", "-itsoffset", str(3600 * hours), "-i", recordings["one"]]
     subprocess.run([*line, "-ar", "48000", "-c:a", "flac", tmp_path / "late.mka"], check=True)
