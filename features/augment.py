@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from asr.features.audio import resample
+from asr.features.resample import resample
 
 SPEEDS = (0.25, 4.0)  # beyond these, speech is unintelligible
 

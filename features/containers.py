@@ -22,14 +22,9 @@ import torch
 from torch import Tensor
 
 from asr.features import AudioError, NoSamples
-from asr.features.audio import (
-    BLOCK_VALUES,
-    check_values,
-    name_of,
-    open_regular,
-    resample_blocks,
-    whole_rate,
-)
+from asr.features.files import name_of, open_regular
+from asr.features.resample import resample_blocks
+from asr.features.sound import BLOCK_VALUES, check_values, whole_rate
 
 MEMORY = 2 << 30  # bytes that ffmpeg may have, in which it holds a gap that it fills
 MAX_GAP = 250_000_000  # samples: 1.4 hours at 48 kHz

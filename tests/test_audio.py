@@ -19,19 +19,17 @@ import torch
 
 from asr.features import AudioError, NoSamples
 from asr.features.audio import (
-    BLOCK,
-    BLOCK_VALUES,
-    Window,
     audio_seconds,
-    check_values,
     decoded_seconds,
     from_samples,
-    open_audio,
     read_audio,
     stream_audio,
-    suppress_stderr,
 )
 from asr.features.cut import cut_audio
+from asr.features.files import Window
+from asr.features.libsndfile import suppress_stderr
+from asr.features.sound import BLOCK_VALUES, check_values, open_audio
+from asr.features.tar import BLOCK
 
 SECONDS, RATE = 0.73, 16_000
 WAV = [("WAV", subtype) for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")]
@@ -645,7 +643,7 @@ def ogg_pages(content: bytes) -> list[int]:
 def reported(monkeypatch) -> set[str]:
     """The files that were named in the log, none at first."""
     names: set[str] = set()
-    monkeypatch.setattr("asr.features.audio._reported", names)
+    monkeypatch.setattr("asr.features.sound._reported", names)
     return names
 
 

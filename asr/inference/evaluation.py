@@ -52,8 +52,9 @@ from asr.decoding.scorer import Hypothesis
 from asr.decoding.segmentation import Segment
 from asr.errors import UserError
 from asr.features import AudioError
-from asr.features.audio import member_of, name_of
+from asr.features.files import name_of
 from asr.features.front_end import FrontEnd
+from asr.features.tar import member_of
 from asr.inference.load import load_run_recipe
 from asr.inference.recognition import Recognizer, decode_in_halves, fault_line, has_no_speech
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
