@@ -142,8 +142,8 @@ def _add_format(kind: argparse.ArgumentParser, name: str, source: str) -> None:
     text += "upper case with only A to Z, apostrophes and spaces; what is dropped is reported "
     text += "(default: %(default)s)"
     kind.add_argument("--text", choices=CHOICES, default="keep", help=text)
-    text = "notes in brackets such as <COMMA>, [laughter] or {breath}: drop them, or keep them as "
-    text += "they are; their counts are reported (default: %(default)s)"
+    text = "notes in brackets such as <COMMA>, [laughter] or {breath}: drop them, or keep each as "
+    text += "one token; their counts are reported (default: %(default)s)"
     kind.add_argument("--tags", choices=TAGS, default="drop", help=text)
     if name in WITH_TEXT_COLUMN:
         kind.add_argument("--text-column", metavar="NAME", help="the column of the transcripts")

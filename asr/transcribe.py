@@ -59,7 +59,7 @@ def transcribe(
     faults: dict[Path, str],
 ) -> None:
     """Report the transcript of every source, or add it to `faults`. places: in --out, if given."""
-    from asr.features.audio import name_of
+    from asr.features.files import name_of
     from asr.inference.transcript import level_warning
 
     names = {source.path: source.name for source in sources}
@@ -86,7 +86,7 @@ def report(
     name: Path, transcript: "Transcript", kind: str, out: Path | None, place: PurePath | None
 ) -> None:
     """Print a transcript, or write it to its place in a folder and print where it is."""
-    from asr.features.audio import name_of
+    from asr.features.files import name_of
 
     text = content(name, transcript, kind)
     if out and place:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from asr.features.audio import resample
+from asr.features.resample import resample
 
 SPEEDS = (0.25, 4.0)  # beyond these, speech is unintelligible
 
@@ -32,12 +32,12 @@ class SpecAugment:
     Raises ValueError for a setting out of range.
     """
 
-    freq_masks: int
-    freq_width: int
-    time_masks: int
-    time_width: int
-    time_fraction: float
-    time_warp: int
+    freq_masks: int = 2
+    freq_width: int = 27
+    time_masks: int = 2
+    time_width: int = 100
+    time_fraction: float = 0.2
+    time_warp: int = 0
 
     def __post_init__(self) -> None:
         for name in ("freq_masks", "freq_width", "time_masks", "time_width", "time_warp"):

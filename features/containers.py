@@ -8,6 +8,7 @@ Shapes: S samples.
 """
 
 import os
+import re
 import resource
 import shutil
 import struct
@@ -21,18 +22,18 @@ import torch
 from torch import Tensor
 
 from asr.features import AudioError, NoSamples
-from asr.features.audio import (
-    BLOCK_VALUES,
-    check_values,
-    name_of,
-    open_regular,
-    resample_blocks,
-    whole_rate,
-)
+from asr.features.files import name_of, open_regular
+from asr.features.resample import resample_blocks
+from asr.features.sound import BLOCK_VALUES, check_values, whole_rate
 
-MEMORY = 2 << 30  # bytes that ffmpeg may have; it fills two hours at most
-# Silence where the container has no audio: before it starts, and in gaps of its time stamps.
-FILL = "aresample=async=1:first_pts=0"
+MEMORY = 2 << 30  # bytes that ffmpeg may have, in which it holds a gap that it fills
+MAX_GAP = 250_000_000  # samples: 1.4 hours at 48 kHz
+# Silence where the container has no audio: before it starts, and in gaps of its time stamps. Of a
+# longer gap ffmpeg would fill a part, so the audio ends there, and both of its ends are printed.
+BEFORE = "if(isnan(prev_t),0,prev_t)"
+ENDS = f"st(0,1)*print({BEFORE},0)*print(t,0)*0"
+FILL = f"aselect='if(ld(0),0,if(gt((t-{BEFORE})*sample_rate,{MAX_GAP}),{ENDS},1))',"
+FILL += "aresample=async=1:first_pts=0"
 AU = struct.Struct(">4sIIIII")  # magic, offset of the samples, bytes, encoding, rate, channels
 
 
@@ -55,51 +56,58 @@ def stream_container(
     Sample 0 is at time 0 of the container's clock: where the track starts later, or its time stamps
     have a gap, there is silence, so that times of words are those of the video.
 
-    Raises AudioError as asr.features.audio.stream_audio does, and where ffmpeg is not installed.
+    Raises AudioError as asr.features.audio.stream_audio does, where ffmpeg is not installed, and at
+    a gap of more than MAX_GAP samples.
     """
     name = name_of(path)
-    with _decoder(path, demuxer, name) as pipe:
+    with _decoder(path, demuxer, name) as (pipe, gap):
         start = pipe.read(AU.size)
         if len(start) < AU.size:
             raise AudioError(f"{name}: not readable as audio (ffmpeg finds no audio in it)")
         _, offset, _, _, rate, _ = AU.unpack(start)
         pipe.read(offset - AU.size)
         rate = whole_rate(rate, name)
-        blocks = _blocks(pipe, max(1, int(BLOCK_VALUES * min(1.0, rate / sample_rate))), name)
+        length = max(1, int(BLOCK_VALUES * min(1.0, rate / sample_rate)))
+        blocks = _blocks(pipe, gap, length, name)
         for block in resample_blocks(blocks, rate, sample_rate):
             yield block.clamp(-1.0, 1.0)
 
 
 @contextmanager
-def _decoder(path: str | os.PathLike[str], demuxer: str, name: str) -> Iterator[IO[bytes]]:
-    """A pipe with the samples in float32 in Sun's AU format, whose header has their rate."""
+def _decoder(
+    path: str | os.PathLike[str], demuxer: str, name: str
+) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Pipes with the samples in float32 in Sun's AU format, whose header has their rate, and with
+    the ends of a gap of more than MAX_GAP samples.
+    """
     program = shutil.which("ffmpeg")
     if program is None:
         remedy = "install it (apt-get install ffmpeg), or convert the file to FLAC or WAV"
         raise AudioError(f"{name}: M4A, MP4 and WebM need the program ffmpeg; {remedy}")
     with open_regular(path) as file:
         source = f"/dev/fd/{file.fileno()}"
-        line = [program, "-nostdin", "-v", "quiet", "-protocol_whitelist", "file", "-f", demuxer]
+        line = [program, "-nostdin", "-v", "panic", "-protocol_whitelist", "file", "-f", demuxer]
         line += ["-copyts", "-i", source, "-map", "0:a:0", "-ac", "1", "-af", FILL]
         line += ["-c:a", "pcm_f32be", "-f", "au", "-"]
         process = subprocess.Popen(
-            line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[file.fileno()]
+            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[file.fileno()]
         )
         try:
             if hasattr(resource, "prlimit"):  # Linux
                 with suppress(OSError):
                     resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
-            yield process.stdout
+            yield process.stdout, process.stderr
             if process.wait():
                 raise AudioError(f"{name}: broken: ffmpeg cannot decode all of it")
         finally:
             process.kill()
             process.stdout.close()
+            process.stderr.close()
             process.wait()
 
 
-def _blocks(pipe: IO[bytes], length: int, name: str) -> Iterator[Tensor]:
-    """All samples, (S,) at a time with S at most `length`, checked."""
+def _blocks(pipe: IO[bytes], gap: IO[bytes], length: int, name: str) -> Iterator[Tensor]:
+    """All samples, (S,) at a time with S at most `length`, checked. gap: the ends of a long one."""
     empty = True
     while content := pipe.read(4 * length):
         samples = np.frombuffer(content, ">f4", len(content) // 4).astype(np.float32)
@@ -108,5 +116,10 @@ def _blocks(pipe: IO[bytes], length: int, name: str) -> Iterator[Tensor]:
             check_values(block, name)
             empty = False
             yield block
+    if ends := re.match(rb"(-?[\d.]+)\s+([\d.]+)\s", gap.read()):
+        times = "no audio from {:.3f} s to {:.3f} s".format(*map(float, ends.groups()))
+        what = f"{times}, too long to fill with silence"
+        remedy = "convert it to FLAC or WAV with ffmpeg, which leaves the gap out"
+        raise AudioError(f"{name}: {what}; {remedy}")
     if empty:
         raise NoSamples(f"{name}: no audio, 0 samples")

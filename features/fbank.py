@@ -1,4 +1,4 @@
-"""Spectral features of one utterance: Kaldi's log-mel and MFCC, and Slaney's mel.
+"""Spectral features of an utterance: Kaldi's log-mel and MFCC, and Slaney's mel.
 
 `Fbank` and `Mfcc` wrap `torchaudio.compliance.kaldi`, which computes the same as Kaldi's
 compute-fbank-feats and compute-mfcc-feats: frames that fit entirely into the samples (snip_edges),
@@ -8,7 +8,7 @@ pre-emphasis 0.97, Povey window, samples scaled to 16 bits. `SlaneyMel` computes
 We differ once: dither is added to the samples, from a generator of its own, where Kaldi draws
 again for every frame; so the same utterance has the same features everywhere.
 
-Shapes: S samples, T frames, F features per frame (`size`).
+Shapes: B utterances, S samples, T frames, F features per frame (`size`).
 """
 
 import math
@@ -17,6 +17,7 @@ import torch
 import torchaudio
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from torchaudio.compliance import kaldi
 
 KALDI_SCALE = 32768.0  # Kaldi reads samples as 16-bit integers
@@ -45,14 +46,37 @@ class FeatureExtractor:
         """T for S samples; 0 if they do not fill one window."""
         return 0 if samples < self.window else 1 + (samples - self.window) // self.shift
 
-    def __call__(self, waveform: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self,
+        waveform: Tensor,
+        lengths: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """waveform (S,) in [-1, 1] -> features (T, F) float32; T = `num_frames(S)`.
 
+        A padded batch (B, S) with the number of samples of each, `lengths` (B,), gives features
+        (B, T, F), padded with 0, and their numbers of frames (B,): each as it is alone. Without
+        `lengths` all have S samples.
+
         Dither, if any, is drawn from `generator`; without one (at evaluation) it is the same noise
-        for every utterance. Raises ValueError for a waveform that is not one-dimensional.
+        for every utterance. Raises ValueError for other shapes or lengths.
         """
-        if waveform.ndim != 1:
-            raise ValueError(f"expected a waveform (samples,), got shape {tuple(waveform.shape)}")
+        if waveform.ndim == 1 and lengths is None:
+            return self._extract(waveform, generator)
+        if waveform.ndim != 2:
+            raise ValueError(
+                f"expected (samples,), or (batch, samples) with lengths, got shape "
+                f"{tuple(waveform.shape)}"
+            )
+        batch, samples = waveform.shape
+        counts = [samples] * batch if lengths is None else lengths.tolist()
+        if len(counts) != batch or not all(0 <= count <= samples for count in counts):
+            raise ValueError(f"lengths {counts} must be {batch} numbers of 0 to {samples} samples")
+        parts = [w[:n] for w, n in zip(waveform, counts, strict=True)]
+        features = [self._extract(part, generator) for part in parts]
+        return pad_sequence(features, batch_first=True), torch.tensor([len(f) for f in features])
+
+    def _extract(self, waveform: Tensor, generator: torch.Generator | None) -> Tensor:
         frames, waveform = self.num_frames(len(waveform)), waveform.float()
         if not frames:
             return torch.zeros(0, self.size)
@@ -136,9 +160,8 @@ class Mfcc(Fbank):
         self.num_ceps, self.deltas = num_ceps, deltas
         self.size = num_ceps * (1 + deltas)
 
-    def __call__(self, waveform: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """As `FeatureExtractor.__call__`; deltas need neighbouring frames, so they come last."""
-        features = super().__call__(waveform, generator)
+    def _extract(self, waveform: Tensor, generator: torch.Generator | None) -> Tensor:
+        features = super()._extract(waveform, generator)  # deltas need neighbouring frames
         return add_deltas(features, self.deltas) if self.deltas and len(features) else features
 
     def _features(self, piece: Tensor) -> Tensor:

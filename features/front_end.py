@@ -103,7 +103,7 @@ class FrontEnd:
             lowest, highest = self.noise
             draw = float(torch.rand((), generator=generator))
             waveform = add_noise(waveform, lowest + draw * (highest - lowest), generator)
-        features = self.norm(self.extract(waveform, generator), group_of(speaker, speed))
+        features = self.norm(self.extract(waveform, generator=generator), group_of(speaker, speed))
         if self.spec_augment is None:
             return (features,) * views
         return tuple(self.spec_augment(features, generator) for _ in range(views))

@@ -1,75 +1,19 @@
 """Where the streams of an audio file begin and how long they are, by its bytes alone.
 
-libsndfile reads one stream up to the length that its header states, and guesses the length of an
-MP3 without one. Files that hold more are found here: several MP3, Ogg or FLAC streams one after
-another (`cat a.mp3 b.mp3`, a recorded radio stream), an MP3 whose header states no or another
-length, and WAV or AU whose header was never completed. Each stream is given to libsndfile as a
-file of its own, behind a header that states its true length.
-
-MP3: ISO 11172-3 and 13818-3 (frame headers); the Xing frame and its extension by LAME, which states
-the encoder's delay and padding, as libmpg123 reads them.
+libsndfile reads one stream up to the length that its header states. Files that hold more are found
+here: several Ogg, FLAC or WAV streams one after another (`cat a.ogg b.ogg`, a recorded radio
+stream), and WAV or AU whose header was never completed; in mp3.py those of MP3. Each stream is read
+by libsndfile as a file of its own, behind a header that states its true length.
 """
 
-import os
 import re
 import struct
-from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import IO, NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from asr.features.files import Window
 
 READ = 1 << 20  # bytes searched at once
-
-
-class Window:
-    """`size` bytes of an open file from `offset`, behind `head`, as soundfile reads a file.
-
-    errors: what ended a reading early, which soundfile would print with a traceback.
-    """
-
-    def __init__(self, file: IO[bytes], offset: int, size: int, head: bytes = b"") -> None:
-        self.file, self.offset, self.size, self.head = file, offset, len(head) + size, head
-        self.position = 0
-        self.errors: list[OSError] = []
-
-    def part(self, stream: "Stream") -> "Window":
-        """The stream's bytes of a window without a head; both share their errors."""
-        part = Window(self.file, self.offset + stream.offset, stream.size, stream.head)
-        part.errors = self.errors
-        return part
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position from the start, from the present one, or from the end; -> it."""
-        position += (0, self.position, self.size)[whence]
-        self.position = max(0, min(position, self.size))
-        return self.position
-
-    def tell(self) -> int:
-        """The position, in bytes from the start of the window."""
-        return self.position
-
-    def readinto(self, buffer: bytearray) -> int:
-        """Fill the buffer as far as the window goes; -> the number of bytes."""
-        view = memoryview(buffer)[: self.size - self.position]
-        start = self.head[self.position : self.position + len(view)]
-        view[: len(start)] = start
-        try:
-            self.file.seek(self.offset + max(0, self.position - len(self.head)))
-            count = len(start) + self.file.readinto(view[len(start) :])
-        except OSError as error:
-            self.errors.append(error)
-            return 0
-        self.position += count
-        return count
-
-    def read_at(self, position: int, size: int) -> bytes:
-        """At most `size` bytes from a position. Does not move the window's own."""
-        before, self.position = self.position, min(position, self.size)
-        buffer = bytearray(min(size, self.size - self.position))
-        count = self.readinto(buffer)
-        self.position = before
-        return bytes(buffer[:count])
 
 
 class Stream(NamedTuple):
@@ -84,8 +28,6 @@ class Stream(NamedTuple):
     stated: int | None = None
 
 
-# Ogg and FLAC.
-
 # An Ogg page that begins a logical stream (RFC 3533), and the first block of a FLAC (RFC 9639).
 BEGINNINGS = {
     "OGG": re.compile(rb"OggS\0[\2\3]", re.DOTALL),
@@ -97,7 +39,7 @@ def chained_streams(window: Window, kind: str) -> list[Stream]:
     """The streams of an OGG or FLAC file, of which it may hold several in a row."""
     begins: list[int] = []
     adjacent = -1  # where an Ogg page would begin a stream beside the one before it
-    for place in _places(window, BEGINNINGS[kind]):
+    for place in places_of(window, BEGINNINGS[kind]):
         if place != adjacent:
             begins.append(place)
         if kind == "OGG":
@@ -107,7 +49,23 @@ def chained_streams(window: Window, kind: str) -> list[Stream]:
     return [Stream(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
 
 
-def _places(window: Window, pattern: re.Pattern[bytes], begin: int = 0) -> Iterator[int]:
+MAX_PAGE = 27 + 255 + 255 * 255  # bytes of an Ogg page
+
+
+def ogg_end(window: Window, end: int) -> Literal["complete", "open", "cut"]:
+    """How an Ogg stream ends at a byte: with the page that is marked as its last one, with another
+    page (recordings that were broken off, and some encoders), or within a page.
+    """
+    begin = max(0, end - MAX_PAGE)
+    tail = window.read_at(begin, end - begin)
+    page = tail[tail.rfind(b"OggS\0") :]
+    sizes = page[27 : 27 + page[26]] if len(page) > 26 else b""
+    if len(page) < 27 or len(sizes) < page[26] or len(page) < 27 + len(sizes) + sum(sizes):
+        return "cut"
+    return "complete" if page[5] & 4 else "open"
+
+
+def places_of(window: Window, pattern: re.Pattern[bytes], begin: int = 0) -> Iterator[int]:
     """Where the pattern, of at most 32 bytes, occurs from a place on."""
     rest = b""
     while block := window.read_at(begin + len(rest), READ):
@@ -119,6 +77,26 @@ def _places(window: Window, pattern: re.Pattern[bytes], begin: int = 0) -> Itera
 
 
 # WAV and AU.
+
+
+def joined_wavs(window: Window) -> list[Stream]:
+    """WAV files in a row, each as long as its header states, the last to the end of the file."""
+    streams, begin = [], 0
+    while _is_wav(window, begin):
+        end = begin + 8 + int.from_bytes(window.read_at(begin + 4, 4), "little")
+        # Some programs leave out the byte of padding after a chunk of odd size.
+        end += end % 2 if not _is_wav(window, end) else 0
+        streams.append(Stream(begin, end - begin))
+        begin = end
+    if streams:
+        streams[-1] = Stream(streams[-1].offset, window.size - streams[-1].offset)
+    return streams
+
+
+def _is_wav(window: Window, place: int) -> bool:
+    head = window.read_at(place, 12)
+    return head[:4] == b"RIFF" and head[8:] == b"WAVE"
+
 
 USUAL_HEAD, MOST_HEAD = 1 << 12, 1 << 20  # bytes before the samples
 UNKNOWN_SIZE = 0xFFFFFFFF
@@ -182,223 +160,3 @@ def _is_chunk(window: Window, place: int) -> bool:
     size = int.from_bytes(head[4:], "little")
     named = head[:4].isascii() and head[:4].decode().isprintable()
     return len(head) == 8 and named and place + 8 + size <= window.size
-
-
-# MP3.
-
-# kbit/s by the version (1; 2 and 2.5) and layer, for the indices 1 to 14.
-BITRATES = {
-    (1, 1): (32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 352, 384, 416, 448),
-    (1, 2): (32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384),
-    (1, 3): (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
-    (2, 1): (32, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
-    (2, 2): (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
-    (2, 3): (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
-}
-# The first three bytes of a frame's header.
-SYNC = re.compile(rb"\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff][\x10-\xef]", re.DOTALL)
-TAGS = (b"TAG", b"APETAGEX", b"ID3", b"LYRICSBEGIN")  # what may follow the last frame
-CONFIRMED = 3  # frames in a row that are not other bytes by chance
-DECODER_DELAY = 529  # samples, beside the delay that the encoder states
-# A frame may refer to so many bytes of those before it (at most 511, of which a frame of 8 kbit/s
-# holds 3), and its filters reach over one frame. Frames are counted in groups: libmpg123 adds in an
-# order that repeats every 4 or 8 frames.
-GROUP = 8
-RESERVOIR_GROUPS = 12  # frames of MPEG-1 that refer to 511 bytes are larger
-OVERLAP = 2  # frames
-
-
-class Frame(NamedTuple):
-    """What the header of an MPEG audio frame states."""
-
-    kind: tuple[int, int, int]  # version, layer, mode: one stream has one
-    rate: int
-    channels: int
-    samples: int
-    size: int  # bytes
-    info: int  # offset of a Xing frame's content; 0 in the layers I and II, which have none
-
-
-@lru_cache(maxsize=1 << 14)
-def _frame(header: bytes) -> Frame | None:
-    """The frame of a header's 4 bytes; None if they are none, or of free format."""
-    if len(header) < 4 or header[0] != 0xFF or header[1] < 0xE0:
-        return None
-    version, layer = header[1] >> 3 & 3, 4 - (header[1] >> 1 & 3)  # 3: MPEG-1, 2: 2, 0: 2.5
-    index, column, mono = header[2] >> 4, header[2] >> 2 & 3, header[3] >> 6 == 3
-    if version == 1 or layer == 4 or index in (0, 15) or column == 3:
-        return None
-    rate = (44_100, 48_000, 32_000)[column] // (4, 0, 2, 1)[version]
-    bits = 1000 * BITRATES[1 if version == 3 else 2, layer][index - 1]  # a second
-    samples = {1: 384, 2: 1152, 3: 1152 if version == 3 else 576}[layer]
-    unit = 4 if layer == 1 else 1
-    size = (samples // 8 * bits // rate // unit + (header[2] >> 1 & 1)) * unit
-    side = (17 if mono else 32) if version == 3 else (9 if mono else 17)
-    kind = (header[1] & 0x1E, header[2] & 0x0C, mono)
-    return Frame(kind, rate, 2 - mono, samples, size, 4 + side if layer == 3 else 0)
-
-
-@dataclass(frozen=True)
-class Mp3Stream:
-    """An MPEG audio stream: its frames and the part of their samples that was encoded."""
-
-    header: bytes  # of its first frame
-    frame: Frame
-    groups: array  # where every GROUP-th frame begins
-    end: int
-    count: int  # frames
-    stated: int  # frames by its Xing frame, 0 without
-    delay: int  # samples to drop at the start, and
-    padding: int  # at the end
-
-    @property
-    def samples(self) -> int:
-        """The number of samples (a channel), without delay and padding."""
-        return max(0, self.count * self.frame.samples - self.delay - self.padding)
-
-    def starting_at(self, window: Window, sample: int) -> tuple[Stream, int]:
-        """A stream whose samples are exact from that one on, and its number there."""
-        place, size = self.delay + sample, self.frame.samples
-        group = max(0, place // size - OVERLAP) // GROUP
-        begin, skip = self.groups[group], place - group * GROUP * size
-        if not self.frame.info:
-            return Stream(begin, self.end - begin), skip
-        head = _xing_head(self.header, self.count - group * GROUP, self._reservoir(window, group))
-        return Stream(begin, self.end - begin, head), skip + GROUP * size - DECODER_DELAY
-
-    def _reservoir(self, window: Window, group: int) -> bytes:
-        """The bytes that the first frames of a group may refer to: main data of those before it."""
-        place, data = self.groups[max(0, group - RESERVOIR_GROUPS)], b""
-        while place < self.groups[group]:
-            content = window.read_at(place, 2048)  # a frame of layer III has 1441 bytes at most
-            frame = _frame(content[:4])
-            data += content[frame.info + (0 if content[1] & 1 else 2) : frame.size]  # 2: checksum
-            place += frame.size
-        return data
-
-
-def mp3_streams(window: Window) -> list[Mp3Stream]:
-    """The streams of an MP3, also of MPEG audio of the layers I and II; none if of free format.
-
-    A stream ends where its frames do: at a tag, at another Xing frame, at other bytes. The last
-    frame of a truncated file is skipped.
-    """
-    streams, place = [], _next_frame(window, 0)
-    while place is not None and (stream := _walk(window, place)).count:
-        streams.append(stream)
-        place = _next_frame(window, stream.end)
-    return streams
-
-
-def _walk(window: Window, place: int) -> Mp3Stream:
-    """The stream whose first frame, perhaps a Xing frame, begins at the place."""
-    base, block = place, window.read_at(place, READ)
-    header = block[:4]
-    first = _frame(header)
-    stated, delay, padding = 0, 0, 0
-    if content := _xing_content(block, first):
-        stated, delay, padding = _read_xing(content)
-        place += first.size
-    kind, info, groups, count = first.kind, first.info, array("q"), 0
-    while True:
-        at = place - base
-        if at + 64 > len(block) and base + len(block) < window.size:
-            base, at, block = place, 0, window.read_at(place, READ)
-        frame = _frame(block[at : at + 4])
-        if frame is None or frame.kind != kind or place + frame.size > window.size:
-            break
-        if info and block[at + info : at + info + 4] in XING and count:
-            break
-        if not count % GROUP:
-            groups.append(place)
-        count += 1
-        place += frame.size
-    if stated != count:  # the last frames are others
-        padding = 0
-    return Mp3Stream(header, first, groups, place, count, stated, delay, padding)
-
-
-XING = (b"Xing", b"Info")
-
-
-def _xing_content(block: bytes, frame: Frame) -> bytes:
-    """What follows the name in a Xing frame; empty if it is none."""
-    name, content = block[frame.info : frame.info + 4], block[frame.info + 4 : frame.size]
-    return content if frame.info and name in XING and not any(block[4 : frame.info]) else b""
-
-
-def _read_xing(content: bytes) -> tuple[int, int, int]:
-    """The number of frames, and samples to drop at start and end; 0 for what is not stated."""
-    flags, frames = struct.unpack(">II", content[:8].ljust(8, b"\0"))
-    # Each of the flags 1, 2, 4 and 8 stands for a field before the extension.
-    rest = content[4 + sum(size for bit, size in enumerate((4, 4, 100, 4)) if flags >> bit & 1) :]
-    if not flags & 1 or not frames:
-        return 0, 0, 0
-    both = int.from_bytes(rest[21:24], "big") if len(rest) >= 24 and rest[0] else 0
-    return frames, (both >> 12) + DECODER_DELAY, max(0, (both & 0xFFF) - DECODER_DELAY)
-
-
-def _xing_head(header: bytes, count: int, reservoir: bytes) -> bytes:
-    """A Xing frame for that many frames of layer III behind a silent group, which ends with bytes
-    to refer to. Behind a Xing frame libmpg123 drops DECODER_DELAY samples.
-    """
-    header = bytes([0xFF, header[1] | 1, 0xE0 | header[2] & 0x0C, header[3]])  # no checksum
-    frame = _frame(header)
-    xing = header.ljust(frame.info, b"\0") + XING[0] + struct.pack(">II", 1, count + GROUP)
-    silent = header.ljust(frame.size, b"\0")
-    last = header.ljust(frame.info, b"\0") + reservoir[frame.info - frame.size :].rjust(
-        frame.size - frame.info, b"\0"
-    )
-    return xing.ljust(frame.size, b"\0") + (GROUP - 1) * silent + last
-
-
-def _next_frame(window: Window, place: int) -> int | None:
-    """Where the next frame begins that others of its kind follow, behind tags and other bytes."""
-    while tag := _tag_size(window.read_at(place, 32)):
-        place += tag
-    if _begins(window, place):
-        return place
-    return next((found for found in _places(window, SYNC, place) if _begins(window, found)), None)
-
-
-def _tag_size(start: bytes) -> int:
-    """The bytes of a tag of that start; 0 if it is none."""
-    if start[:3] == b"ID3" and len(start) >= 10:
-        size = sum((byte & 127) << 7 * (3 - i) for i, byte in enumerate(start[6:10]))
-        return size + (20 if start[5] & 16 else 10)
-    if start[:8] == b"APETAGEX" and len(start) == 32:
-        return 32 + int.from_bytes(start[12:16], "little")
-    return 128 if start[:3] == b"TAG" else 0
-
-
-def _begins(window: Window, place: int) -> bool:
-    """Whether CONFIRMED frames of a kind begin at the place, or as many as the file has there."""
-    kinds = set()
-    for number in range(CONFIRMED):
-        start = window.read_at(place, 11)
-        frame = _frame(start[:4])
-        if frame is None:
-            return number > 0 and (not start or start.startswith(TAGS))
-        kinds.add(frame.kind)
-        place += frame.size
-    return len(kinds) == 1
-
-
-def find_streams(window: Window, kind: str) -> Sequence[Stream] | Sequence[Mp3Stream]:
-    """The streams of a file of libsndfile's format `kind`, to be read in its place; none where
-    libsndfile reads all of it. All streams of an MP3, since their samples are found by its frames.
-    """
-    if kind == "MP3":
-        return mp3_streams(window)
-    if kind in BEGINNINGS:
-        streams = chained_streams(window, kind)
-        return streams if len(streams) > 1 else []
-    return unfinished_stream(window)
-
-
-def is_read_whole(streams: Sequence[Stream] | Sequence[Mp3Stream]) -> bool:
-    """Whether libsndfile reads all samples of these, if it reads from the start of the file."""
-    first = streams[0]
-    if len(streams) > 1 or not isinstance(first, Mp3Stream):
-        return False
-    return first.stated == first.count or not first.frame.info  # the layers I and II are constant

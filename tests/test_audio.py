@@ -19,19 +19,17 @@ import torch
 
 from asr.features import AudioError, NoSamples
 from asr.features.audio import (
-    BLOCK,
-    BLOCK_VALUES,
-    Window,
     audio_seconds,
-    check_values,
     decoded_seconds,
     from_samples,
-    open_audio,
     read_audio,
     stream_audio,
-    suppress_stderr,
 )
 from asr.features.cut import cut_audio
+from asr.features.files import Window
+from asr.features.libsndfile import suppress_stderr
+from asr.features.sound import BLOCK_VALUES, check_values, open_audio
+from asr.features.tar import BLOCK
 
 SECONDS, RATE = 0.73, 16_000
 WAV = [("WAV", subtype) for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")]
@@ -576,10 +574,12 @@ def test_files_in_a_row_are_read_as_one(tmp_path):
         "ogg": {"format": "OGG", "subtype": "VORBIS"},
         "opus": {"format": "OGG", "subtype": "OPUS"},
         "flac": {"format": "FLAC"},
+        "wav": {"format": "WAV"},
+        "u8.wav": {"format": "WAV", "subtype": "PCM_U8"},
     }
     for kind, settings in kinds.items():
         parts = []
-        for number, samples in enumerate((first, second, first[:40_000])):
+        for number, samples in enumerate((first, second[:39_999], first[:40_000])):
             soundfile.write(tmp_path / f"{number}.{kind}", samples, 16_000, **settings)
             parts.append((tmp_path / f"{number}.{kind}").read_bytes())
         expected = torch.cat([read_audio(tmp_path / f"{n}.{kind}", 16_000) for n in range(3)])
@@ -589,6 +589,15 @@ def test_files_in_a_row_are_read_as_one(tmp_path):
         assert decoded_seconds(path) == len(expected) / 16_000
         if kind != "flac":  # whose header alone is read for this
             assert audio_seconds(path) == len(expected) / 16_000
+
+
+@pytest.mark.parametrize("padding", [b"", b"\0"])
+def test_a_wav_of_odd_size_is_followed_by_another(tmp_path, padding):
+    content = wav(0, b"")[:4] + struct.pack("<I", 39) + wav(0, b"")[8:40] + struct.pack("<I", 3)
+    content = content[:34] + struct.pack("<H", 8) + content[36:]  # 8 bits
+    content = content[:32] + struct.pack("<H", 1) + content[34:]
+    (tmp_path / "a.wav").write_bytes((content + b"\x80\xc0\x40" + padding) * 2)
+    assert read_audio(tmp_path / "a.wav", RATE).tolist() == [0.0, 0.5, -0.5] * 2
 
 
 def test_an_mp3_with_tags_and_damage_in_the_middle_is_read_to_its_end(tmp_path):
@@ -601,9 +610,12 @@ def test_an_mp3_with_tags_and_damage_in_the_middle_is_read_to_its_end(tmp_path):
     assert audio_seconds(path) == decoded_seconds(path) == pytest.approx(15, abs=0.05)
 
 
-def test_streams_of_two_rates_are_refused(tmp_path):
-    path, samples = tmp_path / "a.mp3", speech_like(2, 16_000, 1)
-    content = mp3(path, samples, 16_000) + mp3(path, samples, 22_050)
+@pytest.mark.parametrize("kind", ["MP3", "WAV"])
+def test_streams_of_two_rates_are_refused(tmp_path, kind):
+    path, samples, content = tmp_path / "a.audio", speech_like(2, 16_000, 1), b""
+    for rate in (16_000, 22_050):
+        soundfile.write(path, samples, rate, format=kind)
+        content += path.read_bytes()
     path.write_bytes(content)
     for read in (partial(read_audio, sample_rate=RATE), audio_seconds):
         with pytest.raises(AudioError, match=r"of 16000 Hz, 1 channels and 22050 Hz, 1 chann"):
@@ -618,8 +630,68 @@ def test_a_truncated_mp3_is_detected_by_its_header(tmp_path):
         decoded_seconds(path)
 
 
+def ogg_pages(content: bytes) -> list[int]:
+    """Where the pages of an Ogg begin (RFC 3533, section 6)."""
+    places = [0]
+    while places[-1] < len(content):
+        sizes = content[places[-1] + 27 :][: content[places[-1] + 26]]
+        places.append(places[-1] + 27 + len(sizes) + sum(sizes))
+    return places[:-1]
+
+
+@pytest.fixture
+def reported(monkeypatch) -> set[str]:
+    """The files that were named in the log, none at first."""
+    names: set[str] = set()
+    monkeypatch.setattr("asr.features.sound._reported", names)
+    return names
+
+
+@pytest.mark.parametrize("kind", ["VORBIS", "OPUS"])
+def test_a_truncated_ogg_is_reported(tmp_path, kind, caplog, reported):
+    """The judge of what is there are the positions that the pages state."""
+    path = tmp_path / "a.ogg"
+    soundfile.write(path, speech_like(9, 16_000, 1), 16_000, format="OGG", subtype=kind)
+    content, line = path.read_bytes(), f"{path}: the file ends before its stream does: "
+    assert decoded_seconds(path) == 9 and not caplog.text
+    pages = ogg_pages(content)
+    middle = pages[len(pages) // 2]
+    rate, skipped = (16_000, 0) if kind == "VORBIS" else (48_000, 312)
+    before = struct.unpack("<q", content[pages[len(pages) // 2 - 1] + 6 :][:8])[0] - skipped
+    there = f"{before / rate:.2f}"
+    for end in (middle + 5, middle + 29, middle + 999, pages[-1] + 26, len(content) - 1):
+        caplog.clear()
+        reported.clear()
+        path.write_bytes(content[:end])
+        with pytest.raises(AudioError, match=r"breaks off: [2-9][.]\d+ seconds are there, and a p"):
+            decoded_seconds(path)
+        read_audio(path, RATE)
+        assert f"{line}{there if end < pages[-1] else ''}" in caplog.text
+        assert caplog.text.endswith(" seconds are there, and a part of a page\n")
+    for _ in range(2):  # whole pages without the one that is marked as the last
+        path.write_bytes(content[:middle])
+        reported.clear()
+        caplog.clear()
+        assert f"{decoded_seconds(path):.2f}" == there
+        read_audio(path, RATE)  # is reported once
+        assert caplog.text.count(line) == 1
+        assert caplog.text.endswith(" seconds are there, and no page that ends it\n")
+        content = content[:middle] + content[:middle]  # two streams
+
+
+@pytest.mark.parametrize("kind", ["MP3", "WAV"])
+def test_reading_a_truncated_file_is_reported(tmp_path, kind, caplog, reported):
+    path = tmp_path / "a.audio"
+    soundfile.write(path, speech_like(9, 16_000, 1), 16_000, format=kind)
+    read_audio(path, RATE)
+    assert not caplog.text
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
+    read_audio(path, RATE)
+    assert f"{path}: the file ends before its stream does: its header says 9." in caplog.text
+
+
 @pytest.mark.parametrize("stated", [0, 1000, 2**31 - 1])
-def test_a_wav_whose_header_states_less_is_read_to_its_end(tmp_path, caplog, stated):
+def test_a_wav_whose_header_states_less_is_read_to_its_end(tmp_path, caplog, reported, stated):
     samples = np.random.default_rng(0).integers(-9999, 9999, 16_000, dtype="<i2")
     path = tmp_path / "a.wav"
     path.write_bytes(wav(stated, samples.tobytes()))

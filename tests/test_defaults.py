@@ -10,7 +10,8 @@ import pytest
 
 from asr.config.cell import CellSettings
 from asr.config.language import LanguageRecipe
-from asr.config.schema import Config, FeaturesConfig, LSTMConfig, SpeechRecipe
+from asr.config.schema import Config, FeaturesConfig, LSTMConfig, SpecAugmentConfig, SpeechRecipe
+from asr.features.augment import SpecAugment
 from asr.features.fbank import Fbank, Mfcc, SlaneyMel
 from asr.features.normalize import MeanVarianceNorm
 from asr.images.config import ImageRecipe
@@ -37,6 +38,7 @@ LIBRARY = [
         {"sample_rate": "sample_rate", "num_ceps": "ceps", "deltas": "deltas", "dither": "dither"},
     ),
     (MeanVarianceNorm, FeaturesConfig, {"kind": "mvn", "variance": "mvn_variance"}),
+    (SpecAugment, SpecAugmentConfig, {key: key for key in SpecAugmentConfig.model_fields}),
 ]
 EXEMPT = {kind.__name__ for kind, _, _ in LIBRARY} | {"make_norm"}
 # Parameters that only share a name with a recipe key: (function or class, parameter) -> meaning.

@@ -131,6 +131,24 @@ def test_a_frame_depends_on_its_own_samples_only(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{}, {"dither": 1.0}, {"deltas": 2}])
+def test_padding_and_batch_mates_change_nothing(kind, settings):
+    if "deltas" in settings and kind is not Mfcc:
+        pytest.skip("MFCC alone")
+    extract, sizes = kind(**settings), torch.tensor([3_001, 397, 7_919, 0])
+    waves = [waveform(int(size), seed) for seed, size in enumerate(sizes)]
+    batch = torch.full((4, 8_009), 0.7)  # padding that features would show
+    for row, wave in zip(batch, waves, strict=True):
+        row[: len(wave)] = wave
+    features, lengths = extract(batch, sizes)
+    assert features.shape == (4, 47, extract.size) and lengths.tolist() == [17, 0, 47, 0]
+    for row, length, wave in zip(features, lengths, waves, strict=True):
+        assert torch.equal(row[:length], extract(wave)) and not row[length:].any()
+    features, lengths = extract(batch)
+    assert torch.equal(features[2], extract(batch[2])) and lengths.tolist() == [48] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_digital_silence_is_finite(kind):
     features = kind()(torch.zeros(1_999))
     assert features.isfinite().all()
@@ -143,7 +161,7 @@ def test_dither_comes_from_the_generator_and_is_the_same_without_one():
     first = extract(silence)
     torch.manual_seed(2)
     assert torch.equal(extract(silence), first)
-    drawn = [extract(silence, torch.Generator().manual_seed(seed)) for seed in (5, 5, 7)]
+    drawn = [extract(silence, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 7)]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
     # One unit in 16 bits: the energy of 398 samples of white noise of variance 1, by Parseval.
@@ -162,7 +180,13 @@ def test_dither_comes_from_the_generator_and_is_the_same_without_one():
         (lambda: Mfcc(num_ceps=24), r"num_ceps 24 must lie in 1 to num_mel_bins \(23\)"),
         (lambda: Mfcc(deltas=3), "deltas 3 must be 0, 1 or 2"),
         (lambda: Fbank(frame_shift=0.01), "frame_shift 0.01 ms are too short at 16000 Hz"),
-        (lambda: Fbank()(torch.zeros(1, 999)), r"\(samples,\), got shape \(1, 999\)"),
+        (lambda: Fbank()(torch.zeros(1, 2, 999)), r"\(samples,\), or .* got shape \(1, 2, 999\)"),
+        (lambda: Fbank()(torch.zeros(999), torch.tensor([9])), r"got shape \(999,\)"),
+        (
+            lambda: Fbank()(torch.zeros(2, 9), torch.tensor([9])),
+            r"\[9\] must be 2 numbers of 0 to 9",
+        ),
+        (lambda: Fbank()(torch.zeros(1, 9), torch.tensor([-1])), r"\[-1\] must be 1 numbers"),
     ],
 )
 def test_invalid_settings_are_reported(make, message):

@@ -787,10 +787,12 @@ def test_the_quoting_of_csv_is_undone_as_csv_does():
 @pytest.mark.parametrize("choice", ["keep", "lower", "upper-az"])
 def test_tags_are_kept_on_request(choice):
     normalize = TextNormalizer(choice, "keep")
-    expected = {"keep": "Yes <COMMA> no [noise]", "lower": "yes <COMMA> no [noise]"}
-    assert normalize("Yes<COMMA> no [noise]") == expected.get(choice, "YES <COMMA> NO [noise]")
+    expected = {"keep": "Yes <COMMA> no so [noise]", "lower": "yes <COMMA> no so [noise]"}
+    expected = expected.get(choice, "YES <COMMA> NO SO [noise]")
+    assert normalize("Yes<COMMA> no [laughter-so] [noise]") == expected
     (line,) = normalize.report()
-    assert line == "--tags keep: 2 tags kept as they are: '<COMMA>' 1, '[noise]' 1"
+    tags = "'<COMMA>' 1, '[laughter-WORD]' 1, '[noise]' 1"
+    assert line == f"--tags keep: 3 tags kept, each as one token: {tags}"
 
 
 def test_a_transcript_of_tags_alone_is_a_fault(tmp_path, asr_prepare):

@@ -141,7 +141,7 @@ def test_a_written_recipe_reads_back_the_same(tmp_path, read):
         ("train: {consistency: 0.2}", "train.consistency = 0.2: should hold keys of its own, {"),
         ("train: {consistency: {ctc: -1}}", "train.consistency.ctc = -1: should be greater"),
         ("train: {device: gpu}", "train.device = 'gpu'"),
-        ("seed: yes", "r.yaml: seed = true: should be a number."),
+        ("seed: yes", "r.yaml: seed = True: should be a valid integer."),
         (
             "train: {optimizer: {kind: schedule_free}}",
             "r.yaml: train.optimizer.kind = schedule_free needs",
@@ -158,12 +158,12 @@ def test_a_written_recipe_reads_back_the_same(tmp_path, read):
         ),
         ("features: {noise: [-4000, 10]}", "features.noise.0 = -4000: should be greater than or"),
         ("features: {noise: [0, 1000]}", "features.noise.1 = 1000: should be less than or equal"),
-        ("features: {dither: 1e39}", "features.dither = '1e39': should be less than or equal to"),
-        ("train: {clip: 1e39}", "train.clip = '1e39': should be less than or equal to 1"),
-        ("train: {batch_seconds: 1e300}", "train.batch_seconds = '1e300': should be less than"),
-        ("decode: {token_reward: 1e300}", "decode.token_reward = '1e300': should be less than"),
-        ("decode: {lm_weight: 1e300}", "decode.lm_weight = '1e300': should be less than or equal"),
-        ("decode: {max_ratio: 1e20}", "decode.max_ratio = '1e20': should be less than or equal to"),
+        ("features: {dither: 1e39}", "features.dither = 1e+39: should be less than or equal to"),
+        ("train: {clip: 1e39}", "train.clip = 1e+39: should be less than or equal to 1"),
+        ("train: {batch_seconds: 1e300}", "train.batch_seconds = 1e+300: should be less than"),
+        ("decode: {token_reward: 1e300}", "decode.token_reward = 1e+300: should be less than"),
+        ("decode: {lm_weight: 1e300}", "decode.lm_weight = 1e+300: should be less than or equal"),
+        ("decode: {max_ratio: 1e20}", "decode.max_ratio = 1e+20: should be less than or equal"),
         ("decode: {max_ratio: 0}", "decode.max_ratio = 0: should be greater than 0"),
         (
             "decode: {speeds: [0.9, 1.1]}",
@@ -260,7 +260,7 @@ def test_keys_without_use_for_images_are_refused():
 
 def test_a_path_that_is_a_number_is_named(read):
     line = refusal(read, PLAIN, "data.train=5")
-    assert line == "command line: data.train = 5: should be a path, as text in quotes."
+    assert line == "command line: data.train = 5: should be text; write it in quotes."
 
 
 def test_overrides_of_another_kind_of_model_in_any_order():
@@ -299,13 +299,6 @@ def test_a_wrong_override_is_attributed_to_the_command_line(read, override, mess
     assert message in refusal(read, PLAIN, override)
 
 
-def test_a_language_model_of_an_earlier_version_is_read(tmp_path):
-    old = tmp_path / "recipe.yaml"
-    text = RECIPES.joinpath("demo_lm.yaml").read_text(encoding="utf-8")
-    old.write_text(text.replace("data:\n", "data:\n  cache: null\n"), encoding="utf-8")
-    assert "cache: null" in old.read_text() and read_recipe(old) == read_recipe("demo_lm")
-
-
 def test_overrides_are_a_list():
     with pytest.raises(RecipeError, match=r"overrides = 'seed=2': must be a list, \['seed=2'\]"):
         read_recipe("demo", "seed=2")
@@ -326,7 +319,7 @@ def test_keys_nested_without_end_are_refused(read):
             "demo",
             "model.norm",
             " of model.kind = las, but of transformer and conformer. "
-            "Did you mean model.listener.norm or model.speller.norm?",
+            "Did you mean model.speller.norm?",
         ),
         (
             "demo_transformer",
@@ -342,11 +335,7 @@ def test_keys_nested_without_end_are_refused(read):
         ("demo", "start", ". docs/recipes.md lists all."),
         ("demo", "train.lr", ". Did you mean train.optimizer.lr?"),
         ("demo", "beam", ". Did you mean decode.beam?"),
-        (
-            "demo",
-            "data.batch_seconds",
-            ". Did you mean train.batch_seconds or decode.batch_seconds?",
-        ),
+        ("demo", "data.batch_seconds", ". Did you mean train.batch_seconds?"),
         ("demo_lm", "model.layer", ". Did you mean model.layers?"),
         ("demo", "train.batch_size", ". docs/recipes.md lists all."),
     ],
@@ -357,10 +346,28 @@ def test_a_key_of_another_place_or_model_is_found(recipe, key, end):
     assert f"is not a recipe key{end}" in str(caught.value) and str(caught.value).endswith(end)
 
 
-@pytest.mark.parametrize("value", ["true", "yes"])
-@pytest.mark.parametrize("key", ["train.epochs", "train.optimizer.lr", "seed"])
-def test_yes_is_not_a_number(read, key, value):
-    assert f"{key} = true: should be a number." in refusal(read, PLAIN, f"{key}={value}")
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        *((f"{key}={value}", f"{key} = True: should be a valid ")
+          for key in ("train.epochs", "train.optimizer.lr", "seed") for value in ("true", "yes")),
+        ("train.epochs='3'", "train.epochs = '3': should be a valid integer"),
+        ("train.epochs=1e3", "train.epochs = 1000.0: should be a valid integer"),
+        ("features.mvn_variance=1", "features.mvn_variance = 1: should be a valid boolean"),
+        ("run=5", "run = 5: should be text; write it in quotes"),
+    ],
+)  # fmt: skip
+def test_types_are_strict(read, override, message):
+    assert message in refusal(read, PLAIN, override)
+
+
+@pytest.mark.parametrize("text", ["1e3", "2.e-7", "3E+1", "1.5e8"])
+def test_a_number_with_an_exponent(read, tmp_path, text):
+    """Without quotes a number, as in YAML 1.2; in quotes text, also once it is written."""
+    assert read(PLAIN, f"train.clip={text}").train.clip == float(text)
+    recipe = read(PLAIN, f"data.train='{text}'")
+    write_recipe(recipe, tmp_path / "out.yaml")
+    assert str(read_recipe(tmp_path / "out.yaml").data.train) == text
 
 
 def test_several_errors_are_counted_and_the_unknown_key_is_first(read):

@@ -22,10 +22,11 @@ from asr.data.shards import pack
 from asr.data.tokenizer import Characters
 from asr.errors import UserError
 from asr.features import AudioError
-from asr.features.audio import TarMember, audio_seconds, member_of, read_audio
+from asr.features.audio import audio_seconds, read_audio
 from asr.features.fbank import Fbank
 from asr.features.front_end import FrontEnd
 from asr.features.normalize import MeanVarianceNorm
+from asr.features.tar import TarMember, member_of
 
 
 @pytest.fixture

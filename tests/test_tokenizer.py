@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from asr.config.schema import TextConfig
 from asr.data import splits
+from asr.data.tags import MAX_TAGS
 from asr.data.tokenizer import (
     BLANK,
     EOS,
@@ -17,6 +19,7 @@ from asr.data.tokenizer import (
     Characters,
     SentencePieces,
     load_tokenizer,
+    train_tokenizer,
 )
 from asr.errors import UserError
 
@@ -62,6 +65,33 @@ def test_characters_are_sorted_and_counted():
     assert characters.symbols == [" ", "'", "A", "B", "C"]
     assert characters.size == 9
     assert characters.encode("C A") == [8, 4, 6]
+
+
+TAGGED = ["<noise> THE CAT SAT", "ON [loud music] THE MAT<noise>", "(laughter) THE H[A]T", "<unk>"]
+
+
+@pytest.mark.parametrize("kind", ["characters", "bpe", "unigram"])
+def test_a_tag_of_the_training_texts_is_one_token(kind, tmp_path):
+    """Others than characters also have the space before it in the token."""
+    tokenizer = train_tokenizer(TextConfig(kind=kind, size=60), TAGGED)
+    tokenizer.save(tmp_path)
+    for each in (tokenizer, load_tokenizer(tmp_path)):
+        for tag in ("<noise>", "[loud music]", "(laughter)", "<unk>"):
+            (token,) = each.encode(tag)
+            assert each.surfaces[token].strip() == tag and each.unknown(tag) == ""
+            tokens = each.encode(f"THE {tag} CAT")
+            assert tokens.count(token) == 1 and each.decode(tokens) == f"THE {tag} CAT"
+        assert each.decode(each.encode(TAGGED[1])) == TAGGED[1]
+        assert len(each.encode("H[A]T")) > 3 and each.unknown("H[A]T") == ""  # no tag
+        assert UNK in each.encode("[new]") and each.unknown("<noise> Q[new]") == "Qenw"
+        assert len(each.encode("<noise><noise>")) == 2
+
+
+def test_of_many_tags_the_most_frequent_are_tokens():
+    texts = [f"<{n}>" * (n + 1) for n in range(MAX_TAGS + 7)]
+    symbols = Characters.train(texts).symbols
+    assert {s for s in symbols if len(s) > 1} == {f"<{n}>" for n in range(7, MAX_TAGS + 7)}
+    assert {s for s in symbols if len(s) == 1} == set("<0123456>")
 
 
 def test_pieces_are_longer_than_characters():

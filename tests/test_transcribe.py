@@ -271,6 +271,16 @@ def test_times_are_those_of_the_container(kind, codec, tmp_path):
         assert found == pytest.approx(expected, abs=0.03), name
 
 
+@pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed")
+@pytest.mark.parametrize("hours", [2, 13, 26])  # ffmpeg's number of samples overflows at 12
+def test_a_gap_that_ffmpeg_cannot_fill_is_reported(hours, recordings, commands, tmp_path):
+    line = [FFMPEG, "-v", "error", "-itsoffset", str(3600 * hours), "-i", recordings["one"]]
+    subprocess.run([*line, "-ar", "48000", "-c:a", "flac", tmp_path / "late.mka"], check=True)
+    line = commands.refused(transcribe, "run", tmp_path / "late.mka")
+    gap = f"late.mka: no audio from 0.000 s to {3600 * hours}.000 s, too long to fill with silence;"
+    assert gap in line
+
+
 def test_without_ffmpeg_a_line_names_it(recordings, commands, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "one.m4a").write_bytes(b"\0\0\0\x20ftypM4A \0\0\0\0")

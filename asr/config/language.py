@@ -1,6 +1,6 @@
 """Recipe keys of the task `language`: language models over the tokens of a speech model."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -31,12 +31,6 @@ class LanguageDataConfig(Config):
     max_bytes: Count = 2000  # longest training line, bytes of UTF-8; longer lines are skipped
     batch_bytes: Count = 20_000  # bytes of padded text in one batch
     workers: Annotated[int, Field(ge=0, le=256)] = 1  # loader processes; 0: the training process
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_cache(cls, tree: Any) -> Any:
-        """Accept the key `cache` of earlier runs; indexes now find their place themselves."""
-        return {k: v for k, v in tree.items() if k != "cache"} if isinstance(tree, dict) else tree
 
 
 class LanguageTextConfig(TextConfig):

@@ -6,6 +6,7 @@ Only plain YAML is read: no tags, no aliases, no environment variables, no code.
 """
 
 import difflib
+import json
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,7 +41,7 @@ MAX_DIGITS = 100
 MAX_MESSAGE = 200  # characters; pydantic's may have the whole value
 INVALID = (yaml.YAMLError, ValueError, OverflowError)  # OverflowError: of "\\Uffffffff"
 IN_WORDS = {  # pydantic's types of errors whose messages name types of Python
-    "path_type": "should be a path, as text in quotes",
+    "string_type": "should be text; write it in quotes",
     "tuple_type": "should be a list, [VALUE, ...]",
     "dict_type": "should hold names with values, {NAME: VALUE, ...}",
 }
@@ -57,17 +58,25 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
     A shipped recipe can be given by name: `demo`. Raises RecipeError with one line on any mistake.
     """
+    path = find_recipe(Path(path), Path())
+    return _overridden(_with_bases(path), overrides, str(path))
+
+
+def override(recipe: Recipe, overrides: Iterable[str], place: str) -> Recipe:
+    """The recipe with `key.path=value` overrides. Raises RecipeError as read_recipe does."""
+    return _overridden(recipe.model_dump(mode="json"), overrides, place)
+
+
+def _overridden(tree: dict[str, Any], overrides: Iterable[str], place: str) -> Recipe:
     if isinstance(overrides, str):
         raise RecipeError(f"overrides = {_shown(overrides)}: must be a list, [{overrides!r}].")
-    path = find_recipe(Path(path), Path())
-    tree = _with_bases(path)
     changed, changes = set(), {}
     for override in overrides:
         keys, change = _parse_override(override)
         changes = _merge(changes, change, top=False)
         changed.add(keys)
     # Together, for model.kind replaces the model of the file, but no other override.
-    return validate(_merge(tree, changes), str(path), changed)
+    return validate(_merge(tree, changes), place, changed)
 
 
 def parse_recipe(text: str, place: str) -> Recipe:
@@ -85,7 +94,8 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
         raise RecipeError(f"{place}: task = {_shown(task)}: must be one of {', '.join(RECIPES)}.")
     kind = pkgutil.resolve_name(RECIPES[task])
     try:
-        recipe = kind.model_validate(tree)
+        # As JSON, since strict types of Python would be tuples and paths; of JSON, lists and text.
+        recipe = kind.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False)
     else:
@@ -123,7 +133,8 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 
 def as_yaml(recipe: Recipe) -> str:
     """Every key with its value, in the catalogue's order."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    tree = recipe.model_dump(mode="json")
+    return yaml.dump(tree, Dumper=PlainDumper, sort_keys=False, allow_unicode=True)
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
@@ -190,6 +201,16 @@ class PlainLoader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(None, None, fault, key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+class PlainDumper(yaml.SafeDumper):
+    """Writes what PlainLoader reads: text of the form 1e3 is in quotes."""
+
+
+# YAML 1.2 reads 1e-3 as a number, PyYAML only 1.0e-3.
+for plain in (PlainLoader, PlainDumper):
+    number = re.compile(r"[-+]?[0-9]+([.][0-9]*)?[eE][-+]?[0-9]+$")
+    plain.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
 
 
 def _with_bases(path: Path) -> dict[str, Any]:
@@ -327,8 +348,6 @@ def _explain(
         kinds = ", ".join(_model_kinds(recipe))
         return f"{name}.kind = {_shown(detail['ctx']['tag'])}: must be one of {kinds}."
     message = IN_WORDS.get(detail["type"], message)
-    if detail["type"] in ("int_parsing", "float_parsing") and detail["input"] in ("True", "False"):
-        return f"{name} = {detail['input'].lower()}: should be a number."
     if re.match(r"[a-z]\w*(\.\w+)+ = ", message):  # of several keys, which it names itself
         return f"{message}."
     if detail["type"] in ("model_type", "model_attributes_type"):
@@ -357,24 +376,22 @@ def _recipe_keys(location: Iterable[Any], recipe: type[Recipe]) -> tuple[str, ..
 def _suggestion(keys: tuple[str, ...], value: Any, recipe: type[Recipe], model_kind: str) -> str:
     """The end of a message on an unknown key: of which kind of model it is, or what was meant.
 
-    That is two words as one (model.encoder.layers: model.encoder_layers), the same word elsewhere
-    (model.norm: model.listener.norm or model.speller.norm), a similar one in the same group, or the
-    word below it (model.listener.norm: model.norm).
+    That is the key most like it (model.encoder.layers: model.encoder_layers), or else of those with
+    the most similar last word the one most like it (train.lr: train.optimizer.lr).
     """
     name = ".".join(keys)
+    meant, _ = next(leaves({name: value}), (name, None))  # model.encoder={layers: 3}
     known = [path for path in _paths(recipe, model_kind) if not path.startswith("stages.")]
     last = {path: path.rpartition(".")[2] for path in known}
-    siblings = [key for path, key in last.items() if path == ".".join((*keys[:-1], key))]
-    near = difflib.get_close_matches(keys[-1], siblings, n=1, cutoff=0.7)
-    inner = [*value] if isinstance(value, Mapping) else []
-    meant = [path for key in inner if (path := f"{name}_{key}") in known]
-    meant = meant or [path for path, key in last.items() if key == keys[-1]]
-    meant = meant or [".".join((*keys[:-1], key)) for key in near]
-    meant = meant or [path for path, key in last.items() if key in inner]
+    near = difflib.get_close_matches(meant, known, n=1, cutoff=0.9)
+    words = difflib.get_close_matches(meant.rpartition(".")[2], last.values(), n=1, cutoff=0.7)
+    same = [path for path in known if last[path] in words]
+    near = near or difflib.get_close_matches(meant, same, n=1, cutoff=0.0)
     kinds = [kind for kind in _model_kinds(recipe) if name in _paths(recipe, kind)]
     of = f" of model.kind = {model_kind}, but of {' and '.join(kinds)}" if kinds else ""
-    remedy = "" if kinds else " docs/recipes.md lists all."
-    return f"{of}. Did you mean {' or '.join(meant[:3])}?" if meant else f"{of}.{remedy}"
+    if near:
+        return f"{of}. Did you mean {near[0]}?"
+    return f"{of}." if kinds else ". docs/recipes.md lists all."
 
 
 def _paths(recipe: type[Config], model_kind: str, prefix: str = "") -> Iterator[str]:

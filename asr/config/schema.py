@@ -69,32 +69,9 @@ Name = Annotated[str, AfterValidator(_check_name)]
 
 
 class Config(BaseModel):
-    """One group of recipe keys. Numbers may be written as 1e-3; infinities and NaN are refused."""
+    """One group of recipe keys. Infinities and NaN are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_booleans_as_numbers(cls, tree: Any) -> Any:
-        """Pydantic would read `yes` as 1; passed on as text, it is refused as a number."""
-        if not isinstance(tree, dict):
-            return tree
-        return {
-            key: str(value) if isinstance(value, bool) and cls._is_number(key) else value
-            for key, value in tree.items()
-        }
-
-    @classmethod
-    def _is_number(cls, key: Any) -> bool:
-        field = cls.model_fields.get(key)
-        types = _plain_types(field.annotation) if field else set()
-        return bool(types & {int, float}) and bool not in types
-
-
-def _plain_types(annotation: Any) -> set[Any]:
-    """The plain types within a type such as `Annotated[int, ...] | None`."""
-    parts = get_args(annotation)
-    return set().union(*map(_plain_types, parts)) if parts else {annotation}
 
 
 class DataConfig(Config):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from multiprocessing.queues import Queue
 from typing import Any
@@ -143,15 +143,16 @@ class SpeechEpochs:
     short_first: bool  # in epoch 1
     workers: int
     grid: float = 0.0  # seconds: batches are padded to multiples of it
-
-    def __post_init__(self) -> None:
-        self.plan = lru_cache(maxsize=1)(self.plan)  # one may be a hundred megabytes
+    _last: tuple[int, EpochPlan] | None = None  # the epoch planned last, perhaps 100 megabytes
 
     def plan(self, epoch: int) -> EpochPlan:
         """The batches of an epoch, counted from 1."""
-        seconds, seed = self.utterances.corpus.seconds, self.utterances.seed
-        short_first = self.short_first and epoch == 1
-        return plan_epoch(seconds, self.cap, seed, epoch, self.speeds, short_first, self.grid)
+        if self._last is None or self._last[0] != epoch:
+            seconds, seed = self.utterances.corpus.seconds, self.utterances.seed
+            first = self.short_first and epoch == 1
+            plan = plan_epoch(seconds, self.cap, seed, epoch, self.speeds, first, self.grid)
+            self._last = epoch, plan
+        return self._last[1]
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[Batch]:
         """The batches of an epoch, read: without the first `skip`, then one of `every`."""

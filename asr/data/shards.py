@@ -1,7 +1,7 @@
 """Pack a manifest's audio into some large tars, and write a manifest that gives each one's place.
 
 Ids, durations, texts and further columns stay, so batches, their order and resuming are the same
-(features/audio.py reads the audio). Each tar holds for every utterance its audio file, unchanged,
+(features/tar.py reads the audio). Each tar holds for every utterance its audio file, unchanged,
 and a .json of the same name with id, speaker, seconds and text: the layout of the webdataset
 library, which can stream these tars.
 """
@@ -25,7 +25,7 @@ from asr.data.corpus import Corpus, Utterance, read_manifest
 from asr.data.line_index import damaged_index
 from asr.data.manifest import COLUMNS, read_rows, write_rows
 from asr.errors import UserError, terminal
-from asr.features.audio import BLOCK, PackedError, member_of, read_member
+from asr.features.tar import BLOCK, PackedError, member_of, read_member
 from asr.io import atomic_writer, open_file
 
 SMALLEST = 0.01  # megabytes: tars are padded to 10 kB

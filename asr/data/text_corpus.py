@@ -17,7 +17,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, ClassVar
@@ -217,17 +217,18 @@ class SentenceEpochs:
     longest: int  # bytes; longer lines are skipped
     seed: int
     workers: int
-
-    def __post_init__(self) -> None:
-        self.plan = lru_cache(maxsize=1)(self.plan)  # it may be hundreds of megabytes
+    _last: tuple[int, EpochPlan] | None = None  # the epoch planned last, of hundreds of megabytes
 
     def plan(self, epoch: int) -> EpochPlan:
         """The batches of an epoch. Raises UserError if every line is too long."""
+        if self._last is not None and self._last[0] == epoch:
+            return self._last[1]
         lengths = self.sentences.lengths
         plan = plan_sentences(lengths, self.cap, self.longest, self.seed, epoch)
         if not len(plan.batches):
             fault = f"each of the {len(lengths)} lines is longer"
             raise UserError(f"data.max_bytes = {self.longest}: {fault}")
+        self._last = epoch, plan
         return plan
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[SentenceBatch]:

@@ -1,8 +1,8 @@
 """Vocabularies: text to token numbers and back, by single characters or sentencepiece subwords.
 
-Tokens 0 to 3 are the same special tokens in every vocabulary. `encode` adds neither <sos> nor
-<eos>, `decode` drops all four. A tokenizer is saved in its run's folder; its fingerprint ties
-checkpoints to it.
+A tag in the training texts, such as <noise> (tags.py), is one token. Tokens 0 to 3 are the same
+special tokens in every vocabulary. `encode` adds neither <sos> nor <eos>, `decode` drops all four.
+A tokenizer is saved in its run's folder; its fingerprint ties checkpoints to it.
 
 Sentencepiece: Kudo & Richardson 2018 (arXiv:1808.06226); BPE: Sennrich et al. 2016
 (arXiv:1508.07909); unigram: Kudo 2018 (arXiv:1804.10959).
@@ -11,11 +11,13 @@ Sentencepiece: Kudo & Richardson 2018 (arXiv:1808.06226); BPE: Sennrich et al. 2
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
 from asr.config.schema import TextConfig
+from asr.data.tags import TAG, frequent_tags
 from asr.errors import UserError
 from asr.io import open_file, read_json
 
@@ -52,19 +54,30 @@ class Tokenizer(Protocol):
     def save(self, folder: str | Path) -> None: ...
 
 
+def splitter(tags: Sequence[str]) -> Callable[[str], Iterable[str]]:
+    """A function that splits a text into these tags and the characters between them."""
+    if not tags:
+        return iter
+    longest_first = sorted(tags, key=len, reverse=True)
+    return re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL).findall
+
+
 class Characters:
-    """One token per character of the training text, in the order of their code points."""
+    """One token per character and per tag of the training text, in the order of code points."""
 
     def __init__(self, symbols: Sequence[str]) -> None:
-        if sorted(set(symbols)) != list(symbols) or any(len(s) != 1 for s in symbols):
-            raise UserError("a character vocabulary is single characters, sorted, each once")
+        tags = [symbol for symbol in symbols if len(symbol) != 1]
+        if sorted(set(symbols)) != list(symbols) or not all(map(TAG.fullmatch, tags)):
+            raise UserError("a character vocabulary is characters and tags, sorted, each once")
         self.symbols = list(symbols)
         self._ids = {s: i for i, s in enumerate(symbols, start=len(SPECIAL))}
+        self._split = splitter(tags)
 
     @classmethod
-    def train(cls, texts: Iterable[str]) -> "Characters":
-        """All characters of the texts. Raises UserError if there is none."""
-        symbols = sorted(set().union(*texts))
+    def train(cls, texts: Sequence[str]) -> "Characters":
+        """All characters and tags of the texts. Raises UserError if there is none."""
+        split = splitter(frequent_tags(texts))
+        symbols = sorted(set().union(*map(split, texts)))
         if not symbols:
             raise UserError("data.train: every text is empty, no vocabulary can be made from it")
         return cls(symbols)
@@ -78,13 +91,13 @@ class Characters:
         return [""] * len(SPECIAL) + self.symbols
 
     def encode(self, text: str) -> list[int]:
-        return [self._ids.get(symbol, UNK) for symbol in text]
+        return [self._ids.get(symbol, UNK) for symbol in self._split(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.symbols[i - len(SPECIAL)] for i in ids if i >= len(SPECIAL))
 
     def unknown(self, text: str) -> str:
-        return "".join(sorted(set(text) - set(self._ids)))
+        return "".join(sorted(set(self._split(text)) - set(self._ids)))
 
     def fingerprint(self) -> str:
         return _fingerprint("".join(self.symbols).encode())
@@ -113,7 +126,7 @@ class SentencePieces:
 
     @classmethod
     def train(
-        cls, texts: Iterable[str], size: int, kind: Literal["bpe", "unigram"]
+        cls, texts: Sequence[str], size: int, kind: Literal["bpe", "unigram"]
     ) -> "SentencePieces":
         """Learn up to `size` pieces, deterministically; a small text gives fewer.
 
@@ -124,7 +137,9 @@ class SentencePieces:
         kept = [text for text in texts if text.strip(" ▁")]  # "▁" is its own mark for a space
         if not kept:
             raise UserError("data.train: every text is empty, no vocabulary can be made from it")
-        least = len(SPECIAL) + len(set().union(*map(set, kept)) - {" "}) + 1  # and the space mark
+        marked = ["▁" + text.replace(" ", "▁") for text in kept]
+        tags = _tag_pieces(kept, marked)
+        least = len(SPECIAL) + len(set().union(*map(splitter(tags), marked)))
         if size < least:
             raise UserError(
                 f"text.size = {size}: too few pieces, this training text needs {least} or more"
@@ -145,6 +160,7 @@ class SentencePieces:
             minloglevel=2,
             **ids,
             **pieces,
+            **({"user_defined_symbols": tags} if tags else {}),
         )
         return cls(model.getvalue())
 
@@ -164,7 +180,8 @@ class SentencePieces:
         return self._pieces.DecodeIds([int(i) for i in ids if i >= len(SPECIAL)])
 
     def unknown(self, text: str) -> str:
-        return "".join(s for s in sorted(set(text)) if UNK in self._pieces.EncodeAsIds(s))
+        pieces = zip(self.encode(text), self._pieces.EncodeAsPieces(text), strict=True)
+        return "".join(sorted(set("".join(piece for token, piece in pieces if token == UNK))))
 
     def fingerprint(self) -> str:
         return _fingerprint(self._model)
@@ -172,6 +189,14 @@ class SentencePieces:
     def save(self, folder: str | Path) -> None:
         _describe(folder, {"kind": "sentencepiece", "size": self.size})
         (Path(folder) / MODEL).write_bytes(self._model)
+
+
+def _tag_pieces(texts: Sequence[str], marked: Sequence[str]) -> list[str]:
+    """The tags of the texts as they occur in `marked`, where "▁" stands for a space: ▁<noise>."""
+    tags = [tag.replace(" ", "▁") for tag in frequent_tags(texts)]
+    pieces = [*tags, *(f"▁{tag}" for tag in tags)]
+    found = set().union(*map(splitter(pieces), marked))
+    return sorted(found & set(pieces) - set(SPECIAL))
 
 
 def train_tokenizer(text: TextConfig, texts: Sequence[str]) -> Tokenizer:

@@ -27,7 +27,7 @@ from asr.config.schema import TRAINING_ONLY_FEATURES, SpeechRecipe
 from asr.data.corpus import read_manifest
 from asr.data.manifest import write_rows
 from asr.errors import UserError, one_line
-from asr.features.audio import name_of
+from asr.features.files import name_of
 from asr.inference.load import missing_language_model
 from asr.inference.recognition import Recognizer
 from asr.inference.transcript import ON_ONE_LINE, json_line, json_row, level_warning

@@ -50,8 +50,8 @@ from asr.decoding.alignment import HypothesisHealth, hypothesis_health, mean_hea
 from asr.decoding.scorer import Hypothesis
 from asr.errors import UserError
 from asr.features import AudioError
-from asr.features.audio import member_of
 from asr.features.front_end import FrontEnd
+from asr.features.tar import member_of
 from asr.inference.decode import Encoded, attention, ctc_hypotheses, encode
 from asr.inference.load import load_run_recipe
 from asr.inference.recognition import (

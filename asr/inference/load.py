@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from asr.config.language import LanguageRecipe
-from asr.config.loader import flat, read_recipe
+from asr.config.loader import flat, override, read_recipe
 from asr.config.missing_run import missing_run, train_command
 from asr.config.schema import (
     TRAINING_ONLY_FEATURES,
@@ -43,14 +43,17 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run}: no recipe.yaml in it, so it is no run folder")
     check_run_folder(run)
-    recipe = read_recipe(run / "recipe.yaml", overrides)
-    if not isinstance(recipe, SpeechRecipe):
+    path = run / "recipe.yaml"
+    trained = read_recipe(path)
+    if not isinstance(trained, SpeechRecipe):
         raise UserError(
-            f"{run}: a run of the task {recipe.task}, without speech to decode; its results are in "
-            f"the log of its training and in tensorboard --logdir {run}"
+            f"{run}: a run of the task {trained.task}, without speech to decode; its results are "
+            f"in the log of its training and in tensorboard --logdir {run}"
         )
-    if overrides:
-        _check_later(run, flat(read_recipe(run / "recipe.yaml")), flat(recipe))
+    if not overrides:
+        return trained
+    recipe = override(trained, overrides, str(path))
+    _check_later(run, flat(trained), flat(recipe))
     return recipe
 
 

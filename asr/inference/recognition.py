@@ -27,7 +27,8 @@ from asr.decoding.scorer import Hypothesis, Scorer
 from asr.decoding.segmentation import LOWEST, SILENT, Segment, loudness, split_at_pauses
 from asr.errors import UserError, check_list, is_out_of_memory
 from asr.features import AudioError, NoSamples
-from asr.features.audio import from_samples, name_of
+from asr.features.audio import from_samples
+from asr.features.files import name_of
 from asr.features.front_end import FrontEnd
 from asr.inference.decode import Encoded, attention, best_hypotheses, drop_hallucinations, encode
 from asr.inference.hub import local_run

@@ -13,7 +13,7 @@ from tempfile import NamedTemporaryFile
 from typing import IO, NamedTuple
 
 from asr.errors import UserError
-from asr.features.audio import name_of
+from asr.features.files import name_of
 from asr.io import CHUNK
 
 STDIN = Path("-")

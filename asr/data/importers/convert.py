@@ -31,8 +31,9 @@ from asr.data.manifest import COLUMNS, check_names, join_fields, parse_seconds, 
 from asr.data.shards import TarWriter
 from asr.errors import UserError, one_line, print_line, terminal
 from asr.features import AudioError
-from asr.features.audio import audio_seconds, decoded_seconds, open_audio
+from asr.features.audio import audio_seconds, decoded_seconds
 from asr.features.cut import audio_channels, cut_audio
+from asr.features.sound import open_audio
 from asr.io import atomic_writer, made_folder, usable_cores
 
 TOLERANCE = 0.1  # seconds between what a table says and what its file has

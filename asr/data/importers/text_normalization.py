@@ -7,20 +7,17 @@
               removed; other characters are dropped: a full stop without a gap, all else with one.
 
 Before that, and for every form, characters without width are removed, the text is put into
-Unicode's composed form (NFC), the quoting of CSV is undone, and tags are dropped (--tags drop) or
-left as they are (keep). A tag is a note of the transcriber in brackets:
-
-    <...>         anywhere: <COMMA>, <SIL> (GigaSpeech), <unk> (TED-LIUM, Kaldi), <b_aside>
-    [...]  {...}  with no letter beside it, so not th[at]-: [laughter] (Switchboard), {BREATH}
-    (...)         of a name in NON_SPEECH alone, since other texts in parentheses are spoken
-
-[laughter-WORD] is the word, spoken with laughter. What is dropped or changed is counted. Letters,
-digits and signs such as % are spoken: texts that lose some no longer match their audio.
+Unicode's composed form (NFC), the quoting of CSV is undone, and tags (asr/data/tags.py) are dropped
+(--tags drop) or left as they are, as words (keep). [laughter-WORD] is in both cases the word,
+spoken with laughter. What is dropped or changed is counted. Letters, digits and signs such as % are
+spoken: texts that lose some no longer match their audio.
 """
 
 import re
 import unicodedata
 from collections import Counter
+
+from asr.data.tags import TAG
 
 CHOICES = ("keep", "lower", "lower-tr", "upper-az")
 TAGS = ("drop", "keep")
@@ -29,12 +26,9 @@ APOSTROPHES = "\u2018\u2019\u02bc\u0060\u00b4"
 NO_GAP = ".\u200c\u200d"  # full stop and joiners
 SPOKEN = re.compile(r"[LN].|S[cmo]")  # categories of Unicode: letters, numbers, symbols
 SPOKEN_MARKS = "%&@#"
+LAUGHED = "[laughter-WORD]"  # in reports
 SHOWN = 12  # characters or tags in the report
 TURKISH = str.maketrans({"I": "ı", "İ": "i"})
-NON_SPEECH = (
-    "applause|breath|breathing|breaths|cheering|cheers|clapping|cough|coughing|coughs|crosstalk|"
-    "inaudible|laugh|laughing|laughs|laughter|music|noise|pause|sigh|sighs|silence|unintelligible"
-)
 _OTHER = re.compile(r"[^A-Za-z' ]")
 # Soft hyphens, spaces without width, marks of direction and byte-order marks. Joiners are kept
 # after Arabic and Indic letters, whose spelling needs them.
@@ -43,12 +37,7 @@ _NO_WIDTH = re.compile(
     r"|(?<![\u0600-\u1cff])[\u200c\u200d]|[\u200c\u200d](?=\s|$)"
 )
 _QUOTES = re.compile('"+')
-_TAG = re.compile(
-    r" ?(?P<tag><[^<>\s][^<>]{0,40}>"
-    r"|(?<!\w)(?:\[{1,2}[^][]{1,40}\]{1,2}|\{[^{}]{1,40}\})(?![\w-])"
-    rf"|(?<!\w)\((?:{NON_SPEECH})\)(?!\w))(?=(?P<stop>[.,;:!?])?)",
-    re.IGNORECASE,
-)
+_TAG = re.compile(rf" ?(?P<tag>{TAG.pattern})(?=(?P<stop>[.,;:!?])?)", re.IGNORECASE)
 _LAUGHED = re.compile(r"\[laughter-(.+)\]", re.IGNORECASE)
 _UNWRITTEN = re.compile(r"\W*(unk|inaudible|unintelligible)\W*", re.IGNORECASE)
 
@@ -77,8 +66,10 @@ class TextNormalizer:
             return self._in_form(_TAG.sub(self._without_tag, text))
         parts, end = [], 0
         for match in _TAG.finditer(text):
-            self.tags[match["tag"]] += 1
-            parts += [self._in_form(text[end : match.start()]), match["tag"]]
+            word = _LAUGHED.fullmatch(match["tag"])
+            self.tags[LAUGHED if word else match["tag"]] += 1
+            tag = self._in_form(word[1]) if word else match["tag"]
+            parts += [self._in_form(text[end : match.start()]), tag]
             end = match.end()
         parts.append(self._in_form(text[end:]))
         return " ".join(filter(None, parts))
@@ -107,7 +98,7 @@ class TextNormalizer:
     def _without_tag(self, match: re.Match[str]) -> str:
         tag = match["tag"]
         if word := _LAUGHED.fullmatch(tag):
-            self.tags["[laughter-WORD]"] += 1
+            self.tags[LAUGHED] += 1
             return f" {word[1]}" if match["stop"] else f" {word[1]} "
         self.tags[tag] += 1
         self.unwritten += bool(_UNWRITTEN.fullmatch(tag))
@@ -170,8 +161,8 @@ class TextNormalizer:
         if not self.tags:
             return []
         if self.keeps_tags:
-            return [f"--tags keep: {_listed('tags kept as they are', self.tags)}"]
-        lines = [f"{_listed('tags dropped', self.tags)}; --tags keep leaves them as they are"]
+            return [f"--tags keep: {_listed('tags kept, each as one token', self.tags)}"]
+        lines = [f"{_listed('tags dropped', self.tags)}; --tags keep makes each one token"]
         if self.unwritten:
             lines.append(
                 f"warning: {self.unwritten:,} of these tags stand for words that are spoken but "

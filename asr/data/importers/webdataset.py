@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from asr.data.importers.archive import ArchiveError, TarReader, short
 from asr.data.importers.rows import Fault, Row, Split
 from asr.errors import UserError
-from asr.features.audio import BLOCK
+from asr.features.tar import BLOCK
 from asr.io import open_file, parse_json
 
 AUDIO = {"wav", "flac", "ogg", "opus", "mp3"}

@@ -1,0 +1,111 @@
+"""libsndfile, which decodes audio, as soundfile opens it, and its faults that are to be avoided.
+
+It decodes WAV, FLAC, OGG Vorbis, Opus, MP3, AIFF and more by content, not by name.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import soundfile
+
+UNKNOWN_SAMPLES = 2**63 - 1  # libsndfile's length if the header has none (FLAC written to a pipe)
+# libsndfile's note on WAV, RF64, W64, AIFF and AU with fewer bytes than their header claims, which
+# it then trusts no more. A file written to a pipe claims PIPED_BYTES or more.
+FEWER_BYTES = re.compile(r"(?:data|SSND|Data Size|[Rr]iff(?: size)?) +: (\d+) \(should be (\d+)\)")
+PIPED_BYTES = 2**31 - 2**25
+# An open file has a name here, beside which no file ._NAME can be: libsndfile would open it as the
+# file's resource fork, which a FIFO would block. For an open file without a name it opens ./._
+HAS_FILE_NAMES = Path("/dev/fd").is_dir()
+SDS = b"\xf0\x7e"  # first bytes of a MIDI sample dump, whose decoder writes to stdout
+# First bytes of WAV, FLAC, OGG and AIFF; other files may be MP3, whose decoder writes to stderr.
+QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
+# First bytes of files whose decoders find every place by arithmetic. Those of the others, OGG and
+# MP3, search all of the file for the next page or frame, at a gigabyte per second.
+INDEXED = (b"RIFF", b"RF64", b"riff", b"fLaC", b"FORM")
+MAX_SEARCHED = 4 << 30  # bytes of such a file: three days at 128 kbit/s
+# Seconds of an Ogg Vorbis that are decoded before a part of it, since a seek into the last page of
+# a file, which has about a second, leads to another place.
+OGG_LEAD = 10.0
+
+
+STDERR = 2
+_stderr_lock = threading.Lock()
+_discarding = 0  # threads in suppress_stderr
+_saved_stderr: int | None = None  # a copy of its descriptor while there are any
+
+
+@contextmanager
+def suppress_stderr(needed: bool) -> Iterator[None]:
+    """Discard what is written to stderr meanwhile, by other threads too, so keep it short.
+
+    libmpg123, by which libsndfile decodes MP3, prints a line for every damaged frame and cannot be
+    silenced through libsndfile. Of several threads the first redirects stderr, and the last
+    restores it.
+    """
+    global _discarding, _saved_stderr
+    if not needed:
+        yield
+        return
+    with _stderr_lock:
+        if not _discarding:
+            _saved_stderr = _redirect_stderr()
+        _discarding += 1
+    try:
+        yield
+    finally:
+        with _stderr_lock:
+            _discarding -= 1
+            if not _discarding and _saved_stderr is not None:
+                os.dup2(_saved_stderr, STDERR)
+                os.close(_saved_stderr)
+
+
+def _redirect_stderr() -> int | None:
+    """Let stderr write to the null device -> a copy of it, None in a process without stderr."""
+    try:
+        saved = os.dup(STDERR)
+    except OSError:
+        return None
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, STDERR)
+    os.close(null)
+    return saved
+
+
+class DecodedFile(soundfile.SoundFile):
+    """Reads without soundfile's seek behind every block, which fails at the end of a FLAC without a
+    length, and behind which an MP3 of variable bit rate is decoded wrongly.
+    """
+
+    def seekable(self) -> bool:
+        return False
+
+    def seeks_exactly(self) -> bool:
+        """Whether samples are the same behind a seek. Opus may differ until the end of the file."""
+        return super().seekable() and self.subtype != "OPUS"
+
+    def seek_near(self, sample: int) -> int:
+        """Seek to a sample, or so far before it that it is decoded exactly; -> the distance."""
+        lead = round(OGG_LEAD * self.samplerate) if self.format == "OGG" else 0
+        begin = max(0, sample - lead)
+        if begin:
+            self.seek(begin)
+        return sample - begin
+
+    def claimed_samples(self) -> float:
+        """The number of samples by the header, also where the file has fewer; 0 without one."""
+        for claimed, actual in FEWER_BYTES.findall(self.extra_info):
+            if int(claimed) < PIPED_BYTES:
+                return self.frames * int(claimed) / max(1, int(actual))
+        return 0 if self.frames == UNKNOWN_SAMPLES else self.frames
+
+
+def sound_error(error: Exception) -> str:
+    """libsndfile's message, without the path."""
+    names = ("error_string", "strerror")
+    text = next(filter(None, (getattr(error, name, None) for name in names)), str(error))
+    return " ".join(text.split()).rstrip(".")
