@@ -29,7 +29,7 @@ def test_a_trace_is_what_the_lstm_computes(norm):
     x, lengths = torch.randn(4, 7, 3).double(), torch.tensor([7, 2, 5, 7])
     output, frames = trace(lstm, x, lengths=lengths)
     torch.testing.assert_close(output, lstm(x, lengths=lengths)[0])
-    assert [frame.place for frame in frames[::7]] == ["l0", "l0_reverse", "l1", "l1_reverse"]
+    assert [frame.layer for frame in frames[::7]] == ["l0", "l0_reverse", "l1", "l1_reverse"]
     assert [frame.time for frame in frames[7:14]] == [6, 5, 4, 3, 2, 1, 0]
     first, second = frames[0], frames[1]
     # The gates must reproduce each state from the one before.

@@ -159,7 +159,7 @@ def test_wandb_without_a_login_is_reported(places, monkeypatch, tmp_path):
 class Recorder:
     """A tracker of this test: json is a module that any Python can import."""
 
-    place = "here"
+    location = "here"
 
     def __init__(self, *arguments):
         self.arguments, self.points, self.closed = arguments, [], None

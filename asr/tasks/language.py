@@ -89,7 +89,7 @@ class LanguageTask(Task):
         )
 
     def prepare(self, run: Path) -> None:
-        """Write the vocabulary, so that a speech model can check that it is its own."""
+        """Write the vocabulary, so that a speech model can check that it has the same."""
         self.tokenizer.save(run)
 
     def validation_batches(self, share: slice = slice(None)) -> Iterator[SentenceBatch]:
@@ -139,18 +139,18 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 
 
 def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
     """That of train.init or text.run, which must agree; else a new one."""
-    init, given = recipe.train.init, recipe.text.run
-    if given is None:
+    init, source = recipe.train.init, recipe.text.run
+    if source is None:
         if init is None:
             return train_tokenizer(recipe.text, training.sample(VOCABULARY_LINES))
         return load_init_tokenizer(init, recipe.text)
-    place = find_run(given)
-    if not place.exists():
-        raise missing_run(given, "text.run")
-    tokenizer = load_tokenizer(place)
+    run = find_run(source)
+    if not run.exists():
+        raise missing_run(source, "text.run")
+    tokenizer = load_tokenizer(run)
     if init and load_tokenizer(find_run(init)).fingerprint() != tokenizer.fingerprint():
         raise UserError(
-            f"text.run = {given}: its vocabulary is not that of train.init = {init}; "
+            f"text.run = {source}: its vocabulary is not that of train.init = {init}; "
             "start from a run with that vocabulary, or without train.init"
         )
     return tokenizer

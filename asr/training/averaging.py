@@ -85,7 +85,7 @@ class EvaluationWeights:
         every = gather({name: buffer.cpu() for name, buffer in self.statistics.items()})
         if len(every) > 1:
             names = self.statistics
-            averages |= {n: torch.stack([own[n] for own in every]).mean(0) for n in names}
+            averages |= {n: torch.stack([buffers[n] for buffers in every]).mean(0) for n in names}
         return averages
 
     def _schedule_free_average(self) -> dict[str, Tensor]:

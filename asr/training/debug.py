@@ -97,13 +97,13 @@ class TrackedTensor:
 def stop_at_nan(objective: nn.Module, state: TrainState, log: Callable[[str], None]) -> None:
     """Raise NonFinite at the first non-finite value; `log` gets what was computed before."""
     tracer = Tracer(objective, state, log)
-    for name, module in tracer.modules.items():
-        before, after = partial(tracer.before, name), partial(tracer.after, name)
+    for path, module in tracer.modules.items():
+        before, after = partial(tracer.before, path), partial(tracer.after, path)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         for weight, parameter in module.named_parameters(recurse=False):
             what = f"the gradient of {weight} in the backward pass of {{}} is"
-            parameter.register_hook(partial(tracer.check, name, what))
+            parameter.register_hook(partial(tracer.check, path, what))
 
 
 class Tracer:
@@ -121,32 +121,32 @@ class Tracer:
         self.gradients: dict[str, Tensor] = {}  # of those outputs
 
     def before(
-        self, place: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+        self, path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         """Forward pre-hook: checks inputs and weights."""
-        if place == "objective":
+        if path == "objective":
             self.ids = args[0].ids
             for store in (self.history, self.tracked, self.inputs, self.outputs, self.gradients):
                 store.clear()
         for name, weight in module.named_parameters(recurse=False):
-            self.check(place, f"weight {name} of {{}} is", weight)
+            self.check(path, f"weight {name} of {{}} is", weight)
         for tensor in tensors((args, named)):
-            self.check(place, "the input of {} is", tensor)
-            self._track(tensor).consumers.append(place)
+            self.check(path, "the input of {} is", tensor)
+            self._track(tensor).consumers.append(path)
         if isinstance(module, LayerNormLSTM):
-            self.inputs[place] = args, named
+            self.inputs[path] = args, named
 
-    def after(self, place: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: checks outputs."""
         largest = 0.0
         for tensor in tensors(output):
-            self.check(place, "the output of {} is", tensor)
+            self.check(path, "the output of {} is", tensor)
             tracked = self._track(tensor)
-            tracked.producer = tracked.producer or place
+            tracked.producer = tracked.producer or path
             largest = max(largest, size(tensor))
         if isinstance(module, LayerNormLSTM):
-            self.outputs[place] = self._track(output[0])
-        self.history.append(f"forward   {place}: output up to {largest:.3g}")
+            self.outputs[path] = self._track(output[0])
+        self.history.append(f"forward   {path}: output up to {largest:.3g}")
 
     def _track(self, tensor: Tensor) -> TrackedTensor:
         """Check the tensor's gradient in the backward pass."""
@@ -161,8 +161,8 @@ class Tracer:
             return
         producer = tracked.producer
         # Of the modules that read it, the innermost is last.
-        place = tracked.consumers[-1] if tracked.consumers else producer
-        self.check(place, "the gradient that comes out of the backward pass of {} is", gradient)
+        path = tracked.consumers[-1] if tracked.consumers else producer
+        self.check(path, "the gradient that comes out of the backward pass of {} is", gradient)
         if tracked is self.outputs.get(producer):
             self.gradients[producer] = gradient.detach()
         self.history.append(
@@ -170,18 +170,18 @@ class Tracer:
             f"up to {size(gradient):.3g}"
         )
 
-    def check(self, place: str, what: str, tensor: Tensor) -> None:
+    def check(self, path: str, what: str, tensor: Tensor) -> None:
         """Raises NonFinite for a tensor with a NaN or infinity; `what` describes it."""
         if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
             return
         kind = "NaN" if bool(tensor.isnan().any()) else "infinite"
-        module = self.modules[place]
+        module = self.modules[path]
         step = self.state.step + 1
-        fault = f"step {step}: {what.format(f'{place} ({type(module).__name__})')} {kind}"
+        fault = f"step {step}: {what.format(f'{path} ({type(module).__name__})')} {kind}"
         lines = [fault, f"utterances: {' '.join(self.ids)}", "computed before it, the last below:"]
         lines += [f"  {entry}" for entry in self.history]
-        if place in self.gradients and "backward" in what:
-            lines += describe_frames(module, *self.inputs[place], self.gradients[place])
+        if path in self.gradients and "backward" in what:
+            lines += describe_frames(module, *self.inputs[path], self.gradients[path])
         self.log("\n".join(lines))
         more = " ..." if len(self.ids) > MAX_IDS else ""
         raise NonFinite(
@@ -193,11 +193,11 @@ class Tracer:
 def describe_frames(
     lstm: LayerNormLSTM, args: tuple[Any, ...], named: dict[str, Any], gradient: Tensor
 ) -> list[str]:
-    """Repeat the backward pass of a batch-first LSTM step by step, given its arguments and the
+    """Repeat the backward pass of a batch-first LSTM step by step, from its arguments and the
     gradient of its output -> lines.
 
     These are the last frames up to the first, in backward order, with a non-finite gradient. That
-    of x has passed the frame's own norms; if the fault is in those of the first frame, it alone is
+    of x has passed the norms of its frame; if the fault is in those of the first frame, it alone is
     not finite.
     """
     with torch.enable_grad():
@@ -216,7 +216,7 @@ def describe_frames(
         )
         more = f"; rows without variance: {flat}" if flat else ""
         line = f"gradient of h {h:.3g}, c {c:.3g}, x {x:.3g}{more}"
-        lines.append(f"  {frame.place} frame {frame.time}: {line}")
+        lines.append(f"  {frame.layer} frame {frame.time}: {line}")
         if not all(map(math.isfinite, (h, c, x))):
             break
     return ["the same LSTM's backward pass, step by step:", *lines[-SHOWN_FRAMES:]]

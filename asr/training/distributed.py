@@ -48,7 +48,7 @@ class RankLost(Exception):
 
 
 class Ranks(NamedTuple):
-    """The place of this process among those that torchrun started."""
+    """Which of the processes that torchrun started this is."""
 
     number: int  # of this process, from 0
     count: int  # of processes
@@ -137,14 +137,14 @@ def _connect(backend: str, number: int, count: int) -> dist.Store:
         group = {"store": store, "rank": number, "world_size": count, "timeout": TIMEOUT}
         dist.init_process_group(backend, **group)
     except (RuntimeError, OSError, UnicodeError) as error:
-        place = f"MASTER_ADDR = {address[:80]}, MASTER_PORT = {port}"
+        where = f"MASTER_ADDR = {address[:80]}, MASTER_PORT = {port}"
         reason = str(error).splitlines()[0][:200]
-        raise UserError(f"environment: {place}: rank {number} cannot connect: {reason}") from None
+        raise UserError(f"environment: {where}: rank {number} cannot connect: {reason}") from None
     return store
 
 
 def _select_gpu(device: str, local: int) -> str:
-    """Select this rank's own GPU, where GPUs are used; -> the backend that sums on it."""
+    """Select a GPU for this rank, where GPUs are used; -> the backend that sums on it."""
     if device == "cpu" or not torch.cuda.is_available():
         return "gloo"
     gpus = torch.cuda.device_count()
@@ -177,12 +177,12 @@ def new_key_prefix(store: dist.Store, number: int, count: int) -> str:
 
     torchrun may keep its store when it restarts the ranks. The store may then hold addresses of
     finished processes; connecting to one hangs. Rank 0 chooses the prefix. Each other rank requests
-    it under an id of its own until the answer carries that id, and confirms.
+    it under a new id until the answer carries that id, and confirms.
     """
-    own = uuid.uuid4().hex
+    new = uuid.uuid4().hex
     if number:
-        store.set(f"request {number}", own)
-        while (answer := store.get(f"answer {number}").decode().split())[1] != own:
+        store.set(f"request {number}", new)
+        while (answer := store.get(f"answer {number}").decode().split())[1] != new:
             time.sleep(POLL)
         store.set(f"confirmed {number}", answer[0])
         return answer[0]
@@ -190,11 +190,11 @@ def new_key_prefix(store: dist.Store, number: int, count: int) -> str:
     while missing:
         for other in sorted(missing):
             if request := _value(store, f"request {other}"):
-                store.set(f"answer {other}", f"{own} {request}")
-            if _value(store, f"confirmed {other}") == own:
+                store.set(f"answer {other}", f"{new} {request}")
+            if _value(store, f"confirmed {other}") == new:
                 missing.remove(other)
         time.sleep(POLL)
-    return own
+    return new
 
 
 def _value(store: dist.Store, key: str) -> str | None:
@@ -236,7 +236,7 @@ def check_share(batches: int) -> None:
 
 
 def synchronize(module: nn.Module) -> None:
-    """Copy the weights of rank 0 to all ranks, and give each rank its own random seed.
+    """Copy the weights of rank 0 to all ranks, and give each rank another random seed.
 
     Different machines may compute different initial weights from the same random numbers.
     """
@@ -262,12 +262,12 @@ def add_sums(
     """The sums over all ranks, and the messages of all."""
     if world() == 1:
         return sums, messages
-    own = {
+    ours = {
         n: s._replace(total=float(s.total), count=float(s.count)) for n, s in on_cpu(sums).items()
     }
     totals: dict[str, Sum] = {}
     lines: list[str] = []
-    for number, (part, texts) in enumerate(gather((own, messages))):
+    for number, (part, texts) in enumerate(gather((ours, messages))):
         lines += [f"rank {number}: {text}" for text in texts]
         for name, each in part.items():
             pair = torch.tensor([each.total, each.count], dtype=torch.float64)
@@ -334,8 +334,8 @@ def _collective(call: Callable[..., Any], *args: Any) -> None:
     """Raises RankLost where a rank has ended."""
     try:
         call(*args)
-    except RuntimeError as error:  # gloo has no error of its own
-        reason = re.sub(r"\[\S+:\d+\] ", "", str(error))  # without the place in gloo's sources
+    except RuntimeError as error:  # gloo raises nothing more specific
+        reason = re.sub(r"\[\S+:\d+\] ", "", str(error))  # without the line of gloo's sources
         raise RankLost(reason.split(". ")[0]) from None
 
 

@@ -54,7 +54,7 @@ class StepInternals(NamedTuple):
 class TracedStep(NamedTuple):
     """One time step of one direction of one layer."""
 
-    place: str  # "l0" or "l0_reverse", as in the names of the weights
+    layer: str  # "l0" or "l0_reverse", as in the names of the weights
     time: int  # the frame read; in reverse, that of the longest utterance
     internals: StepInternals
     x: Tensor  # (N, I)  its input; of all tensors here its gradient is computed last
@@ -94,9 +94,9 @@ def trace(lstm: LayerNormLSTM, *args: Any, **named: Any) -> tuple[Tensor, list[T
     (x, counts, h, c), D = lstm.read(*args, **named), lstm.directions
     frames: list[TracedStep] = []
     for layer in range(lstm.num_layers):
-        now, places = slice(layer * D, (layer + 1) * D), [f"l{layer}", f"l{layer}_reverse"][:D]
-        weights = [get_weights(lstm, f"_{place}") for place in places]
-        run = partial(_trace_direction, lstm.settings, frames, iter(places))
+        now, names = slice(layer * D, (layer + 1) * D), [f"l{layer}", f"l{layer}_reverse"][:D]
+        weights = [get_weights(lstm, f"_{name}") for name in names]
+        run = partial(_trace_direction, lstm.settings, frames, iter(names))
         x = reference.run_packed(LayerInput(x, counts, h[now], c[now], None), weights, run).output
     return x, frames
 
@@ -104,7 +104,7 @@ def trace(lstm: LayerNormLSTM, *args: Any, **named: Any) -> tuple[Tensor, list[T
 def _trace_direction(
     settings: CellSettings,
     frames: list[TracedStep],
-    places: Iterator[str],
+    layers: Iterator[str],
     packed: reference.Packed,
     x: Tensor,
     h: Tensor,
@@ -112,15 +112,15 @@ def _trace_direction(
     mask: None,
     *flat: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append the steps of the next of `places`; -> output rows, and the state as it was."""
-    weights, place, start = Weights(*flat), next(places), (h, c)
+    """Append the steps of the next of `layers`; -> output rows, and the state as it was."""
+    weights, layer, start = Weights(*flat), next(layers), (h, c)
     outputs = []
     for number, rows in enumerate(x.split(packed.sizes)):
         before = h[: len(rows)], c[: len(rows)]
         internals = step_internals(rows, before, weights, settings)
         h, c = reference.step(rows, before, None, weights, settings)
-        time = len(packed.sizes) - 1 - number if place.endswith("_reverse") else number
-        frames.append(TracedStep(place, time, internals, rows, h, c))
+        time = len(packed.sizes) - 1 - number if layer.endswith("_reverse") else number
+        frames.append(TracedStep(layer, time, internals, rows, h, c))
         outputs.append(h)
     return torch.cat(outputs), *start
 
@@ -144,14 +144,14 @@ class Internals:
         sums[1] += float(values.sum())
         sums[2] += float(values.square().sum())
 
-    def add_step(self, place: str, step: StepInternals) -> None:
+    def add_step(self, layer: str, step: StepInternals) -> None:
         """One LSTM step."""
         for gate, values in zip(GATES, step.gates.chunk(4, dim=-1), strict=True):
-            self.add(f"variance/{place}/{gate}", values)
+            self.add(f"variance/{layer}/{gate}", values)
             end = TANH_END if gate == "candidate" else SIGMOID_END
-            self.add(f"saturated/{place}/{gate}", values.abs() > end)
+            self.add(f"saturated/{layer}/{gate}", values.abs() > end)
         for norm, rows in step.entering.items():
-            self.add(f"flat/{place}/{norm}", spread(rows, step.centred) < FLAT)
+            self.add(f"flat/{layer}/{norm}", spread(rows, step.centred) < FLAT)
 
     def figures(self) -> dict[str, float]:
         """Name -> figure, as above."""
@@ -208,7 +208,7 @@ def _observe(
     """Forward pre-hook: add what the module will compute from its arguments."""
     if isinstance(module, LayerNormLSTM):
         for frame in trace(module, *args, **named)[1]:
-            internals.add_step(f"{name}.{frame.place}", frame.internals)
+            internals.add_step(f"{name}.{frame.layer}", frame.internals)
     elif isinstance(module, LayerNormLSTMCell):
         internals.add_step(name, _cell_internals(module, *args, **named))
     else:
@@ -230,12 +230,12 @@ def gains(model: nn.Module) -> dict[str, float]:
     figures = {}
     for name, module in model.named_modules():
         if isinstance(module, LSTMS):
-            own = {f"{name}.{n}": p for n, p in module.named_parameters() if n.startswith("gain")}
+            found = {f"{name}.{n}": p for n, p in module.named_parameters() if n.startswith("gain")}
         else:
-            own = {name: gain_of(module)} if isinstance(module, NORMS) else {}
-        for place, gain in own.items():
-            figures[f"gain/{place}"] = float(gain.detach().abs().mean())
-            figures[f"gain_max/{place}"] = float(gain.detach().abs().max())
+            found = {name: gain_of(module)} if isinstance(module, NORMS) else {}
+        for path, gain in found.items():
+            figures[f"gain/{path}"] = float(gain.detach().abs().mean())
+            figures[f"gain_max/{path}"] = float(gain.detach().abs().max())
     return figures
 
 
@@ -259,7 +259,7 @@ def layer_of(name: str) -> str:
     encoder.layers.3.feed_forward.0.weight -> encoder.layers.3;  lstm.weight_ih_l0 -> lstm
     """
     parts = name.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1]) or name
 
 

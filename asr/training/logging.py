@@ -246,14 +246,14 @@ class Log:
         self.scalars("speed", {"audio_per_second": rate} | cost, state.step)
         first, *others = figure_texts(losses) or ["no step used"]
         speed = f"{rate:.0f}x real time" if rate else f"{self.steps / elapsed:.1f} steps/s"
-        place = f"step {state.step}/{self.total}", f"epoch {state.epoch}"
-        line = "  ".join([*place, first, *others, speed])
+        position = f"step {state.step}/{self.total}", f"epoch {state.epoch}"
+        line = "  ".join([*position, first, *others, speed])
         self.lines.write(line)
         with self._console():
             if self.progress:
                 shown = {
                     "total": self.total,
-                    "figures": [first, place[0], *others, speed, place[1]],
+                    "figures": [first, position[0], *others, speed, position[1]],
                 }
                 self.progress.update(self.task, completed=state.step, **shown)
             else:

@@ -1,9 +1,9 @@
 """Training objectives as sums that add up over micro-batches and ranks without bias.
 
-An Objective is an nn.Module whose forward(batch) returns a dict of Sum(total, count), never a mean.
-The entry "objective" is minimised: gradient = sum of its totals / sum of its counts over all
-micro-batches of a step. The other entries are only logged; "nll" is the cross-entropy per target
-token without label smoothing, which is comparable between settings.
+An Objective's forward(batch) returns a dict of Sum(total, count), never a mean. The entry
+"objective" is minimised: gradient = sum of its totals / sum of its counts over all micro-batches of
+a step. The other entries are only logged; "nll" is the cross-entropy per target token without label
+smoothing, which is comparable between settings.
 
 B utterances, T frames, U tokens, V vocabulary.
 """
@@ -49,7 +49,7 @@ class Objective(nn.Module):
         """Called before every training step, counted from 0, for a loss that changes with it."""
 
     def forward(self, batch: Any) -> dict[str, Sum]:
-        """-> the entry `objective`, which is minimised, and others, which are logged."""
+        """-> `objective`, which is minimised, `nll`, which ranks checkpoints, and others to log."""
         raise NotImplementedError
 
 

@@ -161,11 +161,11 @@ class Muon:
         """As of one optimizer, whose parameters are those of both in turn."""
         state, groups = {}, []
         for part in self.parts:
-            first, own = sum(len(group["params"]) for group in groups), part.state_dict()
-            state |= {first + number: moments for number, moments in own["state"].items()}
+            first, saved = sum(len(group["params"]) for group in groups), part.state_dict()
+            state |= {first + number: moments for number, moments in saved["state"].items()}
             groups += [
                 {**group, "params": [first + number for number in group["params"]]}
-                for group in own["param_groups"]
+                for group in saved["param_groups"]
             ]
         return {"state": state, "param_groups": groups}
 
@@ -173,11 +173,11 @@ class Muon:
         """The state of another Muon with as many parameters."""
         first, groups = 0, list(state["param_groups"])
         for part in self.parts:
-            own = [groups.pop(0) for _ in part.param_groups]
-            numbers = [n for group in own for n in group["params"]]
+            ours = [groups.pop(0) for _ in part.param_groups]
+            numbers = [n for group in ours for n in group["params"]]
             moments = {n - first: state["state"][n] for n in numbers if n in state["state"]}
-            own = [{**group, "params": [n - first for n in group["params"]]} for group in own]
-            part.load_state_dict({"state": moments, "param_groups": own})
+            ours = [{**group, "params": [n - first for n in group["params"]]} for group in ours]
+            part.load_state_dict({"state": moments, "param_groups": ours})
             first += len(numbers)
 
 
@@ -215,14 +215,14 @@ def load_moments(optimizer: "optim.Optimizer | Muon", state: dict[str, Any]) -> 
         raise ValueError("optimizer: moments of other parameters")
     for group, saved in zip(groups, state["param_groups"], strict=True):
         group |= {key: _progress(key, saved.get(key)) for key in _PROGRESS if key in group}
-    own = {
+    known = {
         number: (parameter, _MOMENTS[kind_of(group)])
         for group, mapped in zip(optimizer.param_groups, groups, strict=True)
         for number, parameter in zip(mapped["params"], group["params"], strict=True)
     }
-    if wrong := [n for n in state["state"] if type(n) is not int or n not in own]:
+    if wrong := [n for n in state["state"] if type(n) is not int or n not in known]:
         raise ValueError(f"optimizer: no parameter {wrong[0]}")
-    moments = {n: _copied(n, *own[n], saved) for n, saved in state["state"].items() if saved}
+    moments = {n: _copied(n, *known[n], saved) for n, saved in state["state"].items() if saved}
     optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 

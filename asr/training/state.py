@@ -165,7 +165,7 @@ def _is_position(value: Any) -> bool:
 
 
 def _is_random(value: Any) -> bool:
-    """Sets generators of its own, which check more than types, to the states."""
+    """Sets new generators, which check more than types, to the states."""
     if not isinstance(value, dict):
         return False
     torch.Generator().set_state(value["cpu"])
@@ -176,10 +176,10 @@ def _is_random(value: Any) -> bool:
     valid = isinstance(gpus, list) and all(isinstance(state, Tensor) for state in gpus)
     version, words, gauss = value["python"]
     random.Random().setstate((version, tuple(words), gauss))
-    kind, keys, place, has_gauss, cached = value["numpy"]
-    np.random.RandomState(0).set_state((kind, keys, place, has_gauss, cached))
-    # Both take some values that they cannot use: numpy reads at any place.
-    return valid and (gauss is None or _is_number(gauss)) and place in range(_WORDS + 1)
+    kind, keys, index, has_gauss, cached = value["numpy"]
+    np.random.RandomState(0).set_state((kind, keys, index, has_gauss, cached))
+    # Both take some values that they cannot use: numpy reads at any index.
+    return valid and (gauss is None or _is_number(gauss)) and index in range(_WORDS + 1)
 
 
 def _is_weights(value: Any) -> bool:

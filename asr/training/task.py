@@ -62,7 +62,10 @@ class Task(Protocol):
         """The error where there are none that can be read."""
 
     def report(self, log: Log, step: int) -> dict[str, float]:
-        """Log texts and pictures of a validation; -> more figures of it."""
+        """Log texts and pictures of a validation; -> more figures of it.
+
+        `diagonality` of attention, if it is one of them, is what train.alarm watches.
+        """
 
     def health_batches(self) -> Iterator[TaskBatch]:
         """A few validation batches without padding, for train.health."""

@@ -44,7 +44,7 @@ def check_installed(names: Iterable[str]) -> None:
 class Tracker(Protocol):
     """A run at a tracker, opened with its name, parameters and id; continued where it exists."""
 
-    place: str  # where to find it, for the log
+    location: str  # where to find it, for the log
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Points of curves at a step."""
@@ -62,7 +62,7 @@ class WandbTracker:
         online = wandb.setup().settings.mode == "online"
         if online and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("not logged in: use `wandb login` or WANDB_MODE=offline")
-        # Standard output has a progress bar, and escapes of our own. At the end of the process
+        # Standard output has a progress bar, and our escapes. At the end of the process
         # wandb waits for an answer that is still due.
         settings = wandb.Settings(console="off", silent=True, init_timeout=CLOSING)
         self.run = wandb.init(
@@ -74,7 +74,7 @@ class WandbTracker:
             allow_val_change=True,
             settings=settings,
         )
-        self.place = self.run.url or f"{Path(self.run.dir).parent} (wandb sync uploads it)"
+        self.location = self.run.url or f"{Path(self.run.dir).parent} (wandb sync uploads it)"
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         # A resumed run repeats some steps, with equal values, which wandb drops.
@@ -96,13 +96,13 @@ class MLflowTracker:
         self.metric, self.client = Metric, MlflowClient()
         where = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self.client.get_experiment_by_name(where)
-        place = experiment.experiment_id if experiment else self.client.create_experiment(where)
-        known = next(iter(self.client.search_runs([place], f"tags.{TAG} = '{id}'")), None)
+        number = experiment.experiment_id if experiment else self.client.create_experiment(where)
+        known = next(iter(self.client.search_runs([number], f"tags.{TAG} = '{id}'")), None)
         if known is None:
-            known = self.client.create_run(place, run_name=name, tags={TAG: id})
+            known = self.client.create_run(number, run_name=name, tags={TAG: id})
         self.id = known.info.run_id
         self.client.update_run(self.id, status="RUNNING")
-        self.place = f"run {self.id} in experiment {where}"
+        self.location = f"run {self.id} in experiment {where}"
         # MLflow refuses other values: a resumed run keeps the parameters of its start.
         keys = {re.sub(r"[^\w./ -]", "_", key)[:MAX_KEY]: key for key in params}
         new = keys.keys() - known.data.params.keys()
@@ -204,7 +204,7 @@ class _Feed:
             return
         try:
             tracker = OPEN[self.name](*arguments)
-            self.lines.put(f"{self.name}: {tracker.place}")
+            self.lines.put(f"{self.name}: {tracker.location}")
             while not self.failed:
                 call = self.calls.get()
                 if isinstance(call, str):
