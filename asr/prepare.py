@@ -19,8 +19,8 @@ FORMATS = {
     "kaldi": (
         "SOURCE",
         "A Kaldi data directory: wav.scp, text, segments, utt2spk\n\n"
-        "SOURCE: one directory, or a folder of several, each of which becomes a manifest. Segments "
-        "are cut out of their recordings.",
+        "SOURCE: one directory, or a folder of several; each becomes a manifest. Segments are cut "
+        "out of their recordings.",
     ),
     "common-voice": (
         "SOURCE",
@@ -28,51 +28,51 @@ FORMATS = {
         "SOURCE: the folder of a language, whose train.tsv, dev.tsv and test.tsv become manifests, "
         "or one table. The audio is in clips/ beside it.",
     ),
-    "ljspeech": ("FOLDER", "LJ Speech and its like: metadata.csv (id|text|normalised), wavs/"),
+    "ljspeech": ("FOLDER", "LJ Speech and similar: metadata.csv (id|text|normalised), wavs/"),
     "nemo": (
         "SOURCE",
         "NeMo manifests: JSON lines with audio_filepath, text\n\n"
-        "SOURCE: a manifest, or a folder of several. What offset and duration give is cut out.",
+        "SOURCE: a manifest, or a folder of several. Parts with offset and duration are cut out.",
     ),
     "wenet": (
         "SOURCE",
         "WeNet's data.list: JSON lines with key, wav, txt\n\n"
-        "SOURCE: a list, or a folder with a data.list, or with folders of one each. What start and "
-        "end give is cut out.",
+        "SOURCE: a list, a folder with a data.list, or a folder of such folders. Parts with start "
+        "and end are cut out.",
     ),
     "audiofolder": ("FOLDER", "A Hugging Face audiofolder: metadata.csv or metadata.jsonl"),
     "datasets": (
         "FOLDER",
         "A data set saved by Hugging Face datasets (extra: datasets)\n\n"
-        "FOLDER: what Dataset.save_to_disk or DatasetDict.save_to_disk has written.",
+        "FOLDER: the output of Dataset.save_to_disk or DatasetDict.save_to_disk.",
     ),
     "lhotse": (
         "SOURCE",
         "Lhotse CutSets: *.jsonl, *.jsonl.gz\n\n"
-        "SOURCE: a CutSet, or a folder of several. Each supervision becomes an utterance, and is "
-        "cut out where it is less than a file.",
+        "SOURCE: a CutSet, or a folder of several. Each supervision becomes an utterance; if it is "
+        "only a part of a file, it is cut out.",
     ),
     "webdataset": (
         "FOLDER",
         "Tars in the webdataset library's layout, unchanged\n\n"
-        "The samples of the tars in a folder have audio and a .txt, or a .json with text.",
+        "FOLDER: the tars. Each sample has audio and a .txt, or a .json with text.",
     ),
     "tsv": (
         "MANIFEST.tsv",
         "Your own recordings, listed in a table\n\n"
-        "The columns are id, audio, text, and perhaps speaker and seconds, separated by tabs; "
-        "audio is relative to the table. Every file is decoded. All faults are listed at once, and "
-        "then nothing is written.",
+        "The columns are id, audio, text and optionally speaker and seconds, separated by tabs; "
+        "audio is relative to the table. Every file is decoded. All faults are listed together; "
+        "nothing is written if there are any.",
     ),
 }
 WITH_TEXT_COLUMN = ("auto", "audiofolder", "datasets")
 # Names of validation splits; not Common Voice's "validated".
 VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
-LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is the better start
+LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is a better start
 SMALL_RECIPE, LARGE_RECIPE = "small_corpus_conformer", "librispeech100"
 
-# A function per kind; its docstring is the help of its command line. It imports what it needs
-# itself, since torch takes seconds, for which --help should not wait.
+# A function per kind; its docstring is the help of its command line. The functions import what they
+# need, since torch takes seconds and --help should not wait.
 
 
 def main() -> None:
@@ -82,12 +82,12 @@ def main() -> None:
         description="Make manifests (id, speaker, audio, seconds, text) that recipes train on.",
     )
     kinds = parser.add_subparsers(required=True, metavar="KIND")
-    kinds.type = str  # the arguments after KIND are checked by its own parser
+    kinds.type = str  # the parser of a kind checks the arguments after it
 
     def add(
-        name: str, prepare: Callable[[argparse.Namespace], None], about: str = ""
+        name: str, prepare: Callable[[argparse.Namespace], None], text: str = ""
     ) -> argparse.ArgumentParser:
-        summary, _, description = (about or inspect.getdoc(prepare) or "").partition("\n\n")
+        summary, _, description = (text or inspect.getdoc(prepare) or "").partition("\n\n")
         kind = kinds.add_parser(name, help=summary.rstrip("."), description=description)
         kind.add_argument("--to", type=Path, required=True, metavar="DIR", help="output folder")
         kind.set_defaults(prepare=prepare)
@@ -108,8 +108,8 @@ def main() -> None:
     kind = add("librispeech-lm", _librispeech_lm)
     kind.add_argument("--url", help=mirror)
 
-    for name, (source, about) in FORMATS.items():
-        _add_format(add(name, partial(_corpus, name), about), name, source)
+    for name, (source, text) in FORMATS.items():
+        _add_format(add(name, partial(_corpus, name), text), name, source)
 
     kind = add("shards", _shards)
     kind.add_argument("manifest", type=Path, metavar="MANIFEST.tsv")
@@ -133,14 +133,14 @@ def main() -> None:
 def _add_format(kind: argparse.ArgumentParser, name: str, source: str) -> None:
     """The arguments that all corpus formats share."""
     kind.add_argument("source", type=Path, metavar=source)
-    text = "the base of relative paths, and the folder that must hold all audio (default: the "
-    text += "corpus' own); if it is not below DIR, DIR/NAME.audio becomes a link to it"
+    text = "the base of relative paths, and the folder that must contain all audio (default: that "
+    text += "of the corpus); if it is not below DIR, DIR/NAME.audio becomes a link to it"
     kind.add_argument("--audio", type=Path, metavar="FOLDER", help=text)
     text = "list the faulty rows and write the others"
     kind.add_argument("--skip-bad", action="store_true", help=text)
-    text = "transcripts: keep them, in lower case (lower-tr: of Turkish and Azerbaijani), or in "
-    text += "upper case with only A to Z, apostrophes and spaces; what is dropped is reported "
-    text += "(default: %(default)s)"
+    text = "transcripts: keep them, convert them to lower case (lower-tr: for Turkish and "
+    text += "Azerbaijani), or to upper case with only A to Z, apostrophes and spaces; dropped "
+    text += "characters are reported (default: %(default)s)"
     kind.add_argument("--text", choices=CHOICES, default="keep", help=text)
     text = "notes in brackets such as <COMMA>, [laughter] or {breath}: drop them, or keep each as "
     text += "one token; their counts are reported (default: %(default)s)"
@@ -150,11 +150,11 @@ def _add_format(kind: argparse.ArgumentParser, name: str, source: str) -> None:
     text = "trust the audio files' headers: faster, but truncated files pass"
     kind.add_argument("--headers-only", action="store_true", help=text)
     kind.add_argument("--max-seconds", type=above_zero, help="longer recordings are faulty")
-    text = "a random part of this duration of each split: the same part every time, and a subset "
+    text = "a random part of each split with this duration: the same part every time, and a subset "
     text += "of any longer part; no other audio is read"
     kind.add_argument("--hours", type=above_zero, help=text)
-    text = "hold out this share of the utterances, of whole speakers where there are ten, as "
-    text += "NAME-valid.tsv"
+    text = "hold out this share of the utterances as NAME-valid.tsv, by whole speakers if there "
+    text += "are at least ten"
     kind.add_argument("--valid", type=share, metavar="SHARE", help=text)
 
 
@@ -168,9 +168,9 @@ def _librispeech(args: argparse.Namespace) -> None:
 
     for subset in args.subsets:
         if subset not in librispeech.SUBSETS:
-            raise UserError(f"--subsets {subset}: must be of {', '.join(librispeech.SUBSETS)}")
+            raise UserError(f"--subsets {subset}: must be one of {', '.join(librispeech.SUBSETS)}")
     url = args.url or librispeech.URL
-    # All folders first: a missing subset must not leave the others half done.
+    # All folders first, so that a missing subset does not leave the others half done.
     folders = {
         subset: librispeech.find(args.source, subset)
         if args.source
@@ -192,7 +192,7 @@ def _librispeech_lm(args: argparse.Namespace) -> None:
 
 
 def _corpus(name: str, args: argparse.Namespace) -> None:
-    """Any corpus that somebody already has, in one of FORMATS."""
+    """A corpus in one of FORMATS."""
     from asr.data.importers import formats
     from asr.data.importers.convert import Options, convert
     from asr.data.importers.hold_out import hold_out, shared_texts
@@ -206,7 +206,7 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
     valid = next((split.name for split in splits if VALID.search(split.name)), None)
     if args.valid and valid:
         raise UserError(
-            f"--valid {args.valid:g}: the corpus has a validation split, {valid}; leave out --valid"
+            f"--valid {args.valid:g}: the corpus has a validation split, {valid}; remove --valid"
         )
     options = Options(args.audio, args.headers_only, args.max_seconds, args.hours, args.skip_bad)
     normalize = TextNormalizer(args.text, args.tags)
@@ -220,18 +220,18 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
         manifests.append(valid)
     hours = {manifest: _report(manifest) for manifest in manifests}
     train, valid = _find_splits(args.to, hours)
-    with suppress(UserError):  # a table that was in the folder before may be no manifest
+    with suppress(UserError):  # an older table in the folder may not be a manifest
         if train and valid and (line := shared_texts(train, valid)):
             print_line(line)
     print_line(_next_command(args.to, train, valid, hours.get(train, 0.0)))
 
 
 def _shards(args: argparse.Namespace) -> None:
-    """A manifest's audio in some large tars, for storage that is slow with small files.
+    """A manifest's audio in a few large tars, for storage that is slow with small files.
 
-    Pack the audio of a manifest into DIR/NAME-00000.tar, ... and write DIR/NAME.tsv, which gives
-    each recording's place and which recipes use like any other manifest. The webdataset library can
-    read the tars, too.
+    Pack the audio of a manifest into DIR/NAME-00000.tar, ... and write DIR/NAME.tsv, a manifest
+    that states the position of each recording in the tars. The webdataset library can read the
+    tars, too.
     """
     from asr.data.shards import pack
 
@@ -241,8 +241,8 @@ def _shards(args: argparse.Namespace) -> None:
 def _spoken_numbers(args: argparse.Namespace) -> None:
     """The built-in corpus of synthetic speech, made on this machine in a minute.
 
-    Synthesise number phrases in many voices: DIR/train.tsv (about 1 hour), DIR/valid.tsv,
-    DIR/test.tsv, with other voices and phrases in each.
+    Synthesise number phrases in many voices: DIR/train.tsv (1 hour), DIR/valid.tsv, DIR/test.tsv,
+    with different voices and phrases in each.
     """
     from asr.data.importers import spoken_numbers
 
@@ -264,12 +264,12 @@ def _mnist(args: argparse.Namespace) -> None:
         data.download(args.to, args.url or data.URL)
     for images in data.read(args.to):
         shape = "{} images of {} x {}".format(*images.pixels.shape)
-        other = "" if data.is_original(images) else " (not MNIST's own pixels)"
+        other = "" if data.is_original(images) else " (not the pixels of MNIST)"
         print(f"{args.to}: {images.name}: {shape}{other}")
 
 
 def _report(manifest: Path) -> float:
-    """Print a manifest's size -> its hours."""
+    """Print a manifest's size; -> its hours."""
     from asr.data.corpus import read_manifest
 
     corpus = read_manifest(manifest)
@@ -279,7 +279,7 @@ def _report(manifest: Path) -> float:
 
 
 def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, Path | None]:
-    """The manifests to train on and to validate on: just written, or in their folder before."""
+    """The manifests to train on and to validate on: new ones first, then others in the folder."""
     paths = {*written, *folder.glob("*.tsv")}
     manifests = sorted(paths, key=lambda path: (path not in written, path))
     valid = next((path for path in manifests if VALID.search(path.stem)), None)
@@ -289,7 +289,7 @@ def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, P
 
 
 def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: float) -> str:
-    """What to do with the manifests."""
+    """The next command for the manifests, or what is missing."""
     if train is None or valid is None:
         missing = "training" if train is None else "validation"
         remedy = "" if train is None else ", or hold out a part: --valid 0.05"

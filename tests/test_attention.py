@@ -48,9 +48,9 @@ def slow_energy(module, kind, query, states, past, frame):
             f = 0.0
             for channel, seen in enumerate(past):
                 for tap in range(2 * REACH + 1):
-                    place = frame + tap - REACH
-                    if 0 <= place < T:
-                        f += module.conv.weight[number, channel, tap] * seen[place]
+                    position = frame + tap - REACH
+                    if 0 <= position < T:
+                        f += module.conv.weight[number, channel, tap] * seen[position]
             mixed = mixed + module.to_place.weight[:, number] * f
     return float(module.to_energy.weight[0] @ torch.tanh(mixed))
 

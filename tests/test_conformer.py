@@ -44,15 +44,15 @@ def test_equals_a_slow_loop(position, kind, monkeypatch):
     around = [part for part in made.children() if isinstance(part, Residual)]
     for row, length in enumerate((T, 7)):
         y = x[row, :length]
-        for number, (part, own) in enumerate(zip(around, parts, strict=True)):
+        for number, (part, function) in enumerate(zip(around, parts, strict=True)):
             half = 0.5 if number in (0, 3) else 1.0
             norms = [slow_norm(kind, part.norm), slow_norm(kind, part.out_norm)]
             if position in ("peri", "reordered"):  # the half is of the normed output
                 scaled = norms[-1 if position == "peri" else 0]
                 norms[-1 if position == "peri" else 0] = lambda z, n=scaled, h=half: h * n(z)
-                sublayer = own
+                sublayer = function
             else:
-                sublayer = lambda z, f=own, h=half: h * f(z)  # noqa: E731
+                sublayer = lambda z, f=function, h=half: h * f(z)  # noqa: E731
             y = residual(y, norms, position, 1.0, sublayer, number == 1)
         expected = slow_norm(kind, made.norm)(y)
         torch.testing.assert_close(out[row, :length], expected, rtol=1e-5, atol=1e-6)  # of angles

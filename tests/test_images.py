@@ -103,7 +103,7 @@ def test_a_set_with_inconsistent_parts_is_refused(tmp_path):
 def test_prepare_copies_a_folder(tmp_path, commands):
     source, to = write_set(tmp_path / "from"), tmp_path / "to"
     code, out, _ = commands(prepare, "mnist", "--from", source, "--to", to)
-    assert code == 0 and "train: 7 images of 5 x 3 (not MNIST's own pixels)" in out
+    assert code == 0 and "train: 7 images of 5 x 3 (not the pixels of MNIST)" in out
     assert commands(prepare, "mnist", "--from", source, "--to", to)[0] == 0
     assert {p.name: p.read_bytes() for p in to.iterdir()} == {
         p.name: p.read_bytes() for p in source.iterdir()

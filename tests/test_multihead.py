@@ -22,7 +22,7 @@ def self_attention(dropout=0.0, drop_head=0.0):
     return SelfAttention(rates, gain=1.0, windows=None)
 
 
-def places(lengths, size=T):
+def valid_mask(lengths, size=T):
     """The mask (B, 1, 1, T) of these lengths."""
     return (torch.arange(size) < torch.tensor(lengths)[:, None])[:, None, None]
 
@@ -47,7 +47,7 @@ def test_self_attention_equals_slow_loops(causal):
     torch.manual_seed(0)
     module, x = self_attention().double(), torch.randn(B, T, E, dtype=torch.float64)
     lengths = [T, T] if causal else [T, 7]
-    out = module(x, None if causal else places(lengths), causal)
+    out = module(x, None if causal else valid_mask(lengths), causal)
     for b, length in enumerate(lengths):
         projected = module.query_key_value(x[b, :length]).chunk(3, -1)
         slow, _ = reference(module, *projected, causal)
@@ -59,7 +59,7 @@ def test_cross_attention_and_its_weights_equal_slow_loops():
     module = CrossAttention(config(), gain=1.0).double()
     x = torch.randn(B, Q, E, dtype=torch.float64)
     memory = torch.randn(B, T, E, dtype=torch.float64)
-    valid = places([T, 7])
+    valid = valid_mask([T, 7])
     out, nothing = module(x, module.project(memory), valid)
     same, weights = module(x, module.project(memory), valid, need_weights=True)
     assert nothing is None
@@ -86,7 +86,7 @@ def test_equals_torch_with_gradients(train):
     torch.manual_seed(2)
     ours = self_attention(1e-9 if train else 0.5).train(train)  # rounds to no dropout
     judge = copied(nn.MultiheadAttention(E, H, batch_first=True), ours)
-    x, valid = torch.randn(B, T, E, requires_grad=True), places([T, 7])
+    x, valid = torch.randn(B, T, E, requires_grad=True), valid_mask([T, 7])
     y = x.detach().clone().requires_grad_()
     out = ours(x, valid)
     expected, _ = judge(y, y, y, key_padding_mask=~valid[:, 0, 0])
@@ -102,7 +102,7 @@ def test_equals_torch_with_gradients(train):
 def test_a_position_without_a_visible_key_gets_zeros(train, dropout):
     ours = self_attention(dropout).train(train)
     x = torch.randn(B, T, E, requires_grad=True)
-    out = ours(x, places([T, 0]))
+    out = ours(x, valid_mask([T, 0]))
     torch.testing.assert_close(out[1], ours.out.bias.expand(T, E))
     out.sum().backward()
     assert x.grad.isfinite().all()
@@ -112,7 +112,7 @@ def test_a_position_without_a_visible_key_gets_zeros(train, dropout):
 def test_attention_dropout_keeps_the_expectation():
     torch.manual_seed(3)
     ours = self_attention(dropout=0.4)
-    x, valid = torch.randn(1, T, E), places([T])
+    x, valid = torch.randn(1, T, E), valid_mask([T])
     mean = torch.stack([ours(x, valid) for _ in range(4000)]).mean(0)
     assert not torch.equal(ours(x, valid), ours(x, valid))
     ours.eval()
@@ -124,7 +124,7 @@ def test_drop_head_silences_whole_heads():
     torch.manual_seed(4)
     ours = self_attention(drop_head=0.5)
     ours.out = nn.Identity()
-    x, valid = torch.randn(97, T, E), places([T] * 97)
+    x, valid = torch.randn(97, T, E), valid_mask([T] * 97)
     dropped = ours(x, valid).unflatten(-1, (H, -1))
     plain = ours.eval()(x, valid).unflatten(-1, (H, -1))
     kept = (dropped != 0).any(1).any(-1)  # (B, H)

@@ -1,4 +1,4 @@
-"""The command asr.prepare: own data, LibriSpeech from a folder and from a server, exit codes."""
+"""The command asr.prepare: tables, LibriSpeech from a folder and from a server, exit codes."""
 
 import hashlib
 import os
@@ -25,8 +25,8 @@ def record(path, seconds=1.0, rate=16000):
 
 
 @pytest.fixture
-def own(tmp_path):
-    """A folder of own data: three good rows, with a column more."""
+def table(tmp_path):
+    """A table of three good rows, with an additional column."""
     folder = tmp_path / "own"
     for name, seconds, rate in (
         ("a.wav", 1.0, 16000),
@@ -44,8 +44,8 @@ def own(tmp_path):
     return table
 
 
-def test_good_rows_become_a_manifest(own, tmp_path, asr_prepare):
-    code, out, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+def test_good_rows_become_a_manifest(table, tmp_path, asr_prepare):
+    code, out, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
     manifest = tmp_path / "to" / "mine.tsv"
     assert code == 0 and err == []
     assert out.splitlines()[0] == f"{manifest}: 3 utterances, 0.00 hours"
@@ -62,22 +62,22 @@ def test_good_rows_become_a_manifest(own, tmp_path, asr_prepare):
     ]
 
 
-def test_a_relative_call_gives_the_same(own, tmp_path, asr_prepare, monkeypatch):
-    monkeypatch.chdir(own.parent)
-    assert asr_prepare("tsv", own.name, "--to", "../to")[0] == 0
-    assert asr_prepare("tsv", own.name, "--to", "sub", "--audio", ".")[0] == 0
-    for folder in (tmp_path / "to", own.parent / "sub"):
+def test_a_relative_call_gives_the_same(table, tmp_path, asr_prepare, monkeypatch):
+    monkeypatch.chdir(table.parent)
+    assert asr_prepare("tsv", table.name, "--to", "../to")[0] == 0
+    assert asr_prepare("tsv", table.name, "--to", "sub", "--audio", ".")[0] == 0
+    for folder in (tmp_path / "to", table.parent / "sub"):
         assert all(u.audio.is_file() for u in read_manifest(folder / "mine.tsv"))
 
 
 @pytest.mark.parametrize(("case", "text"), [("upper-az", "CA VA"), ("lower", "ça va")])
-def test_text_is_converted_only_on_request(own, tmp_path, asr_prepare, case, text):
-    assert asr_prepare("tsv", own, "--to", tmp_path, "--text", case)[0] == 0
+def test_text_is_converted_only_on_request(table, tmp_path, asr_prepare, case, text):
+    assert asr_prepare("tsv", table, "--to", tmp_path, "--text", case)[0] == 0
     assert read_manifest(tmp_path / "mine.tsv")[1].text == text
 
 
-def test_audio_below_the_target_needs_no_link(own, tmp_path, asr_prepare):
-    assert asr_prepare("tsv", own, "--to", tmp_path)[0] == 0
+def test_audio_below_the_target_needs_no_link(table, tmp_path, asr_prepare):
+    assert asr_prepare("tsv", table, "--to", tmp_path)[0] == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.tsv", "own"]
     assert "\town/x/b.flac\t" in (tmp_path / "mine.tsv").read_text()
 
@@ -115,65 +115,65 @@ def spoil(folder):
     soundfile.write(folder / "nan.wav", np.full(99, np.nan), 16000, subtype="FLOAT")
 
 
-def test_all_faults_are_counted_and_listed_in_a_file(own, tmp_path, asr_prepare):
-    spoil(own.parent)
-    own.write_text(own.read_text() + "".join(f"{row}\n" for row, _ in FAULTS))
-    code, out, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+def test_all_faults_are_counted_and_listed_in_a_file(table, tmp_path, asr_prepare):
+    spoil(table.parent)
+    table.write_text(table.read_text() + "".join(f"{row}\n" for row, _ in FAULTS))
+    code, out, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
     file = tmp_path / "to" / "mine.faults.txt"
     assert code == 2 and out == "" and list((tmp_path / "to").iterdir()) == [file]
     messages = file.read_text().splitlines()
     for line, (message, (_, words)) in enumerate(zip(messages, FAULTS, strict=True), start=5):
         # Of the rows with the id 'd' all but the first repeat it.
-        assert message.startswith(f"{own}:{line}: ")
+        assert message.startswith(f"{table}:{line}: ")
         assert words in message or "is already in line 5" in message
     assert err[0] == f"{len(FAULTS)} rows are faulty:"
     assert "        2  the text is empty" in err
-    place = err.index("the first 10:")
-    assert sum(int(line.split()[0].replace(",", "")) for line in err[1:place]) == len(FAULTS)
-    assert err[place + 1 : place + 12] == [*messages[:10], f"all of them: {file}"]
-    assert err[-1].startswith(f"error: {own}: {len(FAULTS)} of {len(FAULTS) + 3} rows are faulty")
-    assert "--skip-bad" in err[-1] and len(err) == place + 13
+    start = err.index("the first 10:")
+    assert sum(int(line.split()[0].replace(",", "")) for line in err[1:start]) == len(FAULTS)
+    assert err[start + 1 : start + 12] == [*messages[:10], f"all of them: {file}"]
+    assert err[-1].startswith(f"error: {table}: {len(FAULTS)} of {len(FAULTS) + 3} rows are faulty")
+    assert "--skip-bad" in err[-1] and len(err) == start + 13
 
 
-def test_a_list_of_faults_is_removed_once_they_are_few(own, tmp_path, asr_prepare):
-    good = own.read_text()
-    own.write_text(good + "".join(f"d{n}\tnone.wav\tText\t1\ts\tr\n" for n in range(11)))
-    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to", "--skip-bad")
+def test_a_list_of_faults_is_removed_once_they_are_few(table, tmp_path, asr_prepare):
+    good = table.read_text()
+    table.write_text(good + "".join(f"d{n}\tnone.wav\tText\t1\ts\tr\n" for n in range(11)))
+    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to", "--skip-bad")
     assert code == 0 and err[:2] == ["11 rows are skipped:", "       11  no such file"]
     assert (tmp_path / "to" / "mine.faults.txt").is_file()
-    own.write_text(good)
-    assert asr_prepare("tsv", own, "--to", tmp_path / "to")[0] == 0
+    table.write_text(good)
+    assert asr_prepare("tsv", table, "--to", tmp_path / "to")[0] == 0
     assert not (tmp_path / "to" / "mine.faults.txt").exists()
 
 
-def test_relative_paths_start_from_the_named_folder(own, tmp_path, asr_prepare):
-    own.rename(tmp_path / "mine.tsv")
+def test_relative_paths_start_from_the_named_folder(table, tmp_path, asr_prepare):
+    table.rename(tmp_path / "mine.tsv")
     code, _, err = asr_prepare("tsv", tmp_path / "mine.tsv", "--to", tmp_path / "to")
     assert code == 2 and f"relative paths start from {tmp_path}" in err[-1] and "--audio" in err[-1]
-    call = ("tsv", tmp_path / "mine.tsv", "--to", tmp_path / "to", "--audio", own.parent)
+    call = ("tsv", tmp_path / "mine.tsv", "--to", tmp_path / "to", "--audio", table.parent)
     assert asr_prepare(*call)[0] == 0
     audio = [u.audio for u in read_manifest(tmp_path / "to" / "mine.tsv")]
     assert [path.resolve() for path in audio] == [
-        own.parent / name for name in ("a.wav", "x/b.flac", "c.ogg")
+        table.parent / name for name in ("a.wav", "x/b.flac", "c.ogg")
     ]
 
 
 @pytest.mark.parametrize(("row", "words"), FAULTS)
-def test_each_fault_has_its_message_and_can_be_skipped(own, tmp_path, asr_prepare, row, words):
-    spoil(own.parent)
-    own.write_text(own.read_text() + f"{row}\n")
-    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+def test_each_fault_has_its_message_and_can_be_skipped(table, tmp_path, asr_prepare, row, words):
+    spoil(table.parent)
+    table.write_text(table.read_text() + f"{row}\n")
+    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
     assert code == 2 and not (tmp_path / "to").exists()
-    assert err[0].startswith(f"{own}:5: ") and words in err[0] and len(err) == 2
-    code, out, err = asr_prepare("tsv", own, "--to", tmp_path / "to", "--skip-bad")
+    assert err[0].startswith(f"{table}:5: ") and words in err[0] and len(err) == 2
+    code, out, err = asr_prepare("tsv", table, "--to", tmp_path / "to", "--skip-bad")
     assert code == 0 and "3 utterances" in out
-    assert len(err) == 1 and err[0].startswith(f"skipped: {own}:5: ") and words in err[0]
+    assert len(err) == 1 and err[0].startswith(f"skipped: {table}:5: ") and words in err[0]
     assert read_manifest(tmp_path / "to" / "mine.tsv").ids == ["a", "b", "c"]
 
 
-def test_audio_without_content_is_a_fault(own, tmp_path, asr_prepare):
+def test_audio_without_content_is_a_fault(table, tmp_path, asr_prepare):
     """As the features see it: channels averaged, the mean removed."""
-    folder, draw = own.parent, np.random.default_rng(0)
+    folder, draw = table.parent, np.random.default_rng(0)
     speech = 0.3 * np.sin(np.arange(16000) / 7) * np.hanning(16000)
     silent = {
         "zero.wav": np.zeros(16000),
@@ -197,27 +197,27 @@ def test_audio_without_content_is_a_fault(own, tmp_path, asr_prepare):
     for name, samples in (silent | opposite | good).items():
         soundfile.write(folder / name, samples, 16000)
     rows = "".join(f"{name}\t{name}\tText\n" for name in (silent | opposite | good))
-    own.write_text("id\taudio\ttext\n" + rows)
-    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
-    assert code == 2 and f"{own}: 9 of 13 rows are faulty" in err[-1]
+    table.write_text("id\taudio\ttext\n" + rows)
+    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
+    assert code == 2 and f"{table}: 9 of 13 rows are faulty" in err[-1]
     for name, line in zip(silent | opposite, err[:-1], strict=True):
         words = "holds no sound: all samples" if name in silent else "channels have opposite phase"
-        assert line.startswith(f"{own}:") and words in line
-    assert asr_prepare("tsv", own, "--to", tmp_path / "to", "--skip-bad")[0] == 0
+        assert line.startswith(f"{table}:") and words in line
+    assert asr_prepare("tsv", table, "--to", tmp_path / "to", "--skip-bad")[0] == 0
     assert read_manifest(tmp_path / "to" / "mine.tsv").ids == list(good)
-    assert asr_prepare("tsv", own, "--to", tmp_path / "to", "--headers-only")[0] == 0
+    assert asr_prepare("tsv", table, "--to", tmp_path / "to", "--headers-only")[0] == 0
 
 
-def test_headers_alone_do_not_show_a_truncated_file(own, tmp_path, asr_prepare):
-    spoil(own.parent)
-    own.write_text(own.read_text() + "d\tcut.flac\tText\t\ts\tr\n")
-    assert asr_prepare("tsv", own, "--to", tmp_path, "--headers-only")[0] == 0
+def test_headers_alone_do_not_show_a_truncated_file(table, tmp_path, asr_prepare):
+    spoil(table.parent)
+    table.write_text(table.read_text() + "d\tcut.flac\tText\t\ts\tr\n")
+    assert asr_prepare("tsv", table, "--to", tmp_path, "--headers-only")[0] == 0
 
 
-def test_long_recordings_are_a_fault_where_a_limit_is_set(own, tmp_path, asr_prepare):
+def test_long_recordings_are_a_fault_where_a_limit_is_set(table, tmp_path, asr_prepare):
     for more in ([], ["--headers-only"]):
-        code, _, err = asr_prepare("tsv", own, "--to", tmp_path, "--max-seconds", 1.2, *more)
-        assert code == 2 and f"{own}:4: " in err[0] and "limit of 1.2" in err[0]
+        code, _, err = asr_prepare("tsv", table, "--to", tmp_path, "--max-seconds", 1.2, *more)
+        assert code == 2 and f"{table}:4: " in err[0] and "limit of 1.2" in err[0]
 
 
 def test_a_random_part_does_not_depend_on_the_order(tmp_path, asr_prepare):
@@ -248,8 +248,8 @@ def test_a_random_part_does_not_depend_on_the_order(tmp_path, asr_prepare):
         (0.3 / 3600, "too short for one row"),
     ],
 )
-def test_an_impossible_part(own, tmp_path, asr_prepare, hours, words):
-    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to", "--hours", hours)
+def test_an_impossible_part(table, tmp_path, asr_prepare, hours, words):
+    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to", "--hours", hours)
     assert code == 2 and len(err) == 1 and words in err[0] and not (tmp_path / "to").exists()
 
 
@@ -266,12 +266,12 @@ def test_a_part_reads_no_other_audio(tmp_path, asr_prepare, monkeypatch):
     assert 5 < len(opened) <= 6 + convert.IN_FLIGHT * usable_cores()
 
 
-def test_outside_audio_is_accepted_below_a_named_folder(own, tmp_path, asr_prepare):
+def test_outside_audio_is_accepted_below_a_named_folder(table, tmp_path, asr_prepare):
     other = record(tmp_path / "elsewhere" / "d.wav")
-    own.write_text(f"id\taudio\ttext\nd\t{other}\tText\n")
-    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
+    table.write_text(f"id\taudio\ttext\nd\t{other}\tText\n")
+    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
     assert code == 2 and f"--audio {other.parent} accepts its audio" in err[-1]
-    assert asr_prepare("tsv", own, "--to", tmp_path / "to", "--audio", other.parent)[0] == 0
+    assert asr_prepare("tsv", table, "--to", tmp_path / "to", "--audio", other.parent)[0] == 0
     corpus = read_manifest(tmp_path / "to" / "mine.tsv")
     assert corpus[0].audio == tmp_path / "to" / "mine.audio" / "d.wav"
     assert corpus[0].audio.resolve() == other and corpus.speakers == ["d"]
@@ -295,10 +295,10 @@ def test_a_table_that_cannot_be_used(tmp_path, asr_prepare, content, words):
     assert code == 2 and words in err[-1] and not (tmp_path / "to").exists()
 
 
-def test_the_table_itself_is_never_overwritten(own, asr_prepare):
-    before = own.read_text()
-    code, _, err = asr_prepare("tsv", own, "--to", own.parent)
-    assert code == 2 and "is the table itself" in err[0] and own.read_text() == before
+def test_the_table_itself_is_never_overwritten(table, asr_prepare):
+    before = table.read_text()
+    code, _, err = asr_prepare("tsv", table, "--to", table.parent)
+    assert code == 2 and "is the table itself" in err[0] and table.read_text() == before
 
 
 @pytest.mark.parametrize("arguments", [[], ["tsv"], ["librispeech", "--to", "x", "--subsets", "y"]])
@@ -308,7 +308,7 @@ def test_a_wrong_command_line_has_exit_code_2(asr_prepare, arguments):
 
 
 def libri_speech(folder, subset, speakers=(19, 26)):
-    """A small tree in the corpus' own layout."""
+    """A small tree in the layout of the corpus."""
     for speaker in speakers:
         chapter = folder / "LibriSpeech" / subset / str(speaker) / "198"
         lines = []
@@ -568,7 +568,7 @@ def test_a_transcript_that_is_no_small_file_is_refused(tmp_path, asr_prepare):
         assert code == 2 and len(err) == 1 and str(path) in err[0] and words in err[0]
 
 
-def test_ids_with_control_characters_are_faults(own, tmp_path, asr_prepare):
-    own.write_text(own.read_text() + "a\x1b[2Jb\ta.wav\tText\t1\ts\tr\n")
-    code, _, err = asr_prepare("tsv", own, "--to", tmp_path / "to")
-    assert code == 2 and err[0].startswith(f"{own}:5: id 'a\\x1b[2Jb' has a control character")
+def test_ids_with_control_characters_are_faults(table, tmp_path, asr_prepare):
+    table.write_text(table.read_text() + "a\x1b[2Jb\ta.wav\tText\t1\ts\tr\n")
+    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
+    assert code == 2 and err[0].startswith(f"{table}:5: id 'a\\x1b[2Jb' has a control character")

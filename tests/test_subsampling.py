@@ -12,7 +12,7 @@ FACTORS = (2, 4, 6, 8)
 
 
 def slow_convolution(x, conv, stride):
-    """x (C, T, F) -> (C', ceil(T/s), ceil(F/s)), one output place after the other."""
+    """x (C, T, F) -> (C', ceil(T/s), ceil(F/s)), one output position at a time."""
     pad = stride - 1
     x = functional.pad(x, (pad, pad, pad, pad))
     side = 2 * stride - 1

@@ -25,7 +25,6 @@ from asr.nn.transformer import (
     EncoderLayer,
     LayerScales,
     Residual,
-    Stack,
     decoder_stack,
     encoder_stack,
     layer_scales,
@@ -38,7 +37,7 @@ ALL_POSITIONS = (*POSITIONS, "peri", "reordered", "hybrid", "sub")
 NORMS = (*ROW_NORMS, *SQUASHING)
 
 
-def places(lengths, size=T):
+def valid_mask(lengths, size=T):
     return (torch.arange(size) < torch.tensor(lengths)[:, None])[:, None, None]
 
 
@@ -99,7 +98,7 @@ def test_encoder_layer_equals_torch(position, activation):
     settings = {"dropout": 0.0, "activation": activation, "layer_norm_eps": 1e-6}
     settings |= {"batch_first": True, "norm_first": position == "pre"}
     judge = judge_of(ours, nn.TransformerEncoderLayer(E, H, F, **settings))
-    (x, y), valid = twins(B, T, E), places([T, 5, 8])
+    (x, y), valid = twins(B, T, E), valid_mask([T, 5, 8])
     out, expected = ours(x, valid), judge(y, src_key_padding_mask=~valid[:, 0, 0])
     torch.testing.assert_close(out, expected)
     seen = valid[:, 0, 0, :, None]
@@ -115,7 +114,7 @@ def test_decoder_layer_equals_torch(position):
     settings = {"dropout": 0.0, "layer_norm_eps": 1e-6, "batch_first": True}
     settings["norm_first"] = position == "pre"
     judge = judge_of(ours, nn.TransformerDecoderLayer(E, H, F, **settings))
-    (x, y), (memory, other), valid = twins(B, U, E), twins(B, T, E), places([T, 5, 8])
+    (x, y), (memory, other), valid = twins(B, U, E), twins(B, T, E), valid_mask([T, 5, 8])
     out, _ = ours(x, ours.cross_attention.project(memory), valid)
     future = torch.ones(U, U, dtype=torch.bool).triu(1)
     expected = judge(y, other, tgt_mask=future, memory_key_padding_mask=~valid[:, 0, 0])
@@ -134,7 +133,7 @@ def slow_norm(kind, module):
 def slow_attention(kind, module, query, keys, values, causal=False):
     """Projections (Q, E), (T, E), (T, E) -> the output of attention (Q, E)."""
     norms = module.query_norm, module.key_norm, module.value_norm
-    parts = [slow_norm(kind, own)(x) for own, x in zip(norms, (query, keys, values), strict=True)]
+    parts = [slow_norm(kind, norm)(x) for norm, x in zip(norms, (query, keys, values), strict=True)]
     if getattr(module, "rotary", None) is not None:
         parts[:2] = [rotated(part, H) for part in parts[:2]]
     contexts, _ = multi_head(*parts, H, causal)
@@ -193,7 +192,7 @@ def test_layers_equal_slow_loops(kind, position, alpha, more, monkeypatch):
     decoder = layer(DecoderLayer, kind, position, alpha, **more).double()
     x = torch.randn(2, T, E, dtype=torch.float64)
     tokens = torch.randn(2, U, E, dtype=torch.float64)
-    valid, scale = places([T, 5]), more.get("scale", 1.0)
+    valid, scale = valid_mask([T, 5]), more.get("scale", 1.0)
     states = encoder(x, valid)
     memory = decoder.cross_attention.project(states)
     out, _ = decoder(tokens, memory, valid)
@@ -211,7 +210,7 @@ def test_layers_equal_slow_loops(kind, position, alpha, more, monkeypatch):
 
 def test_the_future_changes_nothing():
     torch.manual_seed(3)
-    ours, valid = layer(DecoderLayer), places([T, 5, 8])
+    ours, valid = layer(DecoderLayer), valid_mask([T, 5, 8])
     x, memory = torch.randn(B, U, E), ours.cross_attention.project(torch.randn(B, T, E))
     before, _ = ours(x, memory, valid)
     for u in range(1, U):
@@ -272,14 +271,6 @@ def test_rotary_positions_make_scores_depend_on_distance_alone():
     assert not rotary.state_dict()
 
 
-def test_layer_drop_skips_layers_in_training_only():
-    torch.manual_seed(5)
-    stack = Stack([nn.Identity()] * 11, nn.Identity(), nn.Identity(), layer_drop=0.5)
-    depths = {len(list(stack.passing())) for _ in range(97)}
-    assert len(depths) > 3 and max(depths) < 11
-    assert len(list(stack.eval().passing())) == 11
-
-
 def test_deepnet_scales_from_the_paper():
     encoder, decoder = layer_scales("deepnet", "post", 18, 6)
     assert encoder.alpha == pytest.approx(0.81 * (18**4 * 6) ** 0.0625)
@@ -317,7 +308,7 @@ def test_deepnet_scales_values_outputs_and_feed_forward_only():
 @pytest.mark.parametrize("size", [8, 7])
 def test_sinusoidal_positions(size):
     positions = make_positions("sinusoidal", size)
-    slow = torch.stack([sinusoid(place, size) for place in range(1300)]).float()
+    slow = torch.stack([sinusoid(position, size) for position in range(1300)]).float()
     torch.testing.assert_close(positions(0, 3), slow[:3])
     torch.testing.assert_close(positions(1290, 10), slow[1290:])  # the table grows
     assert not positions.state_dict()
@@ -340,8 +331,3 @@ def test_a_number_for_both_stacks_or_for_each():
     assert per_stack(0.3) == (0.3, 0.3)
     assert per_stack(PerStack(decoder=2)) == (1.0, 2.0)
     assert per_stack(DropPerStack(encoder=0.1)) == (0.1, 0.0)
-
-
-def test_an_unknown_norm_has_one_clear_line():
-    with pytest.raises(ValueError, match=r"^norm 'batch' is not known"):
-        Residual(config().model_copy(update={"norm": "batch"}), LayerScales(1.0))

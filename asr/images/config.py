@@ -1,4 +1,4 @@
-"""Recipe keys of the task `images`: small models in which a cell is easy to inspect."""
+"""Recipe keys of the task `images`: small models that show what a cell does."""
 
 from typing import Annotated, Literal
 

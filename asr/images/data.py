@@ -1,10 +1,10 @@
 """Labelled images: IDX files (LeCun's MNIST format), scikit-learn's digits, and their batches.
 
 IDX: two zero bytes, the type (0x08: unsigned bytes), the number of dimensions, each dimension's
-size as a big-endian 32-bit number, then the elements. A file may be packed with gzip.
+size as a big-endian 32-bit number, then the elements. A file may be compressed with gzip.
 
 MNIST (LeCun, Cortes & Burges 1998): 60,000 + 10,000 handwritten digits of 28 x 28 pixels, from a
-mirror of the original files or from a folder. A folder may hold another data set in this format,
+mirror of the original files or from a folder. A folder may have another data set in this format,
 such as Fashion-MNIST.
 
 N images of R rows and C columns, B of them in a batch.
@@ -47,7 +47,7 @@ FILES = {
     "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
 }
-# SHA-256 of the pixels, which identifies the set however its files are packed.
+# SHA-256 of the pixels: independent of the compression of the files.
 PIXELS = {
     "train": "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
     "t10k": "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
@@ -72,7 +72,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """images (B, R, C) float, 0 to 1, labels (B,). No audio, and nothing unreadable."""
+    """images (B, R, C) float, 0 to 1, labels (B,). Without audio; all images are readable."""
 
     size_key: ClassVar = "data.batch"
     length_key: ClassVar = None
@@ -86,7 +86,7 @@ class ImageBatch:
         return len(self.ids)
 
     def to(self, device: torch.device) -> "ImageBatch":
-        """The same on another device."""
+        """The batch on another device."""
         parts = {"images": self.images, "labels": self.labels}
         moved = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
         return replace(self, **moved)
@@ -98,7 +98,7 @@ class ImageBatch:
 
 @dataclass
 class ImageEpochs:
-    """The training images in batches; their order is a function of (seed, epoch)."""
+    """The training images in batches; their order depends on seed and epoch."""
 
     images: Images
     size: int  # images in a batch
@@ -130,7 +130,7 @@ def in_order(images: Images, size: int) -> Iterator[ImageBatch]:
 
 
 def make_batch(images: Images, rows: Sequence[int]) -> ImageBatch:
-    """The images with these numbers."""
+    """The images of these rows."""
     index = torch.as_tensor(rows)
     pixels = images.pixels[index].float() / 255
     return ImageBatch(tuple(f"{images.name}-{r}" for r in rows), pixels, images.labels[index])
@@ -150,7 +150,7 @@ def shifted(images: Tensor, largest: int, generator: np.random.Generator) -> Ten
 def binary(images: Images, seed: int) -> Images:
     """Each pixel white with the probability of its brightness (Salakhutdinov & Murray 2008).
 
-    Drawn once for all epochs, as a function of the seed and the name.
+    Drawn once for all epochs; depends on the seed and the name.
     """
     number = zlib.crc32(images.name.encode())
     draw = np.random.default_rng([seed, number]).integers(255, size=images.pixels.shape)
@@ -159,16 +159,16 @@ def binary(images: Images, seed: int) -> Images:
 
 
 def read_images(folder: Path, name: str) -> Images:
-    """FOLDER/NAME-images-idx3-ubyte and -labels-idx1-ubyte, packed (.gz) or not.
+    """FOLDER/NAME-images-idx3-ubyte and -labels-idx1-ubyte, perhaps with .gz.
 
-    Raises UserError where a file is missing or damaged or their lengths differ.
+    Raises UserError if a file is missing or damaged or their lengths differ.
     """
     arrays = []
     for what, dimensions in (("images", 3), ("labels", 1)):
         path = find(folder, f"{name}-{what}-idx{dimensions}-ubyte")
         array = read_idx(path)
         if array.ndim != dimensions or array.size == 0:
-            raise UserError(f"{path}: holds {array.shape}; {dimensions} sizes above 0 are expected")
+            raise UserError(f"{path}: has shape {array.shape}; expected {dimensions} sizes above 0")
         arrays.append(array)
     pixels, labels = arrays
     if len(pixels) != len(labels):
@@ -177,7 +177,7 @@ def read_images(folder: Path, name: str) -> Images:
 
 
 def find(folder: Path, name: str) -> Path:
-    """The file of that name, or with .gz. Raises UserError where neither exists."""
+    """The file of that name, or with .gz. Raises UserError if neither exists."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
@@ -188,7 +188,8 @@ def find(folder: Path, name: str) -> Path:
 def read_idx(path: Path) -> np.ndarray:
     """An IDX file of unsigned bytes -> uint8 array of the shape in its header.
 
-    Memory is allocated as content is read, not by the header. Raises UserError for other files.
+    Memory is allocated while reading, not by the size in the header. Raises UserError for other
+    files.
     """
     try:
         with open_file(path) as file:
@@ -205,7 +206,7 @@ def read_idx(path: Path) -> np.ndarray:
 def _read_header(stream: IO[bytes], path: Path) -> tuple[int, ...]:
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] != UNSIGNED_BYTES:
-        raise UserError(f"{path}: not an IDX file of unsigned bytes (it begins {magic.hex(' ')})")
+        raise UserError(f"{path}: not an IDX file of unsigned bytes (it starts {magic.hex(' ')})")
     sizes = stream.read(4 * magic[3])
     if not 1 <= magic[3] <= 3 or len(sizes) < 4 * magic[3]:
         raise UserError(f"{path}: {magic[3]} dimensions; a complete header has 1 to 3")
@@ -221,15 +222,15 @@ def _read_content(stream: IO[bytes], size: int, path: Path) -> bytearray:
     while chunk := stream.read(min(CHUNK, size + 1 - len(content))):
         content += chunk
     if len(content) != size:
-        actual = "more" if len(content) > size else len(content)
-        raise UserError(f"{path}: its header claims {size} bytes, there are {actual}")
+        length = "more" if len(content) > size else len(content)
+        raise UserError(f"{path}: its header claims {size} bytes, there are {length}")
     return content
 
 
 def digits() -> tuple[Images, Images]:
     """Scikit-learn's 1,797 digits of 8 x 8 pixels (part of optdigits), the last fifth as test.
 
-    They are ordered by writer, so the test digits are by other writers.
+    They are sorted by writer, so other writers wrote the test digits.
     """
     from sklearn.datasets import load_digits  # imported here: it takes a second
 
@@ -247,7 +248,7 @@ def download(to: Path, url: str = URL) -> None:
 
 
 def copy(source: Path, to: Path) -> None:
-    """Copy the four files, packed or not. Raises UserError for missing, damaged or changed ones."""
+    """Copy the four files, with or without .gz. Raises UserError for missing or damaged files."""
     if not source.is_dir():
         raise UserError(f"{source}: no such folder")
     read(source)
@@ -263,13 +264,13 @@ def copy(source: Path, to: Path) -> None:
 
 
 def _is_equal(one: Path, other: Path) -> bool:
-    """Whether two files have the same content; of files of unlike size none is read."""
+    """Whether two files have the same content; files of different sizes are not read."""
     sizes = {path.stat().st_size for path in (one, other)}
     return len(sizes) == 1 and sha256_of_files([one]) == sha256_of_files([other])
 
 
 def read(folder: Path) -> tuple[Images, Images]:
-    """Training and test images. Raises UserError where they differ in size or classes."""
+    """Training and test images. Raises UserError if they differ in size or classes."""
     train, test = (read_images(folder, name) for name in SPLITS)
     if train.pixels.shape[1:] != test.pixels.shape[1:]:
         raise UserError(f"{folder}: training and test images differ in size")
@@ -284,7 +285,7 @@ def is_original(images: Images) -> bool:
 
 
 def sha256_of_tensors(*tensors: Tensor) -> str:
-    """The SHA256 of the elements of tensors on the CPU, one tensor after another."""
+    """The SHA256 of the concatenated elements of tensors on the CPU."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().numpy().data)

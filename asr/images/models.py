@@ -14,7 +14,7 @@ canvas in T glimpses; at each, with x the image and h the hidden states,
     canvas += write(h_dec)                                                        eq. 8, 29
 
 The variational bound in nats per image: -log p(x | canvas) + sum_t KL(q(z_t) || N(0, 1)),
-eq. 9 to 12. Ba et al. 2016 (section 6.5) use LayerNorm-LSTMs in both places, as here.
+eq. 9 to 12. As in Ba et al. 2016 (section 6.5), both LSTMs are LayerNorm-LSTMs.
 
 B images of R rows and C columns, H hidden size, T glimpses, N filters along a side of a grid,
 Z latent size.
@@ -75,7 +75,7 @@ def place_grid(parameters: Tensor, points: int, rows: int, columns: int) -> Grid
     """parameters (B, 5): centre x and y, log variance, log distance, log strength (eq. 19 to 26).
 
     A filter is a softmax over the pixels: the paper's normalised Gaussian, without its division by
-    almost 0 where the grid has left the image.
+    almost 0 when the grid is outside the image.
     """
     x, y, log_variance, log_distance, log_strength = parameters.unsqueeze(-1).unbind(1)  # (B, 1)
     distance = (max(rows, columns) - 1) / (points - 1) * log_distance.exp()

@@ -1,7 +1,7 @@
 """The task `images`: classify digits row by row, or generate digits with DRAW.
 
 At the end of a run the best checkpoint is tested on all test images: RUN/evaluate/test/score.json.
-It shows how a task is added: a config, data in batches, a model with its objective, and the Task.
+An example of an added task: a config, data in batches, a model with its objective, and the Task.
 
 B images, T glimpses.
 """
@@ -36,10 +36,10 @@ from asr.training.losses import Objective, Sum
 from asr.training.resume import SHA256, Content
 from asr.training.task import Task
 
-BATCH = 500  # images of a batch without gradients
+BATCH = 500  # images per batch in validation and test
 INSPECTED = 100  # images for train.health
 DRAWN = 64  # generated images in a picture
-BINARY_SEED = 0  # not the recipe's: all runs have the same binary images
+BINARY_SEED = 0  # not the recipe's seed, so that all runs have the same binary images
 
 
 class ClassObjective(Objective):
@@ -87,7 +87,7 @@ def bound_of(model: nn.Module, images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """The common part of both tasks."""
+    """The common part of classification and generation."""
 
     recipe: ImageRecipe
     objective: ClassObjective | BoundObjective
@@ -113,7 +113,7 @@ class ImageTask(Task):
         )
 
     def validation_batches(self, share: slice = slice(None)) -> Iterator[ImageBatch]:
-        torch.manual_seed(self.recipe.seed)  # every validation has the same noise in DRAW
+        torch.manual_seed(self.recipe.seed)  # the same noise in DRAW in every validation
         return islice(in_order(self.validation, BATCH), share.start, share.stop, share.step)
 
     def no_validation_data(self) -> str:
@@ -138,7 +138,7 @@ class ImageTask(Task):
         return {f"test/{name}": value for name, value in figures.items()}
 
     def _test(self, log: Log, step: int) -> tuple[dict[str, float], dict[str, Any], str]:
-        """-> figures over the test images, more that goes into score.json, a line for the log."""
+        """-> figures over the test images, other entries of score.json, a line for the log."""
         raise NotImplementedError
 
     def _batches(self, images: Images) -> Iterator[ImageBatch]:
@@ -188,7 +188,7 @@ class DrawTask(ImageTask):
 
     @torch.no_grad()
     def report(self, log: Log, step: int) -> dict[str, float]:
-        """Log generated images, finished and after several glimpses."""
+        """Log generated images: after the last glimpse, and some after several glimpses."""
         self.objective.eval()
         canvases = self.objective.model.sample(DRAWN).cpu().numpy()  # (T, N, R, C)
         log.picture("valid_drawn/finished", tiles(canvases[-1], 8), step)
@@ -199,7 +199,7 @@ class DrawTask(ImageTask):
 
     @torch.no_grad()
     def _test(self, log: Log, step: int) -> tuple[dict[str, float], dict[str, Any], str]:
-        """The interval is that of the mean bound over images; z is drawn once for each."""
+        """The interval is of the mean bound over images; z is drawn once for each image."""
         torch.manual_seed(self.recipe.seed)
         model = self.objective.model
         parts = [bound_of(model, batch.images).cpu() for batch in self._batches(self.test)]
@@ -211,18 +211,18 @@ class DrawTask(ImageTask):
 
 
 def image_task(recipe: ImageRecipe, run: Path, resume: bool, stage: int = 0) -> ImageTask:
-    """Read the images and build the model. Raises UserError where they are missing or damaged."""
+    """Read the images and build the model. Raises UserError if they are missing or damaged."""
     recipe = at_stage(recipe, stage)
     training, test = read(recipe.data)
-    kept = len(training) - max(1, round(recipe.data.valid * len(training)))
-    if not kept:
-        raise UserError("data.folder: one training image; two are needed, one to validate on")
-    validation = training.part("valid", slice(kept, None))
-    training = training.part("train", slice(None, kept))
+    count = len(training) - max(1, round(recipe.data.valid * len(training)))
+    if not count:
+        raise UserError("data.folder: has one training image; validation needs another one")
+    validation = training.part("valid", slice(count, None))
+    training = training.part("train", slice(None, count))
     size, classes = tuple(test.pixels.shape[1:]), int(training.labels.max()) + 1
     if max(validation.labels.max(), test.labels.max()) >= classes:
         raise UserError(
-            f"data.folder: the first {kept} images, for training, only have classes 0 to "
+            f"data.folder: the first {count} images, for training, only have classes 0 to "
             f"{classes - 1}, the others more; shuffle the training images"
         )
     torch.manual_seed(recipe.seed)

@@ -34,7 +34,7 @@ from asr.kernels import dispatch
 from asr.kernels.types import Weights
 from asr.models.las import LAS, SpellerState
 from asr.models.transformer import Transformer, TransformerState
-from asr.nn.attention import AttentionState, Memory, valid_places
+from asr.nn.attention import AttentionState, Memory, valid_mask
 from asr.nn.lstm import LayerNormLSTM, get_weights
 from asr.nn.positions import RotaryPositions, SinusoidalPositions, rotate, rotations, sinusoids
 
@@ -51,7 +51,7 @@ class ScannedLSTM(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, None]:
         """x (B, T, I), lengths (B,) -> output (B, T, D * H), zero in the padding; no states."""
-        valid = valid_places(lengths, x.size(1), x.device).unsqueeze(2)  # (B, T, 1)
+        valid = valid_mask(lengths, x.size(1), x.device).unsqueeze(2)  # (B, T, 1)
         steps = x.transpose(0, 1), valid.transpose(0, 1)
         outputs = [self._direction(steps, "_l0")]
         if self.lstm.directions == 2:  # from the end: padding comes first and changes no state

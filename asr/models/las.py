@@ -29,7 +29,7 @@ from asr.nn.attention import (
     Memory,
     initial_attention,
     keeps_all,
-    valid_places,
+    valid_mask,
 )
 from asr.nn.dropout import Dropout, draw_mask
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
@@ -88,14 +88,14 @@ class Listener(nn.Module):
         if self.front is not None:
             x, lengths = self.front(x, lengths)
         # The padding may hold NaN, or the bias of the front, which must not enter a pair.
-        padding = ~valid_places(lengths, x.size(1), x.device)
+        padding = ~valid_mask(lengths, x.size(1), x.device)
         x = x.masked_fill(padding.unsqueeze(-1), 0.0)
         for number, layer in enumerate(self.layers, start=1):
             if number in self.pyramid:
                 x, lengths = join_pairs(x, lengths)
             x, _ = layer(x, lengths=lengths)  # (B, T', E), zero in the padding
             x = after(number, self.dropout(x))
-        return Memory(x, valid_places(lengths, x.size(1), x.device))
+        return Memory(x, valid_mask(lengths, x.size(1), x.device))
 
     def output_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory for that many frames of features."""

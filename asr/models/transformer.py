@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from asr.config.schema import EncoderDecoderConfig, TransformerConfig
-from asr.nn.attention import Memory, keeps_all, valid_places
+from asr.nn.attention import Memory, keeps_all, valid_mask
 from asr.nn.dropout import Dropout
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
 from asr.nn.norm import WordEmbedding
@@ -95,7 +95,7 @@ class Transformer(nn.Module):
     ) -> tuple[Memory, list[Tensor]]:
         """As encode, and log-probabilities (B, T', V) of CTC's symbols by intermediate layers."""
         x, lengths = self.front(features, lengths)
-        valid = valid_places(lengths, x.size(1), x.device)
+        valid = valid_mask(lengths, x.size(1), x.device)
         x = self.dropout(x * math.sqrt(x.size(-1)) + self.frame_positions(0, x.size(1)))
         x = self.encoder.first_norm(x)
         norm, head = self.encoder.last_norm, self.ctc_head

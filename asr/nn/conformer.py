@@ -6,8 +6,8 @@
     x <- N(x + F_2(x) / 2)       feed-forward
 
 Each sublayer is normalised as `model.norm_position` says (asr/nn/transformer.py); the paper's is
-`pre`. The last norm is missing with `post`, where the second feed-forward has one. Positions enter
-attention alone, as rotary encodings by default; the paper's are relative ones with learned weights.
+`pre`. With `post` there is no last norm, since the second feed-forward has one. Only attention uses
+positions, by default rotary encodings; the paper has relative encodings with learned weights.
 
 Shapes: B utterances, T frames, E size.
 """
@@ -55,6 +55,6 @@ def conformer_stack(
     config: ConformerConfig, count: int, scales: LayerScales, layer_drop: float
 ) -> Stack:
     """`count` Conformer layers, the last of which ends with the norm of the stack."""
-    layers = [ConformerLayer(config, own) for own in scales_by_layer(config, scales, count)]
+    layers = [ConformerLayer(config, layer) for layer in scales_by_layer(config, scales, count)]
     first, _ = norms_around(config)
     return Stack(layers, first, nn.Identity(), layer_drop)

@@ -1,9 +1,9 @@
 """Dropout (Srivastava et al. 2014) that is cheap on a CPU, DropHead and LayerDrop.
 
-torch's CPU dropout spends 6 ns an element on its Bernoulli draws, a sixth of a small Transformer's
-training step. Here one 64-bit draw serves four elements, 16 bits each: 1 ns, and 2 bytes an element
-kept for the backward pass instead of 4. The rate is thereby rounded to a multiple of 2^-16; the
-factor 1 / (1 - rate) uses the rounded rate, so the expectation is exact.
+torch's CPU dropout spends 6 ns per element on its Bernoulli draws, a sixth of a small Transformer's
+training step. Here one 64-bit draw is used for four elements, 16 bits each, which takes 1 ns and
+saves 2 bytes per element for the backward pass instead of 4. The rate is rounded to a multiple of
+2^-16; the factor 1 / (1 - rate) uses the rounded rate, so the expectation is exact.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ _LEVELS = 2**16
 
 
 def check_rate(name: str, rate: float) -> float:
-    """`rate`. Raises ValueError unless it is in [0, 1)."""
+    """Return `rate`. Raises ValueError unless it is in [0, 1)."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"{name} {rate} is not a rate: it must be at least 0 and below 1")
     return rate
@@ -38,8 +38,8 @@ class Dropout(nn.Module):
         """Any shape to the same shape."""
         if not self.training or self.rate == 0.0:
             return x
-        plain = x.device.type == "cpu" and not dispatch.is_traced(x)
-        if plain and x.dtype in (torch.float32, torch.bfloat16):
+        eager = x.device.type == "cpu" and not dispatch.is_traced(x)
+        if eager and x.dtype in (torch.float32, torch.bfloat16):
             return _CpuDropout.apply(x, self.rate)
         return functional.dropout(x, self.rate)
 
@@ -72,19 +72,19 @@ class _CpuDropout(torch.autograd.Function):
 
 
 def _drop(x: Tensor, draws: Tensor, dropped: int) -> Tensor:
-    """0 where dropped, else x / (1 - rate)."""
+    """0 if dropped, else x / (1 - rate)."""
     keep = torch.empty(draws.shape, dtype=x.dtype)
-    # Written into floats directly: making and applying a boolean mask costs three times as much.
+    # Written directly into floats: making and applying a boolean mask takes three times as long.
     torch.ge(draws, dropped - _LEVELS // 2, out=keep)
-    # The factor is applied last, in full precision: bf16 would round it within `keep`.
+    # The factor is applied last, since bf16 would round it within `keep`.
     return keep.mul_(x).mul_(_LEVELS / (_LEVELS - dropped))
 
 
 class DropHead(nn.Module):
     """Drops whole attention heads in training (Zhou et al. 2020, arXiv:2004.13342).
 
-    Every utterance has its own mask; the kept heads are rescaled by H / kept. If all would be
-    dropped, the one with the highest draw is kept.
+    Each utterance has a separate mask; kept heads are multiplied by H / kept. If all would be
+    dropped, the head with the highest draw is kept.
     """
 
     def __init__(self, rate: float) -> None:

@@ -8,11 +8,11 @@
     derf    erf(a x + c) * g + b                          Chen et al. 2025 (arXiv:2512.10938)
     batch   (x - m) / sqrt(v + eps) * g + b               Ioffe & Szegedy 2015
 
-g and b have a value per element, a, c and s one for all. All but `batch` treat every vector of
-`size` elements, the last dimension, by itself; dyt and derf compute no statistics at all. m and v
-are the mean and variance of an element over the valid frames of a batch, so `batch` is for the
-Conformer's convolution alone. Statistics are computed in float32 or better, so that bf16
-activations lose no precision there.
+g and b have a value per element; a, c and s are scalars. All except `batch` normalise each vector
+of the last dimension (`size` elements) separately; dyt and derf compute no statistics. m and v are
+the mean and variance of an element over the valid frames of a batch, so `batch` is only for the
+Conformer's convolution. Statistics are computed in float32 or better, so that bf16 activations lose
+no precision there.
 
 FixNorm (Nguyen & Chiang 2018; Nguyen & Salazar 2019) uses every embedding row w as w / |w|. Tied to
 the output and after a ScaleNorm of gain g, the logits become g cos(h, w).
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-EPS = 1e-6  # the LSTM's norms have others
+EPS = 1e-6  # not that of the LSTM's norms
 
 
 class RMSNorm(nn.Module):
-    """x (..., size) -> (..., size): divided by its root mean square, with a gain per element."""
+    """x (..., size) -> (..., size): x by its root mean square, with a gain per element."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ScaleNorm(nn.Module):
 
 
 class BiasNorm(nn.Module):
-    """x (..., size) -> (..., size): RMSNorm of x - b as scale of x, which keeps the length of x.
+    """x (..., size) -> (..., size): x by the root mean square of x - b.
 
     The Zipformer's norm; the learned scale is exp(log_scale). Its authors add no eps.
     """
@@ -77,7 +77,7 @@ class BiasNorm(nn.Module):
 
 
 class DynamicTanh(nn.Module):
-    """x (..., size) -> (..., size): DyT, a learned squashing instead of a norm; a starts at 0.5."""
+    """x (..., size) -> (..., size): DyT, a learned tanh instead of a norm; a starts at 0.5."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ class DynamicErf(nn.Module):
 class BatchNorm(nn.Module):
     """x (B, T, size) -> (B, T, size): statistics over the valid frames of the batch.
 
-    In evaluation those of training, an exponential mean over its batches as in nn.BatchNorm1d, so
-    that there no utterance changes another.
+    Evaluation uses an exponential mean of the statistics in training, as nn.BatchNorm1d, so that
+    utterances do not influence each other.
     """
 
     MOMENTUM = 0.1
@@ -123,7 +123,7 @@ class BatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(size))
 
     def forward(self, x: Tensor, valid: Tensor) -> Tensor:
-        """valid (B, T) bool: the frames that count."""
+        """valid (B, T) bool: the frames in the statistics."""
         wide = _at_least_float32(x)
         mean, variance = self.running_mean, self.running_var
         if self.training:
@@ -144,7 +144,7 @@ class BatchNorm(nn.Module):
 def valid_moments(x: Tensor, valid: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance (size,) of the `count` frames of x (B, T, size) in valid (B, T).
 
-    In two passes over all frames: to select the valid ones would wait for the device.
+    In two passes over all frames, since selecting the valid ones would wait for the device.
     """
     padding, count = ~valid.unsqueeze(2), count.clamp_min(1)
     mean = x.masked_fill(padding, 0.0).sum((0, 1)) / count
@@ -152,13 +152,13 @@ def valid_moments(x: Tensor, valid: Tensor, count: Tensor) -> tuple[Tensor, Tens
     return mean, variance
 
 
-# With statistics of each vector, and so an eps; and those that squash it instead.
+# Norms with statistics of each vector, and so an eps; squashing functions instead of norms.
 ROW_NORMS = {"layer": nn.LayerNorm, "rms": RMSNorm, "scale": ScaleNorm, "bias": BiasNorm}
 SQUASHING = {"dyt": DynamicTanh, "derf": DynamicErf}
 
 
 def make_norm(kind: str, size: int) -> nn.Module:
-    """The norm called `kind`, of vectors by themselves. Raises ValueError for any other."""
+    """The norm `kind` of the last dimension. Raises ValueError for an unknown kind."""
     if kind in SQUASHING:
         return SQUASHING[kind](size)
     if kind not in ROW_NORMS:

@@ -2,7 +2,7 @@
 
 Rotary encodings (RoPE, Su et al. 2021, arXiv:2104.09864, eq. 34; for speech: Zhang et al. 2025,
 arXiv:2501.06051) add nothing to the input. They turn each pair of elements of queries and keys by
-an angle proportional to the position, so that their products depend on distances alone.
+an angle proportional to the position, so that their products depend only on distances.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def make_positions(kind: str, size: int) -> nn.Module:
-    """What is added to the input: encodings if `sinusoidal`, nothing for `rope`."""
+    """The module for the input: it adds encodings for `sinusoidal`, nothing for `rope`."""
     return NoPositions() if kind == "rope" else SinusoidalPositions(size)
 
 
@@ -29,7 +29,7 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        # Not saved: it follows from the formula, and grows with the longest input.
+        # Not saved: a formula gives it, and it grows with the longest input.
         self.register_buffer("table", sinusoids(0, 512, size), persistent=False)
 
     def forward(self, start: int, length: int) -> Tensor:

@@ -4,11 +4,11 @@ Multi-head attention (section 3.2.2), on scaled_dot_product_attention:
 
     head_h = softmax(Q_h K_h' / sqrt(E/H)) V_h,   output = W_o [head_1 .. head_H]
 
-A query that may attend to nothing (a mask row without True) gets zeros, never NaN.
+A query that may attend to nothing (a mask row without True) gets zeros, never NaN. Attention is to:
 
-    encoder self-attention    attends to the valid frames of the utterance
-    decoder self-attention    to the token itself and those before it, so never to right padding
-    cross-attention           to the valid frames of the memory
+    encoder self-attention    the valid frames of the utterance
+    decoder self-attention    the token and previous tokens, so never right padding
+    cross-attention           the valid frames of the memory
 
 The connection around a sublayer F, with the norm N (`model.norm_position`):
 
@@ -21,7 +21,7 @@ The connection around a sublayer F, with the norm N (`model.norm_position`):
     sub         as pre, with one more norm before the output projection of attention and
                 feed-forward; Wang et al. 2022, arXiv:2210.06423 (Magneto)
 
-Dropout acts on the output of F, before any norm of it. Except with `post`, nothing normalises the
+Dropout is applied to the output of F, before its norm. Except with `post`, nothing normalises the
 stream after the last addition, so each stack ends with one more norm; `peri` also normalises the
 input of the stack. alpha is 1 in these papers; DeepNet (Wang et al. 2022) raises it for `post`.
 `depth_scaled` multiplies the norm's output in layer l = 1, 2, .. by 1/sqrt(l) (Sun et al. 2025,
@@ -90,7 +90,7 @@ class GaussianWindows(nn.Module):
 class _MultiHead(nn.Module):
     """The common part of both kinds of attention: heads, norms, dropouts, output projection.
 
-    Weights start Xavier-normal, with `gain` (DeepNet's beta) on values and output; biases at 0.
+    Initial weights are Xavier-normal, with `gain` (DeepNet's beta) for values and output; biases 0.
     """
 
     def __init__(self, config: TransformerLayersConfig, gain: float) -> None:
@@ -121,17 +121,17 @@ class _MultiHead(nn.Module):
         causal: bool = False,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """-> (B, H, Q, D). `causal` excludes `valid`, since right padding is in the future anyway.
+        """-> (B, H, Q, D). `causal` excludes `valid`, since right padding is in the future.
 
-        It also excludes `bias` (H, Q, T), of which torch's kernels compute no gradient.
+        It also excludes `bias` (H, Q, T), for which torch's kernels compute no gradient.
         """
         keys, values = memory
         if bias is not None:
             assert not causal, f"bias {tuple(bias.shape)} would let causal attention see the future"
             return self.dropout(attention_weights(query, keys, valid, bias)) @ values
         rate = self.dropout.rate if self.training else 0.0
-        # On a CPU torch's kernel has no dropout and falls back to the same with a slower dropout;
-        # in bf16 its backward pass takes 4 to 16 times as long as products that AMX computes.
+        # On a CPU torch's kernel has no dropout; its fallback is the same with a slower dropout. In
+        # bf16 its backward pass takes 4 to 16 times as long as products that AMX computes.
         slow = rate > 0.0 or (self.training and query.dtype == torch.bfloat16)
         if slow and query.device.type == "cpu":
             if causal:
@@ -143,7 +143,7 @@ class _MultiHead(nn.Module):
 
 
 class SelfAttention(_MultiHead):
-    """Attention of a sequence to itself, by a fused projection. windows: not if causal."""
+    """Attention of a sequence to itself, with a fused projection. windows: None if causal."""
 
     def __init__(
         self, config: TransformerLayersConfig, gain: float, windows: WindowsConfig | None
@@ -210,7 +210,7 @@ class CrossAttention(_MultiHead):
 
 
 def _projections(size: int, *gains: float) -> nn.Linear:
-    """Square projections fused into one, with a gain of its own for the weights of each."""
+    """Square projections fused into one; `gains`: of the initial weights of each."""
     linear = nn.Linear(size, len(gains) * size)
     for block, gain in zip(linear.weight.data.split(size), gains, strict=True):
         nn.init.xavier_normal_(block, gain)
@@ -224,7 +224,7 @@ def optional_norm(config: TransformerLayersConfig, wanted: bool) -> nn.Module:
 
 
 def extend_past(past: Tensor, rows: Tensor) -> Tensor:
-    """The past (U, N, ...) of the hypotheses `rows` (B, K) of N, with room for one more token."""
+    """The past (U, N, ...) of hypotheses `rows` (B, K) of N, with space for one more token."""
     extended = past.new_empty(past.size(0) + 1, rows.numel(), *past.shape[2:])
     torch.index_select(past, 1, rows.flatten(), out=extended[:-1])
     return extended
@@ -241,7 +241,7 @@ class LayerScales(NamedTuple):
 
 
 class Residual(nn.Module):
-    """The connection around a sublayer, as above; attention has another one with `hybrid`."""
+    """The connection around a sublayer, as above; with `hybrid` that of attention differs."""
 
     def __init__(
         self, config: TransformerLayersConfig, scales: LayerScales, is_attention: bool = False
@@ -255,12 +255,12 @@ class Residual(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def wrap(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], share: float = 1.0) -> Tensor:
-        """The new stream from the old one, both (..., E). share: factor of the sublayer's output"""
+        """The new stream from the old one, both (..., E). share: factor of the output."""
         x, entering = self.enter(x)
         return self.leave(x, sublayer(entering), share)
 
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream that is added to, and the sublayer's input, both (..., E)."""
+        """The stream for the addition and the input of the sublayer, both (..., E)."""
         if self.position in ("post", "reordered"):
             return x, x
         normed = self.norm(x)
@@ -296,7 +296,7 @@ def layer_scales(
         encoder   alpha = 0.81 (N^4 M)^(1/16)   beta = 0.87 (N^4 M)^(-1/16)
         decoder   alpha = (3 M)^(1/4)           beta = (12 M)^(-1/4)
 
-    The norm position `sub` has its own gains (Wang et al. 2022, arXiv:2210.06423, figure 2):
+    The gains for the norm position `sub` (Wang et al. 2022, arXiv:2210.06423, figure 2):
 
         encoder   sqrt(log(3 M) log(2 N) / 3)
         decoder   sqrt(log(3 M))
@@ -314,7 +314,7 @@ def layer_scales(
 
 
 def per_stack(setting: float | PerStack | DropPerStack) -> tuple[float, float]:
-    """(encoder's, decoder's) of one number for both, or of one for each."""
+    """(encoder's, decoder's): one number for both, or one for each."""
     pair = isinstance(setting, PerStack | DropPerStack)
     return (setting.encoder, setting.decoder) if pair else (setting, setting)
 
@@ -334,9 +334,9 @@ class FeedForward(nn.Sequential):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention, a convolution module if `kernel` (frames) is given, feed-forward.
+    """Self-attention, a convolution module unless `kernel` (frames) is None, feed-forward.
 
-    A language model stacks the same layers with causal attention.
+    A language model has the same layers with causal attention.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.self_attention = SelfAttention(config, scales.gain, windows)
         self.around_self_attention = Residual(config, scales, is_attention=True)
-        # Made before the convolution, so that a seed gives the weights of a layer without one.
+        # Created before the convolution, so that a seed gives the same weights without one.
         feed_forward = FeedForward(config, scales.gain)
         self.convolution = self.around_convolution = None
         if kernel is not None:
@@ -440,7 +440,7 @@ class Stack(nn.Module):
         self.layer_drop = LayerDrop(layer_drop)
 
     def passing(self) -> Iterator[tuple[int, nn.Module]]:
-        """The layers of one pass by number from 1: in training without those LayerDrop skips."""
+        """The layers of one pass, numbered from 1; in training LayerDrop skips some."""
         return self.layer_drop.passing(self.layers)
 
 
@@ -455,7 +455,8 @@ def encoder_stack(
 ) -> Stack:
     """`count` encoder layers and the norms around them."""
     extras = (windows, kernel, convolution_norm)
-    layers = [EncoderLayer(config, own, *extras) for own in scales_by_layer(config, scales, count)]
+    by_layer = scales_by_layer(config, scales, count)
+    layers = [EncoderLayer(config, layer_scales, *extras) for layer_scales in by_layer]
     return Stack(layers, *norms_around(config), layer_drop)
 
 
@@ -463,7 +464,7 @@ def decoder_stack(
     config: TransformerLayersConfig, count: int, scales: LayerScales, layer_drop: float
 ) -> Stack:
     """`count` decoder layers and the norms around them."""
-    layers = [DecoderLayer(config, own) for own in scales_by_layer(config, scales, count)]
+    layers = [DecoderLayer(config, layer) for layer in scales_by_layer(config, scales, count)]
     return Stack(layers, *norms_around(config), layer_drop)
 
 
@@ -477,6 +478,6 @@ def scales_by_layer(
 
 
 def norms_around(config: TransformerLayersConfig) -> tuple[nn.Module, nn.Module]:
-    """The norms of a stack's input and output; identities where it has none."""
+    """The norms of a stack's input and output, or identities."""
     first = optional_norm(config, config.norm_position == "peri")
     return first, optional_norm(config, config.norm_position != "post")
