@@ -5,9 +5,7 @@ import hashlib
 import os
 import socket
 import threading
-import time
 import tracemalloc
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -258,8 +256,7 @@ class RawServer:
                 reply = self.replies[min(len(self.asked), len(self.replies) - 1)]
                 with connection, contextlib.suppress(OSError):  # its client has ended
                     self.asked.append(connection.recv(1 << 16).decode("latin-1"))
-                    for piece in reply if isinstance(reply, Iterator) else [reply]:
-                        connection.sendall(piece)
+                    connection.sendall(reply)
 
 
 @pytest.fixture
@@ -362,46 +359,6 @@ def test_a_chunk_of_an_impossible_size_is_no_content(raw, tmp_path, size):
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
     assert not (tmp_path / "a").exists()
-
-
-def endless(beginning, piece):
-    yield beginning
-    while True:
-        yield piece * 1000
-
-
-@pytest.mark.parametrize(
-    ("beginning", "piece"),
-    [
-        (head(Transfer_Encoding="chunked") + b"0\r\n", b"X: trailer\r\n"),
-        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-        (b"HTTP/1.1 200 OK\r\n", b"X: header\r\n"),
-        (b"HTTP/1.1 200 OK\r\nX: ", b"header"),
-        (b"", b"no HTTP"),
-    ],
-    ids=["trailers", "continue", "headers", "a header", "a status"],
-)
-def test_an_endless_answer_without_content_ends(raw, tmp_path, beginning, piece):
-    (tmp_path / "a.part").write_bytes(CONTENT[:1009])
-    server = raw(*(endless(beginning, piece) for _ in range(download.TRIES)))
-    message = refusal(server, tmp_path / "a")
-    assert message.isprintable() and len(server.asked) <= download.TRIES
-    if b"chunked" not in beginning:  # where the whole file is announced, it is begun again
-        assert (tmp_path / "a.part").read_bytes() == CONTENT[:1009]
-
-
-def test_a_slow_connection_counts_as_broken(raw, tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "TIMEOUT", 0.4)
-
-    def drip():
-        yield head(Content_Length=len(CONTENT))
-        for byte in CONTENT:
-            yield bytes([byte])
-            time.sleep(0.02)
-
-    server = raw(*(drip() for _ in range(download.TRIES)))
-    assert "the connection is too slow" in refusal(server, tmp_path / "a")
-    assert len(server.asked) == download.TRIES
 
 
 @pytest.mark.parametrize(

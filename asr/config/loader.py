@@ -71,8 +71,8 @@ def _overridden(tree: dict[str, Any], overrides: Iterable[str], place: str) -> R
     if isinstance(overrides, str):
         raise RecipeError(f"overrides = {_shown(overrides)}: must be a list, [{overrides!r}].")
     changed, changes = set(), {}
-    for override in overrides:
-        keys, change = _parse_override(override)
+    for text in overrides:
+        keys, change = _parse_override(text)
         changes = _merge(changes, change, top=False)
         changed.add(keys)
     # Together, for model.kind replaces the model of the file, but no other override.

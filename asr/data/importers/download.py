@@ -2,12 +2,10 @@
 
 Content stays in NAME.part until its MD5 is the published one, and is only then renamed. So a file
 under its own name is complete, and repeating the command resumes (HTTP ranges: RFC 9110, section
-14). No server is trusted: what it sends between two pieces of content is bounded, and a connection
-that is too slow counts as broken.
+14).
 """
 
 import http.client
-import io
 import ipaddress
 import os
 import re
@@ -29,9 +27,8 @@ from asr.io import md5_of_file, open_append
 
 CHUNK = 1 << 18  # bytes
 TIMEOUT = 30.0  # seconds without a byte before a connection counts as broken
-SLOWEST = 1 << 14  # bytes in TIMEOUT seconds; a connection that brings less is broken, too
-MAX_IDLE = 1 << 20  # bytes of headers, or between two pieces of content
-TRIES = 4  # connections in a row that bring less than SLOWEST
+LEAST = 1 << 14  # bytes
+TRIES = 4  # connections in a row that bring less than LEAST
 PAUSE = 1.0  # seconds before the second of them, doubled each time
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 MAX_BYTES = 200 * 10**9  # known corpora come in smaller files
@@ -123,61 +120,6 @@ class _Part:
             raise UserError(f"{self.path}: {fault}") from None
 
 
-class _Limits(io.RawIOBase):
-    """The bytes of a connection, as long as they come quickly and bring content.
-
-    The reader sets `idle` to 0 with every piece of content. Otherwise a server could go on for ever
-    with headers, empty chunks or a byte a minute.
-    """
-
-    def __init__(self, stream: io.RawIOBase) -> None:
-        self._stream, self.idle = stream, 0
-        self._began, self._count = time.monotonic(), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int | None:
-        """Fill the buffer; -> the number of bytes. Raises HTTPException or TimeoutError."""
-        count = self._stream.readinto(buffer)
-        self.idle, self._count = self.idle + (count or 0), self._count + (count or 0)
-        if self.idle > MAX_IDLE:
-            raise http.client.HTTPException("the server sends no content")
-        if time.monotonic() - self._began > TIMEOUT:
-            if self._count < SLOWEST:
-                raise TimeoutError("the connection is too slow")
-            self._began, self._count = time.monotonic(), 0
-        return count
-
-    def close(self) -> None:
-        """Close the connection, too."""
-        self._stream.close()
-        super().close()
-
-
-class _Response(http.client.HTTPResponse):
-    def __init__(self, *arguments: Any, method: str | None = None) -> None:
-        super().__init__(*arguments, method=method)
-        self.limits = _Limits(self.fp.detach())
-        self.fp = io.BufferedReader(self.limits)
-
-
-class _Connection(http.client.HTTPConnection):
-    response_class = _Response
-
-
-class _SecureConnection(http.client.HTTPSConnection):
-    response_class = _Response
-
-
-class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    def http_open(self, request: urllib.request.Request) -> Any:
-        return self.do_open(_Connection, request)
-
-    def https_open(self, request: urllib.request.Request) -> Any:
-        return self.do_open(_SecureConnection, request)
-
-
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows only redirections to permitted addresses: never from TLS to plain text.
 
@@ -217,7 +159,7 @@ def _receive_all(url: str, part: _Part) -> None:
                 reason = _reason(url, error)
             except (ValueError, OverflowError) as error:  # of a redirection or a length
                 raise UserError(f"{url}: an invalid answer: {_short(error)}") from None
-            failed = 1 if part.size >= before + SLOWEST else failed + 1
+            failed = 1 if part.size >= before + LEAST else failed + 1
             if failed >= TRIES:
                 raise UserError(
                     f"{url}: {reason}; {part.size} bytes are kept in {part.path}, "
@@ -266,7 +208,6 @@ def _receive(url: str, part: _Part, update: Callable[..., None]) -> bool:
             part.restart()
         # read1 returns what is there: read would wait, and a chunk of -1 bytes would have no end.
         while content := response.read1(CHUNK):
-            response.limits.idle = 0
             part.append(content, url)
             update(advance=len(content))
     return total is None or part.size == total
@@ -296,11 +237,11 @@ def _is_complete(error: HTTPError, part: _Part) -> bool:
     return False
 
 
-def _open(url: str, start: int) -> _Response:
+def _open(url: str, start: int) -> http.client.HTTPResponse:
     headers = {"User-Agent": "layernorm-asr", "Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
-    handlers: list[urllib.request.BaseHandler] = [_Redirects(), _Handler()]
+    handlers: list[urllib.request.BaseHandler] = [_Redirects()]
     if _is_local(url):
         handlers.append(urllib.request.ProxyHandler({}))  # a proxy cannot reach it
     opener = urllib.request.build_opener(*handlers)
