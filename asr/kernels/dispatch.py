@@ -24,7 +24,7 @@ from asr.kernels.cpu import compiler, decoder, lstm, operator
 from asr.kernels.cuda import cluster
 from asr.kernels.cuda import lstm as cuda
 from asr.kernels.deferred import LoopMatrix, autocast_dtype
-from asr.kernels.double_backward import is_traced
+from asr.kernels.tracing import is_traced
 from asr.kernels.types import (
     MODES,
     AttentionInput,
