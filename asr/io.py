@@ -261,13 +261,16 @@ def unlock(file: IO[Any], start: int = 0, length: int = 0) -> None:
 
 
 @contextmanager
-def lock_file(path: Path, refusal: str) -> Iterator[IO[bytes]]:
+def lock_file(path: Path, refusal: str | None) -> Iterator[IO[bytes]]:
     """Hold a lock file, which child processes may inherit.
 
-    Raises UserError(refusal) if another process holds it, and as open_append does.
+    If another process holds it, raises UserError(refusal), or with None waits. Raises UserError
+    also as open_append does.
     """
     with open_append(path) as file:
-        if not try_lock(file, inherited=True):
+        if refusal is None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        elif not try_lock(file, inherited=True):
             raise UserError(refusal)
         yield file
 

@@ -85,8 +85,8 @@ def no_compiler(monkeypatch, tmp_path):
     """An empty cache and a missing compiler."""
     monkeypatch.setenv("LAYERNORM_LSTM_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(compiler, "_failures", [])
-    caches = compiler.load, compiler._library_path, dispatch.choose_backend
+    monkeypatch.setattr(compiler, "_loaded", [])
+    caches = compiler._library_path, dispatch.choose_backend
     for cached in caches:
         cached.cache_clear()
     yield
@@ -358,8 +358,8 @@ def load_with_slow_compiler(built, calls):
         compiler._checksum_file(target).write_text(compiler._checksum(target))
 
     compiler._compile = compile_slowly
-    for cached in (compiler.load, compiler._library_path):
-        cached.cache_clear()
+    compiler._library_path.cache_clear()
+    compiler._loaded.clear()
     compiler.load()
 
 
@@ -528,7 +528,7 @@ def test_a_stored_library_that_does_not_fit_is_compiled_again(
     assert compiler.load().lstm_call_size() > 0
     line = f"into {tmp_path}, again, since {stored.name} does not fit the checksum beside it\n"
     assert capsys.readouterr().err == f"compiling the CPU kernels {line}"
-    compiler.load.cache_clear()
+    compiler._loaded.clear()
     compiler.load()
     assert built == [1] and stored.read_bytes() == compiled.read_bytes()
     shown = subprocess.run(

@@ -19,7 +19,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, ClassVar
 
@@ -105,14 +104,16 @@ class ImageEpochs:
     seed: int
     shift: int  # largest shift of an image, in pixels
 
-    def __post_init__(self) -> None:
-        self.plan = lru_cache(maxsize=1)(self.plan)  # called several times an epoch
+    planned: tuple[int, EpochPlan] | None = None  # an epoch and its plan, which is asked for often
 
     def plan(self, epoch: int) -> EpochPlan:
         """The batches of an epoch; the last may be smaller."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
-        rows = order.tolist()
-        return EpochPlan([rows[i : i + self.size] for i in range(0, len(rows), self.size)], 0.0)
+        if self.planned is None or self.planned[0] != epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
+            rows = order.tolist()
+            batches = [rows[i : i + self.size] for i in range(0, len(rows), self.size)]
+            self.planned = epoch, EpochPlan(batches, 0.0)
+        return self.planned[1]
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[ImageBatch]:
         """Every `every`th batch of an epoch, from number `skip` on."""

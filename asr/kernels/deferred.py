@@ -1,10 +1,11 @@
-"""Deferred weight gradient: one product over all steps of a loop instead of one in each step.
+"""Products with a matrix that all steps of a loop share, and their deferred gradient.
 
-A loop multiplies by the same weight (N, K) in every step. Plain autograd then computes a gradient
-of the weight's size in each step and adds them up; with a few rows per step this moves more memory
-than the rest of the step. DeferredWeight stores the rows x and dy of each step during the backward
-pass instead. _Gather wraps the weight once before the loop, so autograd runs its backward after
-that of every step; it returns the gradient as the single product dy^T x over all stored rows.
+A loop multiplies by the same matrix (N, K) in every step: the weights of a decoder's cells, or the
+encoder's states, which its attention reads. Plain autograd then computes a gradient of the matrix's
+size in each step and adds them up; with a few rows per step this moves more memory than the rest of
+the step. LoopMatrix stores the rows x and dy of each step during the backward pass instead. _Gather
+wraps the matrix once before the loop, so autograd runs its backward after that of every step; it
+returns the gradient as the single product dy^T x over all stored rows.
 """
 
 from typing import Any
@@ -18,21 +19,21 @@ from asr.kernels.double_backward import needs_operators
 Rows = list[tuple[int, Tensor, Tensor]]  # number of the backward pass, x and dy of a step
 
 
-class DeferredWeight:
-    """A weight (N, K) for the length of one loop, or one per utterance, (B, N, K)."""
+class LoopMatrix:
+    """A matrix (N, K) for the length of one loop, or one per utterance, (B, N, K)."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, matrix: Tensor) -> None:
         self.rows: Rows = []
-        learns = torch.is_grad_enabled() and weight.requires_grad
-        self.weight = _Gather.apply(weight, self.rows) if learns else weight
-        self._matrix = self.weight.detach()
+        learns = torch.is_grad_enabled() and matrix.requires_grad
+        self.tracked = _Gather.apply(matrix, self.rows) if learns else matrix
+        self._converted = self.tracked.detach()
 
     def linear(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x (..., K) -> x weight^T (..., N), multiplied in the dtype that deferred_linear uses."""
+        """x (..., K) times matrix^T -> (..., N), in the dtype that deferred_linear uses."""
         dtype = dtype or autocast_dtype(x.device.type) or x.dtype
         if torch.is_grad_enabled():
-            return _Linear.apply(x.to(dtype), self.weight, self).to(x.dtype)
-        return product(x, self.matrix(dtype).mT)
+            return _Linear.apply(x.to(dtype), self.tracked, self).to(x.dtype)
+        return product(x, self.converted(dtype).mT)
 
     def add(self, x: Tensor, dy: Tensor) -> None:
         """Stores a step's rows; drops those of an earlier backward pass that did not reach _Gather,
@@ -43,24 +44,24 @@ class DeferredWeight:
             self.rows.clear()
         self.rows.append((now, x, dy))
 
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The weight detached, converted once."""
-        if self._matrix.dtype != dtype:
-            self._matrix = self.weight.detach().to(dtype)
-        return self._matrix
+    def converted(self, dtype: torch.dtype) -> Tensor:
+        """The matrix detached, converted once."""
+        if self._converted.dtype != dtype:
+            self._converted = self.tracked.detach().to(dtype)
+        return self._converted
 
 
 def deferred_linear(
-    x: Tensor, weight: Tensor | DeferredWeight, dtype: torch.dtype | None = None
+    x: Tensor, matrix: Tensor | LoopMatrix, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x (..., K) times weight (N, K) transposed -> (..., N) of x's dtype.
+    """x (..., K) times matrix (N, K) transposed -> (..., N) of x's dtype.
 
     Multiplied in `dtype`; None is autocast's dtype where it is enabled, else x's own.
     """
-    if isinstance(weight, DeferredWeight):
-        return weight.linear(x, dtype)
+    if isinstance(matrix, LoopMatrix):
+        return matrix.linear(x, dtype)
     dtype = dtype or autocast_dtype(x.device.type)
-    return functional.linear(x, weight) if dtype is None else product(x, weight.to(dtype).mT)
+    return functional.linear(x, matrix) if dtype is None else product(x, matrix.to(dtype).mT)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -76,13 +77,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """The weight itself."""
+    """The matrix itself."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Rows) -> Tensor:
-        ctx.rows, ctx.dtype = rows, weight.dtype
+    def forward(ctx: Any, matrix: Tensor, rows: Rows) -> Tensor:
+        ctx.rows, ctx.dtype = rows, matrix.dtype
         ctx.set_materialize_grads(False)
-        return weight.view_as(weight)
+        return matrix.view_as(matrix)
 
     @staticmethod
     def backward(ctx: Any, direct: Tensor | None) -> tuple[Tensor | None, None]:
@@ -99,17 +100,17 @@ class _Gather(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tracked: Tensor, matrix: LoopMatrix) -> Tensor:
         """In the dtype of x."""
-        ctx.deferred = deferred
-        # The weight is saved for its version: changing it in place before backward is an error.
-        ctx.save_for_backward(x, weight)
-        return x @ deferred.matrix(x.dtype).mT
+        ctx.matrix = matrix
+        # Saved for its version: changing the matrix in place before backward is an error.
+        ctx.save_for_backward(x, tracked)
+        return x @ matrix.converted(x.dtype).mT
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        x, tracked = ctx.saved_tensors
         if needs_operators(dy):  # stored rows would have no graph
-            return dy @ weight.to(dy.dtype), (dy.mT @ x).to(weight.dtype), None
-        ctx.deferred.add(x, dy)
-        return dy @ ctx.deferred.matrix(dy.dtype), None, None
+            return dy @ tracked.to(dy.dtype), (dy.mT @ x).to(tracked.dtype), None
+        ctx.matrix.add(x, dy)
+        return dy @ ctx.matrix.converted(dy.dtype), None, None

@@ -23,8 +23,8 @@ from asr.kernels.check import fault
 from asr.kernels.cpu import compiler, decoder, lstm, operator
 from asr.kernels.cuda import cluster
 from asr.kernels.cuda import lstm as cuda
-from asr.kernels.deferred import DeferredWeight, autocast_dtype
-from asr.kernels.double_backward import is_traced
+from asr.kernels.deferred import LoopMatrix, autocast_dtype
+from asr.kernels.tracing import is_traced
 from asr.kernels.types import (
     MODES,
     AttentionInput,
@@ -242,13 +242,13 @@ class Kernels:
 
         Raises ValueError where a shape, dtype or device does not fit.
         """
-        own = weights.bias_hh  # the matrices may be DeferredWeights
+        own = weights.bias_hh  # the matrices may be LoopMatrices
         check_device_and_dtype("x", x, own)
         for part, one in (("h", state[0]), ("c", state[1]), ("mask", mask)):
             if one is not None:
                 check_device_and_dtype(part, one, own)
                 check_shape(part, one, (x.shape[0], own.shape[0] // 4))
-        deferred = isinstance(weights.weight_hh, DeferredWeight)  # torch.compile cannot trace one
+        deferred = isinstance(weights.weight_hh, LoopMatrix)  # torch.compile cannot trace one
         if is_traced(x, *state, own) and not (deferred and torch.compiler.is_dynamo_compiling()):
             return reference.step(x, state, mask, weights, self.settings)
         return self._step(x, state, mask, weights)

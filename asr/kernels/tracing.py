@@ -7,11 +7,35 @@ when the graph is recorded, the number of utterances and their lengths are not.
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from asr.config.cell import CellSettings
 from asr.kernels import reference
 from asr.kernels.deferred import deferred_linear
 from asr.kernels.types import LayerInput, LayerOutput, Weights
+
+PLAIN = Tensor.__torch_dispatch__  # of classes that leave torch's operators as they are
+
+
+def is_traced(*tensors: Tensor) -> bool:
+    """Are operators recorded or transformed, not run? Then no kernel may see these tensors.
+
+    True within torch.compile, torch.export, torch.jit.trace, transforms of torch.func and forward
+    AD, where a TorchDispatchMode is active (make_fx, FakeTensorMode), and for tensors of the device
+    meta and of classes that replace torch's operators, such as FakeTensor.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+    ):
+        return True
+    for tensor in tensors:  # noqa: SIM110 (any() is slower, and a decoder asks in every step)
+        if tensor.is_meta or type(tensor).__torch_dispatch__ is not PLAIN:
+            return True
+    return False
 
 
 def layer(batch: LayerInput, weights: list[Weights], settings: CellSettings) -> LayerOutput:

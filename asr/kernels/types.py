@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from asr.config.cell import CellSettings
-from asr.kernels.deferred import DeferredWeight
+from asr.kernels.deferred import LoopMatrix
 
 State = tuple[Tensor, Tensor]  # h and c, (B, H) each
 
@@ -24,8 +24,8 @@ MODES = {"none": 0, "split": 1, "per_gate": 2, "joined": 3}
 class Weights(NamedTuple):
     """One direction of one layer. Both biases are added after the norms, as one sum."""
 
-    weight_ih: Tensor | DeferredWeight  # (4H, I)
-    weight_hh: Tensor | DeferredWeight  # (4H, H)
+    weight_ih: Tensor | LoopMatrix  # (4H, I)
+    weight_hh: Tensor | LoopMatrix  # (4H, H)
     bias_ih: Tensor  # (4H,)
     bias_hh: Tensor  # (4H,)
     gain_ih: Tensor | None = None  # (4H,)  on N(W_x x): split gates

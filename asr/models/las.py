@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from asr.config.schema import LasConfig, ListenerConfig
-from asr.kernels.types import DecoderConstants, DecoderInput, DeferredWeight, Weights
+from asr.kernels.types import DecoderConstants, DecoderInput, LoopMatrix, Weights
 from asr.nn.attention import (
     Attention,
     AttentionState,
@@ -110,7 +110,7 @@ class SpellerConstants(NamedTuple):
     """The part of a speller's state that no step changes."""
 
     memory: Memory
-    states: DeferredWeight  # the memory's, (B, E, T)
+    states: LoopMatrix  # the memory's, (B, E, T)
     keys: Tensor  # (B, T, A)
     masks: tuple[Tensor | None, ...]  # recurrent dropout, one (B, H) per layer
     weights: tuple[Weights, ...]  # the cells', per layer
@@ -164,7 +164,7 @@ class Speller(nn.Module):
         cells = tuple((states.new_zeros(B, c.hidden_size),) * 2 for c in self.cells)
         weights = tuple(cell.loop_weights() for cell in self.cells)
         keys = self.attend.keys(memory)
-        constants = SpellerConstants(memory, DeferredWeight(states.mT), keys, masks, weights)
+        constants = SpellerConstants(memory, LoopMatrix(states.mT), keys, masks, weights)
         return SpellerState(constants, cells, states.new_zeros(B, 1, E), initial_attention(memory))
 
     def advance(self, state: SpellerState, tokens: Tensor) -> tuple[Tensor, SpellerState]:
@@ -223,7 +223,7 @@ class Speller(nn.Module):
         if not keeps_all(utterances, len(fixed.keys)):
             memory = Memory(*(part[utterances] for part in fixed.memory))
             masks = tuple(None if mask is None else mask[utterances] for mask in fixed.masks)
-            states, keys = DeferredWeight(memory.states.mT), fixed.keys[utterances]
+            states, keys = LoopMatrix(memory.states.mT), fixed.keys[utterances]
             fixed = SpellerConstants(memory, states, keys, masks, fixed.weights)
         cells = tuple((h[flat], c[flat]) for h, c in state.cells)
         attended = AttentionState(*map(pick, state.attended))

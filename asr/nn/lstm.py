@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from asr.config.cell import CellSettings
 from asr.kernels import dispatch
-from asr.kernels.deferred import DeferredWeight
+from asr.kernels.deferred import LoopMatrix
 from asr.kernels.dispatch import backends
 from asr.kernels.types import (
     LayerInput,
@@ -144,7 +144,7 @@ class LayerNormLSTMCell(nn.Module):
     def loop_weights(self) -> Weights:
         """The weights for one sequence of steps, with deferred weight gradients."""
         w = get_weights(self)
-        weight_ih, weight_hh = DeferredWeight(w.weight_ih), DeferredWeight(w.weight_hh)
+        weight_ih, weight_hh = LoopMatrix(w.weight_ih), LoopMatrix(w.weight_hh)
         return w._replace(weight_ih=weight_ih, weight_hh=weight_hh)
 
     def dropout_mask(self, batch_size: int) -> Tensor | None:

@@ -12,7 +12,6 @@ $CXX names the compiler (c++). $LAYERNORM_LSTM_MARCH overrides the processor to 
 """
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -30,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asr.errors import UserError
-from asr.io import atomic_writer, read_small_file, sha256_of_files, sync, user_cache
+from asr.io import atomic_writer, lock_file, read_small_file, sha256_of_files, sync, user_cache
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
@@ -45,19 +44,19 @@ class BuildError(Exception):
     """The kernels could not be compiled or loaded; the message is one line with the reason."""
 
 
-@functools.lru_cache(maxsize=1)
+_loaded: list[ctypes.CDLL | str] = []  # the first load's library, or why there is none
+
+
 def load() -> ctypes.CDLL:
     """The compiled kernels. Raises BuildError; a failure is final for the process."""
-    if _failures:
-        raise BuildError(_failures[0])
-    try:
-        return ctypes.CDLL(str(_compiled()))
-    except (BuildError, OSError, RuntimeError) as error:
-        _failures.append(_first_error(str(error)) or type(error).__name__)
-        raise BuildError(_failures[0]) from error
-
-
-_failures: list[str] = []
+    if not _loaded:
+        try:
+            _loaded.append(ctypes.CDLL(str(_compiled())))
+        except (BuildError, OSError, RuntimeError, UserError) as error:
+            _loaded.append(_first_error(str(error)) or type(error).__name__)
+    if isinstance(_loaded[0], str):
+        raise BuildError(_loaded[0])
+    return _loaded[0]
 
 
 def obstacle() -> str | None:
@@ -65,10 +64,8 @@ def obstacle() -> str | None:
 
     Whether the compiler works is not tried.
     """
-    if _failures:
-        return _failures[0]
-    if load.cache_info().currsize:  # loaded: the file need not be read again for its checksum
-        return None
+    if _loaded:  # the file need not be read again for its checksum
+        return _loaded[0] if isinstance(_loaded[0], str) else None
     try:
         if _fault(_library_path()) is None:
             return None
@@ -95,8 +92,7 @@ def _compiled() -> Path:
     if _fault(target) is None:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(target.with_suffix(".lock"), refusal=None):
         if fault := _fault(target):
             _compile(target, fault)
     return target
