@@ -445,7 +445,7 @@ def test_comparison_with_other_data_stops_before_decoding(
     other, out = tmp_path / "other", tmp_path / "e"
     ids = original.ids if what == "texts" else None
     write_evaluation(other / "evaluate" / "test", score(texts, texts, ids))
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("decoded in vain"))
+    monkeypatch.setattr(evaluation, "decode_split", lambda *_: pytest.fail("decoded in vain"))
     line = commands.refused(evaluate, tiny_run, "--split", "test", "--against", other, "--out", out)
     assert f"is of other {what} than" in line and not out.exists()
 
@@ -466,7 +466,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_decoding(
     tiny, tiny_run, commands, tmp_path, monkeypatch
 ):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("decoded in vain"))
+    monkeypatch.setattr(evaluation, "decode_split", lambda *_: pytest.fail("decoded in vain"))
     line = commands.refused(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "file" / "e")
     assert f"{tmp_path / 'file'} cannot be written into; choose another --out" in line
 

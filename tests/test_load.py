@@ -162,7 +162,7 @@ def test_a_run_that_cannot_join_an_ensemble_is_one_line(
     make, reason, tiny_run, commands, tmp_path, monkeypatch
 ):
     other = make(tmp_path, tiny_run)
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("decoded in vain"))
+    monkeypatch.setattr(evaluation, "decode_split", lambda *_: pytest.fail("decoded in vain"))
     more = [together(other), "decode.ctc_weight=0.3"]
     line = commands.refused(evaluate, tiny_run, "--split", "test", *more)
     assert line.startswith(f"decode.ensemble: {other}: {reason}")

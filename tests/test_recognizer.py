@@ -167,6 +167,16 @@ def test_a_text_that_neither_decoder_nor_ctc_believes_is_dropped(
     assert (result.text.split(), len(result.words)) == ((WORDS, 13) if kept else ([], 0))
 
 
+def test_the_ctc_head_is_computed_once_per_batch(monkeypatch):
+    """For the search, the test for speech and the times of the words."""
+    recognizer = tone_recognizer(beam=3, ctc_weight=0.3, no_speech_log_prob=0.0)
+    ctc, calls = recognizer.model.ctc, []
+    monkeypatch.setattr(recognizer.model, "ctc", lambda memory: calls.append(memory) or ctc(memory))
+    samples, _ = spoken(["abc", "cab"], 0.3)
+    assert [one.text for one in recognizer.transcribe([samples, samples], RATE)] == ["abc cab"] * 2
+    assert len(calls) == 1
+
+
 def test_the_level_is_that_of_the_loudest_part(tmp_path):
     samples, _ = spoken(WORDS, 0.3)
     loud = tone_recognizer(4.0)(samples, RATE)

@@ -129,8 +129,8 @@ class BulkJob:
                     if "error" in row:
                         known = {"error": str(row["error"]), "attempt": int(row["attempt"])}
                     else:
-                        known = {"text": str(row["text"]), "seconds": float(row["seconds"])}
-                        known["level"] = float(row.get("level", 0.0))  # older shards have none
+                        known = {"text": str(row["text"])}
+                        known |= {key: float(row[key]) for key in ("seconds", "level")}
                     if row["audio"] != name_of(name):
                         raise ValueError("a line of another file")
                     yield row | known

@@ -131,12 +131,35 @@ class EvaluationSplit:
             print(note, flush=True)
         return recognizer
 
-    def evaluate(self, title: str | None = None) -> tuple["Evaluation", Recognizer]:
-        """Decode and score every utterance; -> also the model, for the pictures of `write`."""
-        recognizer = for_split(self.load(), self.corpus, self.recipe)
+    def evaluate(self, title: str | None = None) -> tuple[Evaluation, Recognizer]:
+        """Decode and score every utterance, the unreadable ones as empty.
+
+        -> also the model, for the pictures of `write`.
+        """
+        corpus, recipe = self.corpus, self.recipe
+        recognizer = for_split(self.load(), corpus, recipe)
+        by_id, reasons = decode_split(recognizer, corpus, recipe)
+        decoded = [by_id.get(name, NOT_DECODED) for name in corpus.ids]
+        result = score(corpus.texts, [d.text for d in decoded], corpus.ids, corpus.speakers)
+        groups = {column: by_group(result, group_of) for column, group_of in self.labels.items()}
+        about = {
+            "decode": recipe.decode.model_dump(mode="json"),
+            "steps": recognizer.steps,
+            "overrides": self.overrides,
+            "not_decoded": len(reasons),
+            "in_segments": int(too_long(recognizer, corpus.seconds).sum()),
+            "wer_interval_over_speakers": _interval_over_speakers(result),
+            "groups": {
+                column: {name: _group_facts(part) for name, part in parts.items()}
+                for column, parts in groups.items()
+            },
+        }
+        if recipe.model.ctc_weight:
+            ctc = [d.ctc.text for d in decoded]
+            about["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
         title = title or f"{self.run.resolve().name}: {self.name}"
-        parts = self.corpus, self.recipe, self.labels, title, self.overrides
-        return evaluate(recognizer, *parts), recognizer
+        evaluation = Evaluation(title, corpus, decoded, reasons, result, groups, about)
+        return evaluation, recognizer
 
 
 def open_split(
@@ -159,37 +182,6 @@ def check_writable(folder: Path) -> Path:
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise UserError(f"{folder}: {existing} cannot be written into; choose another --out")
     return folder
-
-
-def evaluate(
-    recognizer: Recognizer,
-    corpus: Corpus,
-    recipe: SpeechRecipe,
-    labels: Labels,
-    title: str,
-    overrides: Sequence[str],
-) -> Evaluation:
-    """Decode and score every utterance, the unreadable ones as empty."""
-    by_id, reasons = decode_split(recognizer, corpus, recipe)
-    decoded = [by_id.get(name, NOT_DECODED) for name in corpus.ids]
-    result = score(corpus.texts, [d.text for d in decoded], corpus.ids, corpus.speakers)
-    groups = {column: by_group(result, group_of) for column, group_of in labels.items()}
-    about = {
-        "decode": recipe.decode.model_dump(mode="json"),
-        "steps": recognizer.steps,
-        "overrides": overrides,
-        "not_decoded": len(reasons),
-        "in_segments": int(too_long(recognizer, corpus.seconds).sum()),
-        "wer_interval_over_speakers": _interval_over_speakers(result),
-        "groups": {
-            column: {name: _group_facts(part) for name, part in parts.items()}
-            for column, parts in groups.items()
-        },
-    }
-    if recipe.model.ctc_weight:
-        ctc = [d.ctc.text for d in decoded]
-        about["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
-    return Evaluation(title, corpus, decoded, reasons, result, groups, about)
 
 
 def _group_facts(part: Score) -> dict[str, Any]:
