@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 # In a checkout the acoustic front end is the folder features/ beside this one. A wheel has it in
-# here: as a package of its own it would be mistaken for a features.py of the user's.
+# here: as a separate package it would be mistaken for a features.py of the user's.
 if not os.path.isdir(os.path.join(__path__[0], "features")):  # noqa: PTH112, PTH118 (fast to import)
     __path__.append(os.path.dirname(__path__[0]))  # noqa: PTH120
 

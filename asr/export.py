@@ -33,7 +33,7 @@ def main() -> None:
     add("--private", action="store_true", help="--push-to: visible to its owner alone")
     about = (
         "put into the card: data, licences, limits; metadata (language, license, datasets, ...) "
-        "may stand at its begin as YAML between two lines of ---"
+        "may come first, as YAML between two lines of ---"
     )
     add("--about", type=Path, metavar="TEXT.md", help=about)
     add("--license", metavar="ID", help="of the weights, for the card: cc-by-4.0, mit, ...")
@@ -116,9 +116,9 @@ def export(
     card = model_card(name, run, recipe, steps, parameters, about, licence, address)
     write_run(to, smaller, recognizer, None, best.step, best.loss, card)
     if recipe.decode.lm:
-        print(f"without the language model {recipe.decode.lm}: pass it on as a run of its own")
+        print(f"without the language model {recipe.decode.lm}: pass it on as a separate run")
     for other in recipe.decode.ensemble:
-        print(f"without {other} of its ensemble: pass it on as a run of its own")
+        print(f"without {other} of its ensemble: pass it on as a separate run")
 
 
 def export_onnx(run: Path, overrides: Sequence[str], to: Path) -> None:

@@ -105,7 +105,7 @@ def make_folders(out: Path, inner: PurePath) -> None:
     for part in inner.parts:
         out = out / part
         if out.is_symlink():
-            raise UserError(f"{out}: a symbolic link, through which nothing is written; remove it")
+            raise UserError(f"{out}: a symbolic link, which is not written through; remove it")
         out.mkdir(exist_ok=True)
 
 

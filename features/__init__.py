@@ -1,6 +1,6 @@
 """The acoustic front end: audio file -> waveform -> features -> normalised -> augmented.
 
-A package of its own that imports nothing of the recogniser. It raises AudioError for a file that
+It imports nothing of the recogniser. It raises AudioError for a file that
 cannot be used, StatisticsError for statistics that are missing or wrong, and ValueError for
 settings that make no sense.
 

@@ -1,6 +1,6 @@
 """M4A, MP4, WebM and Matroska, which libsndfile cannot read -> waveform, decoded by ffmpeg.
 
-ffmpeg is a program of its own, used where it is installed. It runs as a process that may read the
+ffmpeg is a separate program, used where it is installed. It runs as a process that may read the
 one file and no address of a network, and writes samples to a pipe, so memory is bounded for files
 of any length, as in features/audio.py. Which container a file is, its first bytes decide.
 

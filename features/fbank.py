@@ -5,7 +5,7 @@ compute-fbank-feats and compute-mfcc-feats: frames that fit entirely into the sa
 pre-emphasis 0.97, Povey window, samples scaled to 16 bits. `SlaneyMel` computes librosa's
 `melspectrogram` (Slaney 1998, Auditory Toolbox).
 
-We differ once: dither is added to the samples, from a generator of its own, where Kaldi draws
+We differ once: dither is added to the samples, from a separate generator, where Kaldi draws
 again for every frame; so the same utterance has the same features everywhere.
 
 Shapes: B utterances, S samples, T frames, F features per frame (`size`).

@@ -270,7 +270,7 @@ class Sound:
 
     @contextmanager
     def _open(self, stream: Stream) -> Iterator[DecodedFile]:
-        """A stream as a file of its own."""
+        """A stream as a separate file."""
         try:
             with suppress_stderr(self._file.format == "MP3"):
                 file = DecodedFile(self._window.part(*stream[:3]))

@@ -3,7 +3,7 @@
 libsndfile reads one stream up to the length that its header states. Files that hold more are found
 here: several Ogg, FLAC or WAV streams one after another (`cat a.ogg b.ogg`, a recorded radio
 stream), and WAV or AU whose header was never completed; in mp3.py those of MP3. Each stream is read
-by libsndfile as a file of its own, behind a header that states its true length.
+by libsndfile as a separate file, behind a header that states its true length.
 """
 
 import re

@@ -118,7 +118,7 @@ def test_kaldi_recordings_stay_where_they_are(tmp_path, asr_prepare):
 
 KALDI_FAULTS = [
     ("wav.scp", "p sph2pipe -f wav p.sph |", "wav.scp:3: is a command, which prepare does not run"),
-    ("wav.scp", "p a/raw.ark:1234", "wav.scp:3: is a place in a Kaldi archive"),
+    ("wav.scp", "p a/raw.ark:1234", "wav.scp:3: is inside a Kaldi archive"),
     ("segments", "s other 0 1", "segments:5: recording 'other' has no file in wav.scp"),
     ("segments", "s mono 1 1", "segments:5: the segment from 1 to 1 s has no length"),
     ("segments", "s mono 1", "segments:5: not a line 'UTTERANCE RECORDING START END'"),

@@ -361,7 +361,7 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
     corpus, decoded, result = evaluation.corpus, evaluation.decoded, evaluation.score
     worst = sorted(range(len(corpus)), key=lambda i: -result.utterances[i].errors)[:pictures]
     uris = {corpus[i].id: attention_uri(recognizer, corpus, i, decoded[i].tokens) for i in worst}
-    # A page can link to audio that is readable and a file of its own.
+    # A page can link to audio that is readable and a separate file.
     readable = (utterance for utterance in corpus if utterance.id not in evaluation.reasons)
     audio = {u.id: u.audio for u in readable if member_of(u.audio) is None}
     write_page(

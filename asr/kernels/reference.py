@@ -11,7 +11,7 @@ the pre-activations [i f g o] of all gates are
     split     gx * N(W_x x) + gh * N(W_h h) + b            ba (Ba et al. 2016, eq. 20-22)
               N(W_x x) + N(W_h h) + b                      raw; thesis, which reads (h, c) swapped
     joined    g * N(W_x x + W_h h) + b                     joined (Zeineldeen et al. 2020)
-    per_gate  joined, with an N of its own for each gate   per_gate (TensorFlow contrib's cell)
+    per_gate  joined, with a separate N for each gate   per_gate (TensorFlow contrib's cell)
 
 and with C = gc * N(c') + bc the step is
 

@@ -95,7 +95,7 @@ class _Levels:
             if power[0] < CANCELLED * power[1:].mean() and power[1:].mean() > SILENT**2:
                 raise ValueError(
                     "its channels have opposite phase and cancel when they are averaged; write one "
-                    "of them to a file of its own"
+                    "of them to a separate file"
                 )
         if self.low <= self.high <= self.low + SILENT:  # none if nothing was decoded
             value = (self.high + self.low) / 2

@@ -23,7 +23,7 @@ PIPE = (
     """while read -r id c; do bash -c "${c%|}" > wav/$id.wav </dev/null; echo $id wav/$id.wav; """
     "done < wav.scp > new.scp; and let new.scp replace wav.scp"
 )
-ARCHIVE = "is a place in a Kaldi archive; write it to a file of its own (wav-copy) and name that"
+ARCHIVE = "is inside a Kaldi archive; write it to a separate file (wav-copy) and name that file"
 CHANNELS = {"A": 0, "B": 1, "0": 0, "1": 1}  # of telephone calls
 
 

@@ -102,7 +102,7 @@ def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
             outputs = loop(*inputs)
     except RuntimeError as error:
         torch.cuda.set_stream(own)  # which torch does not restore where the recording's end fails
-        # The end of a failed recording raises an error of its own.
+        # The end of a failed recording raises another error.
         raise error.__context__ or error from None
     return Recorded(graph, inputs, outputs)
 
