@@ -99,26 +99,26 @@ def open_lines(
         return _in_memory(read())
     source = tuple({**state, "timed": int(timed), **(options or {})}.items())
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    places = [path.with_name(f"{path.name}{suffix}")]
+    candidates = [path.with_name(f"{path.name}{suffix}")]
     with contextlib.suppress(RuntimeError):  # a user without a home
-        places.append(user_cache() / f"{path.stem}-{name}{suffix}")
-    for place in places:
-        if lines := _mapped(place, source):
+        candidates.append(user_cache() / f"{path.stem}-{name}{suffix}")
+    for index_path in candidates:
+        if lines := _mapped(index_path, source):
             return lines
-    for place in filter(_may_be_written, places):
+    for index_path in filter(_may_be_written, candidates):
         with contextlib.suppress(OSError):  # a read-only or a full disk
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_writer(place, sync=True) as file:
-                print_line(f"checking {path} and writing {place} (once)")
+            index_path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_writer(index_path, sync=True) as file:
+                print_line(f"checking {path} and writing {index_path} (once)")
                 _write(file, read(), source)
-            return _reopened(place, source)
+            return _reopened(index_path, source)
     print_line(f"{path}: its index cannot be written, so each process reads it again")
     return _in_memory(read())
 
 
-def damaged_index(place: Path | None) -> UserError:
+def damaged_index(index_path: Path | None) -> UserError:
     """The error for an index whose content no manifest or text gives."""
-    return UserError(f"{place}: damaged; remove it, and it is written again")
+    return UserError(f"{index_path}: damaged; remove it, and it is written again")
 
 
 def _state(path: Path) -> dict[str, int]:
@@ -129,14 +129,14 @@ def _state(path: Path) -> dict[str, int]:
     return {"version": VERSION, "size": status.st_size, "modified": status.st_mtime_ns}
 
 
-def _may_be_written(place: Path) -> bool:
-    """Whether there is nothing at `place`, or an index, damaged or not."""
-    if not os.path.lexists(place):
+def _may_be_written(index_path: Path) -> bool:
+    """Whether there is nothing at `index_path`, or an index, damaged or not."""
+    if not os.path.lexists(index_path):
         return True
     try:
-        with open_file(place) as file:
+        with open_file(index_path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - len(MAGIC)))
-            return not place.is_symlink() and file.read() == MAGIC
+            return not index_path.is_symlink() and file.read() == MAGIC
     except (OSError, UserError):
         return False
 
@@ -151,12 +151,12 @@ def _gather(
     blocks: Iterable[Block], write: Callable[[bytes], Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Passes every block's text to `write` -> ends and seconds of all lines."""
-    ends, seconds, place = [], [], 0
+    ends, seconds, offset = [], [], 0
     for block in blocks:
         write(block.text)
-        ends.append(place + np.flatnonzero(np.frombuffer(block.text, np.uint8) == ord("\n")))
+        ends.append(offset + np.flatnonzero(np.frombuffer(block.text, np.uint8) == ord("\n")))
         seconds.append(block.seconds)
-        place += len(block.text)
+        offset += len(block.text)
     return np.concatenate(ends), np.concatenate(seconds)
 
 
@@ -171,10 +171,10 @@ def _write(file: IO[bytes], blocks: Iterable[Block], source: tuple) -> None:
     file.write(description + len(description).to_bytes(8, "little") + MAGIC)
 
 
-def _mapped(place: Path, source: tuple) -> Lines | None:
-    """The index at `place`; None if there is none, or of another source."""
+def _mapped(index_path: Path, source: tuple) -> Lines | None:
+    """The index at `index_path`; None if there is none, or of another source."""
     try:
-        with open_file(place) as file:
+        with open_file(index_path) as file:
             about, end = _read_description(file)
         size, count = int(about["bytes"]), int(about["lines"])
         start, timed = size + -size % 8, dict(source)["timed"] * count
@@ -182,13 +182,13 @@ def _mapped(place: Path, source: tuple) -> Lines | None:
         if not known or min(size, count) < 1 or end != start + 8 * count + 4 * timed:
             return None
         # As plain arrays: every slice of a memmap costs microseconds.
-        text = np.asarray(np.memmap(place, np.uint8, "r", shape=(size,)))
-        ends = np.asarray(np.memmap(place, np.int64, "r", start, (count,)))
+        text = np.asarray(np.memmap(index_path, np.uint8, "r", shape=(size,)))
+        ends = np.asarray(np.memmap(index_path, np.int64, "r", start, (count,)))
         seconds = np.empty(0, np.float32)
         if timed:
-            seconds = np.memmap(place, np.float32, "r", start + 8 * count, (timed,))
+            seconds = np.memmap(index_path, np.float32, "r", start + 8 * count, (timed,))
         sound = ends[-1] == size - 1 and (not timed or seconds.min() > 0)  # not of NaN
-        return Lines(text, ends, seconds, place, source) if sound else None
+        return Lines(text, ends, seconds, index_path, source) if sound else None
     except (OSError, UserError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
@@ -205,8 +205,8 @@ def _read_description(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     return parse_json(file.read()[:-16]), start
 
 
-def _reopened(place: Path, source: tuple) -> Lines:
-    lines = _mapped(place, source)
+def _reopened(index_path: Path, source: tuple) -> Lines:
+    lines = _mapped(index_path, source)
     if lines is None:
-        raise UserError(f"{place}: is no longer the index that was opened; start again")
+        raise UserError(f"{index_path}: is no longer the index that was opened; start again")
     return lines

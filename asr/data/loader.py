@@ -225,7 +225,7 @@ def with_split_statistics(
     """The front end with the speaker statistics of this split alone, if it normalises by them."""
     if front_end.norm.kind != "speaker":
         return front_end
-    own = copy(front_end)
-    own.norm = MeanVarianceNorm("speaker", front_end.norm.variance)
-    measure_statistics(corpus, own, workers, speeds)
-    return own
+    by_speaker = copy(front_end)
+    by_speaker.norm = MeanVarianceNorm("speaker", front_end.norm.variance)
+    measure_statistics(corpus, by_speaker, workers, speeds)
+    return by_speaker

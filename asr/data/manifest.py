@@ -61,8 +61,8 @@ class _BoundedLines(io.RawIOBase):
         end = max(content.rfind(b"\n"), content.rfind(b"\r"))
         self.length = len(content) - end - 1 + (self.length if end < 0 else 0)
         if self.length > LONGEST:
-            place = f"at byte {self.file.tell() - self.length}"
-            fault = f"the line {place} is longer than {LONGEST} bytes"
+            position = f"at byte {self.file.tell() - self.length}"
+            fault = f"the line {position} is longer than {LONGEST} bytes"
             raise UserError(f"{self.path}: {fault}; is this a table of one utterance a line?")
         return len(content)
 
@@ -232,11 +232,13 @@ def read_blocks(path: Path, allow_outside: bool) -> Iterator[Block]:
     hashes: list[np.ndarray] = []
     with open_table(path) as file:
         line, header = parse_header(path, file, COLUMNS)
-        width, places = len(header), [header.index(name) for name in COLUMNS]
+        width, column_numbers = len(header), [header.index(name) for name in COLUMNS]
         while lines := file.readlines(BLOCK):
-            columns = _valid_columns(lines, width, places, None if allow_outside else path.parent)
+            columns = _valid_columns(
+                lines, width, column_numbers, None if allow_outside else path.parent
+            )
             if columns is None:
-                columns = _checked_columns(path, line, lines, width, places, allow_outside)
+                columns = _checked_columns(path, line, lines, width, column_numbers, allow_outside)
             line += len(lines)
             if columns:
                 hashes.append(np.fromiter(map(hash, columns[0]), np.int64, len(columns[0])))
@@ -247,14 +249,14 @@ def read_blocks(path: Path, allow_outside: bool) -> Iterator[Block]:
 
 
 def _valid_columns(
-    lines: list[str], width: int, places: list[int], root: Path | None
+    lines: list[str], width: int, column_numbers: list[int], root: Path | None
 ) -> Columns | None:
     """The rows of lines that are surely valid; None if one may not be."""
     if {line.count("\t") for line in lines} != {width - 1}:
         return None
     # The file's last line may lack its break.
     fields = "".join(lines).rstrip("\n").replace("\n", "\t").split("\t")
-    columns = [list(map(str.strip, fields[place::width])) for place in places]
+    columns = [list(map(str.strip, fields[column::width])) for column in column_numbers]
     ids, speakers, audio, seconds, _ = columns
     valid = all(ids) and all(audio) and _are_durations(seconds)
     valid = valid and not (_have_control(ids) or _have_control(speakers))
@@ -288,7 +290,12 @@ def _may_be_outside(audio: list[str], root: Path) -> bool:
 
 
 def _checked_columns(
-    path: Path, first: int, lines: list[str], width: int, places: list[int], allow_outside: bool
+    path: Path,
+    first: int,
+    lines: list[str],
+    width: int,
+    column_numbers: list[int],
+    allow_outside: bool,
 ) -> Columns:
     """The rows of lines, without empty lines, each checked by itself."""
     rows = []
@@ -298,7 +305,7 @@ def _checked_columns(
         fields = split_line(line)
         if len(fields) != width:
             raise UserError(f"{path}:{number}: {_wrong_width(fields, width)}")
-        row = tuple(fields[place] for place in places)
+        row = tuple(fields[column] for column in column_numbers)
         check_row(row, path.parent, f"{path}:{number}", allow_outside)
         rows.append(row)
     return list(map(list, zip(*rows, strict=True)))

@@ -1,4 +1,4 @@
-"""Pack a manifest's audio into some large tars, and write a manifest that gives each one's place.
+"""Pack a manifest's audio into a few large tars, and write a manifest that gives its locations.
 
 Ids, durations, texts and further columns stay, so batches, their order and resuming are the same
 (features/tar.py reads the audio). Each tar holds for every utterance its audio file, unchanged,
@@ -110,7 +110,7 @@ class TarWriter:
         self._current.close()
 
     def add(self, number: int, utterance: Utterance, content: bytes) -> str:
-        """Pack one utterance -> its place as the manifest names it."""
+        """Pack one utterance -> its location as the manifest names it."""
         if self._file.tell() and self._file.tell() + len(content) > self.max_bytes:
             self.finish()
             self._open_next()
@@ -138,7 +138,7 @@ class TarWriter:
         self._written.append(path)
         self._current = ExitStack()
         self._file = self._current.enter_context(atomic_writer(path))
-        # USTAR: one header of one block before every file, so its place is known.
+        # USTAR: one header of one block before every file, so its position is known.
         tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
         self._tar = self._current.enter_context(tar)
 
@@ -150,5 +150,5 @@ def _in_the_way(path: Path) -> UserError:
 def _suffix(audio: Path, content: bytes) -> str:
     """The file's own; a long name in another tar may have lost it, or have an odd one."""
     named = audio if member_of(audio) is None else Path(str(audio).rpartition("@")[0])
-    own = named.suffix.lower()
-    return own if re.fullmatch(r"\.[a-z0-9]{1,8}", own) else SUFFIXES.get(content[:4], ".mp3")
+    ending = named.suffix.lower()
+    return ending if re.fullmatch(r"\.[a-z0-9]{1,8}", ending) else SUFFIXES.get(content[:4], ".mp3")

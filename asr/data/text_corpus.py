@@ -113,26 +113,26 @@ def plan_sentences(
     for start in range(0, len(order), pool):
         part = order[start : start + pool]
         part = part[np.argsort(lengths[part], kind="stable")]
-        places = lengths[part].astype(np.int64) + 1
-        cuts = _cuts(places, cap)
+        line_bytes = lengths[part].astype(np.int64) + 1
+        cuts = _cuts(line_bytes, cap)
         batches = random.permutation(len(cuts) - 1) if epoch else np.arange(len(cuts) - 1)
         order[start : start + pool] = np.concatenate([part[cuts[b] : cuts[b + 1]] for b in batches])
         sizes.append(np.diff(cuts)[batches])
-        real += int(places.sum())
-        padded += int((places[cuts[1:] - 1] * np.diff(cuts)).sum())
+        real += int(line_bytes.sum())
+        padded += int((line_bytes[cuts[1:] - 1] * np.diff(cuts)).sum())
     cuts = np.cumsum(np.concatenate(sizes))
     planned = BatchSequence(order, cuts[:-1], cuts[1:])
     return EpochPlan(planned, 1 - real / padded if padded else 0.0)
 
 
-def _cuts(places: np.ndarray, cap: int) -> np.ndarray:
-    """places (n,) bytes of each line, ascending -> where each batch begins, and n."""
+def _cuts(line_bytes: np.ndarray, cap: int) -> np.ndarray:
+    """line_bytes (n,) of each line, ascending -> where each batch begins, and n."""
     cuts = [0]
-    while cuts[-1] < len(places):
+    while cuts[-1] < len(line_bytes):
         start = cuts[-1]
-        most = min(max(cap // int(places[start]), 1), len(places) - start)
+        most = min(max(cap // int(line_bytes[start]), 1), len(line_bytes) - start)
         # The most lines whose padded bytes, the last line's times their number, fit.
-        padded = places[start : start + most] * np.arange(1, most + 1)
+        padded = line_bytes[start : start + most] * np.arange(1, most + 1)
         cuts.append(start + max(int(np.searchsorted(padded, cap, side="right")), 1))
     return np.array(cuts)
 

@@ -54,17 +54,17 @@ class TarReader:
         self._allowed, self._last = MAX_HEADERS, b""  # what tarfile may still read, and has read
 
     def __iter__(self) -> Iterator[tarfile.TarInfo]:
-        place = -1
+        position = -1
         with _reading(), tarfile.open(fileobj=self, mode="r:") as tar:
             for member in tar:
-                if member.size < 0 or member.offset <= place:
+                if member.size < 0 or member.offset <= position:
                     raise ArchiveError(f"entry {short(member.name)} has a negative size")
-                place, self._allowed = member.offset, MAX_HEADERS
+                position, self._allowed = member.offset, MAX_HEADERS
                 yield member
                 tar.members.clear()  # tarfile remembers all that it has read
                 tar.pax_headers.clear()
         if self._last.strip(b"\0"):  # tarfile takes a damaged header for the tar's end
-            raise ArchiveError(f"has no valid header after byte {place}")
+            raise ArchiveError(f"has no valid header after byte {position}")
 
     def content(self, member: tarfile.TarInfo) -> Iterator[bytes]:
         """The content of an entry in blocks of at most CHUNK bytes."""

@@ -50,19 +50,19 @@ def read(source: Path, text_column: str | None = None) -> list[Split]:
     splits = []
     for table in tables:
         column = choose_text_column(_columns(table), text_column, table)
-        for name, own in _split_names(table, source).items():
-            rows = partial(_rows, table, column, own)
+        for name, part_names in _split_names(table, source).items():
+            rows = partial(_rows, table, column, part_names)
             splits.append(Split(name, table, table.parent, rows))
     return splits
 
 
-def choose_text_column(columns: list[str], wanted: str | None, place: Path) -> str:
+def choose_text_column(columns: list[str], wanted: str | None, location: Path) -> str:
     """The column of the text. Raises UserError if there is none."""
     found = next((name for name in ([wanted] if wanted else TEXTS) if name in columns), None)
     if found is None:
         missing = f"no column {wanted}" if wanted else f"none of the columns {', '.join(TEXTS)}"
         has = ", ".join(columns[:50]) or "none"
-        raise UserError(f"{place}: {missing}; it has {has}. --text-column NAME chooses one")
+        raise UserError(f"{location}: {missing}; it has {has}. --text-column NAME chooses one")
     return found
 
 

@@ -108,7 +108,7 @@ class _Output:
     def __init__(self, split: Split, to: Path, options: Options, stack: ExitStack) -> None:
         self.split, self.options, self.stack = split, options, stack
         self.manifest = to / f"{split.name}.tsv"
-        if self.manifest.resolve() == split.place.resolve():
+        if self.manifest.resolve() == split.location.resolve():
             raise UserError(f"{self.manifest}: is the table itself; give --to another folder")
         # Absolute, but links are not followed: audio may be reached through some.
         self.root = os.path.abspath(options.audio or split.root)  # noqa: PTH100
@@ -143,11 +143,11 @@ class _Output:
 
     def line_of(self, row: Row, path: str, measured: Measured, text: str) -> bytes | None:
         """The line of the manifest; None if it is a fault."""
-        own = [row.id, row.speaker or row.id, path, seconds_field(measured.seconds), text]
+        fields = [row.id, row.speaker or row.id, path, seconds_field(measured.seconds), text]
         try:
             if not text:
                 raise ValueError(f"no text is left of {row.text[:100]!r}")
-            join_fields([*own, *row.more])
+            join_fields([*fields, *row.more])
         except ValueError as error:
             self.faults.add(row, str(error))
             return None
@@ -155,15 +155,15 @@ class _Output:
             self.links = True
             self.retold += self._texts.setdefault(hash(path), hash(text)) != hash(text)
             below = os.path.relpath(path, self.root)
-            own[2] = os.path.normpath(os.path.join(self._linked, below))  # noqa: PTH118
+            fields[2] = os.path.normpath(os.path.join(self._linked, below))  # noqa: PTH118
         else:
-            own[2] = self._store(row, measured, text)
+            fields[2] = self._store(row, measured, text)
         self.rows += 1
         self.padded += measured.padded
-        return join_fields([*own, *row.more])
+        return join_fields([*fields, *row.more])
 
     def _store(self, row: Row, measured: Measured, text: str) -> str:
-        """Put a content into the current tar -> its place as the manifest names it."""
+        """Put a content into the current tar -> its location as the manifest names it."""
         if self._tars is None:
             self._tars = TarWriter(self.manifest.with_name(self.split.name), TAR_BYTES)
             self.stack.enter_context(self._tars)
@@ -173,7 +173,7 @@ class _Output:
 
     def check_amount(self, seconds: float, full: bool, only: bool) -> None:
         """Raise UserError for no row, and for the only split with less than options.hours."""
-        name, hours = self.split.place, self.options.hours or 0.0
+        name, hours = self.split.location, self.options.hours or 0.0
         if hours and only and not full and seconds < 3600 * hours - 1e-3:
             have = f"the good rows have {seconds / 3600:.2f}"
             raise UserError(f"{name}: a part of {hours:g} hours; it must be above 0, and {have}")
@@ -189,16 +189,16 @@ class _Output:
             self._tars.finish()
         if self.links:
             link_audio(self.manifest, Path(self.root))
-        place = self.split.place
+        location = self.split.location
         if self.padded:
             print_line(
-                f"{place}: {self.padded:,} durations differ by {TOLERANCE} to {PADDING} s from "
+                f"{location}: {self.padded:,} durations differ by {TOLERANCE} to {PADDING} s from "
                 "the audio, as codecs pad or segments end after their recording; the audio's are "
                 "written"
             )
         if self.retold:
             print_line(
-                f"warning: {place}: {self.retold:,} rows name a whole file that an earlier row "
+                f"warning: {location}: {self.retold:,} rows name a whole file that an earlier row "
                 "gives another text; parts of a recording need their times"
             )
 
@@ -215,9 +215,11 @@ def convert(
     names = [split.name for split in splits]
     for name in names:  # which a data set from elsewhere may have chosen
         if not name or "/" in name or name.startswith(".") or not name.isprintable():
-            raise UserError(f"{splits[0].place}: {name!r} cannot be the name of a manifest; rename")
+            raise UserError(
+                f"{splits[0].location}: {name!r} cannot be the name of a manifest; rename"
+            )
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{splits[0].place}: two splits would be {twice[0]}.tsv; rename one")
+        raise UserError(f"{splits[0].location}: two splits would be {twice[0]}.tsv; rename one")
     with made_folder(to), ExitStack() as stack:
         outputs = [_Output(split, to, options, stack) for split in splits]
         for output in outputs:
@@ -235,7 +237,7 @@ def _refuse_faults(outputs: list[_Output]) -> None:
         return
     first, count = faulty[0], sum(len(output.faults) for output in faulty)
     total = count + sum(output.rows for output in outputs)
-    message = f"{first.split.place}: {count} of {total} rows are faulty, nothing is written; "
+    message = f"{first.split.location}: {count} of {total} rows are faulty, nothing is written; "
     if first.outside:
         message += f"if you trust this corpus, --audio {first.outside} accepts its audio; "
     elif "no such file" in first.faults.kinds:
@@ -245,7 +247,7 @@ def _refuse_faults(outputs: list[_Output]) -> None:
 
 def _write_split(output: _Output, normalize: TextNormalizer, only: bool) -> None:
     """Write the valid rows, of which the first that fill options.hours, to the open manifest."""
-    hours, name = output.options.hours, output.split.place
+    hours, name = output.options.hours, output.split.location
     limit = math.inf if hours is None else 3600 * hours
     file = output.stack.enter_context(atomic_writer(output.manifest, sync=True))
     file.write(join_fields([*COLUMNS, *output.split.more]))
@@ -365,14 +367,14 @@ def _is_padded(row: Row, seconds: float, audio: str | bytes) -> bool:
     Raises ValueError if it differs by more than PADDING, or the audio is a whole file without loss,
     which a codec cannot have padded.
     """
-    given, name = row.length, "duration"
+    stated, name = row.length, "duration"
     if row.seconds:
-        given, name = float(row.seconds), "seconds"
-    difference = 0.0 if given is None else abs(given - seconds)
+        stated, name = float(row.seconds), "seconds"
+    difference = 0.0 if stated is None else abs(stated - seconds)
     if difference <= TOLERANCE:
         return False
     if difference > PADDING or not (row.start is not None or _is_lossy(audio)):
-        raise ValueError(f"{name} is {given:g}, but the file has {seconds:.3f}")
+        raise ValueError(f"{name} is {stated:g}, but the file has {seconds:.3f}")
     return True
 
 

@@ -50,16 +50,16 @@ def _load(source: Path) -> Any:
         raise UserError(f"{source}: the datasets library cannot read it: {reason}") from None
 
 
-def _split(name: str, dataset: Any, place: Path, text_column: str | None) -> Split:
+def _split(name: str, dataset: Any, location: Path, text_column: str | None) -> Split:
     from datasets import Audio, Value
 
     features = dataset.features
     audio = next((name for name, kind in features.items() if isinstance(kind, Audio)), None)
     if audio is None:
         kinds = ", ".join(list(features)[:50])
-        raise UserError(f"{place}: no column of the type Audio; it has {kinds}; use cast_column")
+        raise UserError(f"{location}: no column of the type Audio; it has {kinds}; use cast_column")
     columns = [name for name, kind in features.items() if isinstance(kind, Value)]
-    text = choose_text_column(columns, text_column, place)
+    text = choose_text_column(columns, text_column, location)
     kept = [name for name in dict.fromkeys((text, "id", *SPEAKER_KEYS)) if name in columns]
     # Audio as two columns: paths are read without the contents, of which each is read when asked
     # for. Other columns are skipped before flatten, which fails on some types and renames others.
@@ -67,20 +67,22 @@ def _split(name: str, dataset: Any, place: Path, text_column: str | None) -> Spl
     encoded = part.cast_column(audio, Audio(decode=False)).flatten()
     about = encoded.select_columns([f"{audio}.path", *kept])
     contents = encoded.select_columns([f"{audio}.bytes"])
-    return Split(name, place, place, partial(_rows, about, contents, f"{audio}.path", text, place))
+    return Split(
+        name, location, location, partial(_rows, about, contents, f"{audio}.path", text, location)
+    )
 
 
 def _rows(
-    about: Any, contents: Any, path_column: str, text_column: str, place: Path
+    about: Any, contents: Any, path_column: str, text_column: str, location: Path
 ) -> Iterator[Row]:
     names: Counter[str] = Counter()
     for number, record in enumerate(about, start=1):
         path = record[path_column] or ""
         name = text_of(record, "id")
-        name = name or _numbered(PurePosixPath(path).stem or f"{place.name}-{number}", names)
+        name = name or _numbered(PurePosixPath(path).stem or f"{location.name}-{number}", names)
         text, speaker = text_of(record, text_column), text_of(record, *SPEAKER_KEYS)
         load = partial(_content, contents, number - 1)
-        yield Row(place, number, name, path or name, text, speaker, load=load)
+        yield Row(location, number, name, path or name, text, speaker, load=load)
 
 
 def _numbered(name: str, names: Counter[str]) -> str:

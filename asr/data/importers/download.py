@@ -214,24 +214,24 @@ def _receive(url: str, part: _Part, update: Callable[..., None]) -> bool:
 
 
 def _start(response: http.client.HTTPResponse, have: int) -> int:
-    """Where the content that follows begins: at `have` or 0. HTTPException for another place."""
+    """Where the content that follows begins: at `have` or 0. HTTPException for another position."""
     if response.status != 206:
         return 0
-    given = RANGE.fullmatch(place := response.headers.get("Content-Range", ""))
-    if given is None or given[1] is None or int(given[1]) not in (0, have):
-        raise http.client.HTTPException(f"the server sends another part: {_short(place)!r}")
-    return int(given[1])
+    match = RANGE.fullmatch(content_range := response.headers.get("Content-Range", ""))
+    if match is None or match[1] is None or int(match[1]) not in (0, have):
+        raise http.client.HTTPException(f"the server sends another part: {_short(content_range)!r}")
+    return int(match[1])
 
 
 def _is_complete(error: HTTPError, part: _Part) -> bool:
     """By a server that has nothing after `part`; its content is removed if it is too long."""
-    place = error.headers.get("Content-Range")
-    if place is None:  # the checksum decides
+    content_range = error.headers.get("Content-Range")
+    if content_range is None:  # the checksum decides
         return True
-    given = RANGE.fullmatch(place)
-    if given is None or given[2] == "*" or int(given[2]) > part.size:
-        raise http.client.HTTPException(f"the server refuses to resume: {_short(place)!r}")
-    if int(given[2]) == part.size:
+    match = RANGE.fullmatch(content_range)
+    if match is None or match[2] == "*" or int(match[2]) > part.size:
+        raise http.client.HTTPException(f"the server refuses to resume: {_short(content_range)!r}")
+    if int(match[2]) == part.size:
         return True
     part.restart()
     return False

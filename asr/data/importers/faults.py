@@ -31,11 +31,11 @@ class FaultReport:
             one_line(f"{file}:{line}: {message}") for file, line, message in sorted(self.faults)
         ]
 
-    def add(self, place: Row | Fault, message: str, path: str = "") -> None:
+    def add(self, row: Row | Fault, message: str, path: str = "") -> None:
         """Add a fault of a row. path: of its audio, which the kind leaves out."""
-        self.faults.append((str(place.file), place.line, message))
-        own = message.removeprefix(f"{path}: ") if path else message
-        self.kinds[_VARIABLE.sub("...", own)[:200]] += 1
+        self.faults.append((str(row.file), row.line, message))
+        text = message.removeprefix(f"{path}: ") if path else message
+        self.kinds[_VARIABLE.sub("...", text)[:200]] += 1
 
     def show(self, file: Path, skipped: bool) -> None:
         """Print them. file: for all of more than SHOWN, removed where there are fewer."""

@@ -102,8 +102,8 @@ def _path_fault(path: str) -> str | None:
         return "no audio file is given"
     if path.endswith("|"):
         return PIPE
-    name, _, place = path.rpartition(":")
-    return ARCHIVE if name.endswith(".ark") and place.isdecimal() else None
+    name, _, offset = path.rpartition(":")
+    return ARCHIVE if name.endswith(".ark") and offset.isdecimal() else None
 
 
 def _recordings(folder: Path) -> Iterator[tuple[str, Row | Fault]]:

@@ -114,9 +114,11 @@ def _file(recording: dict[str, Any], channels: list[int]) -> tuple[str, int | No
     (source,) = sources
     if source.get("type") != "file":
         raise ValueError(f"the audio is a {str(source.get('type'))[:40]}, not a file; {SAVE}")
-    own = source["channels"]
-    if set(channels) == set(own):
+    available = source["channels"]
+    if set(channels) == set(available):
         return str(source["source"]), None
     if len(channels) > 1:
-        raise ValueError(f"channels {channels} are some of {own}, which would be averaged; {SAVE}")
-    return str(source["source"]), own.index(channels[0])
+        raise ValueError(
+            f"channels {channels} are some of {available}, which would be averaged; {SAVE}"
+        )
+    return str(source["source"]), available.index(channels[0])

@@ -91,8 +91,8 @@ def find(folder: str | Path, subset: str) -> Path:
     Raises UserError with the folder's subsets if this one is missing.
     """
     folder = Path(folder)
-    own = [folder] if folder.name == subset else []
-    for path in (folder / subset, folder / CORPUS / subset, *own):
+    itself = [folder] if folder.name == subset else []
+    for path in (folder / subset, folder / CORPUS / subset, *itself):
         if path.is_dir():
             return path
     if not folder.is_dir():

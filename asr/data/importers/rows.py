@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(slots=True)
 class Fault:
-    """A place in a corpus that gives no row, and why."""
+    """A line of a corpus that gives no row, and why."""
 
     file: Path
     line: int
@@ -47,7 +47,7 @@ class Split:
     """The rows that become the manifest NAME.tsv. `rows` may be called more than once."""
 
     name: str
-    place: Path  # the table or the folder, for messages
+    location: Path  # the table or the folder, for messages
     root: Path  # the folder that must hold all audio
     rows: Callable[[], Iterable[Row | Fault]]
     base: Path | None = None  # the folder that relative paths start from, if not `root`

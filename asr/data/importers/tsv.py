@@ -33,5 +33,5 @@ def _rows(table: Path, more: tuple[str, ...]) -> Iterator[Row | Fault]:
 
 
 def _row(table: Path, more: tuple[str, ...], line: int, row: dict[str, str]) -> Iterator[Row]:
-    own = {key: row.get(key, "") for key in COLUMNS}
-    yield Row(table, line, **own, more=tuple(row[name] for name in more))
+    fields = {key: row.get(key, "") for key in COLUMNS}
+    yield Row(table, line, **fields, more=tuple(row[name] for name in more))

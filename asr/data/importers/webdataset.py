@@ -78,10 +78,10 @@ def _row(entries: TarReader, files: list[tarfile.TarInfo], tar: Path, number: in
     header = tarfile.TarInfo.frombuf(entries.file.read(BLOCK), "utf-8", "surrogateescape")
     if header.size != audio.size:
         raise ValueError("its audio is too large for a plain header")
-    place = f"{tar.name}/{header.name}@{audio.offset_data}+{audio.size}"
+    location = f"{tar.name}/{header.name}@{audio.offset_data}+{audio.size}"
     name, speaker = (" ".join(about.get(field, "").split()) for field in ("id", "speaker"))
     seconds = about.get("seconds", about.get("duration", ""))
-    return Row(tar, number, name or f"{tar.stem}-{key}", place, text, speaker, seconds)
+    return Row(tar, number, name or f"{tar.stem}-{key}", location, text, speaker, seconds)
 
 
 def _audio(files: list[tarfile.TarInfo]) -> tarfile.TarInfo | None:
