@@ -23,10 +23,10 @@ class SpecAugment:
     """Masks on the log-mel spectrogram (Park et al. 2019, arXiv:1904.08779).
 
     Each mask has a uniform width, 0 to `freq_width` features or 0 to `time_width` frames, and a
-    uniform place. No time mask is longer than `time_fraction` of the utterance (Park et al. 2020,
-    arXiv:1912.05533: 0.05 with many masks). A random frame moves by up to `time_warp` frames, 0 for
-    no warping. We differ once: the time warp is linear on both sides of that frame, where the paper
-    draws a spline.
+    uniform position. No time mask is longer than `time_fraction` of the utterance (Park et al.
+    2020, arXiv:1912.05533: 0.05 with many masks). A random frame moves by up to `time_warp` frames,
+    0 for no warping. We differ once: the time warp is linear on both sides of that frame, where the
+    paper draws a spline.
 
     Masked values become the mean of the features, which is 0 after normalisation.
     Raises ValueError for a setting out of range.
@@ -60,23 +60,27 @@ class SpecAugment:
         warped = self._warp(features, *warp.tolist())
         return warped.masked_fill(masked, float(features.mean()))
 
-    def _warp(self, features: Tensor, place: float, move: float) -> Tensor:
+    def _warp(self, features: Tensor, position: float, move: float) -> Tensor:
         """Move one frame by up to `time_warp` and stretch both sides to fit: (T, F) -> (T, F)."""
         reach, frames = self.time_warp, len(features)
         if reach == 0 or frames <= 2 * reach + 1:
             return features
-        pivot = reach + 1 + int(place * (frames - 2 * reach - 1))  # reach + 1 to frames - reach - 1
+        pivot = (
+            reach + 1 + int(position * (frames - 2 * reach - 1))
+        )  # reach + 1 to frames - reach - 1
         target = pivot - reach + int(move * (2 * reach + 1))
         left = _stretch(features[:pivot], target)
         return torch.cat([left, _stretch(features[pivot:], frames - target)])
 
 
 def _masks(draws: Tensor, longest: int, length: int) -> Tensor:
-    """draws (masks, 2) in [0, 1): width and place of each -> (length,) bool, True in a mask."""
+    """draws (masks, 2) in [0, 1): width and position of each -> (length,) bool, True in a mask."""
     widths = (draws[:, 0] * (longest + 1)).long()
     starts = (draws[:, 1] * (length - widths + 1)).long()
-    place = torch.arange(length)
-    covered = (place >= starts[:, None]) & (place < (starts + widths)[:, None])  # (masks, length)
+    position = torch.arange(length)
+    covered = (position >= starts[:, None]) & (
+        position < (starts + widths)[:, None]
+    )  # (masks, length)
     return covered.any(dim=0)
 
 

@@ -67,7 +67,7 @@ class Window:
         return count
 
     def read_at(self, position: int, size: int) -> bytes:
-        """At most `size` bytes from a position. Does not move the window's own."""
+        """At most `size` bytes from a position. Does not move the window's position."""
         before, self.position = self.position, min(position, self.size)
         buffer = bytearray(min(size, self.size - self.position))
         count = self.readinto(buffer)

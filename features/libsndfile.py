@@ -23,12 +23,12 @@ HAS_FILE_NAMES = Path("/dev/fd").is_dir()
 SDS = b"\xf0\x7e"  # first bytes of a MIDI sample dump, whose decoder writes to stdout
 # First bytes of WAV, FLAC, OGG and AIFF; other files may be MP3, whose decoder writes to stderr.
 QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
-# First bytes of files whose decoders find every place by arithmetic. Those of the others, OGG and
-# MP3, search all of the file for the next page or frame, at a gigabyte per second.
+# First bytes of files whose decoders compute every position. Those of the others, OGG and MP3,
+# search all of the file for the next page or frame, at a gigabyte per second.
 INDEXED = (b"RIFF", b"RF64", b"riff", b"fLaC", b"FORM")
 MAX_SEARCHED = 4 << 30  # bytes of such a file: three days at 128 kbit/s
 # Seconds of an Ogg Vorbis that are decoded before a part of it, since a seek into the last page of
-# a file, which has about a second, leads to another place.
+# a file, which has about a second, leads to another position.
 OGG_LEAD = 10.0
 
 

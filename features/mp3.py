@@ -87,9 +87,9 @@ class Mp3Stream:
 
     def starting_at(self, window: Window, sample: int) -> tuple[Stream, int]:
         """A stream whose samples are exact from that one on, and its number there."""
-        place, size = self.delay + sample, self.frame.samples
-        group = max(0, place // size - OVERLAP) // GROUP
-        begin, skip = self.groups[group], place - group * GROUP * size
+        position, size = self.delay + sample, self.frame.samples
+        group = max(0, position // size - OVERLAP) // GROUP
+        begin, skip = self.groups[group], position - group * GROUP * size
         if not self.frame.info:
             return Stream(begin, self.end - begin), skip
         head = _xing_head(self.header, self.count - group * GROUP, self._reservoir(window, group))
@@ -97,12 +97,12 @@ class Mp3Stream:
 
     def _reservoir(self, window: Window, group: int) -> bytes:
         """The bytes that the first frames of a group may refer to: main data of those before it."""
-        place, data = self.groups[max(0, group - RESERVOIR_GROUPS)], b""
-        while place < self.groups[group]:
-            content = window.read_at(place, 2048)  # a frame of layer III has 1441 bytes at most
+        position, data = self.groups[max(0, group - RESERVOIR_GROUPS)], b""
+        while position < self.groups[group]:
+            content = window.read_at(position, 2048)  # a frame of layer III has 1441 bytes at most
             frame = _frame(content[:4])
             data += content[frame.info + (0 if content[1] & 1 else 2) : frame.size]  # 2: checksum
-            place += frame.size
+            position += frame.size
         return data
 
 
@@ -112,39 +112,39 @@ def mp3_streams(window: Window) -> list[Mp3Stream]:
     A stream ends where its frames do: at a tag, at another Xing frame, at other bytes. The last
     frame of a truncated file is skipped.
     """
-    streams, place = [], _next_frame(window, 0)
-    while place is not None and (stream := _walk(window, place)).count:
+    streams, position = [], _next_frame(window, 0)
+    while position is not None and (stream := _walk(window, position)).count:
         streams.append(stream)
-        place = _next_frame(window, stream.end)
+        position = _next_frame(window, stream.end)
     return streams
 
 
-def _walk(window: Window, place: int) -> Mp3Stream:
-    """The stream whose first frame, perhaps a Xing frame, begins at the place."""
-    base, block = place, window.read_at(place, READ)
+def _walk(window: Window, position: int) -> Mp3Stream:
+    """The stream whose first frame, perhaps a Xing frame, begins at the position."""
+    base, block = position, window.read_at(position, READ)
     header = block[:4]
     first = _frame(header)
     stated, delay, padding = 0, 0, 0
     if content := _xing_content(block, first):
         stated, delay, padding = _read_xing(content)
-        place += first.size
+        position += first.size
     kind, info, groups, count = first.kind, first.info, array("q"), 0
     while True:
-        at = place - base
+        at = position - base
         if at + 64 > len(block) and base + len(block) < window.size:
-            base, at, block = place, 0, window.read_at(place, READ)
+            base, at, block = position, 0, window.read_at(position, READ)
         frame = _frame(block[at : at + 4])
-        if frame is None or frame.kind != kind or place + frame.size > window.size:
+        if frame is None or frame.kind != kind or position + frame.size > window.size:
             break
         if info and block[at + info : at + info + 4] in XING and count:
             break
         if not count % GROUP:
-            groups.append(place)
+            groups.append(position)
         count += 1
-        place += frame.size
+        position += frame.size
     if stated != count:  # the last frames are others
         padding = 0
-    return Mp3Stream(header, first, groups, place, count, stated, delay, padding)
+    return Mp3Stream(header, first, groups, position, count, stated, delay, padding)
 
 
 XING = (b"Xing", b"Info")
@@ -181,13 +181,15 @@ def _xing_head(header: bytes, count: int, reservoir: bytes) -> bytes:
     return xing.ljust(frame.size, b"\0") + (GROUP - 1) * silent + last
 
 
-def _next_frame(window: Window, place: int) -> int | None:
+def _next_frame(window: Window, position: int) -> int | None:
     """Where the next frame begins that others of its kind follow, behind tags and other bytes."""
-    while tag := _tag_size(window.read_at(place, 32)):
-        place += tag
-    if _begins(window, place):
-        return place
-    return next((found for found in places_of(window, SYNC, place) if _begins(window, found)), None)
+    while tag := _tag_size(window.read_at(position, 32)):
+        position += tag
+    if _begins(window, position):
+        return position
+    return next(
+        (found for found in places_of(window, SYNC, position) if _begins(window, found)), None
+    )
 
 
 def _tag_size(start: bytes) -> int:
@@ -200,14 +202,14 @@ def _tag_size(start: bytes) -> int:
     return 128 if start[:3] == b"TAG" else 0
 
 
-def _begins(window: Window, place: int) -> bool:
-    """Whether CONFIRMED frames of a kind begin at the place, or as many as the file has there."""
+def _begins(window: Window, position: int) -> bool:
+    """Whether CONFIRMED frames of a kind begin at the position, or as many as the file has."""
     kinds = set()
     for number in range(CONFIRMED):
-        start = window.read_at(place, 11)
+        start = window.read_at(position, 11)
         frame = _frame(start[:4])
         if frame is None:
             return number > 0 and (not start or start.startswith(TAGS))
         kinds.add(frame.kind)
-        place += frame.size
+        position += frame.size
     return len(kinds) == 1

@@ -54,7 +54,7 @@ MAX_PEAK = 8.0  # lossy decoders overshoot a little; above it samples are not sc
 BLOCK_VALUES = 2**22  # decoded at once, over all channels: 16 MB, which most utterances fit
 KEPT = 8  # decoded files of which parts are cut
 REPORTED = 10  # files that a process names
-Source = str | os.PathLike[str] | bytes  # a file, a place in a tar, or a file's content
+Source = str | os.PathLike[str] | bytes  # a file, a location in a tar, or a file's content
 IN_MEMORY = "the audio"  # the name of a content in messages
 
 

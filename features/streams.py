@@ -39,12 +39,12 @@ def chained_streams(window: Window, kind: str) -> list[Stream]:
     """The streams of an OGG or FLAC file, of which it may hold several in a row."""
     begins: list[int] = []
     adjacent = -1  # where an Ogg page would begin a stream beside the one before it
-    for place in places_of(window, BEGINNINGS[kind]):
-        if place != adjacent:
-            begins.append(place)
+    for position in places_of(window, BEGINNINGS[kind]):
+        if position != adjacent:
+            begins.append(position)
         if kind == "OGG":
-            sizes = window.read_at(place + 27, window.read_at(place + 26, 1)[0])
-            adjacent = place + 27 + len(sizes) + sum(sizes)
+            sizes = window.read_at(position + 27, window.read_at(position + 26, 1)[0])
+            adjacent = position + 27 + len(sizes) + sum(sizes)
     ends = [*begins[1:], window.size]
     return [Stream(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
 
@@ -66,7 +66,7 @@ def ogg_end(window: Window, end: int) -> Literal["complete", "open", "cut"]:
 
 
 def places_of(window: Window, pattern: re.Pattern[bytes], begin: int = 0) -> Iterator[int]:
-    """Where the pattern, of at most 32 bytes, occurs from a place on."""
+    """Where the pattern, of at most 32 bytes, occurs from a position on."""
     rest = b""
     while block := window.read_at(begin + len(rest), READ):
         block = rest + block
@@ -93,8 +93,8 @@ def joined_wavs(window: Window) -> list[Stream]:
     return streams
 
 
-def _is_wav(window: Window, place: int) -> bool:
-    head = window.read_at(place, 12)
+def _is_wav(window: Window, position: int) -> bool:
+    head = window.read_at(position, 12)
     return head[:4] == b"RIFF" and head[8:] == b"WAVE"
 
 
@@ -128,17 +128,21 @@ def unfinished_stream(window: Window) -> list[Stream]:
 
 def _data_chunk(head: bytes) -> tuple[int, int, int] | None:
     """Where the samples of a WAV begin, how many bytes they have, and how many a second has."""
-    place, long, per_second = 12, 0, 0
-    while place + 8 <= len(head):
-        name, size = struct.unpack("<4sI", head[place : place + 8])
-        place += 8
+    position, long, per_second = 12, 0, 0
+    while position + 8 <= len(head):
+        name, size = struct.unpack("<4sI", head[position : position + 8])
+        position += 8
         if name == b"ds64":
-            long = int.from_bytes(head[place + 8 : place + 16], "little")
+            long = int.from_bytes(head[position + 8 : position + 16], "little")
         if name == b"fmt ":
-            per_second = int.from_bytes(head[place + 8 : place + 12], "little")
+            per_second = int.from_bytes(head[position + 8 : position + 12], "little")
         if name == b"data":
-            return place, long if head[:4] == b"RF64" and size == UNKNOWN_SIZE else size, per_second
-        place += size + size % 2
+            return (
+                position,
+                long if head[:4] == b"RF64" and size == UNKNOWN_SIZE else size,
+                per_second,
+            )
+        position += size + size % 2
     return None
 
 
@@ -152,11 +156,11 @@ def _wav_head(head: bytes, size: int) -> bytes:
     return b"RF64" + unknown + b"WAVE" + sizes + head[12 + old : -4] + unknown
 
 
-def _is_chunk(window: Window, place: int) -> bool:
+def _is_chunk(window: Window, position: int) -> bool:
     """Whether a chunk with a printable name begins there and ends in the file, as samples of audio
     do by chance once in a million files. An AU has none.
     """
-    head = window.read_at(place, 8)
+    head = window.read_at(position, 8)
     size = int.from_bytes(head[4:], "little")
     named = head[:4].isascii() and head[:4].decode().isprintable()
-    return len(head) == 8 and named and place + 8 + size <= window.size
+    return len(head) == 8 and named and position + 8 + size <= window.size

@@ -1,4 +1,4 @@
-"""Files inside a plain tar, named by their place: FOLDER/x.tar/NAME@OFFSET+BYTES.
+"""Files inside a plain tar, named by their location: FOLDER/x.tar/NAME@OFFSET+BYTES.
 
 OFFSET is where the content begins, BYTES how long it is (asr.prepare shards writes both). They are
 read in any order.
@@ -19,11 +19,11 @@ _PLACE = re.compile(r"(.+\.tar)/(.+)@(\d{1,18})\+(\d{1,18})", re.DOTALL)
 
 
 class PackedError(Exception):
-    """One line: what is wrong with the tar at that place."""
+    """One line: what is wrong with the tar at that location."""
 
 
 class TarMember(NamedTuple):
-    """The place of one file's content in a tar."""
+    """The location of one file's content in a tar."""
 
     tar: str
     name: str
@@ -32,7 +32,7 @@ class TarMember(NamedTuple):
 
 
 def member_of(path: str | os.PathLike[str]) -> TarMember | None:
-    """The place that a path of the form above names; None for any other path."""
+    """The location that a path of the form above names; None for any other path."""
     match = _PLACE.fullmatch(os.fspath(path)) if "@" in os.fspath(path) else None
     return TarMember(match[1], match[2], int(match[3]), int(match[4])) if match else None
 

@@ -62,12 +62,12 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     return _overridden(_with_bases(path), overrides, str(path))
 
 
-def override(recipe: Recipe, overrides: Iterable[str], place: str) -> Recipe:
+def override(recipe: Recipe, overrides: Iterable[str], source: str) -> Recipe:
     """The recipe with `key.path=value` overrides. Raises RecipeError as read_recipe does."""
-    return _overridden(recipe.model_dump(mode="json"), overrides, place)
+    return _overridden(recipe.model_dump(mode="json"), overrides, source)
 
 
-def _overridden(tree: dict[str, Any], overrides: Iterable[str], place: str) -> Recipe:
+def _overridden(tree: dict[str, Any], overrides: Iterable[str], source: str) -> Recipe:
     if isinstance(overrides, str):
         raise RecipeError(f"overrides = {_shown(overrides)}: must be a list, [{overrides!r}].")
     changed, changes = set(), {}
@@ -76,22 +76,22 @@ def _overridden(tree: dict[str, Any], overrides: Iterable[str], place: str) -> R
         changes = _merge(changes, change, top=False)
         changed.add(keys)
     # Together, for model.kind replaces the model of the file, but no other override.
-    return validate(_merge(tree, changes), place, changed)
+    return validate(_merge(tree, changes), source, changed)
 
 
-def parse_recipe(text: str, place: str) -> Recipe:
-    """The text of as_yaml -> Recipe. Raises RecipeError, which names `place`."""
-    return validate(_parse(text, place), place)
+def parse_recipe(text: str, source: str) -> Recipe:
+    """The text of as_yaml -> Recipe. Raises RecipeError, which names `source`."""
+    return validate(_parse(text, source), source)
 
 
-def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = ()) -> Recipe:
+def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[tuple] = ()) -> Recipe:
     """A plain mapping -> Recipe.
 
-    Raises RecipeError naming `place`, or the command line for a key among `overridden`.
+    Raises RecipeError naming `source`, or the command line for a key among `overridden`.
     """
     task = tree.get("task", "speech")
     if not isinstance(task, str) or task not in RECIPES:
-        raise RecipeError(f"{place}: task = {_shown(task)}: must be one of {', '.join(RECIPES)}.")
+        raise RecipeError(f"{source}: task = {_shown(task)}: must be one of {', '.join(RECIPES)}.")
     kind = pkgutil.resolve_name(RECIPES[task])
     try:
         # As JSON, since strict types of Python would be tuples and paths; of JSON, lists and text.
@@ -99,7 +99,7 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
     except ValidationError as error:
         details = error.errors(include_url=False)
     else:
-        where = COMMAND_LINE if any(keys[:1] == ("stages",) for keys in overridden) else place
+        where = COMMAND_LINE if any(keys[:1] == ("stages",) for keys in overridden) else source
         for number in range(len(recipe.stages)):
             at_stage(recipe, number + 1, f"{where}: stages[{number}]")
         return recipe
@@ -107,23 +107,23 @@ def validate(tree: Mapping[str, Any], place: str, overridden: Iterable[tuple] = 
     keys = _recipe_keys(first["loc"], kind)
     # Of the two keys one may be the group of the other: eq stops at the end of the shorter.
     if keys and any(all(map(eq, keys, changed)) for changed in overridden):
-        place = COMMAND_LINE
+        source = COMMAND_LINE
     more = f" ({len(details) - 1} more like it)" if len(details) > 1 else ""
     model = tree.get("model")
     model_kind = str(model.get("kind")) if isinstance(model, Mapping) else ""
-    raise RecipeError(f"{place}: {_explain(first, keys, kind, model_kind)}{more}")
+    raise RecipeError(f"{source}: {_explain(first, keys, kind, model_kind)}{more}")
 
 
-def at_stage(recipe: Recipe, stage: int, place: str = "recipe") -> Recipe:
+def at_stage(recipe: Recipe, stage: int, source: str = "recipe") -> Recipe:
     """The recipe with the changes of its first `stage` stages, without the key `stages`.
 
-    Raises RecipeError, which names `place`, where a stage does not fit the recipe.
+    Raises RecipeError, which names `source`, where a stage does not fit the recipe.
     """
     tree = recipe.model_dump(mode="json")
     for changes in tree.pop("stages")[:stage]:
         # A group without changes may be none of the task's.
         tree = _merge(tree, {k: group for k, group in changes.items() if k != "start" and group})
-    return validate(tree, place)
+    return validate(tree, source)
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
@@ -254,24 +254,24 @@ def _load(path: Path) -> dict[str, Any]:
     return _parse(text, str(path))
 
 
-def _parse(text: str, place: str) -> dict[str, Any]:
+def _parse(text: str, source: str) -> dict[str, Any]:
     """The text of a recipe -> a mapping whose values are plain."""
     if len(text) > MAX_BYTES:
-        raise RecipeError(f"{place}: larger than {MAX_BYTES} bytes")
+        raise RecipeError(f"{source}: larger than {MAX_BYTES} bytes")
     try:
         tree = yaml.load(text, PlainLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise RecipeError(f"{place}:{line}: not valid YAML: {str(error.problem)[:200]}.") from None
+        raise RecipeError(f"{source}:{line}: not valid YAML: {str(error.problem)[:200]}.") from None
     except INVALID as error:
         reason = str(error).splitlines()[0]
-        raise RecipeError(f"{place}: not valid YAML: {reason}.") from None
+        raise RecipeError(f"{source}: not valid YAML: {reason}.") from None
     if not isinstance(tree, dict):
         raise RecipeError(
-            f"{place}: a recipe is a mapping of keys to values; python -m asr.recipe demo prints "
+            f"{source}: a recipe is a mapping of keys to values; python -m asr.recipe demo prints "
             "one"
         )
-    _check_values(tree, place)
+    _check_values(tree, source)
     return tree
 
 
@@ -293,29 +293,29 @@ def _parse_override(text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     return keys, change
 
 
-def _check_values(value: Any, place: str, keys: tuple[str, ...] = ()) -> None:
+def _check_values(value: Any, source: str, keys: tuple[str, ...] = ()) -> None:
     """Raise RecipeError for values that no key can have, which may be shown in other errors."""
     name = ".".join(keys)
     if len(keys) > MAX_DEPTH:
-        raise RecipeError(f"{place}: {name[:60]}...: nested more than {MAX_DEPTH} deep.")
+        raise RecipeError(f"{source}: {name[:60]}...: nested more than {MAX_DEPTH} deep.")
     if isinstance(value, int) and abs(value) > MAX_NUMBER:
-        raise RecipeError(f"{place}: {name}: a number beyond {MAX_NUMBER}.")
+        raise RecipeError(f"{source}: {name}: a number beyond {MAX_NUMBER}.")
     if isinstance(value, str):
-        _check_text(value, place, name, MAX_TEXT)
+        _check_text(value, source, name, MAX_TEXT)
     elif isinstance(value, list):
         for part in value:
-            _check_values(part, place, keys)
+            _check_values(part, source, keys)
     elif isinstance(value, dict):
         for key, part in value.items():
-            _check_text(key, place, "a key", MAX_KEY)
-            _check_values(part, place, (*keys, key))
+            _check_text(key, source, "a key", MAX_KEY)
+            _check_values(part, source, (*keys, key))
 
 
-def _check_text(text: str, place: str, name: str, longest: int) -> None:
+def _check_text(text: str, source: str, name: str, longest: int) -> None:
     if found := NO_TEXT.search(text):
-        raise RecipeError(f"{place}: {name} = {_shown(text)}: has the character {found[0]!r}.")
+        raise RecipeError(f"{source}: {name} = {_shown(text)}: has the character {found[0]!r}.")
     if len(text) > longest:
-        raise RecipeError(f"{place}: {name} = {_shown(text)}: longer than {longest} characters.")
+        raise RecipeError(f"{source}: {name} = {_shown(text)}: longer than {longest} characters.")
 
 
 def _merge(base: Mapping[str, Any], change: Mapping[str, Any], top: bool = True) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def _explain(
     if detail["type"] in ("model_type", "model_attributes_type"):
         group = "".join(f"{key}." for key in keys if not key.isdecimal())  # without list indexes
         inner = next(path for path in _paths(recipe, model_kind) if path.startswith(group))
-        message = f"should hold keys of its own, {{{inner.removeprefix(group)}: VALUE, ...}}"
+        message = f"should be a group of keys, {{{inner.removeprefix(group)}: VALUE, ...}}"
     if not keys:  # of several groups, which the message names
         return f"{message}."
     return f"{name} = {_shown(detail['input'])}: {message}."

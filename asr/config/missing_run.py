@@ -19,9 +19,9 @@ def missing_run(run: Path, key: str = "") -> UserError:
 
 def train_command(run: Path) -> str:
     """The command that trains a run: by its own recipe, by that of its name, or by any."""
-    own = run / "recipe.yaml"
-    if own.is_file():
-        return f"python -m asr.train {_quoted(own)} --run {_quoted(run)} --resume"
+    stored = run / "recipe.yaml"
+    if stored.is_file():
+        return f"python -m asr.train {_quoted(stored)} --run {_quoted(run)} --resume"
     if run.name not in recipe_names():
         return f"python -m asr.train RECIPE.yaml --run {_quoted(run)}"
     where = "" if run == Path("runs", run.name) else f" --run {_quoted(run)}"

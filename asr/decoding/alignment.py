@@ -162,7 +162,7 @@ def mean_health(parts: Sequence[HypothesisHealth], lengths: Sequence[int]) -> Hy
     if not parts:
         return HypothesisHealth(None, 0.0, 0.0)
     columns = zip(*map(astuple, parts), strict=True)
-    return HypothesisHealth(*(sum(map(mul, own, lengths)) / sum(lengths) for own in columns))
+    return HypothesisHealth(*(sum(map(mul, column, lengths)) / sum(lengths) for column in columns))
 
 
 def coverage(attention: Tensor, window: int) -> float:

@@ -176,7 +176,7 @@ class Candidates(NamedTuple):
         """The hypotheses (b, k) with EOS, given their scores and coverage penalties."""
         b, k = indices(places, self.eos_scores.device).unbind(1)
         state, length = self.state, self.state.tokens.shape[2] - 1
-        eos = torch.stack([own[b, k, EOS] for own in self.token_scores], dim=1)  # (N, S)
+        eos = torch.stack([each[b, k, EOS] for each in self.token_scores], dim=1)  # (N, S)
         tokens, parts = state.tokens[b, k, 1:], state.parts[b, k] + eos
         columns = tokens, state.log_probs[b, k], eos[:, :1], parts, self.finished[b, k]
         return [
@@ -207,7 +207,7 @@ class Candidates(NamedTuple):
         pairs = zip(scorers, old.scorer_states, strict=True)
         each = [of_token(scores) for scores in self.token_scores]
         return BeamState(
-            scorer_states=[s.select(own, rows) for (_, s), own in pairs] if len(kept) else [],
+            scorer_states=[s.select(one, rows) for (_, s), one in pairs] if len(kept) else [],
             tokens=torch.cat([take(old.tokens), (indices % vocabulary)[..., None]], dim=2),
             scores=self.scores[kept],
             log_probs=torch.cat([take(old.log_probs), each[0]], dim=2),
@@ -233,8 +233,8 @@ class BeamSearch:
             best = self._collect_finished(candidates, finished)
             kept = [
                 b
-                for b, own in enumerate(finished)
-                if not self._done(candidates, b, best[b], max_lengths[b], own)
+                for b, complete in enumerate(finished)
+                if not self._done(candidates, b, best[b], max_lengths[b], complete)
             ]
             state = candidates.select(self.scorers, indices(kept, state.scores.device))
             finished = [finished[b] for b in kept]
@@ -282,7 +282,7 @@ class BeamSearch:
         """
         last = state.tokens[..., -1]
         pairs = zip(self.scorers, state.scorer_states, strict=True)
-        results = [scorer.step(own, last) for (_, scorer), own in pairs]
+        results = [scorer.step(one, last) for (_, scorer), one in pairs]
         token_scores, states = map(list, zip(*results, strict=True))
         nan = token_scores[0].isnan().flatten(1).any(dim=1)
         for other in token_scores[1:]:
@@ -388,7 +388,7 @@ def beam_search(
         search = BeamSearch(config, [*weighted, *scorers])
         state = search.start(memories[0], max_length)
         search.run(state, [finished[b] for b in active.tolist()])
-    return [own.hypotheses or [Hypothesis((), 0.0, True)] for own in finished]
+    return [each.hypotheses or [Hypothesis((), 0.0, True)] for each in finished]
 
 
 def _mean(scorers: Sequence[Scorer], memories: Sequence[Memory]) -> Scorer:

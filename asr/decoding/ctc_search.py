@@ -40,7 +40,7 @@ def ctc_beam_search(
     for b, length in enumerate(valid.sum(dim=1).tolist()):
         search = _PrefixSearch(beam)
         for blank, scores, labels in zip(
-            *(own[b, :length] for own in (*columns, indices)), strict=True
+            *(column[b, :length] for column in (*columns, indices)), strict=True
         ):
             real = labels != BLANK
             search.step(blank, labels[real], scores[real])
@@ -96,10 +96,10 @@ class _PrefixSearch:
         # A token is repeated only after a blank.
         grown = np.where(repeats, self.blank[:, None], either[:, None]) + scores  # (K, C)
         # A prefix that grows into another of the beam joins it.
-        parents, places = self._parents_in_beam()
-        known, columns = repeats[places].nonzero()
-        parents, places = parents[known], places[known]
-        in_token[places] = np.logaddexp(in_token[places], grown[parents, columns])
+        parents, positions = self._parents_in_beam()
+        known, columns = repeats[positions].nonzero()
+        parents, positions = parents[known], positions[known]
+        in_token[positions] = np.logaddexp(in_token[positions], grown[parents, columns])
         grown[parents, columns] = -np.inf
 
         totals = np.concatenate([np.logaddexp(in_blank, in_token), grown.ravel()])
@@ -124,8 +124,8 @@ class _PrefixSearch:
         found = order[
             np.searchsorted(self.nodes, self.parents, sorter=order).clip(max=len(order) - 1)
         ]
-        places = (self.nodes[found] == self.parents).nonzero()[0]
-        return found[places], places
+        positions = (self.nodes[found] == self.parents).nonzero()[0]
+        return found[positions], positions
 
     def _child(self, node: int, token: int) -> int:
         """The node of a prefix and a token, the same whenever it is asked for."""

@@ -53,20 +53,20 @@ class Ensemble:
 
     def start(self, memory: Memory) -> EnsembleState:
         """Of `memory` only the number of utterances is used; it must be the members'."""
-        assert all(len(own.valid) == len(memory.valid) for _, own in self.members)
-        return EnsembleState([scorer.start(own) for scorer, own in self.members])
+        assert all(len(other.valid) == len(memory.valid) for _, other in self.members)
+        return EnsembleState([scorer.start(other) for scorer, other in self.members])
 
     def step(self, state: EnsembleState, tokens: Tensor) -> tuple[Tensor, EnsembleState]:
         """tokens (B, K), SOS first -> mean scores (B, K, V), next state."""
         pairs = zip(self.members, state.members, strict=True)
-        stepped = [scorer.step(own, tokens) for (scorer, _), own in pairs]
+        stepped = [scorer.step(one, tokens) for (scorer, _), one in pairs]
         scores, states = zip(*stepped, strict=True)
         return torch.stack(scores).mean(dim=0), EnsembleState(list(states))
 
     def select(self, state: EnsembleState, rows: Tensor) -> EnsembleState:
         """rows (B', K'): numbers b * K + k of hypotheses, the same for every member."""
         pairs = zip(self.members, state.members, strict=True)
-        return EnsembleState([scorer.select(own, rows) for (scorer, _), own in pairs])
+        return EnsembleState([scorer.select(one, rows) for (scorer, _), one in pairs])
 
 
 class NgramContext(NamedTuple):

@@ -111,9 +111,9 @@ def merge_words(
     """
     merged: list[TimedWord] = []
     previous_end = 0.0
-    for segment, own in zip(segments, words, strict=True):
+    for segment, timed in zip(segments, words, strict=True):
         start = segment.start / sample_rate
-        shifted = [replace(w, start=w.start + start, end=w.end + start) for w in own]
+        shifted = [replace(w, start=w.start + start, end=w.end + start) for w in timed]
         overlaps = previous_end > start
         if overlaps:
             merged = _merge(merged, shifted, start, previous_end)

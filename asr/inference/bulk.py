@@ -248,11 +248,11 @@ def transcribe_all(job: BulkJob, load: Callable[[], Recognizer], rank: int, rank
         recognizer: Recognizer | None = None
         while left := sorted(set(range(job.count)) - job.done()):
             recognizer = recognizer or load()
-            own = [shard for shard in left if shard % ranks == rank]
+            of_this_rank = [shard for shard in left if shard % ranks == rank]
             others = [shard for shard in reversed(left) if shard % ranks != rank]
-            shards = own + (others if locks.supported else [])
+            shards = of_this_rank + (others if locks.supported else [])
             worked = [_transcribe(job, shard, recognizer, locks, progress) for shard in shards]
-            if not locks.supported and len(own) < len(left):
+            if not locks.supported and len(of_this_rank) < len(left):
                 print(f"rank {rank}: its shards are done; run it again at the end", flush=True)
                 return 0
             if not any(worked):

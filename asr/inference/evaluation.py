@@ -178,7 +178,7 @@ def open_split(
 
 def check_writable(folder: Path) -> Path:
     """The folder. UserError where it cannot be written into or made; it is not made yet."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise UserError(f"{folder}: {existing} cannot be written into; choose another --out")
     return folder
@@ -295,8 +295,8 @@ def decoded_utterances(
     window = max(1, round(1 / frame_seconds(recognizer)))
     weights = attention(encoded, [best.tokens for best in hypotheses])
     health = [
-        hypothesis_health(best.tokens, own.shape[1], own, window)
-        for best, own in zip(hypotheses, weights, strict=True)
+        hypothesis_health(best.tokens, attended.shape[1], attended, window)
+        for best, attended in zip(hypotheses, weights, strict=True)
     ]
     finished = [best.finished for best in hypotheses]
     return [DecodedUtterance(*each) for each in zip(searched, ctc, finished, health, strict=True)]
@@ -348,10 +348,12 @@ def evaluation_of_run(run: Path, name: str, corpus: Corpus) -> SavedEvaluation:
     return result
 
 
-def reservations(run: Path, saved: SavedEvaluation, own: Evaluation) -> list[str]:
+def reservations(run: Path, saved: SavedEvaluation, now: Evaluation) -> list[str]:
     """What else than the models may cause a difference to the saved evaluation of `run`."""
-    unequal = unequal_decoding(decode_settings(saved.about), decode_settings(own.about))
-    values = "; ".join(f"{key} {own} instead of {other}" for key, (other, own) in unequal.items())
+    unequal = unequal_decoding(decode_settings(saved.about), decode_settings(now.about))
+    values = "; ".join(
+        f"{key} {value} instead of {other}" for key, (other, value) in unequal.items()
+    )
     notes = [f"not decoded alike, which may cause a difference: {values}"] if unequal else []
     return notes + evaluation_notes(run, run / "evaluate", saved.about)
 
@@ -376,9 +378,9 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
     )
     health = [utterance.health for utterance in decoded]
     columns = {
-        "coverage": ["" if own.coverage is None else f"{own.coverage:.3f}" for own in health],
-        "repetition": [f"{own.repetition:.3f}" for own in health],
-        "length_ratio": [f"{own.length_ratio:.3f}" for own in health],
+        "coverage": ["" if one.coverage is None else f"{one.coverage:.3f}" for one in health],
+        "repetition": [f"{one.repetition:.3f}" for one in health],
+        "length_ratio": [f"{one.length_ratio:.3f}" for one in health],
         "finished": ["yes" if utterance.finished else "no" for utterance in decoded],
     }
     if "ctc_wer" in evaluation.about:
@@ -433,10 +435,12 @@ def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
 def _flags(evaluation: Evaluation) -> dict[str, tuple[str, ...]]:
     """By id, why a decoded utterance is flagged: empty, cut off, low coverage, repetition."""
     flags = {
-        name: ("empty",) * (not own.text) + ("cut off",) * (not own.finished) + own.health.flags
-        for name, own in zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
+        name: ("empty",) * (not one.text) + ("cut off",) * (not one.finished) + one.health.flags
+        for name, one in zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
     }
-    return {name: own for name, own in flags.items() if own and name not in evaluation.reasons}
+    return {
+        name: raised for name, raised in flags.items() if raised and name not in evaluation.reasons
+    }
 
 
 def _flag_counts(flags: Mapping[str, Sequence[str]]) -> str:

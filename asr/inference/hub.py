@@ -6,7 +6,7 @@ A run is downloaded once, as plain files, into huggingface_hub's folder for othe
         COMMIT/         a run folder
         REVISION.ref    the commit of a branch, a tag or a commit, whose folder is complete
 
-Not into that library's own cache: its files are symbolic links, which a run folder must not have.
+Not into that library's cache: its files are symbolic links, which a run folder must not have.
 Where the hub cannot be reached, the last copy is used.
 """
 
@@ -143,15 +143,15 @@ def check_repo(repo: str) -> None:
         raise UserError(f"--push-to {repo}: write USER/NAME")
 
 
-def import_hub(place: str) -> ModuleType:
-    """The library huggingface_hub. UserError, which names `place`, where it is not installed."""
+def import_hub(repository: str) -> ModuleType:
+    """The library huggingface_hub. Raises UserError, naming `repository`, if it is missing."""
     try:
         import huggingface_hub
         import huggingface_hub.constants
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        raise UserError(f"{place}: {missing_package('huggingface_hub', 'hub')}") from None
+        raise UserError(f"{repository}: {missing_package('huggingface_hub', 'hub')}") from None
     return huggingface_hub
 
 
@@ -161,7 +161,7 @@ def _failures(hub: ModuleType) -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def _explained(hub: ModuleType, place: str, revision: str) -> Iterator[None]:
+def _explained(hub: ModuleType, repository: str, revision: str) -> Iterator[None]:
     """Raise UserError for the library's errors. Its progress bars, which need a terminal, are off.
 
     Raises the error of a full disk as it is.
@@ -175,13 +175,13 @@ def _explained(hub: ModuleType, place: str, revision: str) -> Iterator[None]:
             error = error.__cause__ or error
         if isinstance(error, OSError) and error.errno and error.filename:
             raise
-        raise UserError(f"{place}: {_reason(hub, error, place, revision)}") from None
+        raise UserError(f"{repository}: {_reason(hub, error, repository, revision)}") from None
     finally:
         if not quiet:
             hub.utils.enable_progress_bars()
 
 
-def _reason(hub: ModuleType, error: Exception, place: str, revision: str) -> str:
+def _reason(hub: ModuleType, error: Exception, repository: str, revision: str) -> str:
     """What a user can do about an error of the library."""
     login = "log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, hub.errors.GatedRepoError):
@@ -194,7 +194,7 @@ def _reason(hub: ModuleType, error: Exception, place: str, revision: str) -> str
         return f"needs a login; {login}"
     cause = " ".join(str(error).split())[:200] or type(error).__name__
     if _is_unreachable(hub, error):
-        missing = ", and there is no copy on this machine" * place.startswith(PREFIX)
+        missing = ", and there is no copy on this machine" * repository.startswith(PREFIX)
         return f"the hub cannot be reached ({cause}){missing}"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):

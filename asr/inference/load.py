@@ -134,10 +134,10 @@ def load_ensemble(
     models = []
     for run in recipe.decode.ensemble:
         try:
-            own = load_run_recipe(run, of_features).model_copy(update=of_first)
-            if reason := _incompatibility(run, own, recipe, front_end, tokenizer):
+            member = load_run_recipe(run, of_features).model_copy(update=of_first)
+            if reason := _incompatibility(run, member, recipe, front_end, tokenizer):
                 raise UserError(f"{run}: {reason}")
-            model, _ = load_run_model(run, own, front_end.size, tokenizer)
+            model, _ = load_run_model(run, member, front_end.size, tokenizer)
         except UserError as error:
             raise UserError(f"decode.ensemble: {error}") from None
         models.append(model)
@@ -145,20 +145,20 @@ def load_ensemble(
 
 
 def _incompatibility(
-    run: Path, own: SpeechRecipe, first: SpeechRecipe, front_end: FrontEnd, tokenizer: Tokenizer
+    run: Path, member: SpeechRecipe, first: SpeechRecipe, front_end: FrontEnd, tokenizer: Tokenizer
 ) -> str | None:
     """Why a run cannot be searched together with the first; None where it can."""
     if load_tokenizer(run).fingerprint() != tokenizer.fingerprint():
         return "its vocabulary differs from the first run's"
-    ours, theirs = (r.features.model_dump(exclude=TRAINING_ONLY_FEATURES) for r in (first, own))
+    ours, theirs = (r.features.model_dump(exclude=TRAINING_ONLY_FEATURES) for r in (first, member))
     if changed := [f"features.{key}" for key in ours if ours[key] != theirs[key]]:
         return f"its {', '.join(changed)} differ from the first run's"
     frames = torch.eye(front_end.size)
     if front_end.norm.kind == "global" and not torch.allclose(
-        load_run_front_end(run, own).norm(frames), front_end.norm(frames)
+        load_run_front_end(run, member).norm(frames), front_end.norm(frames)
     ):
         return f"its statistics in {STATISTICS} differ from the first run's"
-    if first.decode.ctc_weight and not own.model.ctc_weight:
+    if first.decode.ctc_weight and not member.model.ctc_weight:
         return (
             f"it has no CTC head for decode.ctc_weight = {first.decode.ctc_weight:g}; set it to 0"
         )

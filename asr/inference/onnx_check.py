@@ -184,16 +184,18 @@ def decoder_steps(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """log_probs (B, K, V) of program and model at each step of a beam search by the model."""
     constants = {name: encoded[name] for name in program.constants}
-    own, state = {name: encoded[name] for name in program.state}, model.start(memory)
+    program_state, state = {name: encoded[name] for name in program.state}, model.start(memory)
     utterances = torch.arange(len(memory.valid)).unsqueeze(1)
     tokens, scores = torch.full_like(utterances, SOS), torch.zeros(len(utterances), 1)
     for _ in range(STEPS):
         log_probs, state = model.step(state, tokens)
-        outputs = run(tokens=tokens, **constants, **own)
+        outputs = run(tokens=tokens, **constants, **program_state)
         yield outputs["log_probs"], log_probs
         K, V = log_probs.shape[1:]
         going = log_probs.index_fill(2, torch.tensor([*NEVER, EOS]), -torch.inf)
         scores, best = (scores.unsqueeze(2) + going).flatten(1).topk(BEAM)
         parents, tokens = best // V, best % V
         state = model.select(state, utterances * K + parents)
-        own = {name: outputs[f"next_{name}"][utterances, parents] for name in own}
+        program_state = {
+            name: outputs[f"next_{name}"][utterances, parents] for name in program_state
+        }

@@ -67,8 +67,8 @@ class ScannedLSTM(nn.Module):
         missing = dict.fromkeys(named)
 
         def step(h: Tensor, c: Tensor, x: Tensor, valid: Tensor, *flat: Tensor) -> Sequence[Tensor]:
-            own = Weights(**(missing | dict(zip(weights, flat, strict=True))))
-            after = kernels.step(x, (h, c), None, own)
+            cell = Weights(**(missing | dict(zip(weights, flat, strict=True))))
+            after = kernels.step(x, (h, c), None, cell)
             kept = (torch.where(valid, *pair) for pair in zip(after, (h, c), strict=True))
             return *kept, torch.where(valid, after[0], 0.0)
 
@@ -277,7 +277,7 @@ def _free(first: Any, second: Any) -> Any:
     if isinstance(first, tuple):
         return tuple(_free(*pair) for pair in zip(first, second, strict=True))
     sizes = enumerate(zip(first.shape, second.shape, strict=True))
-    return {place: Dim.DYNAMIC for place, (own, other) in sizes if own != other}
+    return {axis: Dim.DYNAMIC for axis, (first, other) in sizes if first != other}
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ class Source(NamedTuple):
 
     path: Path  # where it is read
     name: Path  # how it is printed
-    place: PurePath  # its name, or its path below a named folder
+    target: PurePath  # its name, or its path below a named folder
 
 
 @contextmanager
@@ -51,15 +51,15 @@ def open_sources(names: Sequence[Path], faults: dict[Path, str]) -> Iterator[lis
 
 
 def targets(sources: Sequence[Source]) -> dict[Path, PurePath]:
-    """The path of each source -> its transcript's place in a folder, without a suffix.
+    """The path of each source -> its transcript's path in a folder, without a suffix.
 
-    That is its own place. Where several in different folders would have the same, it is the path
+    That is its target. Where several in different folders would have the same, it is the path
     below the folder that they share; where several in one folder would, the name has the suffix of
     the recording: a/x.wav, b/x.wav and b/x.mp3 give a/x, b/x.wav and b/x.mp3. Raises UserError
     where that does not separate two.
     """
     paths = {source: Path(os.path.abspath(source.name)) for source in sources}  # noqa: PTH100
-    chosen = {source: source.place.parent / source.place.stem for source in sources}
+    chosen = {source: source.target.parent / source.target.stem for source in sources}
     for _ in range(2):
         for group in _sharing(chosen):
             folders = {paths[source].parent for source in group}
@@ -67,19 +67,19 @@ def targets(sources: Sequence[Source]) -> dict[Path, PurePath]:
                 if len(folders) == 1:
                     chosen[source] = chosen[source].parent / paths[source].name
                 else:
-                    place = paths[source].relative_to(os.path.commonpath(folders))
-                    chosen[source] = place.parent / place.stem
+                    target = paths[source].relative_to(os.path.commonpath(folders))
+                    chosen[source] = target.parent / target.stem
     for group in _sharing(chosen):
         both = " and ".join(name_of(source.name) for source in group[:2])
         raise UserError(f"{both} would share a file in --out: give each call files of other names")
-    return {source.path: place for source, place in chosen.items()}
+    return {source.path: target for source, target in chosen.items()}
 
 
 def _sharing(chosen: Mapping[Source, PurePath]) -> list[list[Source]]:
-    """The groups of sources that have one place."""
+    """The groups of sources that have one target."""
     groups: dict[PurePath, list[Source]] = {}
-    for source, place in chosen.items():
-        groups.setdefault(place, []).append(source)
+    for source, target in chosen.items():
+        groups.setdefault(target, []).append(source)
     return [group for group in groups.values() if len(group) > 1]
 
 

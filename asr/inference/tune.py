@@ -75,16 +75,16 @@ def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path
     if used < len(corpus):
         yield f"skipped: {len(corpus) - used} utterances longer than decode.max_segment_seconds"
     yield f"{used} utterances, decoded under {len(grid)} settings for their n best"
-    own = {key: getattr(recipe.decode, key) for key in grid[0]}
+    current = {key: getattr(recipe.decode, key) for key in grid[0]}
     faults: dict[str, str] = {}
     rescored = search(recognizer, corpus, recipe, grid, faults)
     yield from (f"skipped: {name}: {reason}" for name, reason in faults.items())
     best_rescored = sorted(rescored, key=lambda result: result.rank)[:FINALISTS]
-    finalists = {tuple(one.items()): one for one in (own, *(r.setting for r in best_rescored))}
+    finalists = {tuple(one.items()): one for one in (current, *(r.setting for r in best_rescored))}
     decoded = decode(recognizer, corpus, recipe, list(finalists.values()))
     best = min(decoded, key=lambda result: result.rank)
     results = sorted([*rescored, *decoded], key=lambda result: result.rank)
-    yield from table([(*own, "WER", "CER errors", "how"), *map(_row, results)])
+    yield from table([(*current, "WER", "CER errors", "how"), *map(_row, results)])
     written = save(run, recipe.decode, best.setting)
     values = written | {key: f"{value:g}" for key, value in best.setting.items()}
     how = f"written to {run / 'recipe.yaml'}" if written else "the run's own settings stay the best"
@@ -153,9 +153,9 @@ def nbests(
         faults |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
             encoded = encode((recognizer.model, *recognizer.ensemble), batch)
-            for own, decode in zip(results, decodes, strict=True):
+            for found, decode in zip(results, decodes, strict=True):
                 ranked = best_hypotheses(encoded, decode, recognizer.lm, decode.beam)
-                own |= zip(batch.ids, ranked, strict=True)
+                found |= zip(batch.ids, ranked, strict=True)
     if not results[0]:
         raise UserError(corpus.unreadable)
     return results

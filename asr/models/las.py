@@ -135,25 +135,25 @@ class Speller(nn.Module):
 
     def __init__(self, vocabulary: int, memory_size: int, config: LasConfig) -> None:
         super().__init__()
-        own = config.speller
-        hidden, embedding, layers = own.hidden, own.embedding, own.layers
-        self.dropout = Dropout(own.dropout)
+        speller = config.speller
+        hidden, embedding, layers = speller.hidden, speller.embedding, speller.layers
+        self.dropout = Dropout(speller.dropout)
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.cells = nn.ModuleList(
             LayerNormLSTMCell(
                 size,
                 hidden,
-                norm=own.settings,
-                recurrent_dropout=own.recurrent_dropout,
-                backend=own.backend,
+                norm=speller.settings,
+                recurrent_dropout=speller.recurrent_dropout,
+                backend=speller.backend,
             )
             for size in [embedding + memory_size] + [hidden] * (layers - 1)
         )
         sizes = memory_size, hidden, config.attention_size
-        self.attend = Attention(config.attention, *sizes, FILTERS, REACH, own.backend)
-        self.merge = nn.Linear(hidden + memory_size, embedding if own.tied else hidden)
+        self.attend = Attention(config.attention, *sizes, FILTERS, REACH, speller.backend)
+        self.merge = nn.Linear(hidden + memory_size, embedding if speller.tied else hidden)
         self.out = nn.Linear(self.merge.out_features, vocabulary)
-        if own.tied:
+        if speller.tied:
             self.out.weight = self.embedding.weight
 
     def start(self, memory: Memory) -> SpellerState:
@@ -187,23 +187,23 @@ class Speller(nn.Module):
     def can_run_sequence(self, memory: Memory, tokens: Tensor) -> bool:
         """Does one kernel call compute all steps? Not where a module's hooks must see each step."""
         modules = [self.embedding, self.dropout, *self.cells.modules(), *self.attend.modules()]
-        own, v = self.cells[0], self.attend.energy_weights()[0]
-        covered = own.kernels.covers_decoder(own.weight_hh, memory.states, v, modules)
+        cell, v = self.cells[0], self.attend.energy_weights()[0]
+        covered = cell.kernels.covers_decoder(cell.weight_hh, memory.states, v, modules)
         return tokens.numel() > 0 and covered
 
     def run_sequence(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All steps at once: tokens (B, U) -> [s_u, c_u] (B, U, H + E), weights (B, U, T)."""
-        (B, U), attend, own = tokens.shape, self.attend, self.cells[0]
+        (B, U), attend, cell = tokens.shape, self.attend, self.cells[0]
         embedded = self.dropout(self.embedding(tokens)).transpose(0, 1)
         matrices = attend.to_query.weight, *attend.energy_weights()
-        given = DecoderInput(embedded, memory.states, attend.keys(memory), *matrices)
+        inputs = DecoderInput(embedded, memory.states, attend.keys(memory), *matrices)
         masks = tuple(cell.dropout_mask(B) for cell in self.cells)
         rate = self.dropout.rate if self.dropout.training else 0.0
-        keep = draw_mask(embedded, (len(self.cells), U, B, own.hidden_size), rate)
+        keep = draw_mask(embedded, (len(self.cells), U, B, cell.hidden_size), rate)
         first = initial_attention(memory).weights.squeeze(1)
         constants = DecoderConstants(memory.valid, first, masks, keep)
         cells = [get_weights(cell) for cell in self.cells]
-        output, context, weights = own.kernels.decoder(given, cells, constants)
+        output, context, weights = cell.kernels.decoder(inputs, cells, constants)
         return torch.cat([output, context], dim=-1).transpose(0, 1), weights.transpose(0, 1)
 
     def logits(self, outputs: Tensor) -> Tensor:
@@ -309,6 +309,6 @@ class LAS(nn.Module):
 
     def _sample(self, true: Tensor, output: Tensor) -> Tensor:
         """The true token (B,), or with probability scheduled_sampling the speller's own choice."""
-        own = self.speller.logits(output).squeeze(1).argmax(dim=-1)
+        predicted = self.speller.logits(output).squeeze(1).argmax(dim=-1)
         draws = torch.rand(len(true), device=true.device)
-        return torch.where(draws < self.scheduled_sampling, own, true)
+        return torch.where(draws < self.scheduled_sampling, predicted, true)
