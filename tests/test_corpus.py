@@ -188,11 +188,8 @@ def table(count):
 
 
 @pytest.fixture
-def large(tmp_path, monkeypatch):
-    """A manifest that counts as large, read in blocks of a few lines, with its own cache folder."""
-    monkeypatch.setattr(line_index, "SMALL", 0)
-    monkeypatch.setattr(manifests, "BLOCK", 100)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def large(tmp_path, large_manifests):
+    """A manifest that counts as large."""
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / "train.tsv"
     path.write_text(table(41), encoding="utf-8")

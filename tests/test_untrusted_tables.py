@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from asr.data import line_index, manifest
+from asr.data import line_index
 from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.data.manifest import LONGEST, write_rows
 from asr.data.text_corpus import Sentences, read_lines
@@ -107,11 +107,8 @@ def test_bytes_that_are_not_text_are_not_written(tmp_path, field):
 
 
 @pytest.fixture
-def indexed(tmp_path, monkeypatch):
+def indexed(tmp_path, large_manifests):
     """A manifest with an index beside it; -> both paths."""
-    monkeypatch.setattr(line_index, "SMALL", 0)
-    monkeypatch.setattr(manifest, "BLOCK", 100)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     path = table(tmp_path / "data" / "a.tsv", *(row(n) for n in range(41)))
     read_manifest(path)
