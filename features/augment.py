@@ -65,9 +65,8 @@ class SpecAugment:
         reach, frames = self.time_warp, len(features)
         if reach == 0 or frames <= 2 * reach + 1:
             return features
-        pivot = (
-            reach + 1 + int(position * (frames - 2 * reach - 1))
-        )  # reach + 1 to frames - reach - 1
+        # From reach + 1 to frames - reach - 1.
+        pivot = reach + 1 + int(position * (frames - 2 * reach - 1))
         target = pivot - reach + int(move * (2 * reach + 1))
         left = _stretch(features[:pivot], target)
         return torch.cat([left, _stretch(features[pivot:], frames - target)])
@@ -77,10 +76,8 @@ def _masks(draws: Tensor, longest: int, length: int) -> Tensor:
     """draws (masks, 2) in [0, 1): width and position of each -> (length,) bool, True in a mask."""
     widths = (draws[:, 0] * (longest + 1)).long()
     starts = (draws[:, 1] * (length - widths + 1)).long()
-    position = torch.arange(length)
-    covered = (position >= starts[:, None]) & (
-        position < (starts + widths)[:, None]
-    )  # (masks, length)
+    index = torch.arange(length)
+    covered = (index >= starts[:, None]) & (index < (starts + widths)[:, None])  # (masks, length)
     return covered.any(dim=0)
 
 

@@ -137,11 +137,8 @@ def _data_chunk(head: bytes) -> tuple[int, int, int] | None:
         if name == b"fmt ":
             per_second = int.from_bytes(head[position + 8 : position + 12], "little")
         if name == b"data":
-            return (
-                position,
-                long if head[:4] == b"RF64" and size == UNKNOWN_SIZE else size,
-                per_second,
-            )
+            is_long = head[:4] == b"RF64" and size == UNKNOWN_SIZE
+            return position, long if is_long else size, per_second
         position += size + size % 2
     return None
 
