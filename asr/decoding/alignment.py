@@ -188,10 +188,10 @@ def repetition(tokens: Sequence[int], n: int = NGRAM) -> float:
 
 
 @torch.no_grad()
-def reference_attention(
+def teacher_forced_attention(
     model: nn.Module, memory: Memory, tokens: Tensor, lengths: Tensor
 ) -> list[Tensor]:
-    """Attention under reference texts, tokens (B, U) of those lengths (B,).
+    """Attention while the decoder reads texts, tokens (B, U) of those lengths (B,).
 
     -> (U + 1, T) float32 of each utterance, on the CPU.
     """

@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from asr.config.schema import BeamConfig, DecodeConfig
 from asr.data.batching import Batch
-from asr.data.tokenizer import BLANK, SOS
+from asr.data.tokenizer import BLANK
+from asr.decoding.alignment import teacher_forced_attention
 from asr.decoding.beam_search import beam_search
 from asr.decoding.ctc import ctc_greedy
 from asr.decoding.ctc_search import ctc_beam_search, ctc_gains
@@ -128,14 +129,9 @@ def ctc_hypotheses(encoded: Encoded) -> list[Hypothesis]:
     return [Hypothesis(tuple(ids), 0.0, True) for ids in paths]
 
 
-@torch.no_grad()
 def attention(encoded: Encoded, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
     """Attention weights (U + 1, T) for U tokens of each utterance, with a last row for EOS."""
-    memory = encoded.memory
-    rows = [torch.tensor([SOS, *ids]) for ids in tokens]
-    padded = pad_sequence(rows, batch_first=True, padding_value=BLANK).to(memory.states.device)
-    weights = encoded.model.attention(memory, padded).float().cpu()
-    frames = memory.valid.sum(dim=1).tolist()
-    return [
-        row[: len(ids), :length] for row, ids, length in zip(weights, rows, frames, strict=True)
-    ]
+    rows = [torch.tensor(ids, dtype=torch.long) for ids in tokens]
+    padded = pad_sequence(rows, batch_first=True, padding_value=BLANK)
+    lengths = torch.tensor([len(ids) for ids in tokens])
+    return teacher_forced_attention(encoded.model, encoded.memory, padded, lengths)

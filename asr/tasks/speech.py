@@ -21,7 +21,7 @@ from asr.data.batching import Batch, Item, collate, plan_evaluation
 from asr.data.corpus import Corpus
 from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches
 from asr.data.tokenizer import Tokenizer, about, labels_of, load_tokenizer, train_tokenizer
-from asr.decoding.alignment import diagonality, has_ctc_path, reference_attention
+from asr.decoding.alignment import diagonality, has_ctc_path, teacher_forced_attention
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError
 from asr.features.front_end import FrontEnd
@@ -106,7 +106,7 @@ class SpeechTask(Task):
             paths = ctc_hypotheses(encoded)
             ctc_texts |= zip(batch.ids, (decode(path.tokens) for path in paths), strict=False)
             tokens = batch.tokens, batch.token_lengths
-            attended = reference_attention(model, encoded.memory, *tokens)
+            attended = teacher_forced_attention(model, encoded.memory, *tokens)
             weights = [each.numpy() for each in attended]
             slopes += map(diagonality, weights)
             for row in (i for i, name in enumerate(batch.ids) if name in shown):

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from asr.config.cell import CellSettings
 from asr.data.batching import FRAME_SECONDS, Batch
-from asr.decoding.alignment import coverage, diagonality, reference_attention
+from asr.decoding.alignment import coverage, diagonality, teacher_forced_attention
 from asr.kernels import reference
 from asr.kernels.types import LayerInput, Weights
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, get_weights
@@ -270,6 +270,6 @@ def attention(model: nn.Module, batch: Any) -> list[tuple[float, float]]:
         return []
     memory = model.encode(batch.features, batch.lengths)
     seconds = FRAME_SECONDS * batch.features.size(1) / memory.states.size(1)  # of a frame of memory
-    weights = reference_attention(model, memory, batch.tokens, batch.token_lengths)
+    weights = teacher_forced_attention(model, memory, batch.tokens, batch.token_lengths)
     window = max(1, round(1 / seconds))
     return [(diagonality(w.numpy()), coverage(w[:-1], window)) for w in weights]
