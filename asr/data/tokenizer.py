@@ -228,7 +228,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     raise UserError(f"{path}: not a tokenizer's description")
 
 
-def about(tokenizer: Tokenizer) -> dict[str, str]:
+def checkpoint_metadata(tokenizer: Tokenizer) -> dict[str, str]:
     """The part of a checkpoint's metadata that must agree with the run that reads it."""
     return {"vocabulary": tokenizer.fingerprint()}
 

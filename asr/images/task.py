@@ -94,7 +94,7 @@ class ImageTask(Task):
     epochs: ImageEpochs
     validation: Images
     test: Images
-    about: dict[str, str]
+    metadata: dict[str, str]
 
     @cached_property
     def content(self) -> Content:
@@ -126,7 +126,7 @@ class ImageTask(Task):
     def finish(self, run: Path, log: Log, step: int) -> dict[str, float]:
         """Test the best checkpoint and write score.json."""
         best = choose(run, "best", 1)
-        load_weights(self.objective.model, best, self.about)
+        load_weights(self.objective.model, best, self.metadata)
         self.objective.eval()
         figures, details, line = self._test(log, step)
         folder, tested = run / "evaluate" / "test", best[0].step
@@ -233,8 +233,8 @@ def image_task(recipe: ImageRecipe, run: Path, resume: bool, stage: int = 0) -> 
         kind, objective = ClassTask, ClassObjective(model, recipe.train.label_smoothing)
     objective.to(choose_device(recipe.train.device))
     epochs = ImageEpochs(training, recipe.data.batch, recipe.seed, recipe.data.shift)
-    about = {"images": f"Size({list(size)})"}
-    return kind(recipe, objective, epochs, validation, test, about)
+    metadata = {"images": f"Size({list(size)})"}
+    return kind(recipe, objective, epochs, validation, test, metadata)
 
 
 def read(data: ImageDataConfig) -> tuple[Images, Images]:

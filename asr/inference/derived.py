@@ -6,7 +6,7 @@ from typing import Any
 
 from asr.config.loader import write_recipe
 from asr.config.schema import Recipe
-from asr.data.tokenizer import about
+from asr.data.tokenizer import checkpoint_metadata
 from asr.errors import UserError
 from asr.inference.load import save_inputs
 from asr.inference.recognition import Recognizer
@@ -46,7 +46,9 @@ def write_run(
         to.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, to / "recipe.yaml")
         save_inputs(to, recognizer.tokenizer, recognizer.front_end)
-        save_checkpoint(to, recognizer.model, training, step, loss, about(recognizer.tokenizer))
+        save_checkpoint(
+            to, recognizer.model, training, step, loss, checkpoint_metadata(recognizer.tokenizer)
+        )
         if card:
             (to / "README.md").write_text(card, encoding="utf-8")
     except (OSError, NotSaved) as error:

@@ -18,7 +18,7 @@ from asr.config.schema import (
     TextConfig,
     may_differ_later,
 )
-from asr.data.tokenizer import Tokenizer, about, load_tokenizer
+from asr.data.tokenizer import Tokenizer, checkpoint_metadata, load_tokenizer
 from asr.decoding.fusion import load_ngrams
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError, print_line
@@ -98,7 +98,7 @@ def load_run_model(
     chosen = choose(run, recipe.decode.checkpoint, recipe.decode.average)
     with MemoryLimit(chosen[0]):
         model = build_speech_model(recipe.model, features, tokenizer.size)
-    load_weights(model, chosen, about(tokenizer))
+    load_weights(model, chosen, checkpoint_metadata(tokenizer))
     steps = [checkpoint.step for checkpoint in chosen]
     return model.to(choose_device(recipe.train.device)).eval(), steps
 
@@ -210,5 +210,5 @@ def load_language_model(run: Path, fingerprint: str, device: torch.device) -> nn
     chosen = choose(run, "best", 1)
     with MemoryLimit(chosen[0]):
         model = build_language_model(recipe.model, tokenizer.size)
-    load_weights(model, chosen, about(tokenizer))
+    load_weights(model, chosen, checkpoint_metadata(tokenizer))
     return model.to(device).eval()

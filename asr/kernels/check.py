@@ -43,8 +43,8 @@ def fault(
         if is_out_of_memory(error):
             raise
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    for own, judge in zip(ours, results(reference.layer, batch, weights, settings), strict=True):
-        error = float((own - judge).norm() / judge.norm().clamp_min(1e-6))
+    for result, judge in zip(ours, results(reference.layer, batch, weights, settings), strict=True):
+        error = float((result - judge).norm() / judge.norm().clamp_min(1e-6))
         if not error <= BOUNDS[products]:  # NaN is no small error
             return f"a result differs from the reference by {error:.2g} of its size"
     return None
@@ -53,7 +53,7 @@ def fault(
 def random_layer(
     settings: CellSettings, shape: tuple[int, int, int], T: int, device: torch.device
 ) -> tuple[LayerInput, list[Weights]]:
-    """Of D directions, H units and inputs, B utterances of T frames; drawn by its own generator."""
+    """Of D directions, H units and inputs, B utterances of T frames; the same in every call."""
     D, H, B = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -83,6 +83,6 @@ def results(
     off = torch.autocast(batch.x.device.type, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), off:
         found = layer(batch, weights, settings, products)
-        learned = [batch.x, *(w for own in weights for w in own if w is not None)]
+        learned = [batch.x, *(w for cell in weights for w in cell if w is not None)]
         total = found.output.square().sum() + found.h.sum() + found.c.sum()
         return [*(part.detach() for part in found), *torch.autograd.grad(total, learned)]

@@ -56,7 +56,7 @@ def deferred_linear(
 ) -> Tensor:
     """x (..., K) times matrix (N, K) transposed -> (..., N) of x's dtype.
 
-    Multiplied in `dtype`; None is autocast's dtype where it is enabled, else x's own.
+    Multiplied in `dtype`; None is autocast's dtype where it is enabled, else that of x.
     """
     if isinstance(matrix, LoopMatrix):
         return matrix.linear(x, dtype)

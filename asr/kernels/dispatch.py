@@ -213,28 +213,28 @@ class Kernels:
 
     def layer(self, batch: LayerInput, weights: list[Weights]) -> LayerOutput:
         """One layer, all directions. Raises UserError where the named backend cannot run."""
-        own = weights[0].weight_hh
-        if is_traced(batch.x, batch.h, own):
+        weight = weights[0].weight_hh
+        if is_traced(batch.x, batch.h, weight):
             return self._layer_in_graph(batch, weights)
         if len(batch.x) == 0:  # no rows for a kernel
             return tracing.layer(batch, weights, self.settings)
-        backend, products = self._backend(own, batch), _product_dtype(own)
-        given = weights, self.settings, products
-        if not _autocasts(own) or backend.name == "reference":  # whose own operators autocast knows
-            return backend.layer(batch, *given)
-        with torch.autocast(own.device.type, enabled=False):
-            return backend.layer(_cast(batch, own.dtype), *given)
+        backend, products = self._backend(weight, batch), _product_dtype(weight)
+        arguments = weights, self.settings, products
+        if not _autocasts(weight) or backend.name == "reference":  # autocast knows its operators
+            return backend.layer(batch, *arguments)
+        with torch.autocast(weight.device.type, enabled=False):
+            return backend.layer(_cast(batch, weight.dtype), *arguments)
 
     def _layer_in_graph(self, batch: LayerInput, weights: list[Weights]) -> LayerOutput:
         """C++ is one node for torch.compile; else the layer consists of torch's operators, which
         run everywhere, also without this package.
         """
-        own = weights[0].weight_hh
+        weight = weights[0].weight_hh
         compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-        on_cpu = compiled and own.device.type == "cpu"
-        if on_cpu and _compiles_to_cpp(self.name, self.settings, own.dtype):
-            text, batch = _settings_text(self.settings), _cast(batch, own.dtype)
-            return operator.layer(batch, weights, text, _product_dtype(own))
+        on_cpu = compiled and weight.device.type == "cpu"
+        if on_cpu and _compiles_to_cpp(self.name, self.settings, weight.dtype):
+            text, batch = _settings_text(self.settings), _cast(batch, weight.dtype)
+            return operator.layer(batch, weights, text, _product_dtype(weight))
         return tracing.layer(batch, weights, self.settings)
 
     def step(self, x: Tensor, state: State, mask: Tensor | None, weights: Weights) -> State:
@@ -242,42 +242,42 @@ class Kernels:
 
         Raises ValueError where a shape, dtype or device does not fit.
         """
-        own = weights.bias_hh  # the matrices may be LoopMatrices
-        check_device_and_dtype("x", x, own)
+        weight = weights.bias_hh  # the matrices may be LoopMatrices
+        check_device_and_dtype("x", x, weight)
         for part, one in (("h", state[0]), ("c", state[1]), ("mask", mask)):
             if one is not None:
-                check_device_and_dtype(part, one, own)
-                check_shape(part, one, (x.shape[0], own.shape[0] // 4))
+                check_device_and_dtype(part, one, weight)
+                check_shape(part, one, (x.shape[0], weight.shape[0] // 4))
         deferred = isinstance(weights.weight_hh, LoopMatrix)  # torch.compile cannot trace one
-        if is_traced(x, *state, own) and not (deferred and torch.compiler.is_dynamo_compiling()):
+        if is_traced(x, *state, weight) and not (deferred and torch.compiler.is_dynamo_compiling()):
             return reference.step(x, state, mask, weights, self.settings)
         return self._step(x, state, mask, weights)
 
     @_untraced
     def _step(self, x: Tensor, state: State, mask: Tensor | None, weights: Weights) -> State:
-        own = weights.bias_hh
-        backend, products = self._backend(own), _product_dtype(own)
-        if not _autocasts(own) or backend.step is reference.step:
+        weight = weights.bias_hh
+        backend, products = self._backend(weight), _product_dtype(weight)
+        if not _autocasts(weight) or backend.step is reference.step:
             return backend.step(x, state, mask, weights, self.settings, products)
-        with torch.autocast(own.device.type, enabled=False):
-            x, h, c = (part.to(own.dtype) for part in (x, *state))
-            mask = None if mask is None else mask.to(own.dtype)
+        with torch.autocast(weight.device.type, enabled=False):
+            x, h, c = (part.to(weight.dtype) for part in (x, *state))
+            mask = None if mask is None else mask.to(weight.dtype)
             return backend.step(x, (h, c), mask, weights, self.settings, products)
 
     @_untraced
-    def attend(self, given: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | None:
+    def attend(self, inputs: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | None:
         """One attention step: valid (B, T) -> its weights and the new total, each (B, K, T).
 
         None where the backend does not cover it: dot products, other devices and dtypes.
         Raises UserError where the named backend cannot run, ValueError for a wrong shape.
         """
-        v, others = given.v, (given.keys, given.past_weights, given.past_total)
+        v, others = inputs.v, (inputs.keys, inputs.past_weights, inputs.past_total)
         if v is None or is_traced(v) or not _fit(v, *others):
             return None
         backend = self._backend(v)
         if backend.attend is None:
             return None
-        return backend.attend(given._replace(query=given.query.to(given.keys.dtype)), valid)
+        return backend.attend(inputs._replace(query=inputs.query.to(inputs.keys.dtype)), valid)
 
     @_untraced
     def covers_decoder(
@@ -296,20 +296,20 @@ class Kernels:
 
     @_untraced
     def decoder(
-        self, given: DecoderInput, cells: list[Weights], constants: DecoderConstants
+        self, inputs: DecoderInput, cells: list[Weights], constants: DecoderConstants
     ) -> DecoderOutput:
-        """All steps of a decoder along given tokens, where covers_decoder allows it."""
-        own = cells[0].weight_hh
-        run = self._backend(own).decoder
-        return run(given, cells, constants, self.settings, _product_dtype(own))
+        """All steps of a decoder along known tokens, where covers_decoder allows it."""
+        weight = cells[0].weight_hh
+        run = self._backend(weight).decoder
+        return run(inputs, cells, constants, self.settings, _product_dtype(weight))
 
-    def _backend(self, own: Tensor, batch: LayerInput | None = None) -> Backend:
-        """The backend for weights like `own`, of a layer with this batch or of single steps."""
+    def _backend(self, weight: Tensor, batch: LayerInput | None = None) -> Backend:
+        """The backend for weights like `weight`, of a layer with this batch or of single steps."""
         shape = None
-        if batch is not None and own.device.type == "cuda":
+        if batch is not None and weight.device.type == "cuda":
             D, B, H = batch.h.shape
             shape = D, H, 1 << (B - 1).bit_length()
-        kind = own.device, own.dtype, _product_dtype(own)
+        kind = weight.device, weight.dtype, _product_dtype(weight)
         return choose_backend(self.name, self.settings, *kind, shape)
 
 
@@ -324,26 +324,26 @@ def release_memory() -> None:
     cuda.release_graphs()
 
 
-def check_device_and_dtype(name: str, part: Tensor, own: Tensor) -> None:
+def check_device_and_dtype(name: str, part: Tensor, weight: Tensor) -> None:
     """Raises ValueError for another device than the weights', or dtype unless autocast is on."""
-    if part.device != own.device:
-        raise ValueError(f"{name} is on {part.device}, the LSTM's weights are on {own.device}")
-    if part.dtype != own.dtype and not _autocasts(own):
-        raise ValueError(f"{name} is {part.dtype}, the LSTM's weights are {own.dtype}")
+    if part.device != weight.device:
+        raise ValueError(f"{name} is on {part.device}, the LSTM's weights are on {weight.device}")
+    if part.dtype != weight.dtype and not _autocasts(weight):
+        raise ValueError(f"{name} is {part.dtype}, the LSTM's weights are {weight.dtype}")
 
 
-def _fit(own: Tensor, *others: Tensor) -> bool:
-    return all(t.dtype == own.dtype and t.device == own.device for t in others)
+def _fit(weight: Tensor, *others: Tensor) -> bool:
+    return all(t.dtype == weight.dtype and t.device == weight.device for t in others)
 
 
 def _autocasts(like: Tensor) -> bool:
     return autocast_dtype(like.device.type) is not None
 
 
-def _product_dtype(own: Tensor) -> torch.dtype:
-    """Of products with weights like `own`: bf16 for float32 under such an autocast, else theirs."""
-    half = own.dtype == torch.float32 and autocast_dtype(own.device.type) == torch.bfloat16
-    return torch.bfloat16 if half else own.dtype
+def _product_dtype(weight: Tensor) -> torch.dtype:
+    """Of products with such weights: bf16 for float32 under autocast to it, else their dtype."""
+    half = weight.dtype == torch.float32 and autocast_dtype(weight.device.type) == torch.bfloat16
+    return torch.bfloat16 if half else weight.dtype
 
 
 def _cast(batch: LayerInput, dtype: torch.dtype) -> LayerInput:

@@ -35,14 +35,14 @@ def differentiate(
     graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(upstream[0].device.type, enabled=False):
         # Views, because one input may be computed from another, through which no gradient may pass.
-        own = [t if t is None or not t.requires_grad else t.view_as(t) for t in inputs]
-        learned = [t for t in own if t is not None and t.requires_grad]
-        outputs = function(*own)
+        views = [t if t is None or not t.requires_grad else t.view_as(t) for t in inputs]
+        learned = [t for t in views if t is not None and t.requires_grad]
+        outputs = function(*views)
         found = torch.autograd.grad(
             outputs, learned, upstream, create_graph=graph, allow_unused=True
         )
     gradients = iter(found)
-    return [next(gradients) if t is not None and t.requires_grad else None for t in own]
+    return [next(gradients) if t is not None and t.requires_grad else None for t in views]
 
 
 def refuse_operators(what: str, remedy: str, *upstream: Tensor) -> None:

@@ -156,9 +156,10 @@ class NormedGradients(NamedTuple):
     def vectors(self, saved: _Saved) -> dict[str, Tensor]:
         """Gradients of gains and biases."""
         found = {}
-        for name, own, norm in zip(self._fields, self, (saved.c, saved.hidden), strict=True):
-            if own is not None:
-                found |= {f"gain_{name}": (own * norm.normed).sum(0), f"bias_{name}": own.sum(0)}
+        for name, gradient, norm in zip(self._fields, self, (saved.c, saved.hidden), strict=True):
+            if gradient is not None:
+                found[f"gain_{name}"] = (gradient * norm.normed).sum(0)
+                found[f"bias_{name}"] = gradient.sum(0)
         return found
 
 

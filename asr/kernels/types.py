@@ -52,8 +52,8 @@ def weight_shapes(
     shapes |= dict.fromkeys(("bias_ih", "bias_hh"), (gates,))
     shapes |= dict.fromkeys(gains if settings.affine else (), (gates,))
     shapes |= dict.fromkeys(("gain_c", "bias_c") if settings.norms_cell else (), (hidden_size,))
-    own = ("gain_hidden", "bias_hidden") if settings.hidden_norm else ()
-    return shapes | dict.fromkeys(own, (hidden_size,))
+    of_hidden = ("gain_hidden", "bias_hidden") if settings.hidden_norm else ()
+    return shapes | dict.fromkeys(of_hidden, (hidden_size,))
 
 
 def check_shape(name: str, part: Tensor, expected: tuple[int, ...]) -> None:
@@ -106,7 +106,7 @@ class AttentionInput(NamedTuple):
 
 
 class DecoderInput(NamedTuple):
-    """What a LAS decoder reads along given tokens, and the weights of its attention."""
+    """What a LAS decoder reads along known tokens, and the weights of its attention."""
 
     embedded: Tensor  # (U, B, M)
     states: Tensor  # (B, T, E)

@@ -13,7 +13,7 @@ from asr.config.loader import at_stage
 from asr.config.missing_run import missing_run
 from asr.data import splits
 from asr.data.text_corpus import SentenceBatch, SentenceEpochs, Sentences, read_lines
-from asr.data.tokenizer import Tokenizer, about, load_tokenizer, train_tokenizer
+from asr.data.tokenizer import Tokenizer, checkpoint_metadata, load_tokenizer, train_tokenizer
 from asr.decoding.scorer import sample
 from asr.errors import UserError
 from asr.inference.load import load_init_tokenizer
@@ -64,7 +64,7 @@ class LanguageTask(Task):
     epochs: SentenceEpochs
     validation: SentenceEpochs
     tokenizer: Tokenizer
-    about: dict[str, str]
+    metadata: dict[str, str]
 
     @cached_property
     def content(self) -> Content:
@@ -134,7 +134,9 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 
     model = build_language_model(recipe.model, tokenizer.size)
     objective = LanguageObjective(model, recipe.train.label_smoothing)
     objective.to(choose_device(recipe.train.device))
-    return LanguageTask(recipe, objective, epochs, validation, tokenizer, about(tokenizer))
+    return LanguageTask(
+        recipe, objective, epochs, validation, tokenizer, checkpoint_metadata(tokenizer)
+    )
 
 
 def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:

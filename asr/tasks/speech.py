@@ -20,7 +20,13 @@ from asr.data import loader, splits
 from asr.data.batching import Batch, Item, collate, plan_evaluation
 from asr.data.corpus import Corpus
 from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches
-from asr.data.tokenizer import Tokenizer, about, labels_of, load_tokenizer, train_tokenizer
+from asr.data.tokenizer import (
+    Tokenizer,
+    checkpoint_metadata,
+    labels_of,
+    load_tokenizer,
+    train_tokenizer,
+)
 from asr.decoding.alignment import diagonality, has_ctc_path, teacher_forced_attention
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError
@@ -51,7 +57,7 @@ class SpeechTask(Task):
     epochs: SpeechEpochs
     validation: UtteranceDataset  # the validation split
     lm: Scorer | None
-    about: dict[str, str]
+    metadata: dict[str, str]
     max_unreadable: float
 
     def prepare(self, run: Path) -> None:
@@ -194,7 +200,13 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool, stage: int = 0) -
     valid_front_end = loader.with_split_statistics(front_end, valid, data.workers, (1.0,))
     validation = UtteranceDataset(valid, valid_front_end, tokenizer, recipe.seed)
     return SpeechTask(
-        recipe, objective, epochs, validation, lm, about(tokenizer), data.max_unreadable
+        recipe,
+        objective,
+        epochs,
+        validation,
+        lm,
+        checkpoint_metadata(tokenizer),
+        data.max_unreadable,
     )
 
 

@@ -60,12 +60,12 @@ def save_checkpoint(
     training: dict[str, Any] | None,
     step: int,
     loss: float,
-    about: dict[str, str],
+    metadata: dict[str, str],
 ) -> Checkpoint:
     """Write RUN/checkpoints/STEP, or leave the disk as it was.
 
-    `about` goes into the metadata of the weights (vocabulary fingerprint). Without `training` only
-    the weights are written. Raises NotSaved where the disk is full or cannot be written, or the run
+    metadata: stored with the weights (vocabulary fingerprint). Without `training` only the weights
+    are written. Raises NotSaved where the disk is full or cannot be written, or the run
     folder is gone, and as check_run_folder does.
     """
     folder = run / "checkpoints" / f"{step:08d}"
@@ -75,7 +75,7 @@ def save_checkpoint(
         shutil.rmtree(part, ignore_errors=True)
         folder.parent.mkdir(exist_ok=True)
         part.mkdir()
-        meta = {**about, "step": str(step), "loss": repr(loss)}
+        meta = {**metadata, "step": str(step), "loss": repr(loss)}
         # Not save_file, which makes its file private: run folders are often shared.
         (part / WEIGHTS).write_bytes(save(named_tensors(module), metadata=meta))
         if training is not None:
@@ -133,9 +133,9 @@ def list_checkpoints(run: Path) -> list[Checkpoint]:
     for folder in checkpoint_folders(run):
         try:
             with _open_weights(folder / WEIGHTS) as file:
-                about = file.metadata() or {}
-            step, loss = int(folder.name), float(about["loss"])
-            if about["step"] == str(step):
+                metadata = file.metadata() or {}
+            step, loss = int(folder.name), float(metadata["loss"])
+            if metadata["step"] == str(step):
                 checkpoints.append(Checkpoint(folder, step, loss))
         except (OSError, SafetensorError, KeyError, ValueError, UserError):
             continue
@@ -202,11 +202,11 @@ def choose(run: Path, which: str, average: int) -> list[Checkpoint]:
 
 
 def load_weights(
-    module: nn.Module, checkpoints: Sequence[Checkpoint], about: dict[str, str]
+    module: nn.Module, checkpoints: Sequence[Checkpoint], metadata: dict[str, str]
 ) -> None:
     """Load the mean of the checkpoints' weights into the module.
 
-    Raises UserError where a file is damaged, or of another model or vocabulary (`about`).
+    Raises UserError where a file is damaged, or of another model or vocabulary (`metadata`).
     """
     mean: dict[str, Tensor] = {}
     most = MAX_HEADER + 8 * sum(tensor.numel() for tensor in _tensors(module).values())  # bytes
@@ -217,7 +217,7 @@ def load_weights(
         summed = (checkpoint.folder / SUMS).exists() and path.stat().st_size <= most
         if summed and not is_sound(checkpoint, [WEIGHTS]):
             raise UserError(f"{path}: damaged, its checksum differs; take another checkpoint")
-        with _checked_weights(checkpoint, module, about) as file:
+        with _checked_weights(checkpoint, module, metadata) as file:
             for name in _tensors(module):
                 weight = file.get_tensor(name).double() / len(checkpoints)
                 mean[name] = mean[name] + weight if name in mean else weight
@@ -256,14 +256,14 @@ class MemoryLimit(TorchFunctionMode):
 
 @contextmanager
 def _checked_weights(
-    checkpoint: Checkpoint, module: nn.Module, about: Mapping[str, str]
+    checkpoint: Checkpoint, module: nn.Module, metadata: Mapping[str, str]
 ) -> Iterator[Any]:
     """The weights of a checkpoint, whose names and shapes are those of the module."""
     path = checkpoint.folder / WEIGHTS
     try:
         with _open_weights(path) as file:
             metadata = file.metadata() or {}
-            for name, value in about.items():
+            for name, value in metadata.items():
                 if metadata.get(name) != value:
                     was = str(metadata.get(name))[:80]
                     raise UserError(f"{path}: of another {name} ({was}, here {value})")

@@ -45,7 +45,7 @@ class Task(Protocol):
     recipe: Recipe  # that of the stage
     objective: Objective
     epochs: Epochs
-    about: dict[str, str]  # metadata of a checkpoint; to load it, they must be equal
+    metadata: dict[str, str]  # metadata of a checkpoint; to load it, they must be equal
     content: Content  # fingerprint of the training and validation data
     max_unreadable: float = 0.0  # share of the corpus that may be unreadable
 

@@ -425,14 +425,14 @@ class Training:
         loss = self.metrics["valid/nll"] if self.validated == self.saved else math.inf
         # The curves up to this step are on the disk before the checkpoint.
         self.log.flush()
-        model, about = self.task.objective.model, self.task.about
-        save_checkpoint(self.run, model, training, self.saved, loss, about)
+        model, metadata = self.task.objective.model, self.task.metadata
+        save_checkpoint(self.run, model, training, self.saved, loss, metadata)
         prune(self.run, self.config.keep, self.config.keep_best)
 
     def load(self, start: ResumePoint) -> None:
         """Load all of a checkpoint but its position."""
         checkpoint, saved = start.checkpoint, start.state
-        load_weights(self.task.objective.model, [checkpoint], self.task.about)
+        load_weights(self.task.objective.model, [checkpoint], self.task.metadata)
         try:
             optim.load_moments(self.optimizer, saved["optimizer"])
             self.weights.load(saved["trained"])
@@ -506,7 +506,7 @@ class Training:
         """Prepare a new run: the weights of `train.init`, and the task's files."""
         if init := self.recipe.train.init:
             best = choose(find_run(init), "best", 1)
-            load_weights(self.task.objective.model, best, self.task.about)
+            load_weights(self.task.objective.model, best, self.task.metadata)
         if is_first():
             self.task.prepare(self.run)
 

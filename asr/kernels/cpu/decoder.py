@@ -1,4 +1,4 @@
-"""LAS's attention step, and all steps of its decoder along given tokens, in one call of C++ each.
+"""LAS's attention step, and all steps of its decoder along known tokens, in one call of C++ each.
 
 Forward and backward. The equations, and the same step by step with torch's operators for other
 devices, dtypes and options: asr/nn/attention.py, asr/models/las.py. Legend: asr/kernels/types.py.
@@ -39,60 +39,60 @@ class AttentionCall(ctypes.Structure):
     )
 
 
-def attend(given: AttentionInput, valid: Tensor) -> Pair:
+def attend(inputs: AttentionInput, valid: Tensor) -> Pair:
     """valid (B, T) -> this step's weights and the sum of all so far, each (B, K, T).
 
     All are float32 or all float64. Raises ValueError for a wrong shape, or compiler.BuildError.
     """
-    (B, T, A), K = given.keys.shape, given.query.shape[1]
-    C, _, W = (1, 2, 1) if given.conv is None else given.conv.shape
+    (B, T, A), K = inputs.keys.shape, inputs.query.shape[1]
+    C, _, W = (1, 2, 1) if inputs.conv is None else inputs.conv.shape
     shapes = [(B, T, A), (B, K, A), (1, A), (B, K, T), (B, K, T), (A, C), (C, 2, W)]
-    for name, tensor, shape in zip(AttentionInput._fields, given, shapes, strict=True):
+    for name, tensor, shape in zip(AttentionInput._fields, inputs, shapes, strict=True):
         if tensor is not None:
             check_shape(name, tensor, shape)
     check_shape("valid", valid, (B, T))
-    given = AttentionInput(*(t if t is None else t.contiguous() for t in given))
+    inputs = AttentionInput(*(t if t is None else t.contiguous() for t in inputs))
     valid = valid.contiguous()
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
-        return _Attend.apply(valid, *given)
-    return _attention_forward(given, valid)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        return _Attend.apply(valid, *inputs)
+    return _attention_forward(inputs, valid)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, valid: Tensor, *given: Tensor | None) -> Pair:
-        weights, total = _attention_forward(AttentionInput(*given), valid)
-        ctx.save_for_backward(valid, weights, *given)
+    def forward(ctx: Any, valid: Tensor, *inputs: Tensor | None) -> Pair:
+        weights, total = _attention_forward(AttentionInput(*inputs), valid)
+        ctx.save_for_backward(valid, weights, *inputs)
         return weights, total
 
     @staticmethod
     def backward(ctx: Any, dweights: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         refuse_operators("the speller's attention in C++", REMEDY, dweights, dtotal)
-        valid, weights, *given = ctx.saved_tensors
-        return None, *_attention_backward(AttentionInput(*given), valid, weights, dweights, dtotal)
+        valid, weights, *inputs = ctx.saved_tensors
+        return None, *_attention_backward(AttentionInput(*inputs), valid, weights, dweights, dtotal)
 
 
-def _attention_forward(given: AttentionInput, valid: Tensor) -> Pair:
-    weights, total = (torch.empty_like(given.past_total) for _ in range(2))
-    call = _describe_attention(given, valid, weights, rows=given.query.shape[:2].numel())
+def _attention_forward(inputs: AttentionInput, valid: Tensor) -> Pair:
+    weights, total = (torch.empty_like(inputs.past_total) for _ in range(2))
+    call = _describe_attention(inputs, valid, weights, rows=inputs.query.shape[:2].numel())
     library.point(call, total=total)
     library.run("attention_forward", call, library.kind_of(weights))
     return weights, total
 
 
 def _attention_backward(
-    given: AttentionInput, valid: Tensor, weights: Tensor, dweights: Tensor, dtotal: Tensor
+    inputs: AttentionInput, valid: Tensor, weights: Tensor, dweights: Tensor, dtotal: Tensor
 ) -> AttentionInput:
-    """The gradients of `given`."""
-    call = _describe_attention(given, valid, weights, rows=len(valid))
+    """The gradients of `inputs`."""
+    call = _describe_attention(inputs, valid, weights, rows=len(valid))
     dweights, dtotal = dweights.contiguous(), dtotal.contiguous()
     per_thread = ("v", "place", "conv")
-    slots = given._replace(
-        **{name: library.slots(getattr(given, name), call.threads) for name in per_thread},
-        past_weights=None if given.conv is None else torch.empty_like(weights),
-        past_total=dtotal if given.conv is None else torch.empty_like(weights),
-        keys=torch.empty_like(given.keys),
-        query=torch.empty_like(given.query),
+    slots = inputs._replace(
+        **{name: library.slots(getattr(inputs, name), call.threads) for name in per_thread},
+        past_weights=None if inputs.conv is None else torch.empty_like(weights),
+        past_total=dtotal if inputs.conv is None else torch.empty_like(weights),
+        keys=torch.empty_like(inputs.keys),
+        query=torch.empty_like(inputs.query),
     )
     library.point(call, dweights=dweights, dtotal=dtotal)
     library.point(call, **{f"d{name}": slot for name, slot in slots._asdict().items()})
@@ -101,14 +101,14 @@ def _attention_backward(
 
 
 def _describe_attention(
-    given: AttentionInput, valid: Tensor, weights: Tensor, rows: int
+    inputs: AttentionInput, valid: Tensor, weights: Tensor, rows: int
 ) -> AttentionCall:
     """The part of a call that both passes share; threads divide the `rows` among them."""
-    (B, K, T), A = weights.shape, given.keys.shape[-1]
-    C, _, W = (0, 0, 0) if given.conv is None else given.conv.shape
+    (B, K, T), A = weights.shape, inputs.keys.shape[-1]
+    C, _, W = (0, 0, 0) if inputs.conv is None else inputs.conv.shape
     threads = max(1, min(rows, torch.get_num_threads()))
     call = AttentionCall(B=B, K=K, T=T, A=A, C=C, W=W, threads=threads)
-    library.point(call, valid=valid, weights=weights, **given._asdict())
+    library.point(call, valid=valid, weights=weights, **inputs._asdict())
     return call
 
 
@@ -133,7 +133,7 @@ class DecoderCall(ctypes.Structure):
 
 
 def run_decoder(
-    given: DecoderInput,
+    inputs: DecoderInput,
     cells: list[Weights],
     constants: DecoderConstants,
     settings: CellSettings,
@@ -144,22 +144,22 @@ def run_decoder(
     products: dtype of the matrix products.
     Raises ValueError where a shape or dtype does not fit, compiler.BuildError without kernels.
     """
-    _check_decoder(given, cells, constants)
-    given = DecoderInput(*(t if t is None else t.contiguous() for t in given))
+    _check_decoder(inputs, cells, constants)
+    inputs = DecoderInput(*(t if t is None else t.contiguous() for t in inputs))
     valid, first = constants.valid.contiguous(), constants.first.contiguous()
     flat = [w for cell in cells for w in cell if w is not None]
     constants = constants._replace(valid=valid, first=first)
-    kind = library.kind_of_products(given.states, products)
-    return DecoderOutput(*_Decoder.apply(cells, constants, settings, kind, *given, *flat))
+    kind = library.kind_of_products(inputs.states, products)
+    return DecoderOutput(*_Decoder.apply(cells, constants, settings, kind, *inputs, *flat))
 
 
-def _check_decoder(given: DecoderInput, cells: list[Weights], constants: DecoderConstants) -> None:
+def _check_decoder(inputs: DecoderInput, cells: list[Weights], constants: DecoderConstants) -> None:
     """C++ does not check shapes and dtypes."""
-    (U, B, M), (_, T, E) = given.embedded.shape, given.states.shape
-    A, H = given.weight_query.shape
-    C, _, W = (1, 2, 1) if given.conv is None else given.conv.shape
+    (U, B, M), (_, T, E) = inputs.embedded.shape, inputs.states.shape
+    A, H = inputs.weight_query.shape
+    C, _, W = (1, 2, 1) if inputs.conv is None else inputs.conv.shape
     shapes = [(U, B, M), (B, T, E), (B, T, A), (A, H), (1, A), (A, C), (C, 2, W)]
-    parts = [*zip(DecoderInput._fields, given, shapes, strict=True)]
+    parts = [*zip(DecoderInput._fields, inputs, shapes, strict=True)]
     parts += [("valid", constants.valid, (B, T)), ("first", constants.first, (B, T))]
     parts.append(("keep", constants.keep, (len(cells), U, B, H)))
     for index, (w, mask) in enumerate(zip(cells, constants.masks, strict=True)):
@@ -170,7 +170,7 @@ def _check_decoder(given: DecoderInput, cells: list[Weights], constants: Decoder
         if tensor is None:
             continue
         check_shape(name, tensor, shape)
-        dtype = torch.bool if name == "valid" else given.states.dtype
+        dtype = torch.bool if name == "valid" else inputs.states.dtype
         if tensor.dtype != dtype:
             raise ValueError(f"{name} is {tensor.dtype}; expected {dtype}")
         if 0 in shape:
@@ -187,9 +187,9 @@ class _Decoder(torch.autograd.Function):
         kind: int,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        given = DecoderInput(*tensors[: len(DecoderInput._fields)])
-        run = _Run(given, cells, constants, settings, kind)
-        result = _allocate(run, given, constants)
+        inputs = DecoderInput(*tensors[: len(DecoderInput._fields)])
+        run = _Run(inputs, cells, constants, settings, kind)
+        result = _allocate(run, inputs, constants)
         library.run("decoder_forward", run.call, run.kind)
         ctx.run, ctx.cells = run, cells
         # Saved for their versions: changing one in place before the backward pass is an error.
@@ -200,10 +200,10 @@ class _Decoder(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         refuse_operators("the speller in C++", REMEDY, *upstream)
         output, context, weights, _, *tensors = ctx.saved_tensors
-        given = DecoderInput(*tensors[: len(DecoderInput._fields)])
+        inputs = DecoderInput(*tensors[: len(DecoderInput._fields)])
         # Saved-tensor hooks may have moved the saved tensors.
-        ctx.run.point(given, DecoderOutput(output, context, weights))
-        return None, None, None, None, *_decoder_backward(ctx.run, given, ctx.cells, upstream)
+        ctx.run.point(inputs, DecoderOutput(output, context, weights))
+        return None, None, None, None, *_decoder_backward(ctx.run, inputs, ctx.cells, upstream)
 
 
 class _Run:
@@ -211,15 +211,15 @@ class _Run:
 
     def __init__(
         self,
-        given: DecoderInput,
+        inputs: DecoderInput,
         cells: list[Weights],
         constants: DecoderConstants,
         settings: CellSettings,
         kind: int,
     ) -> None:
-        U, B, M = given.embedded.shape
-        (_, T, E), (A, H), L = given.states.shape, given.weight_query.shape, len(cells)
-        C, _, W = (0, 0, 0) if given.conv is None else given.conv.shape
+        U, B, M = inputs.embedded.shape
+        (_, T, E), (A, H), L = inputs.states.shape, inputs.weight_query.shape, len(cells)
+        C, _, W = (0, 0, 0) if inputs.conv is None else inputs.conv.shape
         threads = torch.get_num_threads()
         self.kind = kind
         self.call = call = DecoderCall(B=B, U=U, T=T, E=E, M=M, H=H, A=A, C=C, W=W, L=L)
@@ -240,10 +240,10 @@ class _Run:
             library.point(layer.cell, mask=constants.masks[index])
             library.point(layer, keep=None if constants.keep is None else constants.keep[index])
 
-    def point(self, given: DecoderInput, result: DecoderOutput) -> None:
+    def point(self, inputs: DecoderInput, result: DecoderOutput) -> None:
         """Sets the tensors that autograd keeps between the passes."""
         last = self.layers[-1]
-        library.point(self.call, **given._asdict(), context=result.context, weights=result.weights)
+        library.point(self.call, **inputs._asdict(), context=result.context, weights=result.weights)
         library.point(last, output=result.output)
         if last.keep is None:
             library.point(last.cell, h=result.output)
@@ -256,54 +256,54 @@ class _Run:
                 library.point(layer.cell, **{name: buffers[name][index * rows * width :]})
 
 
-def _allocate(run: _Run, given: DecoderInput, constants: DecoderConstants) -> DecoderOutput:
+def _allocate(run: _Run, inputs: DecoderInput, constants: DecoderConstants) -> DecoderOutput:
     """Allocates the results and the memory that the backward pass reads."""
-    call, new = run.call, given.states.new_empty
+    call, new = run.call, inputs.states.new_empty
     H, U, B = call.H, call.U, call.B
     widths = {"ah": 4 * H, "raw": H, "c": H, "stats": STATS}
     widths |= {"ax": 4 * H} if run.split else {}
     widths |= {"h": H} if constants.keep is not None else {}
     counts = {name: call.L * U * B * width for name, width in widths.items()}
     counts |= {"query": U * B * call.A, "total": U * B * call.T}
-    buffers = PooledBuffers(given.states.dtype, **counts)
+    buffers = PooledBuffers(inputs.states.dtype, **counts)
     run.point_rows(buffers, **widths)
     outputs = [new(U, B, H) for _ in run.layers]
-    for layer, own in zip(run.layers, outputs, strict=True):
-        library.point(layer, output=own)
+    for layer, output in zip(run.layers, outputs, strict=True):
+        library.point(layer, output=output)
         if constants.keep is None:
-            library.point(layer.cell, h=own)
+            library.point(layer.cell, h=output)
     result = DecoderOutput(outputs.pop(), new(U, B, call.E), new(U, B, call.T))
     run.alive += [buffers, outputs]
-    run.point(given, result)
+    run.point(inputs, result)
     library.point(call, query=buffers["query"], total=buffers["total"])
     return result
 
 
 def _decoder_backward(
-    run: _Run, given: DecoderInput, cells: list[Weights], upstream: tuple[Tensor, ...]
+    run: _Run, inputs: DecoderInput, cells: list[Weights], upstream: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    """The gradients of `given` and of the cells' weights."""
+    """The gradients of `inputs` and of the cells' weights."""
     call, rows = run.call, run.call.U * run.call.B
     doutput, dcontext, dweights = (dy.contiguous() for dy in upstream)
     library.point(call, doutput=doutput, dcontext=dcontext, dweights=dweights)
     widths = dict.fromkeys(("dah", "dax") if run.split else ("dah",), 4 * call.H)
     counts = {name: call.L * rows * width for name, width in widths.items()}
     counts |= {"dcontext_sum": rows * call.E, "dquery": rows * call.A}
-    buffers = PooledBuffers(given.states.dtype, **counts)
+    buffers = PooledBuffers(inputs.states.dtype, **counts)
     run.point_rows(buffers, **widths)
     library.point(call, dcontext_sum=buffers["dcontext_sum"], dquery=buffers["dquery"])
-    inputs = DecoderInput(
-        *map(torch.empty_like, given[:3]), *(library.slots(w, call.blocks) for w in given[3:])
+    gradients_in = DecoderInput(
+        *map(torch.empty_like, inputs[:3]), *(library.slots(w, call.blocks) for w in inputs[3:])
     )
-    library.point(call, **{f"d{name}": slot for name, slot in inputs._asdict().items()})
+    library.point(call, **{f"d{name}": slot for name, slot in gradients_in._asdict().items()})
     slots = [cell_slots(w, call.blocks) for w in cells]
     split = slots[0]["dweight_ih"].tensor_split([call.M], 2)
     embedded, context = (s.contiguous() for s in split)
     library.point(call, dweight_embedded=embedded)
     slots[0]["dweight_ih"] = context
-    for layer, own in zip(run.layers, slots, strict=True):
-        library.point(layer.cell, **own)
+    for layer, slot in zip(run.layers, slots, strict=True):
+        library.point(layer.cell, **slot)
     library.run("decoder_backward", call, run.kind)
     slots[0]["dweight_ih"] = torch.cat([embedded, context], dim=2)
     of_cells = (g for w, s in zip(cells, slots, strict=True) for g in gradients(w, s, call.H))
-    return [*inputs[:3], *map(library.add_up, inputs[3:]), *of_cells]
+    return [*gradients_in[:3], *map(library.add_up, gradients_in[3:]), *of_cells]

@@ -121,7 +121,7 @@ def _layer_by_operators(
 ) -> LayerOutput:
     """As _Layer."""
     rest = iter(flat)
-    weights = [Weights(*(w if w is None else next(rest) for w in own)) for own in weights]
+    weights = [Weights(*(w if w is None else next(rest) for w in cell)) for cell in weights]
     return reference.layer(LayerInput(x, plan.lengths, h, c, mask), weights, plan.settings)
 
 
@@ -171,7 +171,7 @@ def _point_saved(call: library.Call, buffers: Buffers, frames: int, H: int) -> N
 def layer_forward(
     plan: Plan, batch: LayerInput, weights: list[Weights], buffers: Buffers | None
 ) -> LayerOutput:
-    """The batch laid_out -> the layer's output; fills the buffers of saved_sizes, if given."""
+    """The batch laid_out -> the layer's output; fills `buffers`, of saved_sizes."""
     B, T, _ = batch.x.shape
     D, _, H = batch.h.shape
     alive: list[Any] = []
@@ -236,7 +236,7 @@ def gradients(w: Weights, sums: dict[str, Tensor], H: int) -> list[Tensor]:
     bias, gain_x, gain_h, *of_states = vectors.split([H * size for size in VECTORS.values()])
     bias_again = bias.clone()  # two parameters must not share one gradient
     every = (weight_ih, weight_hh, bias, bias_again, gain_x, gain_h, gain_h, *of_states)
-    return [g for g, own in zip(every, w, strict=True) if own is not None]
+    return [g for g, weight in zip(every, w, strict=True) if weight is not None]
 
 
 def step(

@@ -75,17 +75,17 @@ def _empty_buffers(x: Tensor, h: Tensor, settings: str) -> dict[str, Tensor]:
 
 
 @torch.library.custom_op("layernorm_asr::lstm", mutates_args=(), schema=f"({GIVEN}) -> Tensor[]")
-def forward(*given: Any) -> list[Tensor]:
+def forward(*arguments: Any) -> list[Tensor]:
     """-> output (B, T, D * H), h, c (D, B, H), and the buffers for the backward pass."""
-    plan, batch, weights = _read(*given)
-    buffers = _empty_buffers(batch.x, batch.h, given[-2])
+    plan, batch, weights = _read(*arguments)
+    buffers = _empty_buffers(batch.x, batch.h, arguments[-2])
     result = lstm.layer_forward(plan, batch, weights, {"ax": None} | buffers)
     return [*result, *buffers.values()]
 
 
 @forward.register_fake
-def _(*given: Any) -> list[Tensor]:
-    x, h, c, *_, settings, _ = given
+def _(*arguments: Any) -> list[Tensor]:
+    x, h, c, *_, settings, _ = arguments
     output = x.new_empty(*x.shape[:2], h.shape[0] * h.shape[2])
     states = [x.new_empty(part.shape) for part in (h, c)]
     return [output, *states, *_empty_buffers(x, h, settings).values()]
@@ -96,10 +96,10 @@ def _(*given: Any) -> list[Tensor]:
     mutates_args=(),
     schema=f"({GIVEN}, Tensor[] saved, Tensor[] upstream) -> Tensor[]",
 )
-def backward(*given: Any) -> list[Tensor]:
+def backward(*arguments: Any) -> list[Tensor]:
     """saved: output and buffers; upstream: gradients of output, h, c -> of x, h, c, weights."""
-    *given, (output, *saved), upstream = given
-    plan, batch, weights = _read(*given)
+    *arguments, (output, *saved), upstream = arguments
+    plan, batch, weights = _read(*arguments)
     buffers = dict(zip(lstm.saved_sizes(plan.settings, 0, 0), saved, strict=True))
     together = output, {"ax": None} | buffers
     upstream = [gradient.contiguous() for gradient in upstream]
@@ -109,8 +109,8 @@ def backward(*given: Any) -> list[Tensor]:
 
 
 @backward.register_fake
-def _(*given: Any) -> list[Tensor]:
-    x, h, c, _, _, weights, *_ = given
+def _(*arguments: Any) -> list[Tensor]:
+    x, h, c, _, _, weights, *_ = arguments
     return [part.new_empty(part.shape) for part in (x, h, c, *weights)]
 
 
@@ -126,8 +126,8 @@ def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     saved, weights = [result, *others[: ctx.buffers]], others[ctx.buffers :]
     pairs = zip(gradients[:3], (result, h, c), strict=True)
     upstream = [torch.zeros_like(of) if one is None else one for one, of in pairs]
-    given = x, h, c, mask, lengths, weights, ctx.settings, ctx.products
-    dx, dh, dc, *flat = backward(*given, saved, upstream)
+    arguments = x, h, c, mask, lengths, weights, ctx.settings, ctx.products
+    dx, dh, dc, *flat = backward(*arguments, saved, upstream)
     return dx, dh, dc, None, None, flat, None, None
 
 

@@ -94,14 +94,15 @@ def _forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     S, D, B, _ = gates.shape
     H = h.shape[-1]
-    own = plan.settings
+    settings = plan.settings
     hs, cs = gates.new_empty(S + 1, D, B, H), gates.new_empty(S + 1, D, B, H)
     ah = gates.new_empty(gates.shape if learns else 0, dtype=plan.dtype)
-    raw = gates.new_empty((S, D, B, H) if learns and own.carries_norm else 0)
-    norms = {"none": 0, "per_gate": 4}.get(own.gates, 1) + own.norms_cell + own.hidden_norm
+    raw = gates.new_empty((S, D, B, H) if learns and settings.carries_norm else 0)
+    norms = {"none": 0, "per_gate": 4}.get(settings.gates, 1)
+    norms += settings.norms_cell + settings.hidden_norm
     stats = gates.new_empty((S, D, B, norms, 2) if learns else 0)
-    given = _inputs(gates, weight.to(plan.dtype), mask, lengths, vectors)
-    _launch("lstm_forward", plan, **given, h=h, c=c, hs=hs, cs=cs, ah=ah, raw=raw, stats=stats)
+    inputs = _inputs(gates, weight.to(plan.dtype), mask, lengths, vectors)
+    _launch("lstm_forward", plan, **inputs, h=h, c=c, hs=hs, cs=cs, ah=ah, raw=raw, stats=stats)
     return hs, cs, (ah, raw, stats)
 
 
@@ -126,9 +127,9 @@ def _backward(
     groups = -(-B // 8)  # at least as many as the kernel has
     dgates = gates.new_zeros(groups, 2, D, columns)
     dstates = gates.new_zeros(groups, 4, D, columns // 4)
-    given = _inputs(gates, weight.to(plan.dtype), mask, lengths, vectors)
+    inputs = _inputs(gates, weight.to(plan.dtype), mask, lengths, vectors)
     _launch(
-        "lstm_backward", plan, **given, cs=cs, ah=ah, raw=raw, stats=stats, dhs=dhs, dh=dh, dc=dc,
+        "lstm_backward", plan, **inputs, cs=cs, ah=ah, raw=raw, stats=stats, dhs=dhs, dh=dh, dc=dc,
         dz=dz, dah=dah, dgates=dgates, dstates=dstates,
     )  # fmt: skip
     sums = *dgates.sum(0), *dstates.sum(0)
@@ -147,8 +148,8 @@ def _inputs(
 ) -> dict[str, Tensor | None]:
     """What both kernels read, by name."""
     names = ("gain_h", "bias", "gain_c", "bias_c", "gain_hidden", "bias_hidden")
-    own = {"gates": gates.contiguous(), "weight": weight.contiguous()}
-    return own | {"mask": mask, "lengths": lengths} | dict(zip(names, vectors, strict=True))
+    inputs = {"gates": gates.contiguous(), "weight": weight.contiguous()}
+    return inputs | {"mask": mask, "lengths": lengths} | dict(zip(names, vectors, strict=True))
 
 
 def _launch(name: str, plan: lstm.CudaPlan, **tensors: Tensor | None) -> None:

@@ -8,7 +8,7 @@ they are, so that both directions of a step launch two kernels in either precisi
 CPU with TRITON_INTERPRET=1, on a GPU by tests/benchmarks/gpu.py.
 
 Legend: S steps, D directions, B utterances, H hidden size. A step's tensors have rows (D, B). The
-steps of a direction follow its own reading order, so that every utterance begins at step 0. S is
+steps of a direction follow its reading order, so that every utterance begins at step 0. S is
 the longest length rounded up to a multiple of BUCKET: few graphs serve all batches.
 """
 
@@ -62,9 +62,9 @@ class GraphCache:
             self._drop_first(room)
         self.recorded.move_to_end(key)
         recorded = self.recorded[key]
-        for own, given in zip(recorded.inputs, inputs, strict=True):
-            if own is not None:
-                own.copy_(given)
+        for buffer, value in zip(recorded.inputs, inputs, strict=True):
+            if buffer is not None:
+                buffer.copy_(value)
         recorded.graph.replay()
         return tuple(out.clone() for out in recorded.outputs)  # the next replay overwrites them
 
@@ -89,11 +89,11 @@ def release_graphs() -> None:
 
 
 def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
-    own, side = torch.cuda.current_stream(), _side_stream(torch.cuda.current_device())
-    side.wait_stream(own)
+    current, side = torch.cuda.current_stream(), _side_stream(torch.cuda.current_device())
+    side.wait_stream(current)
     with torch.cuda.stream(side):
         loop(*inputs)  # compiles the kernels and lets cuBLAS choose: neither may be recorded
-    own.wait_stream(side)
+    current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
         # thread_local: by default the calls of other threads, such as the one that pins batches,
@@ -101,8 +101,9 @@ def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outputs = loop(*inputs)
     except RuntimeError as error:
-        torch.cuda.set_stream(own)  # which torch does not restore where the recording's end fails
-        # The end of a failed recording raises another error.
+        # torch does not restore the stream where the recording's end fails, which also raises
+        # another error.
+        torch.cuda.set_stream(current)
         raise error.__context__ or error from None
     return Recorded(graph, inputs, outputs)
 
@@ -181,8 +182,8 @@ class Recurrence(torch.autograd.Function):
         gates, hs, weight, _, _, mask, lengths, *vectors = ctx.saved_tensors
         upstream = (d.contiguous() for d in (dhs, dh, dc))  # the kernels read plain rows
         needed = ctx.needs_input_grad[-len(vectors) :]
-        given = gates, weight, ctx.cells, ctx.saved, mask, lengths, vectors, *upstream
-        dh, dc, dgates, dah, dvectors = ctx.plan.loops.backward(ctx.plan, needed, *given)
+        inputs = gates, weight, ctx.cells, ctx.saved, mask, lengths, vectors, *upstream
+        dh, dc, dgates, dah, dvectors = ctx.plan.loops.backward(ctx.plan, needed, *inputs)
         before = hs[:-1].transpose(0, 1).flatten(1, 2)  # (D, S * B, H)
         rows = dah.transpose(0, 1).flatten(1, 2).transpose(1, 2)  # (D, 4H, S * B)
         dweight = (rows @ before.to(ctx.plan.dtype)).to(weight.dtype)
@@ -209,9 +210,9 @@ def _backward(
     vectors: list[Tensor],
     *upstream: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor | None]]:
-    given = (gates, weight, cs, *saved, mask, lengths, *vectors, *upstream)
+    inputs = (gates, weight, cs, *saved, mask, lengths, *vectors, *upstream)
     loop = functools.partial(_run_backward, plan)
-    dh, dc, dz, dah, *normed = replay(_key(plan, "backward", *given), loop, *given)
+    dh, dc, dz, dah, *normed = replay(_key(plan, "backward", *inputs), loop, *inputs)
     dvectors = _vector_gradients(plan.settings, needed, gates, *saved, dz, *normed)
     return dh, dc, dah.to(dz.dtype) if plan.settings.norms_sum else dz, dah, dvectors
 
@@ -314,9 +315,9 @@ def _affine_gradients(
     sums = dy.new_empty(2, D, N)
     for d in range(D):
         for first in range(0, N, size):
-            own = (slice(None), d, slice(None), slice(first, first + size))
-            given = x[own], None if added is None else added[own], None, dy[own], None
-            sums[:, d, first : first + size] = _norm_backward(settings, True, *given)
+            part = (slice(None), d, slice(None), slice(first, first + size))
+            inputs = x[part], None if added is None else added[part], None, dy[part], None
+            sums[:, d, first : first + size] = _norm_backward(settings, True, *inputs)
     return sums[0], sums[1]
 
 
@@ -384,8 +385,8 @@ def _gates(x: Tensor, at: Tensor, weights: list[Weights], plan: CudaPlan) -> Ten
     """x (B, T, I) -> the input's part of the gates in reading order, (S, D, B, 4H)."""
     frames = torch.nn.functional.pad(x.flatten(0, 1), (0, 0, 0, 1))  # padded steps read zeros
     products = []
-    for own, w in zip(at, weights, strict=True):
-        rows = frames.index_select(0, own.flatten()).view(*own.shape, -1)  # (S, B, I)
+    for frame, w in zip(at, weights, strict=True):
+        rows = frames.index_select(0, frame.flatten()).view(*frame.shape, -1)  # (S, B, I)
         products.append(rows.to(plan.dtype) @ w.weight_ih.t().to(plan.dtype))
     gains = None if weights[0].gain_ih is None else torch.stack([w.gain_ih for w in weights])
     biases = torch.stack([w.bias_ih + w.bias_hh for w in weights])
@@ -419,8 +420,8 @@ class InputPart(torch.autograd.Function):
         sums = dgates.new_empty(2, len(products), dgates.shape[-1])
         for d, product in enumerate(products):
             gain = None if gains is None else gains[d]
-            given = product, None, gain, dgates[:, d], dproducts[d]
-            sums[:, d] = _norm_backward(settings, settings.gates == "split", *given)
+            inputs = product, None, gain, dgates[:, d], dproducts[d]
+            sums[:, d] = _norm_backward(settings, settings.gates == "split", *inputs)
         dgains = None if gains is None else sums[0]
         return None, dgains, None if settings.norms_sum else sums[1], *dproducts
 
@@ -495,4 +496,4 @@ def _vectors(weights: list[Weights]) -> list[Tensor]:
     names = ("gain_recurrent", "gain_c", "bias_c", "gain_hidden", "bias_hidden")
     gains, *of_states = ([getattr(w, name) for w in weights] for name in names)
     columns = (gains, [w.bias_ih + w.bias_hh for w in weights], *of_states)
-    return [ones if own[0] is None else torch.stack(own) for own in columns]
+    return [ones if column[0] is None else torch.stack(column) for column in columns]

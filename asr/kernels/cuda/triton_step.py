@@ -152,33 +152,33 @@ def normed_gates(gates, ah, row, H, j, real, eps, MODE: tl.constexpr, RMS: tl.co
 
 @triton.jit
 def activated(
-    gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE: tl.constexpr, RMS: tl.constexpr
+    gates, ah, gain_h, bias, row, direction, H, j, real, eps, MODE: tl.constexpr, RMS: tl.constexpr
 ):  # fmt: skip
-    """sigmoid i, sigmoid f, tanh g, sigmoid o. own: the direction, a row of the weights."""
+    """sigmoid i, sigmoid f, tanh g, sigmoid o. direction: a row of the weights."""
     if MODE == 0:
         a, b, c, d = load4(gates, row, H, j, real)
         e, f, g, h = load_product(ah, gates, row, H, j, real)
     else:
         a, b, c, d, _1, _2, _3, _4 = normed_gates(gates, ah, row, H, j, real, eps, MODE, RMS)
-        e, f, g, h = load4(gain_h, own, H, j, real)
+        e, f, g, h = load4(gain_h, direction, H, j, real)
         a, b, c, d = a * e, b * f, c * g, d * h
         if MODE == 1:
             e, f, g, h = load4(gates, row, H, j, real)
         else:
-            e, f, g, h = load4(bias, own, H, j, real)
+            e, f, g, h = load4(bias, direction, H, j, real)
     return sigmoid(a + e), sigmoid(b + f), tanh(c + g), sigmoid(d + h)
 
 
 @triton.jit
 def affine_norm(
-    x, gain, bias, own, H, j, real, eps, NORM: tl.constexpr, RMS: tl.constexpr
+    x, gain, bias, direction, H, j, real, eps, NORM: tl.constexpr, RMS: tl.constexpr
 ):  # fmt: skip
     """N(x) with gain and bias, or x; the gain, N(x) and its scale."""
     y, weight, normed, scale = x, x, x, tl.sum(x, 0)
     if NORM:
         normed, scale = norm(x, real, H, eps, RMS)
-        weight = tl.load(gain + own * H + j, real, 0.0)
-        y = normed * weight + tl.load(bias + own * H + j, real, 0.0)
+        weight = tl.load(gain + direction * H + j, real, 0.0)
+        y = normed * weight + tl.load(bias + direction * H + j, real, 0.0)
     return y, weight, normed, scale
 
 
@@ -194,22 +194,22 @@ def forward_step(
     HALF: also the next h in the dtype of h_factor, which the next product reads.
     """
     row = tl.program_id(0)
-    own = row // B
+    direction = row // B
     j = tl.arange(0, BLOCK)
     real = j < H
     at = row * H + j
     c_old = tl.load(c + at, real, 0.0)
-    i, f, g, o = activated(gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE, RMS)
+    i, f, g, o = activated(gates, ah, gain_h, bias, row, direction, H, j, real, eps, MODE, RMS)
     if DROP:
         g = g * tl.load(mask + at, real, 0.0)
     cell = tl.where(real, f * c_old + i * g, 0.0)
-    normed, _1, _2, _3 = affine_norm(cell, gain_c, bias_c, own, H, j, real, eps, NORM_C, RMS)
+    normed, _1, _2, _3 = affine_norm(cell, gain_c, bias_c, direction, H, j, real, eps, NORM_C, RMS)
     hidden = tl.where(real, o * tanh(normed if SHOW else cell), 0.0)
     tl.store(raw + at, cell, real)
     if HIDDEN:
         tl.store(raw_h + at, hidden, real)
     hidden, _1, _2, _3 = affine_norm(
-        hidden, gain_hidden, bias_hidden, own, H, j, real, eps, HIDDEN, RMS
+        hidden, gain_hidden, bias_hidden, direction, H, j, real, eps, HIDDEN, RMS
     )
     runs = s < tl.load(lengths + row % B)
     tl.store(c_next + at, tl.where(runs, normed if CARRY else cell, c_old), real)
@@ -221,12 +221,12 @@ def forward_step(
 
 @triton.jit
 def through_norm(
-    gates, ah, gain_h, row, own, H, j, real, eps, di, df, dg, do,
+    gates, ah, gain_h, row, direction, H, j, real, eps, di, df, dg, do,
     MODE: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the four pre-activations -> gradient before their norm; not in MODE 0."""
     a, b, c, d, sa, sb, sc, sd = normed_gates(gates, ah, row, H, j, real, eps, MODE, RMS)
-    wa, wb, wc, wd = load4(gain_h, own, H, j, real)
+    wa, wb, wc, wd = load4(gain_h, direction, H, j, real)
     di, df, dg, do = di * wa, df * wb, dg * wc, do * wd
     if MODE == 2:
         di, df = norm_backward(di, a, sa, real, H, RMS), norm_backward(df, b, sb, real, H, RMS)
@@ -250,7 +250,7 @@ def backward_step(
     place: the part of rows that have ended, which bypasses the product with W_h.
     """
     row = tl.program_id(0)
-    own = row // B
+    direction = row // B
     j = tl.arange(0, BLOCK)
     real = j < H
     at = row * H + j
@@ -266,15 +266,15 @@ def backward_step(
         tl.store(dhidden + at, d, real)
         hidden = tl.load(raw_h + at, real, 0.0)
         _1, weight, normed, scale = affine_norm(
-            hidden, gain_hidden, bias_hidden, own, H, j, real, eps, HIDDEN, RMS
+            hidden, gain_hidden, bias_hidden, direction, H, j, real, eps, HIDDEN, RMS
         )
         d = norm_backward(d * weight, normed, scale, real, H, RMS)
-    i, f, g, o = activated(gates, ah, gain_h, bias, row, own, H, j, real, eps, MODE, RMS)
+    i, f, g, o = activated(gates, ah, gain_h, bias, row, direction, H, j, real, eps, MODE, RMS)
     drop = 1.0
     if DROP:
         drop = tl.load(mask + at, real, 0.0)
     value, weight, normed, scale = affine_norm(
-        cell, gain_c, bias_c, own, H, j, real, eps, NORM_C, RMS
+        cell, gain_c, bias_c, direction, H, j, real, eps, NORM_C, RMS
     )
     bounded = tanh(value if SHOW else cell)
     dshown = d * o * (1 - bounded * bounded)
@@ -297,6 +297,6 @@ def backward_step(
     store4(dz, row, H, j, real, di, df, dg, do)
     if MODE != 0:
         di, df, dg, do = through_norm(
-            gates, ah, gain_h, row, own, H, j, real, eps, di, df, dg, do, MODE, RMS
+            gates, ah, gain_h, row, direction, H, j, real, eps, di, df, dg, do, MODE, RMS
         )
     store4(dah, row, H, j, real, di, df, dg, do)
