@@ -21,7 +21,7 @@ from asr.analysis.curves import read_scalars
 from asr.analysis.runs import VALID
 from asr.analysis.wer import Score
 from asr.arguments import key_of
-from asr.config.loader import read_recipe
+from asr.config.loader import default_run, read_recipe
 from asr.config.schema import Recipe
 from asr.errors import EXIT_STOPPED, UserError, check_list
 from asr.inference import evaluation
@@ -128,20 +128,24 @@ def train(
 ) -> Run:
     """Train the model that a recipe describes; -> its run.
 
-    recipe: a YAML file or the name of a shipped recipe (`demo`), whose keys `overrides` change
-    (`model.listener.norm=none`). run: the run's folder, by default runs/ and the recipe's `run`.
+    recipe: a YAML file, the name of a shipped recipe (`demo`) or a run folder, whose keys
+    `overrides` change (`model.listener.norm=none`). run: the run's folder, by default that run
+    folder, or runs/ and the recipe's `run`.
     resume: continue from the last checkpoint, if there is one; a finished run returns at once.
     force: resume although recipe or data changed.
 
     SIGINT (a notebook's stop button) finishes the step and saves; then KeyboardInterrupt is raised.
     Raises UserError as asr.train does.
     """
-    if not isinstance(recipe, Recipe):
-        recipe = read_recipe(Path(recipe), overrides)
-    elif overrides:
-        raise UserError("overrides are for a recipe file: give its path, or change the recipe")
-    folder = Path(run) if run is not None else Path("runs") / recipe.run
-    code = trainer.train(recipe, folder, resume, force, set(map(key_of, overrides)))
+    if isinstance(recipe, Recipe):
+        if overrides:
+            raise UserError("overrides are for a recipe file: give its path, or change the recipe")
+        settings, folder = recipe, Path("runs") / recipe.run
+    else:
+        settings = read_recipe(recipe, overrides)
+        folder = default_run(recipe, settings)
+    folder = folder if run is None else Path(run)
+    code = trainer.train(settings, folder, resume, force, set(map(key_of, overrides)))
     if code == EXIT_STOPPED:
         raise KeyboardInterrupt(f"{folder}: training was stopped and saved; resume=True continues")
     return Run(folder)

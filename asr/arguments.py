@@ -7,6 +7,7 @@ import argparse
 import errno
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ EXAMPLES = {
     },
 }
 MODULES = "python -m asr."
+RECIPE_KEY_FLAG = re.compile(r"--(\w+(?:\.\w+)+|seed)\b")
 CONSOLE = "layernorm-asr"
 
 
@@ -81,7 +83,8 @@ class CommandParser(argparse.ArgumentParser):
         if self.completing:
             raise Completing(self)
         args = self.parse_intermixed_args()
-        check_overrides(getattr(args, "overrides", []))
+        if overrides := getattr(args, "overrides", None):
+            args.overrides = last_of_each(overrides)
         return args
 
     def parse_args(self, *args: Any, **options: Any) -> argparse.Namespace:
@@ -100,6 +103,8 @@ class CommandParser(argparse.ArgumentParser):
         """Raise UserError, without the usage lines."""
         # parse_intermixed_args lists them as required.
         message = message.replace(", key.path=value", "")[:LONGEST]
+        if dashed := RECIPE_KEY_FLAG.search(message):
+            raise UserError(f"{dashed[0]}: drop the --: keys of a recipe are {dashed[1]}=VALUE")
         raise UserError(f"{message}; {self.prog} --help lists the arguments")
 
 
@@ -124,13 +129,16 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].strip()
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise UserError for a key that is given twice."""
-    seen = set()
-    for key in map(key_of, overrides):
-        if key in seen:
-            raise UserError(f"command line: {key[:LONGEST]}: given twice; remove one of them")
-        seen.add(key)
+def last_of_each(overrides: Sequence[str]) -> list[str]:
+    """The last override of every key, with a note on each that a later one replaces.
+
+    Scripts add keys after those of a base command.
+    """
+    last = {key_of(text): text for text in overrides}
+    for text in overrides:
+        if text != (kept := last[key_of(text)]):
+            print(f"note: {kept[:LONGEST]} replaces {text[:LONGEST]}", file=sys.stderr)
+    return list(last.values())
 
 
 # Types of arguments, for argparse.

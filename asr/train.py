@@ -17,7 +17,8 @@ def main() -> int:
         "Several GPUs: torchrun --nproc-per-node N -m -- asr.train RECIPE --run DIR; without the --"
         " torchrun takes --run for its own --run-path.",
     )
-    parser.add_argument("recipe", type=Path, help="a recipe, or the name of a shipped one: demo")
+    recipe = "a recipe, the name of a shipped one (demo), or a run folder, to resume that run"
+    parser.add_argument("recipe", type=Path, help=recipe)
     parser.add_overrides()
     parser.add_argument("--run", type=Path, help="run folder (default: runs/ + the recipe's run)")
     parser.add_argument(
@@ -26,11 +27,11 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="resume although the recipe changed")
     args = parser.parse()
     # Imported here, since torch takes seconds, which --help need not wait.
-    from asr.config.loader import read_recipe
+    from asr.config.loader import default_run, read_recipe
     from asr.training.trainer import train
 
     recipe = read_recipe(args.recipe, args.overrides)
-    run = args.run or Path("runs") / recipe.run
+    run = args.run or default_run(args.recipe, recipe)
     return train(recipe, run, args.resume, args.force, set(map(key_of, args.overrides)))
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from asr.arguments import CommandParser, check_overrides, positive, run_folder
+from asr.arguments import CommandParser, call_of, last_of_each, positive, run_folder
 from asr.errors import UserError, one_line, run_command
 from asr.io import atomic_write
 
@@ -33,6 +33,11 @@ def main() -> int:
     files, overrides = split_arguments(args.audio)
     if args.list:
         return transcribe_list(args, files, overrides)
+    if args.run.is_file() and args.run.suffix != ".yaml":
+        raise UserError(
+            f"{args.run}: a file; the run comes first, then the audio: {call_of('transcribe')} RUN "
+            f"{args.run}"
+        )
     if not files:
         raise UserError("no audio: name files, folders, - or --list FILES")
     from asr.inference.recognition import Recognizer
@@ -156,8 +161,7 @@ def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """Files, each once, and overrides: KEY.PATH=..., unless it is a file's name."""
     overrides = [text for text in arguments if OVERRIDE.match(text) and not is_there(text)]
     files = dict.fromkeys(Path(text) for text in arguments if text not in overrides)
-    check_overrides(overrides)
-    return list(files), overrides
+    return list(files), last_of_each(overrides)
 
 
 def is_there(name: str) -> bool:

@@ -116,11 +116,42 @@ def test_a_flag_is_not_shortened(line, refused):
     assert "unrecognized arguments: " in refused(*line)
 
 
-@pytest.mark.parametrize("command", [train, recipe, evaluate, export, prune, transcribe])
-def test_an_override_is_given_once(command, refused):
-    more = ["decode.beam=2", "seed=1", "decode.beam=3"]
-    line = refused(command, *COMMANDS[command], *more)
-    assert line == "command line: decode.beam: given twice; remove one of them"
+def test_the_last_of_equal_keys_wins_with_a_note(commands):
+    code, out, err = commands(recipe, "demo", "decode.beam=2", "seed=1", "decode.beam=3", "seed=1")
+    assert code == 0 and "  beam: 3\n" in out
+    assert err == "note: decode.beam=3 replaces decode.beam=2\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--model.listener.norm=ba"], "model.listener.norm"),
+        (["--train.steps", "5"], "train.steps"),
+        (["decode.beam=3", "--seed=2"], "seed"),
+    ],
+)
+def test_a_key_of_the_recipe_is_no_flag(flags, key, refused):
+    assert (
+        refused(train, "r.yaml", *flags)
+        == f"--{key}: drop the --: keys of a recipe are {key}=VALUE"
+    )
+
+
+def test_audio_before_the_run(tmp_path, commands):
+    (tmp_path / "my.wav").touch()
+    line = commands.refused(transcribe, tmp_path / "my.wav", "conformer")
+    assert line == (
+        f"{tmp_path}/my.wav: a file; the run comes first, then the audio: python -m asr.transcribe "
+        f"RUN {tmp_path}/my.wav"
+    )
+
+
+def test_a_run_is_suggested_for_its_name(refused, tmp_path, monkeypatch, commands):
+    (tmp_path / "runs" / "cv").mkdir(parents=True)
+    (tmp_path / "runs" / "cv" / "recipe.yaml").write_text("task: speech\n")
+    monkeypatch.chdir(tmp_path)
+    line = commands.refused(train, "cv")
+    assert line == "cv: there is no such recipe. Did you mean runs/cv?"
 
 
 @pytest.mark.parametrize(

@@ -444,7 +444,11 @@ def test_audio_outside_the_manifest_s_folder_needs_an_option(tiny, commands, tmp
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("tset", "--split tset: neither a manifest (.tsv) nor one of train, valid, test"),
+        (
+            "tset",
+            "--split tset: the run has train, valid, test; name one of them, or set "
+            "data.test={tset: MANIFEST.tsv}",
+        ),
         ("none.tsv", "none.tsv: cannot be read: No such file or directory"),
     ],
 )

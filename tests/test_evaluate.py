@@ -156,7 +156,10 @@ def test_a_run_trained_without_speakers_can_be_decoded_by_speaker(
         (["features.mvn=global"], "features.mvn = global: its model was trained with utterance"),
         (["features.mvn_variance=false"], "features.mvn_variance = False: its model was trained"),
         (["features={mel_bins: 13}"], "features.mel_bins = 13: its model was trained with 11"),
-        (["text.kind=bpe", "text.size=9"], r"text.kind = bpe: .* another run \(1 more like it\)"),
+        (["text.kind=bpe", "text.size=9"], "text.kind = bpe: .* another run"),
+        (["train.steps=3"], "train.steps = 3: has an effect in training only"),
+        (["model.listener.dropout=0.3"], "model.listener.dropout = 0.3: has an effect in training"),
+        (["seed=7"], "seed = 7: has an effect in training only"),
         (["model.listener.norm=none"], "model.listener.norm = none: its model was trained with ba"),
         (["model.kind=transformer"], "model.kind = transformer: its model was trained with las"),
     ],
@@ -179,9 +182,14 @@ def test_what_a_model_was_trained_with_stays(more, message, tiny_run, commands, 
 
 def test_what_may_differ_from_training(tiny_run):
     same = "features.sample_rate=8000", "features.mel_bins=11", "model.kind=las"
-    of_training = "features.noise=null", "model.listener.dropout=0", "train.precision=bf16"
-    later = "features.mvn=speaker", "model.speller.backend=python", "features.dither=1"
-    recognizer = Recognizer.load(tiny_run, [*same, *of_training, *later, "data.max_seconds=3"])
+    later = (
+        "train.precision=bf16",
+        "train.threads=1",
+        "features.mvn=speaker",
+        "model.speller.backend=python",
+        "features.dither=1",
+    )
+    recognizer = Recognizer.load(tiny_run, [*same, *later, "data.max_seconds=3"])
     assert recognizer.front_end.norm.kind == "speaker" and recognizer.max_segment_seconds == 3.0
 
 

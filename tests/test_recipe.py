@@ -581,7 +581,6 @@ def test_a_long_chain_of_bases(tmp_path, read):
     ("line", "message"),
     [
         (["none.yaml"], "error: none.yaml: there is no such recipe."),
-        (["r.yaml", "seed=2", "seed=2"], "error: command line: seed: given twice"),
         (["r.yaml", "seed=x"], "error: command line: seed = 'x': should be a valid integer"),
         ([], "give one of RECIPE"),
     ],

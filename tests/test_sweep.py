@@ -69,7 +69,7 @@ def test_names_are_folders_whatever_the_values(tiny):
         (["seed=1", "seed=2"], "seed: given twice"),
         (["run=a,b"], "a sweep names its runs"),
         (["seed=1,2", "model.listener.hidden=5,-3"], "(of seed=1 model.listener.hidden=-3)"),
-        (["seed=1,2", "--evaluate", "tset"], "--split tset: neither a manifest"),
+        (["seed=1,2", "--evaluate", "tset"], "--split tset: the run has train, valid"),
         (["decode.beam=1,4"], "would train the same model 2 times"),
         (["seed=1", "--jobs", "0"], "argument --jobs: '0' is not a whole number from 1 up"),
         (["seed=1", "--jobs", "-0"], "argument --jobs: '-0' is not a whole number from 1 up"),

@@ -56,10 +56,19 @@ class RecipeError(UserError):
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file with its bases and the command line's `key.path=value` overrides.
 
-    A shipped recipe can be given by name: `demo`. Raises RecipeError with one line on any mistake.
+    path: a file, the name of a shipped recipe (`demo`), or a run folder, whose recipe is read.
+    Raises RecipeError with one line on any mistake.
     """
     path = find_recipe(Path(path), Path())
+    if (path / "recipe.yaml").is_file():
+        path /= "recipe.yaml"
     return _overridden(_with_bases(path), overrides, str(path))
+
+
+def default_run(path: Path | str, recipe: Recipe) -> Path:
+    """The folder to train in: `path` if it is a run folder, else runs/ and the recipe's `run`."""
+    path = Path(path)
+    return path if (path / "recipe.yaml").is_file() else Path("runs") / recipe.run
 
 
 def override(recipe: Recipe, overrides: Iterable[str], source: str) -> Recipe:
@@ -245,6 +254,8 @@ def _load(path: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
         near = [str(path.parent / name) for name in near]
         near += difflib.get_close_matches(path.stem, recipe_names(), n=1, cutoff=0.7)
+        below = Path("runs") / path
+        near = [str(below), *near] if (below / "recipe.yaml").is_file() else near
         hint = f" Did you mean {near[0]}?" if near else ""
         raise RecipeError(f"{path}: there is no such recipe.{hint}") from None
     except OSError as error:

@@ -656,18 +656,24 @@ STAGE_KEYS = {
 }  # fmt: skip
 
 
-# What else of a trained model's sections may differ when it is decoded.
-TRAINED = ("features", "text", "model")
-LATER_KEYS = {*STAGE_KEYS["features"], *STAGE_KEYS["model"], "dither", "backend"}
+# Keys that a trained run may be decoded with other values of, besides decode and data.
+LATER_KEYS = {"train.device", "train.threads", "train.precision", "features.dither"}
 LATER_MVN = {"utterance", "speaker"}  # the same statistics, over less or more speech
+OF_TRAINING = TRAINING_ONLY_FEATURES | {*STAGE_KEYS["model"]}
 
 
-def may_differ_later(key: str, trained: Any, now: Any) -> bool:
-    """Whether a run that was trained with one value of a key can be decoded with another."""
+def unusable_later(key: str, trained: Any, now: Any) -> str | None:
+    """Why a run that was trained with one value of a key is not decoded with another; None if it
+    may be.
+    """
     section, *rest = key.split(".")
-    if section not in TRAINED or LATER_KEYS & set(rest):
-        return True
-    return key == "features.mvn" and {trained, now} <= LATER_MVN
+    if section in ("decode", "data") or key in LATER_KEYS or rest[-1:] == ["backend"]:
+        return None
+    if key == "features.mvn" and {trained, now} <= LATER_MVN:
+        return None
+    if section not in ("features", "text", "model") or OF_TRAINING & set(rest):
+        return "has an effect in training only"
+    return f"its model was trained with {trained}, and fits no other value"
 
 
 def _check_stage_keys(changes: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:

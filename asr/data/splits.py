@@ -46,7 +46,8 @@ def load_split(data: DataConfig, name: str) -> Corpus:
         return load_split_manifest(data, splits[name], role)
     if name.endswith(".tsv"):
         return read_manifest(Path(name), data.allow_outside_audio)
-    raise UserError(f"--split {name}: neither a manifest (.tsv) nor one of {', '.join(splits)}")
+    remedy = f"name one of them, or set data.test={{{name}: MANIFEST.tsv}}"
+    raise UserError(f"--split {name}: the run has {', '.join(splits)}; {remedy}")
 
 
 def check_result_name(data: DataConfig, split: str, name: str) -> None:

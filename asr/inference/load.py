@@ -16,7 +16,7 @@ from asr.config.schema import (
     DecodeConfig,
     SpeechRecipe,
     TextConfig,
-    may_differ_later,
+    unusable_later,
 )
 from asr.data.tokenizer import Tokenizer, checkpoint_metadata, load_tokenizer
 from asr.decoding.fusion import load_ngrams
@@ -58,19 +58,11 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
 
 
 def _check_later(run: Path, trained: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError where a key has changed that must be as in training."""
-    changed = [
-        key
-        for key in {**trained, **now}
-        if trained.get(key) != now.get(key)
-        and not may_differ_later(key, trained.get(key), now.get(key))
-    ]
-    if changed:
-        key, more = changed[0], f" ({len(changed) - 1} more like it)" if changed[1:] else ""
-        raise UserError(
-            f"{run}: {key} = {now.get(key)}: its model was trained with {trained.get(key)}, and "
-            f"fits no other value; remove it, or train another run{more}"
-        )
+    """Raise UserError where a key has changed that must be as in training, or is of training."""
+    for key in {**trained, **now}:
+        before, after = trained.get(key), now.get(key)
+        if before != after and (reason := unusable_later(key, before, after)):
+            raise UserError(f"{run}: {key} = {after}: {reason}; remove it, or train another run")
 
 
 def load_run_front_end(run: Path, recipe: SpeechRecipe) -> FrontEnd:

@@ -262,10 +262,10 @@ def _checked_weights(
     path = checkpoint.folder / WEIGHTS
     try:
         with _open_weights(path) as file:
-            metadata = file.metadata() or {}
+            stored = file.metadata() or {}
             for name, value in metadata.items():
-                if metadata.get(name) != value:
-                    was = str(metadata.get(name))[:80]
+                if stored.get(name) != value:
+                    was = str(stored.get(name))[:80]
                     raise UserError(f"{path}: of another {name} ({was}, here {value})")
             _check_shapes(module, {name: file.get_slice(name) for name in file.keys()}, path)  # noqa: SIM118
             yield file
