@@ -29,27 +29,40 @@ from asr.features.sound import (
 def from_samples(
     samples: np.ndarray | Tensor, rate: float, sample_rate: int, name: str = "the waveform"
 ) -> Tensor:
-    """Samples in memory, (S,) or (S, C) at `rate` -> (S',) float32 in [-1, 1] at `sample_rate`.
+    """Samples in memory, (S,), (S, C) or (C, S) at `rate` -> (S',) float32 at `sample_rate`.
 
-    Channels are averaged; values over full scale are clipped after resampling, which overshoots at
-    sharp edges. Raises AudioError, beginning with `name`, for samples that are empty, not finite,
-    of another shape, fewer than channels, or not scaled to [-1, 1]; and for a rate that is not
+    Floats are in [-1, 1]; integers are divided by their type's full scale. Of two axes the longer
+    one is time. Channels are averaged; values over full scale are clipped after resampling, which
+    overshoots at sharp edges. Raises AudioError, beginning with `name`, for samples that are empty,
+    not finite, of another shape or type, or not scaled to [-1, 1]; and for a rate that is not
     whole.
     """
     rate = whole_rate(rate, name)
-    array = samples.numpy(force=True) if isinstance(samples, Tensor) else samples
-    waveform = torch.from_numpy(np.array(array, dtype=np.float32))
+    waveform = _as_floats(samples, name)
     shape = tuple(waveform.shape)
     if len(shape) not in (1, 2):
         raise AudioError(f"{name}: expected shape (samples,) or (samples, channels), got {shape}")
     if not math.prod(shape):
         raise NoSamples(f"{name}: no audio, 0 samples")
-    if shape[1:] > shape[:1]:  # a transposed array, whose mean over time would be silence
-        meaning = f"shape {shape} would be {shape[0]} samples of {shape[1]} channels"
-        raise AudioError(f"{name}: {meaning}; pass (samples, channels), so .T of this one")
     check_values(waveform, name)
-    mono = waveform if waveform.ndim == 1 else waveform.mean(dim=1)
-    return resample(mono, rate, sample_rate).clamp(-1.0, 1.0)
+    if waveform.ndim == 2:
+        waveform = waveform.mean(dim=0 if shape[0] < shape[1] else 1)
+    return resample(waveform, rate, sample_rate).clamp(-1.0, 1.0)
+
+
+def _as_floats(samples: np.ndarray | Tensor, name: str) -> Tensor:
+    """Samples as float32, integers in [-1, 1]."""
+    if isinstance(samples, Tensor):
+        samples = samples.float() if samples.is_floating_point() else samples
+        samples = samples.numpy(force=True)
+    if samples.dtype.kind == "f":
+        return torch.from_numpy(np.array(samples, dtype=np.float32))
+    if samples.dtype.kind not in "iu" or samples.dtype.itemsize > 4:
+        # int64 is what lists and most operators give, whatever scale the samples have.
+        raise AudioError(f"{name}: {samples.dtype} samples; give int16, or floats in [-1, 1]")
+    half = 2.0 ** (8 * samples.dtype.itemsize - 1)
+    centre = half if samples.dtype.kind == "u" else 0.0
+    return torch.from_numpy(((samples - centre) / half).astype(np.float32))
 
 
 def read_audio(

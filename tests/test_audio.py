@@ -160,11 +160,31 @@ def test_samples_in_memory_are_processed_like_files():
         from_samples(np.zeros((2, 3, 5)), 16_000, RATE)
 
 
-def test_channels_before_samples_are_refused_with_the_remedy():
+@pytest.mark.parametrize(
+    ("dtype", "subtype"), [("uint8", "PCM_U8"), ("int16", "PCM_16"), ("int32", "PCM_32")]
+)
+def test_integers_are_scaled_as_in_a_file(dtype, subtype, tmp_path):
+    bounds = np.iinfo(dtype)
+    samples = np.linspace(bounds.min, bounds.max, 997).astype(dtype)
+    as_written = samples.astype(np.int16) - 128 if dtype == "uint8" else samples
+    as_written = (as_written * 256).astype(np.int16) if dtype == "uint8" else as_written
+    soundfile.write(tmp_path / "a.wav", as_written, RATE, subtype=subtype)
+    expected = read_audio(tmp_path / "a.wav", RATE)
+    torch.testing.assert_close(from_samples(samples, RATE, RATE), expected, atol=1e-7, rtol=0)
+    torch.testing.assert_close(
+        from_samples(torch.tensor(samples), RATE, RATE), expected, atol=1e-7, rtol=0
+    )
+    for unknown in ("int64", "bool", "complex64", "object"):
+        with pytest.raises(AudioError, match=f"{unknown} samples; give int16"):
+            from_samples(samples.astype(unknown), RATE, RATE)
+
+
+def test_the_longer_axis_is_time():
     stereo = sines(16_000, 2)
-    with pytest.raises(AudioError, match=r"the waveform: shape \(2, 11680\) .*; pass .* \.T"):
-        from_samples(stereo.T, 16_000, RATE)
-    np.testing.assert_allclose(from_samples(stereo.T.T, 16_000, RATE), stereo.mean(1), atol=1e-6)
+    for same in (stereo, stereo.T):
+        np.testing.assert_allclose(from_samples(same, 16_000, RATE), stereo.mean(1), atol=1e-6)
+    half = torch.tensor(stereo[:, 0]).bfloat16()
+    assert from_samples(half[None], RATE, RATE).tolist() == half.tolist()
     assert from_samples(np.full((1, 1), 0.5), 16_000, RATE).tolist() == [0.5]
     for empty in (np.zeros((0, 2)), np.zeros((2, 0))):  # such as the first block of a stream
         with pytest.raises(NoSamples):

@@ -108,10 +108,18 @@ def test_samples_need_their_rate_and_shape():
     samples, _ = spoken(["abc"], 0.3)
     recognizer = tone_recognizer()
     stereo = np.stack([samples, samples], axis=1)
-    assert recognizer(samples, float(RATE)).text == recognizer(stereo, RATE).text == "abc"
-    for wrong, rate in ((stereo.T, RATE), (samples, 0)):
+    of_hugging_face = {"array": samples, "sampling_rate": RATE}
+    for same in (samples, stereo, stereo.T, torch.tensor(samples)[None], of_hugging_face):
+        rate = None if same is of_hugging_face else float(RATE)
+        assert recognizer(same, rate) == recognizer(samples, RATE)
+    for wrong, rate in ((samples[None, None], RATE), (samples, 0), (samples > 0, RATE)):
         with pytest.raises(AudioError, match="the waveform: "):
             recognizer(wrong, rate)
+    for wrong in (7, {"array": samples}, [0.0, 0.1], {"path": "a.wav", "bytes": None}):
+        with pytest.raises(UserError, match=r"audio of type \w+: give a path"):
+            recognizer(wrong, RATE)
+    with pytest.raises(UserError, match="sample_rate=16000, but"):
+        recognizer({"array": samples, "sampling_rate": 44100}, 16000)
     # At 44.1 kHz, say, but taken for the model's rate, they would give a wrong text.
     with pytest.raises(AudioError, match=f"sample_rate={RATE}"):
         recognizer(samples)

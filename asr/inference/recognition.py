@@ -8,12 +8,12 @@ Shapes: B utterances, S samples, T memory frames, U tokens, V vocabulary.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +43,9 @@ from asr.inference.transcript import Transcript, merge_segments, timed_transcrip
 from asr.training.distributed import choose_device
 from asr.training.oom import SHAPES_DECODING, limit_onednn_cache, release_device_memory
 
-Audio = str | os.PathLike[str] | np.ndarray | Tensor  # a path, or samples (S,) or (S, channels)
+# A path; samples (S,), (S, C) or (C, S); or samples with their rate, as Hugging Face has them:
+# {"array": samples, "sampling_rate": Hz}.
+Audio = str | os.PathLike[str] | np.ndarray | Tensor | Mapping[str, Any]
 
 MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
 FEWEST_FRAMES = 10  # of features: 0.1 s has no word, but a model gives a letter for it
@@ -93,7 +95,8 @@ class Recognizer:
         return cls(model, tokenizer, front_end, decode, seconds, lm, steps, ensemble)
 
     def __call__(self, audio: Audio, sample_rate: float | None = None) -> Transcript:
-        """The transcript of a file, or of samples in -1 to 1, (S,) or (S, channels).
+        """The transcript of a file, or of samples (S,), (S, C) or (C, S), floats in -1 to 1 or
+        integers; or of {"array": samples, "sampling_rate": Hz}.
 
         sample_rate: of the samples, in Hz. Raises AudioError for a file or samples that cannot be
         read. Audio without speech, or shorter than `min_seconds`, gives an empty text.
@@ -108,11 +111,11 @@ class Recognizer:
 
         Each is as for a call of the model; all samples have the same rate.
         """
-        if isinstance(audios, str | os.PathLike | np.ndarray | Tensor):
+        if isinstance(audios, str | os.PathLike | np.ndarray | Tensor | Mapping):
             raise UserError(
                 "transcribe takes a list, [AUDIO, ...]; call the model for one: m(AUDIO)"
             )
-        recordings = (Recording(audio, sample_rate=sample_rate) for audio in audios)
+        recordings = (_recording(audio, sample_rate) for audio in audios)
         return [self._transcript(each) for each in decode_stream(self, recordings, transcripts)]
 
     def transcribe_files(
@@ -137,6 +140,13 @@ class Recognizer:
             if isinstance(model, nn.Module):  # n-grams are on no device
                 model.to(device)
         return self
+
+    def __repr__(self) -> str:
+        kind, size = type(self.model).__name__, sum(p.numel() for p in self.model.parameters())
+        device = next(self.model.parameters()).device
+        return (
+            f"Recognizer({kind}, {size / 1e6:.1f} M parameters, {device}, beam {self.decode.beam})"
+        )
 
     @property
     def min_seconds(self) -> float:
@@ -224,6 +234,20 @@ class Recording(Generic[Result]):
     def is_finished(self) -> bool:
         """Whether nothing will change it any more."""
         return self.fault is not None or (self.complete and not self.undecoded)
+
+
+def _recording(audio: Audio, sample_rate: float | None) -> Recording:
+    """Audio to decode. Raises UserError for what is neither a path nor samples."""
+    if isinstance(audio, str | os.PathLike | np.ndarray | Tensor):
+        return Recording(audio, sample_rate=sample_rate)
+    try:  # not only of mappings: Hugging Face's decoders of audio have these keys, too
+        samples, rate = np.asarray(audio["array"]), float(audio["sampling_rate"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        wanted = 'a path, an array of samples, or {"array": samples, "sampling_rate": Hz}'
+        raise UserError(f"audio of type {type(audio).__name__}: give {wanted}") from None
+    if sample_rate not in (None, rate):
+        raise UserError(f"sample_rate={sample_rate:g}, but the audio's sampling_rate is {rate:g}")
+    return Recording(samples, sample_rate=rate)
 
 
 class _Part(NamedTuple):

@@ -18,7 +18,7 @@ from asr.decoding.scorer import Hypothesis
 from asr.decoding.segmentation import LOWEST, QUIET, SILENT, Segment, merge_words
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Transcript:
     """Recognised text. All times are seconds from the start of the audio.
 
@@ -33,6 +33,9 @@ class Transcript:
     words: tuple[TimedWord, ...] = ()
     seconds: float = 0.0  # of audio
     level: float = LOWEST  # of its loudest 10 ms in dB of full scale, their mean removed
+
+    def __repr__(self) -> str:
+        return f"Transcript({self.text!r}, {self.seconds:.2f} s, score {self.score:.2f})"
 
 
 EMPTY_TRANSCRIPT = Transcript("", 0.0, ())
