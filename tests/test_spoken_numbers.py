@@ -24,10 +24,11 @@ from asr.data.importers.spoken_numbers import (
     cardinal,
     phrases,
     prepare,
+    sound_without_speech,
 )
 from asr.errors import UserError
 
-SPLITS = {"train": 7, "valid": 3, "test": 5}
+SPLITS = {"train": 40, "valid": 3, "test": 5}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_no_voice_is_in_two_splits():
 
 def test_splits_share_neither_phrase_nor_speaker(corpus):
     made = {split: read_manifest(corpus / f"{split}.tsv") for split in SPLITS}
-    assert {split: len(c) for split, c in made.items()} == SPLITS
+    assert {split: len(c) for split, c in made.items()} == SPLITS | {"train": 41}
     for one, other in combinations(made.values(), 2):
         assert not set(one.texts) & set(other.texts)
         assert not set(one.speakers) & set(other.speakers)
@@ -110,10 +111,20 @@ def test_the_audio_matches_the_manifest(corpus):
             samples, rate = soundfile.read(utterance.audio)
             assert rate == 16000 and samples.ndim == 1 and utterance.audio.suffix == ".flac"
             assert len(samples) / rate == pytest.approx(utterance.seconds, abs=1e-3)
+            if not utterance.text:
+                continue
             # There is speech, with a plausible duration for the text, and no clipping.
             assert 0.05 < np.abs(samples).max() < 0.95
             assert 0.02 < utterance.seconds / len(utterance.text) < 0.3
             assert samples.std() > 10 * np.sort(np.abs(samples))[len(samples) // 20]
+
+
+def test_one_training_utterance_in_forty_one_has_no_speech(corpus):
+    silent = [u for split in SPLITS for u in read_manifest(corpus / f"{split}.tsv") if not u.text]
+    assert [(u.id, u.speaker) for u in silent] == [("train-noise-00000", "noise")]
+    for seed in range(20):
+        samples = sound_without_speech(np.random.default_rng(seed))
+        assert 16_000 <= len(samples) < 96_000 and 0.005 < np.abs(samples).max() < 0.95
 
 
 def test_the_example_is_a_test_utterance(corpus):

@@ -2,7 +2,9 @@
 
 "SEVEN OH TWO FIVE", "FOUR HUNDRED AND SEVEN", "NINETEEN EIGHTY FOUR", "TWELVE POINT OH FIVE", each
 with a little noise, silence and gain. No phrase and no speaker occurs in two splits. A speaker is
-an accent, which splits share, with a voice variant (throat and pitch), which they do not.
+an accent, which splits share, with a voice variant (throat and pitch), which they do not. One
+training utterance for SPEECH_PER_NOISE others has no speech and no text: a model that has never
+been trained on noise gives a text for it.
 
 The engine is eSpeak NG from the wheel `espeakng-loader` (extra `demo`), called through ctypes; its
 C interface is espeak-ng's speak_lib.h. Its output varies slightly, so two corpora of one seed have
@@ -108,8 +110,9 @@ def _short(data: Path) -> Path:
 
 
 SAMPLE_RATE = 16000
-VERSION = 1  # raised whenever the same settings would give another corpus
+VERSION = 2  # raised whenever the same settings would give another corpus
 STAMP = "corpus.json"
+SPEECH_PER_NOISE = 40  # training utterances with speech for one without
 
 # fmt: off
 ACCENTS = ("en-us", "en-us-nyc", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbclan",
@@ -186,6 +189,7 @@ def _build(folder: Path, counts: dict[str, int], seed: int) -> None:
     texts = phrases(draw)
     # One stream of phrases without repeats for all splits, so that none is shared.
     scripts = {split: assign(split, count, texts, draw) for split, count in counts.items()}
+    scripts["train"] += speechless(counts["train"] // SPEECH_PER_NOISE, draw)
     jobs = [(script, folder / split) for split in counts for script in scripts[split]]
     for split in counts:
         (folder / split).mkdir()
@@ -219,6 +223,14 @@ def assign(split: str, count: int, texts: Iterator[str], draw: random.Random) ->
             pitch=draw.randint(30, 70),
             seed=draw.getrandbits(32),
         )
+        for number in range(count)
+    ]
+
+
+def speechless(count: int, draw: random.Random) -> list[Script]:
+    """Training utterances without speech, of a speaker "noise"."""
+    return [
+        Script(f"train-noise-{number:05d}", "noise", "", 0, 0, draw.getrandbits(32))
         for number in range(count)
     ]
 
@@ -281,10 +293,14 @@ def _engine() -> tuple[Engine, Resample]:
 def _record(job: tuple[Script, Path]) -> Utterance:
     script, folder = job
     engine, resample = _engine()
-    text, rate = script.text.lower(), script.words_per_minute
-    spoken = engine.synthesise(text, script.voice, rate, script.pitch)
-    speech = resample(torch.from_numpy(spoken / np.float32(32768))).numpy()
-    samples = add_silence_and_noise(speech, np.random.default_rng(script.seed))
+    draw = np.random.default_rng(script.seed)
+    if script.text:
+        text, rate = script.text.lower(), script.words_per_minute
+        spoken = engine.synthesise(text, script.voice, rate, script.pitch)
+        speech = resample(torch.from_numpy(spoken / np.float32(32768))).numpy()
+        samples = add_silence_and_noise(speech, draw)
+    else:
+        samples = sound_without_speech(draw)
     path = folder / f"{script.id}.flac"
     content = BytesIO()  # written by Python, whose errors name their cause, as a full disk
     soundfile.write(content, samples, SAMPLE_RATE, subtype="PCM_16", format="FLAC")
@@ -302,4 +318,23 @@ def add_silence_and_noise(speech: np.ndarray, draw: np.random.Generator) -> np.n
     noise = draw.standard_normal(len(quiet)) * speech.std() * 10 ** (-draw.uniform(15, 40) / 20)
     mixed = quiet + noise
     peak = 10 ** (draw.uniform(-20, -1) / 20)
+    return (mixed * peak / np.abs(mixed).max()).astype(np.float32)
+
+
+def sound_without_speech(draw: np.random.Generator) -> np.ndarray:
+    """(S,) 1 to 6 s of coloured noise, a hum or tones, or both, steady or switched on and off."""
+    t = np.arange(draw.integers(SAMPLE_RATE, 6 * SAMPLE_RATE)) / SAMPLE_RATE
+    spectrum = np.fft.rfft(draw.standard_normal(len(t)))
+    spectrum /= np.arange(1, len(spectrum) + 1) ** draw.uniform(0, 1)  # white to brown
+    noise = np.fft.irfft(spectrum, len(t))
+    tones = np.zeros(len(t))
+    for hertz in np.exp(draw.uniform(np.log(40), np.log(2000), size=draw.integers(1, 4))):
+        for harmonic in range(1, draw.integers(2, 7)):
+            tones += np.sin(2 * np.pi * hertz * harmonic * t + draw.uniform(0, 7)) / harmonic
+    share = draw.choice([0.0, 1.0, draw.uniform()])
+    mixed = share * noise / noise.std() + (1 - share) * tones / tones.std()
+    if draw.random() < 0.5:  # bursts, 1 to 8 a second
+        phase = np.mod(t * draw.uniform(1, 8), 1)
+        mixed *= np.exp(-phase * draw.uniform(0, 10)) * (phase < draw.uniform(0.1, 1))
+    peak = 10 ** (draw.uniform(-40, -1) / 20)
     return (mixed * peak / np.abs(mixed).max()).astype(np.float32)
