@@ -433,15 +433,34 @@ def test_fine_tuning_keeps_the_vocabulary(tiny, tiny_run, commands, tmp_path):
     write_manifest(manifest, [replace(u, text=u.text.replace("c", "x")) for u in corpus])
     more = [f"train.init={tiny_run}", f"data.train={manifest}", "train.steps=1"]
     code, out, err = commands(train, tiny, "--run", tmp_path, *more)
-    assert code == 0 and "is kept" not in out, err
+    assert code == 0 and "is used, not" not in out, err
     old, new = (load_tokenizer(run).fingerprint() for run in (tiny_run, tmp_path))
     assert old == new
+
+
+def test_the_run_folder_has_the_vocabulary_that_is_used(tiny, commands, tmp_path):
+    """The text has fewer pieces than the recipe asks for; both recipes resume the run."""
+    bpe = "text.kind=unigram", "text.size=500", "train.steps=1"
+    code, out, err = commands(train, tiny, "--run", tmp_path, *bpe)
+    size = load_tokenizer(tmp_path).size
+    line = f"text.size = {size} is used, not 500: the training text has no more pieces\n"
+    assert code == 0 and line in out, err
+    text = read_recipe(tmp_path / "recipe.yaml").text
+    assert (text.kind, text.size) == ("unigram", size) and size < 500
+    for again in ([tmp_path], [tiny, "--run", tmp_path, *bpe]):
+        code, out, err = commands(train, *again, "train.steps=2", "--resume")
+        assert code == 0 and "text." not in out, err
+        assert read_recipe(tmp_path / "recipe.yaml").text == text
+    line = commands.refused(train, tmp_path, "text.size=9", "--resume")
+    assert "its recipe was another: text.size" in line
 
 
 def test_fine_tuning_reports_what_it_ignores_or_cannot_load(tiny, tiny_run, commands, tmp_path):
     init = f"train.init={tiny_run}"
     _, out, _ = commands(train, tiny, "--run", tmp_path, init, "text.kind=bpe", "train.steps=1")
-    assert f"the vocabulary of {init} is kept; text.* is not used\n" in out
+    reason = f"the vocabulary is that of train.init = {tiny_run}"
+    assert f"text.kind = characters is used, not bpe: {reason}\n" in out
+    assert read_recipe(tmp_path / "recipe.yaml").text.kind == "characters"
     line = commands.refused(train, tiny, "--run", tmp_path / "x", init, "model.speller.hidden=9")
     assert line.endswith(
         "do not fit; model.* and features.* must be those of their run's recipe.yaml"

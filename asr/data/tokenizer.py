@@ -29,11 +29,15 @@ SPECIAL = ("<blank>", "<unk>", "<sos>", "<eos>")
 
 DESCRIPTION = "tokenizer.json"
 MODEL = "tokenizer.model"
+FEW_PIECES = "the training text has no more pieces"
 MAX_MODEL = 64 << 20  # bytes: of 32,000 pieces 0.8 MB
 
 
 class Tokenizer(Protocol):
     """The interface of every vocabulary; `size` includes the four special tokens."""
+
+    @property
+    def kind(self) -> Literal["characters", "bpe", "unigram"]: ...
 
     @property
     def size(self) -> int: ...
@@ -64,6 +68,8 @@ def splitter(tags: Sequence[str]) -> Callable[[str], Iterable[str]]:
 
 class Characters:
     """One token per character and per tag of the training text, in the order of code points."""
+
+    kind: Literal["characters"] = "characters"
 
     def __init__(self, symbols: Sequence[str]) -> None:
         tags = [symbol for symbol in symbols if len(symbol) != 1]
@@ -165,6 +171,12 @@ class SentencePieces:
         return cls(model.getvalue())
 
     @property
+    def kind(self) -> Literal["bpe", "unigram"]:
+        # BPE's scores are the negative numbers of its merges, a unigram model's log-probabilities.
+        scores = map(self._pieces.GetScore, range(self.size))
+        return "bpe" if all(score.is_integer() for score in scores) else "unigram"
+
+    @property
     def size(self) -> int:
         return len(self._pieces)
 
@@ -204,6 +216,23 @@ def train_tokenizer(text: TextConfig, texts: Sequence[str]) -> Tokenizer:
     if text.kind == "characters":
         return Characters.train(texts)
     return SentencePieces.train(texts, text.size, text.kind)
+
+
+def used_text(
+    text: TextConfig, tokenizer: Tokenizer, reason: str = FEW_PIECES
+) -> tuple[TextConfig, list[str]]:
+    """Section `text` with the kind and size that the vocabulary has, and lines on what differs.
+
+    reason: why it does.
+    """
+    size = text.size if tokenizer.kind == "characters" else tokenizer.size
+    used = text.model_copy(update={"kind": tokenizer.kind, "size": size})
+    lines = [
+        f"text.{key} = {now} is used, not {asked}: {reason}"
+        for key, now in used
+        if (asked := getattr(text, key)) != now
+    ]
+    return used, lines
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -15,13 +15,12 @@ from asr.config.schema import (
     TRAINING_ONLY_FEATURES,
     DecodeConfig,
     SpeechRecipe,
-    TextConfig,
     unusable_later,
 )
 from asr.data.tokenizer import Tokenizer, checkpoint_metadata, load_tokenizer
 from asr.decoding.fusion import load_ngrams
 from asr.decoding.scorer import Scorer
-from asr.errors import UserError, print_line
+from asr.errors import UserError
 from asr.features.front_end import FrontEnd
 from asr.io import check_run_folder
 from asr.models.build import build_front_end, build_language_model, build_speech_model
@@ -95,7 +94,7 @@ def load_run_model(
     return model.to(choose_device(recipe.train.device)).eval(), steps
 
 
-def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
+def load_init_tokenizer(init: Path) -> Tokenizer:
     """The vocabulary of train.init, which its weights require. UserError where it has none."""
     init = find_run(init)
     if not init.exists():
@@ -106,10 +105,7 @@ def load_init_tokenizer(init: Path, text: TextConfig) -> Tokenizer:
         other = read_recipe(init / "recipe.yaml")
     if other and other.task != "speech":
         raise UserError(f"train.init = {init}: a run of the task {other.task}; name one of speech")
-    tokenizer = load_tokenizer(init)
-    if other and (other.text.kind, other.text.size) != (text.kind, text.size):
-        print_line(f"the vocabulary of train.init={init} is kept; text.* is not used")
-    return tokenizer
+    return load_tokenizer(init)
 
 
 def load_ensemble(

@@ -13,7 +13,14 @@ from asr.config.loader import at_stage
 from asr.config.missing_run import missing_run
 from asr.data import splits
 from asr.data.text_corpus import SentenceBatch, SentenceEpochs, Sentences, read_lines
-from asr.data.tokenizer import Tokenizer, checkpoint_metadata, load_tokenizer, train_tokenizer
+from asr.data.tokenizer import (
+    FEW_PIECES,
+    Tokenizer,
+    checkpoint_metadata,
+    load_tokenizer,
+    train_tokenizer,
+    used_text,
+)
 from asr.decoding.scorer import sample
 from asr.errors import UserError
 from asr.inference.load import load_init_tokenizer
@@ -88,6 +95,9 @@ class LanguageTask(Task):
             f"{100 * plan.padding:.1f} % padding"
         )
 
+    def as_used(self, recipe: LanguageRecipe) -> LanguageRecipe:
+        return recipe.model_copy(update={"text": self.recipe.text})
+
     def prepare(self, run: Path) -> None:
         """Write the vocabulary, so that a speech model can check that it has the same."""
         self.tokenizer.save(run)
@@ -120,7 +130,13 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 
     recipe = at_stage(recipe, stage)
     data = recipe.data
     training, valid = (_read(data, role) for role in ("train", "valid"))
-    tokenizer = load_tokenizer(run) if resume else _vocabulary(recipe, training)
+    if resume:
+        tokenizer = load_tokenizer(run)
+    else:
+        tokenizer, reason = _vocabulary(recipe, training)
+        text, lines = used_text(recipe.text, tokenizer, reason)
+        recipe = recipe.model_copy(update={"text": text})
+        print_first(*lines)
     epochs, validation = (
         SentenceEpochs(part, data.batch_bytes, longest, recipe.seed, data.workers)
         for part, longest in ((training, data.max_bytes), (valid, ANY_LENGTH))
@@ -139,13 +155,13 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 
     )
 
 
-def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
-    """That of train.init or text.run, which must agree; else a new one."""
+def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> tuple[Tokenizer, str]:
+    """That of train.init or text.run, which must agree; else a new one. And which it is."""
     init, source = recipe.train.init, recipe.text.run
     if source is None:
         if init is None:
-            return train_tokenizer(recipe.text, training.sample(VOCABULARY_LINES))
-        return load_init_tokenizer(init, recipe.text)
+            return train_tokenizer(recipe.text, training.sample(VOCABULARY_LINES)), FEW_PIECES
+        return load_init_tokenizer(init), f"the vocabulary is that of train.init = {init}"
     run = find_run(source)
     if not run.exists():
         raise missing_run(source, "text.run")
@@ -155,7 +171,7 @@ def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
             f"text.run = {source}: its vocabulary is not that of train.init = {init}; "
             "start from a run with that vocabulary, or without train.init"
         )
-    return tokenizer
+    return tokenizer, f"the vocabulary is that of text.run = {source}"
 
 
 def _read(data: LanguageDataConfig, role: str) -> Sentences:

@@ -26,6 +26,7 @@ from asr.data.tokenizer import (
     labels_of,
     load_tokenizer,
     train_tokenizer,
+    used_text,
 )
 from asr.decoding.alignment import diagonality, has_ctc_path, teacher_forced_attention
 from asr.decoding.scorer import Scorer
@@ -59,6 +60,9 @@ class SpeechTask(Task):
     lm: Scorer | None
     metadata: dict[str, str]
     max_unreadable: float
+
+    def as_used(self, recipe: SpeechRecipe) -> SpeechRecipe:
+        return recipe.model_copy(update={"text": self.recipe.text})
 
     def prepare(self, run: Path) -> None:
         save_inputs(run, self.validation.tokenizer, self.epochs.utterances.front_end)
@@ -174,9 +178,16 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool, stage: int = 0) -
         if front_end.norm.needs_statistics:
             front_end.norm.load(run / STATISTICS)
     else:
-        init, text = recipe.train.init, recipe.text
-        part = training.sample(VOCABULARY_UTTERANCES)
-        tokenizer = load_init_tokenizer(init, text) if init else train_tokenizer(text, part.texts)
+        if init := recipe.train.init:
+            tokenizer = load_init_tokenizer(init)
+            reason = f"the vocabulary is that of train.init = {init}"
+            text, lines = used_text(recipe.text, tokenizer, reason)
+        else:
+            texts = training.sample(VOCABULARY_UTTERANCES).texts
+            tokenizer = train_tokenizer(recipe.text, texts)
+            text, lines = used_text(recipe.text, tokenizer)
+        recipe = recipe.model_copy(update={"text": text})
+        print_first(*lines)
         if front_end.norm.needs_statistics:
             print_first(f"measuring features for mvn: {recipe.features.mvn}")
             loader.measure_statistics(training, front_end, data.workers, every_speed)

@@ -91,10 +91,11 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def print_first(line: str | None) -> None:
-    """Print a line on rank 0; nothing where there is none."""
-    if line and is_first():
-        print_line(line)
+def print_first(*lines: str | None) -> None:
+    """Print lines on rank 0; nothing for None."""
+    for line in filter(None, lines):
+        if is_first():
+            print_line(line)
 
 
 @contextmanager

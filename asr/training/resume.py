@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,17 @@ class ResumePoint:
         self.run, self.checkpoint, self.damaged = run, checkpoint, damaged
         self.state = read_training(checkpoint)
 
+    def as_asked(self, recipe: Recipe) -> Recipe:
+        """The recipe with the section `text` that the run was begun with, where it has that of
+        RUN/recipe.yaml, which is the vocabulary that is used.
+        """
+        with suppress(UserError):  # of an older version
+            used = read_recipe(self.run / "recipe.yaml")
+            asked = parse_recipe(self.state["recipe"], "recipe")
+            if recipe.task != "images" and recipe.text == used.text:
+                return recipe.model_copy(update={"text": asked.text})
+        return recipe
+
     def check_recipe(
         self, recipe: Recipe, overridden: AbstractSet[str], force: bool
     ) -> tuple[Recipe, list[str]]:
@@ -61,7 +73,7 @@ class ResumePoint:
         """
         lines = self._check_changes(recipe, force)
         self._check_end(recipe.train)
-        stored, kept = with_stored_decode(recipe, self.run, overridden)
+        stored, kept = with_stored_settings(recipe, self.run, overridden)
         return stored, lines + kept
 
     def _check_changes(self, recipe: Recipe, force: bool) -> list[str]:
@@ -182,24 +194,28 @@ def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
     return None
 
 
-def with_stored_decode(
+def with_stored_settings(
     recipe: Recipe, run: Path, overridden: AbstractSet[str]
 ) -> tuple[Recipe, list[str]]:
-    """The recipe with the decode settings of RUN/recipe.yaml, but for `overridden`; lines of a log.
+    """The recipe with the vocabulary's section `text` of RUN/recipe.yaml and its decode settings,
+    but for `overridden`; lines of a log.
 
-    asr.evaluate --tune writes them there. Raises UserError where they do not fit `overridden`.
+    asr.evaluate --tune writes decode settings there. Raises UserError where they do not fit
+    `overridden`.
     """
     path = run / "recipe.yaml"
     tree = recipe.model_dump(mode="json")
     try:
-        stored = read_recipe(path).model_dump(mode="json").get("decode", {})
+        stored = read_recipe(path).model_dump(mode="json")
     except UserError as error:
         return recipe, [f"{error} It is written again, with the recipe's decode settings"]
-    decode = tree.get("decode", {})
+    tree |= {"text": stored["text"]} if "text" in stored else {}
+    decode, of_run = tree.get("decode", {}), stored.get("decode", {})
     kept = [key for key in decode if not {"decode", f"decode.{key}"} & overridden]
-    decode |= {key: stored[key] for key in kept if key in stored}
+    decode |= {key: of_run[key] for key in kept if key in of_run}
     merged = validate(tree, str(path))
-    return merged, [f"kept in {path}: {line}" for line in changes(recipe, merged).values()]
+    lines = changes(recipe, merged).items()
+    return merged, [f"kept in {path}: {line}" for key, line in lines if key.startswith("decode")]
 
 
 def changes(old: Recipe, new: Recipe) -> dict[str, str]:

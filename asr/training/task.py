@@ -52,6 +52,10 @@ class Task(Protocol):
     def describe(self) -> str:
         """The corpus in a few words."""
 
+    def as_used(self, recipe: Recipe) -> Recipe:
+        """The recipe of a new run with what is used where that is not what was asked for."""
+        return recipe
+
     def prepare(self, run: Path) -> None:
         """Write what the run folder needs beside the recipe and checkpoints."""
 

@@ -480,7 +480,8 @@ class Training:
         with distributed.first_rank_first():  # rank 0 writes what the others read
             start = find_resume_point(self.run, resume)
             if start:
-                recipe, messages = start.check_recipe(recipe, overridden, force)
+                self.recipe = start.as_asked(recipe)
+                recipe, messages = start.check_recipe(self.recipe, overridden, force)
                 self.state = TrainState(**start.state["position"])
             stage = self.due_stage()
             self.make_task(stage, resume=start is not None)
@@ -488,6 +489,7 @@ class Training:
                 messages += start.check_content(self.content, force)
                 start.set_damaged_aside()
             else:
+                recipe = self.task.as_used(recipe)
                 self.prepare()
         distributed.record_launch(self.run)
         if len(set(gather(start and start.checkpoint.step))) > 1:
