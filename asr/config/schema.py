@@ -83,7 +83,8 @@ class DataConfig(Config):
     valid: RecipePath | None = None  # manifest of the validation split
     test: dict[Name, RecipePath] = Field(default_factory=dict)  # split name -> manifest
     allow_outside_audio: bool = False  # manifests may name audio outside their own folder
-    workers: Annotated[int, Field(ge=0, le=256)] = 2  # loader processes; 0: the training process
+    # Loader processes, at most as many as cores; 0: the training process.
+    workers: Annotated[int, Field(ge=0, le=256)] = 2
     min_seconds: NotNegative = 0.1  # shorter training utterances are skipped
     max_seconds: Positive = 35.0  # longer training utterances are skipped
     max_unreadable: Weight = 0.01  # share of unreadable training utterances that stops the run

@@ -31,6 +31,7 @@ from asr.errors import KILLED, WorkerKilled, is_killed
 from asr.features import AudioError
 from asr.features.front_end import FrontEnd
 from asr.features.normalize import MeanVarianceNorm
+from asr.io import usable_cores
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # of Linux
@@ -163,13 +164,15 @@ class SpeechEpochs:
 def load_batches(
     utterances: UtteranceDataset, batches: Sequence[Sequence[Item]], workers: int, grid: float = 0.0
 ) -> Iterator[Batch]:
-    """The planned batches, in order, read by `workers` processes (0: by this one)."""
+    """The planned batches, in order, read by `workers` processes (0: by this one),
+    no more than there are cores.
+    """
     return read_batches(
         DataLoader(
             utterances,
             batch_sampler=batches,
             collate_fn=partial(collate, grid=grid),
-            num_workers=min(workers, len(batches)),
+            num_workers=min(workers, usable_cores(), len(batches)),
             worker_init_fn=start_worker,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its seed is drawn here, not from what dropout draws
@@ -212,7 +215,11 @@ def measure_statistics(
         corpus, speeds = corpus.sample(MEASURED), (1.0,)
     raw = _RawFeatures(corpus, front_end, speeds)
     loader = DataLoader(
-        raw, batch_size=16, num_workers=workers, collate_fn=list, worker_init_fn=start_worker
+        raw,
+        batch_size=16,
+        num_workers=min(workers, usable_cores()),
+        collate_fn=list,
+        worker_init_fn=start_worker,
     )
     for examples in read_batches(loader):
         for features, speaker in chain.from_iterable(examples):

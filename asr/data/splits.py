@@ -89,7 +89,7 @@ def make_built_in(corpus: str | None, manifest: Path) -> None:
     if ours and _is_below_data(manifest.parent) and not manifest.exists():
         from asr.data.importers import spoken_numbers  # for few trainings
 
-        print_line(f"making the spoken numbers in {manifest.parent} (once, under a minute)")
+        print_line(f"making the spoken numbers in {manifest.parent} (once, about a minute)")
         spoken_numbers.prepare(manifest.parent)
 
 

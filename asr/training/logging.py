@@ -174,12 +174,13 @@ class Log:
         """Lines on the console and in train.log."""
         for text in texts:
             self.lines.write(text)
+            timed = f"{time.strftime('%H:%M:%S')}  {text}"
             with self._console():
                 if self.progress:
-                    shown = _encodable(printable(text), self.progress.console.encoding)
+                    shown = _encodable(printable(timed), self.progress.console.encoding)
                     self.progress.console.print(shown, markup=False, highlight=False)
                 else:
-                    print(text, flush=True)
+                    print(timed, flush=True)
 
     def step(self, state: TrainState, step: Step, audio: float, last: bool = False) -> None:
         """Add a step to the means; report them every `every` steps and after the last one.

@@ -18,6 +18,7 @@ import json
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -34,7 +35,7 @@ import torch
 from torchaudio.transforms import Resample
 
 from asr.data.corpus import Utterance, write_manifest
-from asr.errors import UserError, missing_package, writing
+from asr.errors import UserError, missing_package, print_line, writing
 from asr.io import new_folder, read_json, usable_cores
 
 # From speak_lib.h: espeak_Synth returns at the end; a failure is returned, not exit().
@@ -112,6 +113,7 @@ def _short(data: Path) -> Path:
 SAMPLE_RATE = 16000
 VERSION = 2  # raised whenever the same settings would give another corpus
 STAMP = "corpus.json"
+REPORT_EVERY = 10.0  # seconds
 SPEECH_PER_NOISE = 40  # training utterances with speech for one without
 
 # fmt: off
@@ -195,13 +197,15 @@ def _build(folder: Path, counts: dict[str, int], seed: int) -> None:
         (folder / split).mkdir()
     # Sorted by voice: changing it costs the engine more than a phrase.
     jobs.sort(key=lambda job: (job[0].voice, job[0].id))
-    cores = usable_cores()
+    cores, made, reported = usable_cores(), {}, time.monotonic()
     # Started anew, not forked: the engine and torch keep threads and locks.
     try:
         with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-            made = {
-                u.id: u for u in pool.map(_record, jobs, chunksize=len(jobs) // (4 * cores) + 1)
-            }
+            for each in pool.map(_record, jobs, chunksize=len(jobs) // (16 * cores) + 1):
+                made[each.id] = each
+                if time.monotonic() - reported > REPORT_EVERY:
+                    reported = time.monotonic()
+                    print_line(f"{len(made)} of {len(jobs)} utterances are made")
     except BrokenProcessPool:
         raise UserError(f"{folder}: a process that synthesises was killed") from None
     for split in counts:
