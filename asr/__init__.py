@@ -33,10 +33,11 @@ _MODULES = {
     "Transcript": "asr.inference.transcript",
     "UserError": "asr.errors",
     "load": "asr.api",
+    "register_norm": "asr.nn.norm",
 }
 __all__ = [
     "CellSettings", "LayerNormLSTM", "LayerNormLSTMCell", "RecipeError", "Recognizer", "Run",
-    "Transcript", "UserError", "__version__", "api", "load",
+    "Transcript", "UserError", "__version__", "api", "load", "register_norm",
 ]  # fmt: skip
 
 

@@ -7,6 +7,8 @@ pydantic, which the layer does not need. asr/kernels/reference.py has the equati
 import math
 from dataclasses import KW_ONLY, dataclass, fields
 
+from asr.config.registered import REGISTERED
+
 # norm -> what the norms of the gates take (gates), and the defaults of cell_norm and eps.
 #   gates    none; split: each product alone; joined: their sum; per_gate: their sum, by gate
 #   eps      each paper's or code's (docs/normalization.md); per_gate's original used 1e-12
@@ -42,7 +44,7 @@ class CellSettings:
     _: KW_ONLY
     cell_norm: str | None = None  # output: tanh reads N(c); carried: N(c) is the state too; state
     hidden_norm: bool = False  # h is N(o tanh(c)), as output and as recurrent input
-    norm_kind: str = "layer"  # rms: no mean is subtracted
+    norm_kind: str = "layer"  # rms: no mean is subtracted; or a name given to asr.register_norm
     eps: float | None = None
     zero_variance: str = "guard"
     recurrent_gain: float = 0.1  # ba: the initial gain of N(W_h h); 1.0 is as published
@@ -51,12 +53,18 @@ class CellSettings:
         for name, value, allowed in (
             ("norm", self.norm, tuple(PRESETS)),
             ("cell_norm", self.cell_norm, (None, *CELL_NORMS)),
-            ("norm_kind", self.norm_kind, NORM_KINDS),
+            ("norm_kind", self.norm_kind, (*NORM_KINDS, *REGISTERED)),
             ("zero_variance", self.zero_variance, ("guard", "raw")),
         ):
             if value not in allowed:
                 choices = ", ".join(filter(None, allowed))
                 raise ValueError(f"{name} {value!r} is not known; choose one of {choices}")
+        registered = REGISTERED.get(self.norm_kind)
+        if registered and registered.has_weights:
+            raise ValueError(
+                f"norm_kind {self.norm_kind!r} has weights, but an LSTM's norms have the gains of "
+                "its layer: register a norm without"
+            )
         if self.eps is not None and not 0 < self.eps < math.inf:
             raise ValueError(f"eps is {self.eps}; it must be above 0 and finite")
         if not 0 <= self.recurrent_gain <= 1000:  # NaN is neither

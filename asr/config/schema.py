@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
     ValidationInfo,
     WrapValidator,
@@ -27,6 +28,7 @@ from pydantic import (
 )
 
 from asr.config.cell import CellSettings
+from asr.config.registered import REGISTERED
 
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -131,6 +133,23 @@ class TextConfig(Config):
     size: Annotated[int, Field(ge=8, le=1_000_000)] = 500  # bpe, unigram: subwords
 
 
+def _read_norm(norm: Any, read: Callable[[Any], Any]) -> Any:
+    """The name of a norm; one of REGISTERED need not be among those of the schema."""
+    if norm in (known := list(REGISTERED)):
+        return norm
+    try:
+        return read(norm)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Input ")
+        more = f", or {', '.join(known)}" if known else ", or a name given to asr.register_norm"
+        raise ValueError(f"{message}{more}") from None
+
+
+# Serialised as text, since pydantic warns of a value that is not in the Literal.
+READ_NORM = WrapValidator(_read_norm)
+AS_TEXT = PlainSerializer(lambda norm: norm)
+
+
 class LSTMConfig(Config):
     """Keys of every LayerNorm-LSTM: where it is normalised, and which backend computes it."""
 
@@ -141,7 +160,7 @@ class LSTMConfig(Config):
     cell_norm: Literal["none", "output", "carried", "state"] | None = None
     hidden_norm: bool = False  # ba, per_gate, joined: the output h is normalised
     # rms: the norms do not subtract the mean; for ba, per_gate, joined and cell.
-    norm_kind: Literal["layer", "rms"] = "layer"
+    norm_kind: Annotated[Literal["layer", "rms"], READ_NORM, AS_TEXT] = "layer"
     # ba: initial gain of the norm of W_h h; 1.0 is as published, 0.1 trains faster:
     # docs/experiments.md.
     recurrent_gain: Annotated[float, Field(gt=0.0, le=1000.0)] = 0.1
@@ -319,7 +338,9 @@ class TransformerLayersConfig(Config):
     heads: Annotated[int, Field(ge=1, le=256)] = 4  # attention heads; must divide d_model
     feed_forward: Count = 1024  # hidden units of the feed-forward sublayers
     # The norm of every sublayer, or what replaces it: docs/normalization.md.
-    norm: Annotated[NormKind, BeforeValidator(_batch_is_for_convolutions)] = "layer"
+    norm: Annotated[NormKind, READ_NORM, AS_TEXT, BeforeValidator(_batch_is_for_convolutions)] = (
+        "layer"
+    )
     # Where it is: before or after each sublayer, or as docs/normalization.md describes.
     norm_position: Literal["pre", "post", "peri", "reordered", "hybrid", "sub"] = "pre"
     depth_scaled: bool = False  # pre: the norm's output in layer l is divided by sqrt(l)
@@ -388,7 +409,7 @@ class EncoderDecoderConfig(TransformerLayersConfig):
     residual_scale: ResidualScale = 1.0  # alpha in sublayer(x) + alpha * x
     layer_drop: LayerDropRate = 0.0  # rate of LayerDrop
     # Norm within convolution modules; null: that of `norm`.
-    convolution_norm: Literal[NormKind, "batch"] | None = None
+    convolution_norm: Annotated[Literal[NormKind, "batch"] | None, READ_NORM, AS_TEXT] = None
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
     intermediate_ctc: IntermediateCtcConfig | None = None  # null: CTC of the last layer alone
 

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asr.config.cell import CellSettings
+from asr.config.registered import REGISTERED, RegisteredNorm
 from asr.kernels.deferred import deferred_linear
 from asr.kernels.types import LayerInput, LayerOutput, State, Weights
 
@@ -47,6 +48,8 @@ def widened(x: Tensor) -> Tensor:
 
 def normalise(x: Tensor, settings: CellSettings) -> Tensor:
     """N over the last dimension, no gain: x (..., N) -> (..., N)."""
+    if registered := REGISTERED.get(settings.norm_kind):
+        return _made(registered, x.shape[-1])(x.flatten(0, -2)).view_as(x)
     if settings.norm_kind == "rms":
         wide = widened(x)
         square = wide.square().mean(dim=-1, keepdim=True)
@@ -57,6 +60,11 @@ def normalise(x: Tensor, settings: CellSettings) -> Tensor:
         normed = functional.layer_norm(x, (size,), eps=settings.eps)
         flat = (x == x[..., :1]).all(dim=-1, keepdim=True)
     return normed.masked_fill(flat, 0.0) if settings.guard else normed
+
+
+@functools.cache
+def _made(registered: RegisteredNorm, size: int) -> Callable[[Tensor], Tensor]:
+    return registered.make(size)
 
 
 def input_part(product: Tensor, weights: Weights, settings: CellSettings) -> Tensor:

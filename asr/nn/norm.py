@@ -19,10 +19,13 @@ the output and after a ScaleNorm of gain g, the logits become g cos(h, w).
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from asr.config.registered import REGISTERED, RegisteredNorm
 
 EPS = 1e-6  # not that of the LSTM's norms
 
@@ -157,8 +160,58 @@ ROW_NORMS = {"layer": nn.LayerNorm, "rms": RMSNorm, "scale": ScaleNorm, "bias": 
 SQUASHING = {"dyt": DynamicTanh, "derf": DynamicErf}
 
 
+class RowNorm(nn.Module):
+    """x (..., size) -> (..., size) by a registered norm of rows, with a gain and a bias per element
+    where it has no weights.
+    """
+
+    def __init__(self, norm: Callable[[Tensor], Tensor], size: int, affine: bool) -> None:
+        super().__init__()
+        self.norm = norm
+        self.weight = nn.Parameter(torch.ones(size)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(size)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x.flatten(0, -2)).view_as(x)
+        return y if self.weight is None else torch.addcmul(self.bias, y, self.weight)
+
+
+def register_norm(name: str, make: Callable[[int], Callable[[Tensor], Tensor]]) -> None:
+    """Let recipes of this process use a norm by `name`.
+
+    make(size) -> an nn.Module or a function that normalises rows, (N, size) -> (N, size), each by
+    itself. `model.norm` and `model.convolution_norm` of Transformer and Conformer can then be
+    `name`; and if it has no weights, `norm_kind` of LSTMs. A norm without weights gets a gain and a
+    bias per element, as LayerNorm has.
+
+    A repeated call replaces the norm in models made later. Raises ValueError for the name of a norm
+    of this library, and for a norm that changes the shape or the type, gives NaN, passes no
+    gradient, or depends on other rows.
+    """
+    if not name.isidentifier() or name in (*ROW_NORMS, *SQUASHING, "batch"):
+        raise ValueError(f"norm {name!r}: must be an identifier that no norm of this library has")
+    size = 24
+    norm, x = make(size), torch.linspace(-3, 5, 7 * size).sin().view(7, size).requires_grad_()
+    y = norm(x)
+    if y.shape != x.shape or y.dtype != x.dtype:
+        raise ValueError(
+            f"norm {name!r}: changes {tuple(x.shape)} {x.dtype} to {y.shape} {y.dtype}"
+        )
+    if not y.isfinite().all():
+        raise ValueError(f"norm {name!r}: gives NaN or infinite values")
+    if not y.requires_grad:
+        raise ValueError(f"norm {name!r}: passes no gradient")
+    if not torch.allclose(torch.cat([norm(row) for row in x.split(1)]), y, atol=1e-5):
+        raise ValueError(f"norm {name!r}: a row depends on the other rows of a batch")
+    has_weights = isinstance(norm, nn.Module) and any(True for _ in norm.parameters())
+    REGISTERED[name] = RegisteredNorm(make, has_weights)
+
+
 def make_norm(kind: str, size: int) -> nn.Module:
     """The norm `kind` of the last dimension. Raises ValueError for an unknown kind."""
+    if kind in REGISTERED:
+        make, has_weights = REGISTERED[kind]
+        return RowNorm(make(size), size, affine=not has_weights)
     if kind in SQUASHING:
         return SQUASHING[kind](size)
     if kind not in ROW_NORMS:
