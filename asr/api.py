@@ -14,6 +14,7 @@ unreadable audio raises AudioError. Nothing here changes os.environ or ends the 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from asr.analysis import runs as run_folders
 from asr.analysis.comparison import Comparison, compare_runs
@@ -23,11 +24,13 @@ from asr.analysis.wer import Score
 from asr.arguments import key_of
 from asr.config.loader import default_run, read_recipe
 from asr.config.schema import Recipe
+from asr.data.examples import Examples, corpus_of
 from asr.errors import EXIT_STOPPED, UserError, check_list
 from asr.inference import evaluation
 from asr.inference.hub import local_run
 from asr.inference.recognition import Recognizer
 from asr.training import trainer
+from asr.training.losses import SpeechObjective
 
 AnyPath = str | os.PathLike[str]
 
@@ -125,6 +128,9 @@ def train(
     *,
     resume: bool = False,
     force: bool = False,
+    train_data: Examples | None = None,
+    valid_data: Examples | None = None,
+    objective: type[SpeechObjective] | None = None,
 ) -> Run:
     """Train the model that a recipe describes; -> its run.
 
@@ -133,6 +139,11 @@ def train(
     folder, or runs/ and the recipe's `run`.
     resume: continue from the last checkpoint, if there is one; a finished run returns at once.
     force: resume although recipe or data changed.
+
+    train_data, valid_data: torch Datasets or lists in place of data.train and data.valid, whose
+    examples are mappings with `audio` (a path, or {"array": samples, "sampling_rate": Hz}) and
+    `text`, and if known `id`, `speaker` and `seconds`. objective: a subclass of
+    asr.training.losses.SpeechObjective. To resume, pass the same again.
 
     SIGINT (a notebook's stop button) finishes the step and saves; then KeyboardInterrupt is raised.
     Raises UserError as asr.train does.
@@ -145,7 +156,18 @@ def train(
         settings = read_recipe(recipe, overrides)
         folder = default_run(recipe, settings)
     folder = folder if run is None else Path(run)
-    code = trainer.train(settings, folder, resume, force, set(map(key_of, overrides)))
+    parts: dict[str, Any] = {}
+    data = {"train": train_data, "valid": valid_data}
+    if named := {role: examples for role, examples in data.items() if examples is not None}:
+        parts["corpora"] = {role: corpus_of(named[role], f"{role}_data") for role in named}
+        # The run's recipe must not name data that it was not trained on.
+        others = settings.data.model_copy(update=dict.fromkeys(named))
+        settings = settings.model_copy(update={"data": others})
+    if objective is not None:
+        parts["objective_class"] = objective
+    if parts and settings.task != "speech":
+        raise UserError(f"recipe of the task {settings.task}: only speech takes data or objective")
+    code = trainer.train(settings, folder, resume, force, set(map(key_of, overrides)), parts)
     if code == EXIT_STOPPED:
         raise KeyboardInterrupt(f"{folder}: training was stopped and saved; resume=True continues")
     return Run(folder)

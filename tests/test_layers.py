@@ -50,7 +50,7 @@ NO_BACKEND |= {"asr.kernels.double_backward"}
 ONLY = {
     ("asr.decoding", "asr.data"): {"asr.data.tokenizer"},  # the special tokens
     ("asr.models", "asr.data"): {"asr.data.tokenizer"},
-    ("asr.kernels", "asr.config"): {"asr.config.cell"},  # not the recipe
+    ("asr.kernels", "asr.config"): {"asr.config.cell", "asr.config.registered"},  # not the recipe
     ("asr.models", "asr.kernels"): NO_BACKEND,
     ("asr.nn", "asr.kernels"): NO_BACKEND,
     ("asr.errors", "asr.features"): {"asr.features"},

@@ -194,7 +194,9 @@ def test_epochs_may_be_longer_or_shorter_than_the_first(end, tmp_path, capsys):
     with Log(tmp_path, every=5, total_steps=8) as log:
         for n in range(1, end + 1):
             log.step(TrainState(step=n), step(1.0, 1), 3.0, last=n == end)
-    progress = re.findall(r"^step (\S+) .*  (\S+) min left$", capsys.readouterr().out, re.MULTILINE)
+    progress = re.findall(
+        r"^[\d:]{8}  step (\S+) .*  (\S+) min left$", capsys.readouterr().out, re.MULTILINE
+    )
     places = {6: ["5/8", "6/6"], 13: ["5/8", "10/10", "13/13"]}
     assert [place for place, _ in progress] == places[end]
     assert float(progress[-1][1]) == 0.0 and all(not left.startswith("-") for _, left in progress)

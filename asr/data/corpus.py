@@ -3,17 +3,20 @@
 N utterances.
 """
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from asr.data.line_index import Lines, damaged_index, open_lines
 from asr.data.manifest import COLUMNS, check_row, read_blocks, write_rows
 from asr.errors import UserError
+from asr.io import sha256_of_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,25 @@ class Utterance:
 
     id: str
     speaker: str
-    audio: Path
+    audio: "Path | ExampleAudio"
     seconds: float
     text: str
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleAudio:
+    """The audio of one example of a program's Dataset (examples.py), read where it is used."""
+
+    examples: Any
+    index: int
+    name: str  # of the Dataset, in messages
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.index}]"
+
+    def read(self) -> Any:
+        """A path, or {"array": samples, "sampling_rate": Hz}."""
+        return self.examples[self.index]["audio"]
 
 
 class Corpus:
@@ -70,6 +89,13 @@ class Corpus:
     def unreadable(self) -> str:
         """The message if none of its audio can be read."""
         return f"{self.path}: none of its {len(self)} utterances could be read"
+
+    def sha256(self) -> str:
+        """Of the manifest, or of ids, texts and durations where there is none."""
+        if self.path and self.path.is_file():
+            return sha256_of_files([self.path])
+        rows = "\n".join(f"{u.id}\t{u.speaker}\t{u.seconds:.3f}\t{u.text}" for u in self)
+        return hashlib.sha256(rows.encode()).hexdigest()
 
     # These lists are made at every call: of a large corpus take a sample first.
 

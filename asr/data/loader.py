@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from multiprocessing.queues import Queue
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from asr.data.batching import Batch, Broken, EpochPlan, Example, Item, collate, plan_epoch
-from asr.data.corpus import Corpus
+from asr.data.corpus import Corpus, ExampleAudio
 from asr.data.tokenizer import Tokenizer
 from asr.errors import KILLED, WorkerKilled, is_killed
 from asr.features import AudioError
+from asr.features.audio import from_samples
 from asr.features.front_end import FrontEnd
 from asr.features.normalize import MeanVarianceNorm
 from asr.io import usable_cores
@@ -111,7 +113,7 @@ class UtteranceDataset(Dataset):
         utterance, front_end = self.corpus[item.index], self.front_end
         speaker, other_speeds, second_view = utterance.speaker, (), ()
         try:
-            waveform = front_end.load(utterance.audio)
+            waveform = load_waveform(front_end, utterance.audio)
             if item.epoch == 0:
                 if self.skips and self.skips(front_end, waveform):
                     return None
@@ -126,6 +128,15 @@ class UtteranceDataset(Dataset):
             return Broken(utterance.id, f"{utterance.audio}: shorter than one frame")
         tokens = torch.tensor(self.tokenizer.encode(utterance.text), dtype=torch.long)
         return Example(utterance.id, features, tokens, other_speeds, *second_view)
+
+
+def load_waveform(front_end: FrontEnd, audio: Path | ExampleAudio) -> Tensor:
+    """(S,) at the front end's rate. Raises AudioError."""
+    source = audio.read() if isinstance(audio, ExampleAudio) else audio
+    if isinstance(source, str | Path):
+        return front_end.load(source)
+    rate = front_end.sample_rate
+    return from_samples(source["array"], source["sampling_rate"], rate, str(audio))
 
 
 def utterance_generator(seed: int, epoch: int, name: str) -> torch.Generator:
@@ -195,7 +206,7 @@ class _RawFeatures(Dataset):
     def __getitem__(self, index: int) -> list[tuple[Tensor, str | None]]:
         utterance = self.corpus[index]
         try:
-            waveform = self.front_end.load(utterance.audio)
+            waveform = load_waveform(self.front_end, utterance.audio)
         except AudioError:
             return []
         return self.front_end.features_for_statistics(waveform, utterance.speaker, self.speeds)

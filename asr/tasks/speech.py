@@ -4,7 +4,7 @@ The report has word error rates of the attention decoder and of CTC, and for a f
 pictures of features and attention and the decoded texts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,6 @@ from asr.errors import UserError
 from asr.features.front_end import FrontEnd
 from asr.inference.decode import best_hypotheses, ctc_hypotheses, encode
 from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_scorer, save_inputs
-from asr.io import sha256_of_files
 from asr.models.build import build_front_end, build_speech_model
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
@@ -82,7 +81,7 @@ class SpeechTask(Task):
             f"data.{role}": {
                 "utterances": len(corpus),
                 "seconds": round(float(corpus.seconds.sum()), 1),
-                SHA256: sha256_of_files([corpus.path]),
+                SHA256: corpus.sha256(),
             }
             for role, corpus in corpora.items()
         }
@@ -158,19 +157,30 @@ class SpeechTask(Task):
             log.text(f"decoded/{utterance.id}", lines, step)
 
 
-def speech_task(recipe: SpeechRecipe, run: Path, resume: bool, stage: int = 0) -> SpeechTask:
+def speech_task(
+    recipe: SpeechRecipe,
+    run: Path,
+    resume: bool,
+    stage: int = 0,
+    *,
+    corpora: Mapping[str, Corpus] | None = None,
+    objective_class: type[SpeechObjective] = SpeechObjective,
+) -> SpeechTask:
     """Read the corpus, make or load vocabulary and statistics, build the model of a stage.
 
-    Raises UserError for a corpus that is missing or does not fit the recipe at any stage.
+    corpora: `train` and `valid`, in place of the recipe's manifests. Raises UserError for a corpus
+    that is missing or does not fit the recipe at any stage.
     """
     stages = [at_stage(recipe, number) for number in range(len(recipe.stages) + 1)]
     every_speed = sorted({speed for each in stages for speed in each.features.speed_perturb})
     recipe = stages[stage]
     data, speeds = recipe.data, recipe.features.speed_perturb
-    whole = splits.load_split_manifest(data, data.train, "train")
+    whole, valid = (
+        (corpora or {}).get(role) or splits.load_split_manifest(data, path, role)
+        for role, path in (("train", data.train), ("valid", data.valid))
+    )
     training, note = splits.filter_by_duration(whole, data.min_seconds, data.max_seconds)
     print_first(note)
-    valid = splits.load_split_manifest(data, data.valid, "valid")
     # Longer files count as unreadable: a file without end must not end the run.
     front_end = build_front_end(recipe.features, data.max_seconds * 2)
     if resume:
@@ -195,7 +205,7 @@ def speech_task(recipe: SpeechRecipe, run: Path, resume: bool, stage: int = 0) -
         texts = part.sample(CHECKED_TEXTS).texts
         print_first(splits.check_vocabulary_coverage(texts, tokenizer, part.path))
     torch.manual_seed(recipe.seed)
-    objective = build_speech_objective(recipe, front_end.size, tokenizer.size)
+    objective = build_speech_objective(recipe, front_end.size, tokenizer.size, objective_class)
     check_ctc_lengths(recipe, training, tokenizer, front_end, objective, every_speed[-1])
     lm = load_language_scorer(recipe.decode, tokenizer, choose_device(recipe.train.device))
     train = recipe.train
@@ -262,10 +272,15 @@ def _ctc_remedy(recipe: SpeechRecipe) -> str:
     return frames + ("use text.kind=bpe" if recipe.text.kind == "characters" else "raise text.size")
 
 
-def build_speech_objective(recipe: SpeechRecipe, features: int, vocabulary: int) -> SpeechObjective:
+def build_speech_objective(
+    recipe: SpeechRecipe,
+    features: int,
+    vocabulary: int,
+    kind: type[SpeechObjective] = SpeechObjective,
+) -> SpeechObjective:
     """The model with its objective, on the recipe's device."""
     train, intermediate_ctc = recipe.train, recipe.model.intermediate_ctc
-    objective = SpeechObjective(
+    objective = kind(
         build_speech_model(recipe.model, features, vocabulary),
         recipe.model.ctc_weight,
         train.label_smoothing,

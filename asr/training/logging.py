@@ -174,7 +174,7 @@ class Log:
         """Lines on the console and in train.log."""
         for text in texts:
             self.lines.write(text)
-            timed = f"{time.strftime('%H:%M:%S')}  {text}"
+            timed = _timed(text)
             with self._console():
                 if self.progress:
                     shown = _encodable(printable(timed), self.progress.console.encoding)
@@ -259,7 +259,7 @@ class Log:
                 self.progress.update(self.task, completed=state.step, **shown)
             else:
                 left = (self.total - state.step) * elapsed / self.steps
-                print(f"{line}  {left / 60:.1f} min left", flush=True)
+                print(_timed(f"{line}  {left / 60:.1f} min left"), flush=True)
 
     @contextmanager
     def _console(self) -> Iterator[None]:
@@ -274,6 +274,10 @@ class Log:
         self.sums: dict[str, Sum] = {}
         self.steps, self.audio, self.norm = 0, 0.0, 0.0
         self.since = time.perf_counter()
+
+
+def _timed(line: str) -> str:
+    return f"{time.strftime('%H:%M:%S')}  {line}"
 
 
 class NullLog:

@@ -193,11 +193,12 @@ def planned_steps(epochs: Epochs, config: TrainConfig, state: TrainState) -> int
 class Training:
     """A run in progress: its task, weights and position, and the files that it writes.
 
-    `recipe` is that of the whole run, `config` the section `train` of the stage.
+    `recipe` is that of the whole run, `config` the section `train` of the stage; `parts` are what a
+    program has in place of the recipe's data and objective.
     """
 
-    def __init__(self, recipe: Recipe, run: Path) -> None:
-        self.recipe, self.run = recipe, run
+    def __init__(self, recipe: Recipe, run: Path, parts: Mapping[str, Any]) -> None:
+        self.recipe, self.run, self.parts = recipe, run, parts
         self.state = TrainState()
         self.saved = self.validated = -1  # steps of the last checkpoint and the last validation
         self.metrics: dict[str, float] = {}  # of that validation
@@ -449,7 +450,8 @@ class Training:
     def make_task(self, stage: int, resume: bool) -> None:
         """Read the data and build the model, with the settings of a stage."""
         make = pkgutil.resolve_name(TASKS[self.recipe.task])
-        self.set_task(make(self.recipe, self.run, resume or not is_first(), stage))
+        task = make(self.recipe, self.run, resume or not is_first(), stage, **self.parts)
+        self.set_task(task)
 
     def set_task(self, task: Task) -> None:
         """Train this task from now on."""
@@ -567,10 +569,12 @@ def train(
     resume: bool = False,
     force: bool = False,
     overridden: AbstractSet[str] = frozenset(),
+    parts: Mapping[str, Any] | None = None,
 ) -> int:
     """Train into the run folder -> exit code: 0 at the end, EXIT_STOPPED where a signal stopped it.
 
-    A resumed run keeps the decode settings in its folder, but for the keys `overridden`.
+    A resumed run keeps the decode settings in its folder, but for the keys `overridden`. parts:
+    keyword arguments of the task, see TASKS.
 
     Raises UserError where the folder already holds a run but `resume` is not set, where that run
     had another recipe or other data, unless `force`, and where another process trains in it.
@@ -584,7 +588,10 @@ def train(
         torch.set_num_threads(recipe.train.threads)
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
-        training, restarted = Training(recipe, run), distributed.restarted_by_torchrun(run)
+        training, restarted = (
+            Training(recipe, run, parts or {}),
+            distributed.restarted_by_torchrun(run),
+        )
         messages = training.open(resume or restarted, force, overridden)
         state, config, stop = training.state, training.config, training.stop
         total = planned_steps(training.task.epochs, config, state)
