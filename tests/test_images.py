@@ -273,7 +273,7 @@ def test_resuming_at_an_epochs_end_validates_once(recipes, tmp_path, capsys):
         assert trainer.train(recipe, tmp_path / "run", resume=steps > 6) == 0
     output = capsys.readouterr().out
     assert "1293 training images" in output  # in batches of 256
-    assert re.findall(r"^step (\d+)  validation", output, re.M) == ["6", "8"]
+    assert re.findall(r"^\S+  step (\d+)  validation", output, re.M) == ["6", "8"]
 
 
 def test_user_errors(recipes, tmp_path, commands):

@@ -194,7 +194,7 @@ class SpeechObjective(Objective):
         batch = batch.both_views() if consistency else batch
         memory, intermediate = self._encode(batch)
         inputs, targets = shift(batch.tokens, batch.token_lengths)
-        logits, sums = self._decoder_loss(memory, inputs, targets)
+        logits, sums = self.decoder_loss(memory, inputs, targets)
         if consistency:
             divergence = symmetric_kl(logits.log_softmax(-1), targets != BLANK)
             add_loss(sums, "decoder_symmetric_kl", divergence, consistency.decoder)
@@ -223,7 +223,7 @@ class SpeechObjective(Objective):
             return self.model.encode(batch.features, batch.lengths), []
         return self.model.encode_with_intermediate_ctc(batch.features, batch.lengths)
 
-    def _decoder_loss(
+    def decoder_loss(
         self, memory: Any, inputs: Tensor, targets: Tensor
     ) -> tuple[Tensor, dict[str, Sum]]:
         """-> logits (B, U, V) in float32, and their sums with the guided attention loss."""
