@@ -1,4 +1,6 @@
-"""Completion of commands, options, recipe keys and their values in the shell, by argcomplete.
+"""Completion of commands, options, runs, splits, recipe keys and values in the shell.
+
+By argcomplete:
 
     eval "$(register-python-argcomplete layernorm-asr)"      # in ~/.bashrc or ~/.zshrc
 
@@ -9,6 +11,7 @@ import argparse
 import importlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -36,15 +39,26 @@ def complete() -> None:
 
 
 def _parser_of(command: str) -> CommandParser:
-    """The parser of a command, with completers for recipes and their keys."""
+    """The parser of a command, with completers for what only the disk or a recipe has."""
     from argcomplete.completers import FilesCompleter
 
-    from asr.shipped import recipe_names
+    from asr.shipped import recipe_names, run_names
 
     def recipes(prefix: str, **_: Any) -> list[str]:
         return [*recipe_names(), *FilesCompleter(["yaml"])(prefix)]
 
-    completers = {"recipe": recipes, "overrides": _settings, "grid": _settings}
+    def runs(prefix: str, **_: Any) -> list[str]:
+        folders = (path.parent for path in Path("runs").glob("**/recipe.yaml"))
+        return [*run_names(), *map(str, folders), *FilesCompleter([""])(prefix)]
+
+    completers = {
+        "recipe": recipes,
+        "overrides": _settings,
+        "grid": _settings,
+        "split": _splits,
+        "evaluate": _splits,
+        **dict.fromkeys(("run", "runs", "against"), runs),
+    }
     CommandParser.completing = True
     try:
         importlib.import_module(f"asr.{command}").main()
@@ -56,14 +70,27 @@ def _parser_of(command: str) -> CommandParser:
     raise AssertionError(f"{command} parses no arguments")
 
 
-def _settings(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
-    """`key.path=` of every key of the recipe; after the = its values, if they are names."""
+def _recipe(parsed_args: argparse.Namespace) -> Any:
+    """The recipe that a command line names, or that of its run; None where there is none."""
     from asr.config.loader import read_recipe
+    from asr.shipped import find_run
 
     args = vars(parsed_args)
     try:
-        recipe = read_recipe(args.get("recipe") or args["run"] / "recipe.yaml")
-    except (UserError, OSError, KeyError, TypeError):  # none is named yet
+        return read_recipe(args.get("recipe") or find_run(Path(args["run"])))
+    except (UserError, OSError, KeyError, TypeError):
+        return None
+
+
+def _splits(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """What --split takes beside manifests."""
+    recipe = _recipe(parsed_args)
+    return ["train", "valid", *getattr(recipe.data, "test", ())] if recipe else []
+
+
+def _settings(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
+    """`key.path=` of every key of the recipe; after the = its values, if they are names."""
+    if (recipe := _recipe(parsed_args)) is None:
         return
     key, equals, _ = prefix.partition("=")
     for name, annotation in _keys(recipe):

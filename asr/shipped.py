@@ -40,13 +40,17 @@ def find_run(path: Path) -> Path:
     return shipped if named and (shipped / "recipe.yaml").is_file() else path
 
 
+def run_names() -> list[str]:
+    """The shipped runs that this installation has."""
+    return [name for name in RUNS if find_run(Path(name)) != Path(name)]
+
+
 def not_installed(run: Path) -> str | None:
     """Where to get a shipped run that this installation lacks; None for other runs."""
     if str(run) not in RUNS or find_run(run) != run:
         return None
-    installed = [name for name in RUNS if find_run(Path(name)) != Path(name)]
     return (
-        f"this installation only has {' and '.join(installed) or 'no trained run'}; {run} is in "
+        f"this installation only has {' and '.join(run_names()) or 'no trained run'}; {run} is in "
         "pretrained/ of the project's repository: give the path of that folder"
     )
 

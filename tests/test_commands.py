@@ -100,12 +100,19 @@ def completions(line, folder):
 
 def test_the_shell_completes_commands_keys_and_values(tmp_path):
     (tmp_path / "mine.yaml").write_text("base: demo_transformer\nrun: mine\n")
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "recipe.yaml").write_text(
+        "data: {test: {mine: a.tsv}}\nmodel: {kind: las}\nrun: x\n"
+    )
     expected = {
         "layernorm-asr tra": {"train", "transcribe"},
         "layernorm-asr train m": {"mine.yaml", "mini_librispeech", "mnist_rows"},
         "layernorm-asr train mine.yaml model.norm_p": {"model.norm_position="},
         "layernorm-asr sweep mine.yaml seed=1 model.convolution_norm=b": {"bias", "batch"},
         "layernorm-asr evaluate las decode.search=": {"beam", "ctc"},
+        "layernorm-asr evaluate runs/x --split ": {"train", "valid", "mine"},
+        "layernorm-asr transcribe r": {"runs/x", "runs/"},
+        "layernorm-asr compare c": {"conformer"},
         "layernorm-asr train missing.yaml model.n": {""},
     }
     for line, words in expected.items():
