@@ -1,5 +1,5 @@
 # make demo   everything from an empty machine to a word error rate, in minutes
-# make test   the tests
+# make test   the tests without the slow ones; make test-all   all of them, as CI
 # Both make .venv themselves. uv installs the packages in a fifth of pip's time; where it is not on the
 # PATH it is installed into .venv first.
 
@@ -11,7 +11,7 @@ export MPLBACKEND := Agg
 # Where this is set every start of Python compiles torch again, which costs the tests a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: .venv demo test lint clean
+.PHONY: .venv demo test test-all lint clean
 
 .venv: $(VENV)/demo.stamp
 
@@ -31,8 +31,13 @@ demo: $(VENV)/demo.stamp
 	@echo "run:         $(RUN)"
 	@echo "TensorBoard: $(BIN)/tensorboard --logdir $(dir $(RUN:%/=%))"
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/test.stamp
+	$(PYTEST)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -118,6 +118,7 @@ def test_a_mistake_is_one_line(two_runs, call):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_is_saved_and_resumes(tiny, tmp_path):
     """As a notebook's stop button does: SIGINT to a training that runs."""
     code = (

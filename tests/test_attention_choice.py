@@ -57,6 +57,7 @@ def fingerprint():
     return [float(part.norm()) for part in gradients]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes_compute_the_same(method):
     before = torch.get_num_threads()

@@ -165,6 +165,7 @@ def claimed_by_another(path, pieces):
     return process
 
 
+@pytest.mark.slow
 def test_a_claim_ends_with_its_process(tmp_path):
     other = claimed_by_another(tmp_path / "shards.lock", [2, 5])
     with ShardLocks(tmp_path / "shards.lock") as locks:
@@ -375,6 +376,7 @@ def start(line, rank, ranks):
     return subprocess.Popen(command, env=environment, **pipes)
 
 
+@pytest.mark.slow
 def test_two_processes_of_which_one_is_killed(tiny, tiny_run, tmp_path):
     """They share the work; the other process takes over the killed one's files and rank."""
     names = [tmp_path / f"{n}.flac" for n in range(40)]

@@ -91,6 +91,7 @@ def test_varied_norms_give_the_values_and_gradients_of_single_steps(norm):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [*NORMS, "joined hidden rms", "ba state"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_rounding_errors_are_those_of_single_steps(norm, bf16):
@@ -121,6 +122,7 @@ def test_bf16_is_applied(monkeypatch):
     assert not any(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "norm"),
     [("additive", "ba"), ("location", "ba"), ("location", "per_gate state hidden")],

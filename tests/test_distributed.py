@@ -34,6 +34,8 @@ from asr.training.distributed import (
 )
 from asr.training.losses import Sum
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "rank_trainings.py"
 
 

@@ -107,6 +107,7 @@ def test_reconstruction_is_a_bernoulli_of_the_canvas():
     torch.testing.assert_close(drawn[-1, 1], model.first_canvas.sigmoid())
 
 
+@pytest.mark.slow
 def test_draw_learns_two_images():
     model = small()
     objective = BoundObjective(model)

@@ -490,6 +490,7 @@ def test_a_full_disk_at_the_end_still_prints_the_rates(
     assert code == 2 and "tiny: test: WER" in out and "No space left" in err
 
 
+@pytest.mark.slow
 def test_the_files_are_written_before_the_output_pipe_closes(tiny_run, tmp_path):
     """`asr.evaluate ... | head -1` closes the pipe after its first line."""
     line = [sys.executable, "-m", "asr.evaluate", tiny_run, "--split", "test", "--out", tmp_path]

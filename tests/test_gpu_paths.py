@@ -168,6 +168,7 @@ def ctc_on_meta(log_probs, frames, tokens, lengths):
     return log_probs.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("like_a_gpu")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_step_waits_for_the_device_once(family, monkeypatch):

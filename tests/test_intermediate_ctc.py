@@ -176,6 +176,7 @@ class HeldTwice(torch.nn.Module):
         return self.network.encode(features, lengths).states
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_exported_encoder_reads_its_own_predictions():
     """Compared by identity, a layer is not the one of its number in a program of torch.export."""

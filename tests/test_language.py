@@ -102,6 +102,7 @@ def test_a_run_gives_the_perplexity_of_its_model(commands, folder, kind):
     assert text.decode().count("\n\n") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_resumed_in_mid_epoch_is_the_same_run(commands, folder, kind):
     recipe = make_recipe(folder, kind)

@@ -158,6 +158,7 @@ print("MODULES", *sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_training_speech_loads_speech_alone(tiny, tmp_path):
     line = [sys.executable, "-c", TRAIN, str(tiny), str(tmp_path / "run")]
     result = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)

@@ -103,6 +103,7 @@ def test_recurrent_dropout_is_the_slow_loops(norm, backend):
     torch.testing.assert_close(ours, expected, atol=1e-11, rtol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "bidirectional"),
     [

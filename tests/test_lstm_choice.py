@@ -331,6 +331,7 @@ def trained(threads):
     return lstm.weight_hh_l0.grad.double().norm().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes_compute_the_same(method):
     before = torch.get_num_threads()
@@ -587,6 +588,7 @@ def reference_losses():
     return las_losses("reference")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [name for name in HERE if name != "reference"])
 def test_fifty_steps_of_las_follow_the_reference(backend, reference_losses):
     assert reference_losses[-1] < 0.5 * reference_losses[0]  # the loss falls

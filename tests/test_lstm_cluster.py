@@ -13,6 +13,8 @@ import torch
 from asr.config.cell import CellSettings
 from asr.kernels.cuda import cluster
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 HARNESS = """
 #include "cluster.cu"

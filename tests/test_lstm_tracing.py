@@ -224,6 +224,7 @@ torch.testing.assert_close(compiled(x), lstm(x), atol=1e-6, rtol=1e-5)
 """
 
 
+@pytest.mark.slow
 def test_export_and_compile():
     """In a separate process: torch.compile starts threads, after which no test may fork."""
     line = [sys.executable, "-W", "ignore", "-c", EXPORTED + COMPILED]

@@ -154,9 +154,12 @@ assert {name for name, *_ in compiled} == set(KERNELS)
 """
 
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
+]
 
 
 def run(program: str, interpret: str) -> subprocess.CompletedProcess[str]:

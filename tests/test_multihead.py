@@ -109,6 +109,7 @@ def test_a_position_without_a_visible_key_gets_zeros(train, dropout):
     assert all(p.grad.isfinite().all() for p in ours.parameters())
 
 
+@pytest.mark.slow
 def test_attention_dropout_keeps_the_expectation():
     torch.manual_seed(3)
     ours = self_attention(dropout=0.4)

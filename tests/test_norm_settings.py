@@ -107,6 +107,7 @@ def figures(objective, batch):
     return [float(sums[name].total / sums[name].count) for name in ("nll", "accuracy")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=name)
 def test_each_norm_overfits_eight_utterances_and_is_saved(model, tmp_path):
     objective = objective_of(model, seed=1)

@@ -8,6 +8,8 @@ import pytest
 
 from asr.data.importers import spoken_numbers
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "first_experiment.ipynb"
 SMALL = {"EPOCHS": 1, "SEEDS": (1,)}
 

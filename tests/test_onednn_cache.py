@@ -11,6 +11,8 @@ import pytest
 
 from asr.training.oom import CAPACITIES, SHAPES, limit_onednn_cache
 
+pytestmark = pytest.mark.slow
+
 GROWN = """
 import os
 import torch

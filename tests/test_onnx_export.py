@@ -173,7 +173,8 @@ def front_end(kind=SlaneyMel, mvn="global", variance=True):
     return FrontEnd(kind(RATE, num_mel_bins=F), norm)
 
 
-every_model = pytest.mark.parametrize("case", ["las", *MODELS], indirect=True)
+others = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "pre"]
+every_model = pytest.mark.parametrize("case", ["las", "pre", *others], indirect=True)
 
 
 def close(actual, expected):

@@ -28,6 +28,7 @@ def run(code, *arguments):
     return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_layer_needs_torch_alone():
     code = "import torch\nfrom asr.nn.lstm import LayerNormLSTM\n"
     code += "LayerNormLSTM(3, 7, bidirectional=True)(torch.randn(5, 2, 3))[0].sum().backward()\n"
@@ -60,6 +61,7 @@ def wheel(tmp_path_factory):
     return target
 
 
+@pytest.mark.slow
 def test_a_package_features_of_the_user_changes_nothing(wheel, tmp_path):
     """As a module beside a notebook, or a folder where a command is run."""
     (tmp_path / "features.py").write_text("raise SystemExit('the features of the user')")

@@ -121,6 +121,7 @@ def test_many_tokens_are_labelled_by_words(axes):
     assert axes[0].get_ylabel() == "words" and "not all" in axes[1].get_ylabel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["$", "$x$", r"$\frac$", "a_b^c", "%", "<b>", "\\", "", " "])
 def test_any_label_is_drawn_literally(text):
     assert is_picture(attention_picture(path([0, 1, 2]), [text, "a", "b"], 1.9, title=text))

@@ -14,6 +14,8 @@ from torch import nn
 from asr.errors import WorkerKilled
 from asr.training.signals import SIGNALS, Stop, Stopped
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "signal_trainings.py"
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP")
 

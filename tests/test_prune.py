@@ -127,6 +127,7 @@ def test_a_pruned_run_is_an_ordinary_run(tiny, run, commands, tmp_path):
     assert len(layers_of(twice)[0]) == 2
 
 
+@pytest.mark.slow
 def test_training_resumes_from_a_pruned_run(tiny, run, commands, tmp_path):
     half = tmp_path / "half"
     assert commands(prune, run, "--to", half, "--decoder", 2)[0] == 0

@@ -20,6 +20,8 @@ from tiny_speech import json_lines
 
 from asr.data.importers import spoken_numbers
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 TOUR = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 CORPORA = (ROOT / "docs" / "corpora.md").read_text(encoding="utf-8")

@@ -74,6 +74,7 @@ def equal_systems():
     return [run(rates, seed, words=5) for seed in range(400)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "test",
     [

@@ -49,6 +49,7 @@ def kill_at(patch, epoch, batch):
     patch.setattr(Training, "write_checkpoint", killer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 1])
 def test_a_stage_equals_a_resume_with_other_values(every, tiny, commands, tmp_path, monkeypatch):
     options = [tiny, "train.save_every=1", f"train.validate_every={every or 'null'}"]
@@ -66,6 +67,7 @@ def test_a_stage_equals_a_resume_with_other_values(every, tiny, commands, tmp_pa
         assert tensor.equal(expected[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_its_second_stage_resumes_there(tiny, commands, tmp_path, monkeypatch):
     options = [tiny, staged(0.5), "train.save_every=1"]
     code, out, _ = commands(train, *options, "--run", tmp_path / "whole")

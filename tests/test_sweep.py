@@ -100,6 +100,7 @@ def test_a_tuned_run_still_belongs_to_the_grid(tiny, commands, tmp_path):
         sweep.check_folder(trial, tmp_path / "seed=1")
 
 
+@pytest.mark.slow
 def test_a_training_is_evaluated(tiny, commands, tmp_path):
     """The only test with a real training."""
     run = tmp_path / "run"
@@ -338,6 +339,7 @@ def test_a_second_ctrl_c_kills_the_training(tmp_path, monkeypatch):
     assert job.process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_two_sweeps_in_one_folder_are_refused(tiny, commands, tmp_path, stand_in, monkeypatch):
     """Whatever the grid of the second; the folder is free again after the first has ended."""
     monkeypatch.setattr(sweep, "_PATIENCE", 0.2)

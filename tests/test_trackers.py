@@ -92,6 +92,7 @@ def wandb_points(records):
     return points
 
 
+@pytest.mark.slow
 @ours
 def test_both_have_the_points_of_tensorboard_also_after_a_resume(tiny, places):
     pytest.importorskip("mlflow", reason="needs the extra mlflow")

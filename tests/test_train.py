@@ -211,6 +211,7 @@ def test_torchrun_resumes_only_its_own_run(tiny, tiny_run, commands, tmp_path, m
     assert commands(train, tiny, "--run", run, more, "--resume")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("where", ["step", "validation", "drawing"])
 def test_a_signal_saves_and_the_run_can_be_resumed(

@@ -150,6 +150,7 @@ def test_wrong_input_is_reported(arguments, message):
         score(*arguments)
 
 
+@pytest.mark.slow
 def test_ten_thousand_utterances_are_quick():
     draw = random.Random(11)
     words = ["".join(draw.choices("ABCDEFGH", k=draw.randrange(1, 9))) for _ in range(997)]

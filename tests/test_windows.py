@@ -78,6 +78,7 @@ def test_a_window_far_outside_does_not_change_attention():
     torch.testing.assert_close(with_windows, module(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_finite_over_a_long_utterance(dtype):
     module = attention_with(GIVEN).to(dtype)
