@@ -119,7 +119,7 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 
     """
     recipe = at_stage(recipe, stage)
     data = recipe.data
-    training, valid = (_read(data, role) for role in ("train", "valid"))
+    training, valid = (read_texts(data, role) for role in ("train", "valid"))
     tokenizer = load_tokenizer(run) if resume else _vocabulary(recipe, training)
     epochs, validation = (
         SentenceEpochs(part, data.batch_bytes, longest, recipe.seed, data.workers)
@@ -156,7 +156,8 @@ def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> Tokenizer:
     return tokenizer
 
 
-def _read(data: LanguageDataConfig, role: str) -> Sentences:
+def read_texts(data: LanguageDataConfig, role: str) -> Sentences:
+    """The texts of `train` or `valid`. Raises UserError where one is missing."""
     texts = []
     for path in getattr(data, role):
         if path.suffix == ".tsv":

@@ -582,6 +582,7 @@ def train(
         torch.set_num_threads(recipe.train.threads)
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
+        distributed.check_device(recipe.train.device)  # before a corpus is made
         training, restarted = Training(recipe, run), distributed.restarted_by_torchrun(run)
         messages = training.open(resume or restarted, force, overridden)
         state, config, stop = training.state, training.config, training.stop
