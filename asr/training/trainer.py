@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asr.config.loader import as_yaml, at_stage, flat, write_recipe
+from asr.config.loader import as_yaml, at_stage, flat, non_default, write_recipe
 from asr.config.schema import Recipe, TrainConfig
 from asr.data.batching import Broken
 from asr.errors import EXIT_STOPPED, UserError, WorkerKilled
@@ -32,7 +32,14 @@ from asr.nn.dropout import LayerDrop
 from asr.shipped import find_run
 from asr.training import distributed, optim
 from asr.training.averaging import EvaluationWeights
-from asr.training.checkpoint import choose, load_weights, prune, save_checkpoint, unreadable
+from asr.training.checkpoint import (
+    choose,
+    load_weights,
+    prune,
+    read_training,
+    save_checkpoint,
+    unreadable,
+)
 from asr.training.distributed import add_gradients, add_sums, gather, is_first, rank, world
 from asr.training.logging import Log, NullLog, Step, figure_texts
 from asr.training.losses import Sum, add, means, read
@@ -556,7 +563,17 @@ class Training:
         with self.weights.applied(), suppress(Stopped):
             if is_first():
                 with self.stop.interruptible():
-                    self.metrics |= self.task.finish(self.run, self.log, self.state.step)
+                    self.task.finish(self.run, self.log, self.state.step)
+
+    def log_results(self, overridden: AbstractSet[str]) -> None:
+        """Log the settings that were chosen, and the figures of the best checkpoint."""
+        if not is_first():
+            return
+        recipe = self.recipe
+        chosen = {"seed", *overridden, *non_default(recipe)} - {"run"}
+        settings = {key: value for key, value in flat(recipe).items() if key in chosen}
+        best = read_training(choose(self.run, "best", 1)[0])["metrics"]
+        self.log.finish(as_yaml(recipe), settings, best, self.state.step)
 
 
 def train(
@@ -601,6 +618,6 @@ def train(
                     "the same command with --resume continues"
                 )
                 return EXIT_STOPPED
-            training.log.finish(as_yaml(recipe), flat(recipe), training.metrics)
+            training.log_results(overridden)
             training.log.info(f"finished at step {state.step}; the run is in {run}")
             return 0
