@@ -63,6 +63,12 @@ def read_grid(recipe: Path, arguments: Sequence[str]) -> list[SweepRun]:
     """
     from asr.config.loader import RecipeError, flat, read_recipe
 
+    if not arguments:
+        example = f"python -m asr.sweep {recipe} model.listener.norm=none,ba seed=1,2,3"
+        raise UserError(
+            f"command line: no grid: name keys with several values, e.g. {example}; one run is "
+            f"trained by python -m asr.train {recipe}"
+        )
     axes = dict(map(_axis, arguments))
     if len(axes) < len(arguments):
         keys = list(map(key_of, arguments))
@@ -148,6 +154,35 @@ def check_split(recipe: "Recipe", split: str) -> None:
             f"--evaluate {split}: runs of the task {recipe.task} have no such split; "
             "images have test, a language model is only measured on its validation text"
         )
+
+
+def check_training(recipe: "Recipe") -> None:
+    """Raise UserError if training lacks its device, its data or the run that it starts from.
+
+    A built-in corpus is made, as by training.
+    """
+    from asr.shipped import find_run
+    from asr.training.checkpoint import choose
+    from asr.training.distributed import check_device
+
+    data = recipe.data
+    check_device(recipe.train.device)
+    if recipe.train.init:
+        choose(find_run(recipe.train.init), "best", 1)
+    if recipe.task == "images":
+        from asr.images.task import read
+
+        read(data)
+    elif recipe.task == "language":
+        from asr.tasks.language import read_texts
+
+        for role in ("train", "valid"):
+            read_texts(data, role)
+    else:
+        from asr.data.splits import load_split_manifest
+
+        for role in ("train", "valid"):
+            load_split_manifest(data, getattr(data, role), role)
 
 
 def check_folder(run: SweepRun, folder: Path) -> None:
@@ -333,6 +368,8 @@ def main() -> int:
     add("--evaluate", metavar="SPLIT", help="score each run on this split")
     add("--dry-run", action="store_true", help="print the names of the runs and exit")
     args = parser.parse()
+    from asr.analysis.runs import finished
+
     runs = read_grid(args.recipe, args.grid)
     out = args.out or Path("runs") / f"{runs[0].recipe.run}_sweep"
     for run in runs:
@@ -342,6 +379,10 @@ def main() -> int:
     if args.dry_run:
         print(*(run.name for run in runs), sep="\n")
         return 0
+    unfinished = [run.recipe for run in runs if finished(out / run.name) is None]
+    needs = {repr((r.data, r.train.device, r.train.init)): r for r in unfinished}
+    for recipe in needs.values():
+        check_training(recipe)
     jobs = [SweepProcess(args.recipe, run, out / run.name, args.evaluate) for run in runs]
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # of nohup

@@ -18,9 +18,14 @@ import numpy as np
 import pytest
 import torch
 from full_disk import full_disk
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
 from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny_speech import age
 
@@ -244,17 +249,35 @@ def test_texts_are_shown_as_they_are(tmp_path):
     assert shown == [printable(" ".join(line.split())) for line in MARKDOWN]
 
 
-def test_the_recipe_is_kept_as_text_and_hparams_and_no_curve_is_touched(tmp_path):
+def test_the_recipe_is_kept_as_text_and_no_curve_is_touched(tmp_path):
     flat = {"seed": 1, "train.steps": None, "data.test": "{}", "mvn": True, "lr": 0.1, "list": [1]}
     with Log(tmp_path, 1, 2) as log:
         log.scalars("valid", {"wer": 0.5}, 7)
-        log.finish("seed: 1\n", flat, {"valid/wer": 0.25})
+        log.finish("seed: 1\n", flat, {"valid/wer": 0.25, "valid/ctc": 2.0}, 9)
     assert text(tmp_path, "recipe/text_summary") == "```yaml\nseed: 1\n```"
-    assert "_hparams_/session_start_info" in events(tmp_path).summary_metadata
-    # A final figure written as valid/wer would distort the curve; another name would add one.
-    assert curve(tmp_path, "valid/wer") == [(7, 0.5)]
-    assert events(tmp_path).Tags()["scalars"] == ["valid/wer"]
+    # A final figure written as valid/wer would distort the curve.
+    assert curve(tmp_path, "valid/wer") == [(7, 0.5)] and curve(tmp_path, "best/wer") == [(9, 0.25)]
+    assert events(tmp_path).Tags()["scalars"] == ["valid/wer", "best/wer"]
     assert len(list(tmp_path.glob("events.*"))) == 1
+
+
+def test_hparams_has_the_settings_of_all_runs_and_the_best_figures_first(tmp_path):
+    """As TensorBoard's plug-in answers the page's request: settings that differ come first."""
+    settings = {"a": {"seed": 1, "norm": "ba"}, "b": {"seed": 1, "norm": "none", "x": 2}}
+    for name, flat in settings.items():
+        (tmp_path / name).mkdir()
+        with Log(tmp_path / name, 1, 2) as log:
+            log.scalars("valid", {"wer": 0.5}, 7)
+            log.scalars("speed", {"hours": 0.5}, 7)
+            log.finish("", flat, {"valid/wer": 0.25, "valid/nll": 1.0}, 9)
+    loader = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    board = Context(TBContext(data_provider=MultiplexerDataProvider(loader, str(tmp_path))))
+    request = RequestContext()
+    written = board.hparams_metadata(request, "")
+    found = board.experiment_from_metadata(request, "", True, written, None)
+    assert [info.name for info in found.hparam_infos] == ["norm", "seed", "x"]
+    metrics = [info.name.tag for info in found.metric_infos]
+    assert metrics == ["best/nll", "best/wer", "speed/hours", "valid/wer"]
 
 
 def test_the_first_charts_are_those_of_scalars_that_the_run_has(tmp_path):

@@ -49,7 +49,7 @@ def test_every_combination_is_a_run_named_by_what_varies(tiny):
     ]
     assert runs[2].recipe.model.listener.norm == "ba" and runs[2].recipe.seed == 7
     assert runs[2].recipe.features.speed_perturb == (0.9, 1.1)
-    assert [run.name for run in read_grid(tiny, [])] == ["run"]
+    assert [run.name for run in read_grid(tiny, ["seed=7"])] == ["run"]
 
 
 def test_names_are_folders_whatever_the_values(tiny):
@@ -71,6 +71,11 @@ def test_names_are_folders_whatever_the_values(tiny):
         (["seed=1,2", "model.listener.hidden=5,-3"], "(of seed=1 model.listener.hidden=-3)"),
         (["seed=1,2", "--evaluate", "tset"], "--split tset: the run has train, valid"),
         (["decode.beam=1,4"], "would train the same model 2 times"),
+        ([], "no grid: name keys with several values, e.g. python -m asr.sweep"),
+        (["data.train=train.tsv,gone.tsv"], "data.train: gone.tsv is not there. Make it with"),
+        (["seed=1,2", "data.valid=gone.tsv"], "data.valid: gone.tsv is not there. Make it with"),
+        (["seed=1,2", "train.device=cuda:99"], "train.device = cuda:99: this machine has no such"),
+        (["seed=1,2", "train.init=gone"], "gone: no checkpoint in it; train it first"),
         (["seed=1", "--jobs", "0"], "argument --jobs: '0' is not a whole number from 1 up"),
         (["seed=1", "--jobs", "-0"], "argument --jobs: '-0' is not a whole number from 1 up"),
         (["seed=1", "--jobs=1", "--jobs=2"], "argument --jobs: given twice"),
@@ -78,9 +83,23 @@ def test_names_are_folders_whatever_the_values(tiny):
           + ",".join(map(str, range(1, 101)))], "a grid of 10100 runs"),
     ],
 )  # fmt: skip
-def test_errors_are_one_line_and_start_nothing(grid, line, tiny, commands, tmp_path):
+def test_errors_are_one_line_and_start_nothing(grid, line, tiny, commands, tmp_path, monkeypatch):
+    monkeypatch.chdir(tiny.parent)
     assert line in commands.refused(sweep, tiny, *grid, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "line"),
+    [
+        ("demo_lm", "data.train=[gone.txt]", "data.train: gone.txt is missing"),
+        ("mnist_rows", "data.folder=gone", "data.folder: gone is missing. Make it with: python -m"),
+    ],
+)
+def test_missing_data_of_other_tasks_start_nothing(recipe, key, line, commands, tmp_path):
+    out = tmp_path / "out"
+    assert commands.refused(sweep, recipe, key, "seed=1,2", "--out", out).startswith(line)
+    assert not out.exists()
 
 
 def test_a_folder_of_another_recipe_is_refused(tiny, commands, tmp_path):
@@ -139,8 +158,9 @@ if module == "asr.evaluate":
     sys.exit(2 if (run / "broken").exists() else 0)
 assert module == "asr.train" and line[-3] == "--run" and line[-1] == "--resume"
 run, settings = pathlib.Path(line[-2]), dict(pair.split("=", 1) for pair in line[1:-3])
-if not pathlib.Path(settings["data.train"]).exists():
-    sys.exit(f"error: data.train: {settings['data.train']} is not there")
+name = pathlib.Path(settings["data.train"]).name
+if pathlib.Path(__file__).with_name(f"{name}.broken").exists():
+    sys.exit(f"error: {name} is broken")
 step = len((run / "steps").read_text()) if (run / "steps").exists() else 0
 for number in range(step, int(settings["train.steps"])):
     with (run / "steps").open("a") as file:
@@ -160,18 +180,19 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def test_a_sweep_skips_finished_runs_and_reports_failed_ones(tiny, commands, tmp_path, stand_in):
-    """One of two fails: its manifest is missing."""
-    present, missing, out = tiny.parent / "train.tsv", tmp_path / "gone.tsv", tmp_path / "s"
-    grid = [f"data.train={present},{missing}", "train.steps=2"]
+    """One of two fails at first, and then succeeds."""
+    folder, out = tiny.parent, tmp_path / "s"
+    (tmp_path / "valid.tsv.broken").touch()
+    grid = [f"data.train={folder / 'train.tsv'},{folder / 'valid.tsv'}", "train.steps=2"]
     command = (sweep, tiny, *grid, "--out", out, "--jobs", "2", "--evaluate", "test")
     code, output, _ = commands(*command)
     runs = filter(Path.is_dir, out.iterdir())
-    good, bad = sorted(runs, key=lambda run: "gone" in run.name)
+    good, bad = sorted(runs, key=lambda run: "valid" in run.name)
     assert code == 1 and "1 of 2 runs are done" in output
-    assert f"failed: {bad.name}: data.train: {missing} is not there" in output
+    assert f"failed: {bad.name}: valid.tsv is broken" in output
     assert finished(good) == 2 and (good / "evaluate" / "test" / "score.json").exists()
     shutil.rmtree(good / "evaluate")
-    missing.touch()
+    (tmp_path / "valid.tsv.broken").unlink()
     code, output, _ = commands(*command)
     assert code == 0 and "0 of them done already" in output and "2 of 2 runs are done" in output
     assert (good / "train.log").read_text().count("finished") == 1  # only evaluated again
@@ -202,7 +223,7 @@ def test_a_stopped_sweep_stops_its_trainings(
     monkeypatch.setattr(sweep, "_PATIENCE", 0.2)
     steps, train = tmp_path / "run" / "steps", tiny.parent / "train.tsv"
     command = (sweep, tiny, f"data.train={train}", "train.steps=1000", "--out", tmp_path)
-    with once(steps.exists, lambda: os.kill(os.getpid(), number)):
+    with once(lambda: steps.exists() and steps.read_text(), lambda: os.kill(os.getpid(), number)):
         code, output, _ = commands(*command)
     assert code == 130 and output.endswith("stopped; the same command resumes it\n")
     started = len(steps.read_text())

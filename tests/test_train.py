@@ -75,7 +75,7 @@ def test_curves_images_and_texts_are_written(drawn, tiny, commands, tmp_path):
     assert {f"valid/{n}" for n in ("nll", "accuracy", "wer", "ctc_wer", "diagonality")} <= scalars
     assert {"train/learning_rate", "train/gradient_norm", "speed/audio_per_second"} <= scalars
     groups = {name.partition("/")[0] for name in scalars}
-    assert groups == {"train", "valid", "speed"}
+    assert groups == {"train", "valid", "speed", "best"}
     (explained,) = board.Tensors("about/scalars/text_summary")
     assert all(f"`{n}`" in explained.tensor_proto.string_val[0].decode() for n in scalars)
     assert set(board.Tags()["images"]) == {"valid_attention/valid-0", "valid_features/valid-0"}

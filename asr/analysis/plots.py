@@ -12,7 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 _MOST_TOKEN_ROWS = 32  # an attention picture with more rows is labelled by words
-_LABEL_INCHES = 0.14  # height of a label
+_LABEL_INCHES = 0.17  # height of a label
+_FRAME_INCHES = 1.0  # height of title and time axis
+_SMALL, _LARGE = 12, 14  # points: TensorBoard shows a picture in half its size
 _LONGEST_LABEL = 20  # characters: an untrained model may write one word of hundreds
 
 
@@ -31,16 +33,17 @@ def attention_picture(
     """
     U = len(weights)
     by_word = U > _MOST_TOKEN_ROWS
-    height = min(0.9 + max(0.7, (0.06 if by_word else 0.17) * U), 8.5)
+    height = min(_FRAME_INCHES + max(0.7, (0.06 if by_word else 0.19) * U), 8.5)
 
     def draw(axes: Axes) -> None:
         extent = (0.0, seconds, U - 0.5, -0.5)
         style = {"cmap": "Blues", "vmin": 0.0, "interpolation": "nearest"}
         image = axes.imshow(weights, aspect="auto", extent=extent, **style)
-        _label_rows(axes, pieces, by_word, gap=_LABEL_INCHES * U / (height - 0.9))
+        _label_rows(axes, pieces, by_word, gap=_LABEL_INCHES * U / (height - _FRAME_INCHES))
         axes.set(xlabel="audio (seconds)")
         bar = axes.figure.colorbar(image, pad=0.015, aspect=12 * height)
-        bar.set_label("attention weight")
+        bar.set_label("attention weight", fontsize=_LARGE)
+        bar.ax.tick_params(labelsize=_SMALL)
 
     return _pixels(draw, title, (8, height))
 
@@ -60,7 +63,7 @@ def _label_rows(axes: Axes, pieces: Sequence[str], by_word: bool, gap: float) ->
         middle = (start + end - 1) / 2
         if not shown or middle - next(reversed(shown)) >= gap:
             shown[middle] = shorten(text, _LONGEST_LABEL)
-    axes.set_yticks(list(shown), list(shown.values()), fontsize=9, parse_math=False)
+    axes.set_yticks(list(shown), list(shown.values()), parse_math=False)
     unit = "words" if by_word else "tokens"
     axes.set(ylabel=unit if len(shown) == len(rows) else f"{unit} (not all are labelled)")
 
@@ -123,7 +126,10 @@ def _pixels(draw: Callable[[Axes], None], title: str, size: tuple[float, float])
         # A character that the font lacks is drawn as a box; a corpus may have thousands.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         axes = figure.subplots()
+        axes.tick_params(labelsize=_SMALL)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.label.set_size(_LARGE)
         draw(axes)
-        axes.set_title(title, parse_math=False)
+        axes.set_title(title, parse_math=False, fontsize=_LARGE)
         canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

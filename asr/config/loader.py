@@ -151,6 +151,11 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     return dict(leaves(recipe.model_dump(mode="json")))
 
 
+def non_default(recipe: Recipe) -> set[str]:
+    """The dotted paths of the keys whose values are not the defaults."""
+    return {key for key, _ in leaves(recipe.model_dump(mode="json", exclude_defaults=True))}
+
+
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted path and value of everything in nested mappings that is not a mapping."""
     for key, value in tree.items():

@@ -7,6 +7,7 @@ that belongs to it alone.
 
 import os
 import shlex
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ MAX_UNKNOWN = 0.5  # share of a text's letters that the vocabulary may lack
 MAX_SHOWN = 20  # letters in the message
 MAX_DURATION = 1e30  # seconds
 DATA = Path("data")  # in the working directory
+SPOKEN_NUMBERS_BYTES = 150e6  # of disk space
 PREPARE = {  # data.corpus -> the command that makes its manifests
     None: "python -m asr.prepare auto SOURCE --to {folder}, where SOURCE is your {split}.tsv or a "
     "corpus in another form",
@@ -83,12 +85,19 @@ def prepare_command(corpus: str | None, manifest: Path) -> str:
 def make_built_in(corpus: str | None, manifest: Path) -> None:
     """Make the spoken numbers if a recipe names a split of theirs that does not exist yet.
 
-    Only below DATA: for another folder its user has to run asr.prepare.
+    Only below DATA: for another folder its user has to run asr.prepare. Raises UserError where the
+    disk is too full for them.
     """
     ours = corpus == "spoken-numbers" and manifest.stem in ("train", "valid", "test")
     if ours and _is_below_data(manifest.parent) and not manifest.exists():
         from asr.data.importers import spoken_numbers  # for few trainings
 
+        existing = next(f for f in manifest.absolute().parents if f.exists())
+        if (free := shutil.disk_usage(existing).free) < SPOKEN_NUMBERS_BYTES:
+            raise UserError(
+                f"{manifest.parent}: the spoken numbers need {SPOKEN_NUMBERS_BYTES / 1e6:.0f} MB, "
+                f"but {free / 1e6:.0f} MB are free on that disk: make room"
+            )
         print_line(f"making the spoken numbers in {manifest.parent} (once, about a minute)")
         spoken_numbers.prepare(manifest.parent)
 

@@ -123,7 +123,7 @@ class ImageTask(Task):
         """The first validation images, in one batch."""
         return in_order(self.validation.part("valid", slice(None, INSPECTED)), INSPECTED)
 
-    def finish(self, run: Path, log: Log, step: int) -> dict[str, float]:
+    def finish(self, run: Path, log: Log, step: int) -> None:
         """Test the best checkpoint and write score.json."""
         best = choose(run, "best", 1)
         load_weights(self.objective.model, best, self.metadata)
@@ -135,7 +135,6 @@ class ImageTask(Task):
         score = {**figures, **details, "step": tested}
         write_files(folder, {"score.json": json.dumps(score, indent=1) + "\n"})
         log.info(f"test: {line}, by the checkpoint of step {tested}")
-        return {f"test/{name}": value for name, value in figures.items()}
 
     def _test(self, log: Log, step: int) -> tuple[dict[str, float], dict[str, Any], str]:
         """-> figures over the test images, other entries of score.json, a line for the log."""

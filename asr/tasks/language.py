@@ -129,7 +129,7 @@ def language_task(recipe: LanguageRecipe, run: Path, resume: bool, stage: int = 
     """
     recipe = at_stage(recipe, stage)
     data = recipe.data
-    training, valid = (_read(data, role) for role in ("train", "valid"))
+    training, valid = (read_texts(data, role) for role in ("train", "valid"))
     if resume:
         tokenizer = load_tokenizer(run)
     else:
@@ -174,7 +174,8 @@ def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> tuple[Tokenizer,
     return tokenizer, f"the vocabulary is that of text.run = {source}"
 
 
-def _read(data: LanguageDataConfig, role: str) -> Sentences:
+def read_texts(data: LanguageDataConfig, role: str) -> Sentences:
+    """The texts of `train` or `valid`. Raises UserError where one is missing."""
     texts = []
     for path in getattr(data, role):
         if path.suffix == ".tsv":

@@ -158,16 +158,22 @@ def _select_gpu(device: str, local: int) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` takes a GPU if there is one; cuda:N becomes torch's current GPU.
-
-    Raises UserError for a GPU that does not exist.
-    """
+def check_device(name: str) -> torch.device:
+    """As choose_device, but without a choice for torch, which takes memory of a GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"train.device = {name}: this machine has no such GPU; try auto or cpu")
+    return device
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes a GPU if there is one; cuda:N becomes torch's current GPU.
+
+    Raises UserError for a GPU that does not exist.
+    """
+    device = check_device(name)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams and graphs belong to the current one
     return device

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Figures that are fractions: texts show them in percent, TensorBoard as they are.
 RATES = {"wer": "WER", "cer": "CER", "ctc_wer": "CTC WER", "accuracy": "accuracy"}
+BEST = ("wer", "nll", "accuracy", "perplexity")  # figures of the best checkpoint to show
 
 
 def figure_texts(figures: Mapping[str, float]) -> list[str]:
@@ -226,13 +227,22 @@ class Log:
         """Plain text, each paragraph on a line; TensorBoard shows it as it is, not as Markdown."""
         self.board.add_text(printable(name), "\n\n".join(map(_plain, paragraphs)), step)
 
-    def finish(self, yaml: str, flat: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """The resolved recipe as text, and as hparams beside the last points of the metrics."""
+    def finish(
+        self, yaml: str, flat: Mapping[str, Any], best: Mapping[str, float], step: int
+    ) -> None:
+        """The resolved recipe as text; settings and best figures for TensorBoard's page HParams.
+
+        best: valid/NAME -> value, of which the main ones become curves best/NAME of one point,
+        since the page shows the last points of all curves, sorted by name.
+        """
         self.board.add_text("recipe", f"```yaml\n{yaml}```", 0)
+        known = {name: best[f"valid/{name}"] for name in BEST if f"valid/{name}" in best}
+        self.scalars("best", known, step)
         simple = bool | int | float | str
         plain = {k: v if isinstance(v, simple) else str(v) for k, v in flat.items()}
-        # Not add_hparams, which writes a second point of every metric.
-        for summary in hparams(plain, dict(metrics)):
+        # Without the first summary, which lists settings and figures of this run, the page has the
+        # settings of all runs, those that differ first. With it, only those of one run.
+        for summary in hparams(plain, {})[1:]:
             self.board.file_writer.add_summary(summary, 0)
         if self.trackers:
             self.trackers.finished = True

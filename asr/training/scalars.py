@@ -5,6 +5,7 @@ valid/         over the validation data
 speed/         throughput, and the cost so far
 valid_health/  internals of the model (train.health), see asr.training.inspection
 test/          image tasks only: the finished model
+best/          finished runs: the best checkpoint
 """
 
 from collections.abc import Collection
@@ -39,6 +40,7 @@ MEANINGS = {
     "speed/audio_per_second": "seconds of audio trained on per second, without validation",
     "speed/audio_hours, speed/train_seconds": "audio trained on, in hours, and the "
     "time for it, in seconds",
+    "best/...": "finished runs: figures of the checkpoint with the lowest valid/nll",
     "valid_health/...": "gates, norms and gradients of each layer (`train.health`)",
 }
 _CHARTS = {
@@ -60,7 +62,8 @@ def explanation() -> str:
     table = "\n".join(["| scalar | meaning |", "|---|---|", *rows])
     return (
         "Charts to start with: the page **Custom Scalars**. Pictures of attention (tokens against "
-        f"seconds): the page **Images**. All scalars:\n\n{table}\n"
+        "seconds): the page **Images**. Settings that are no defaults or were set on the command "
+        f"line: the page **HParams**. All scalars:\n\n{table}\n"
     )
 
 

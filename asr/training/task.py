@@ -74,6 +74,5 @@ class Task(Protocol):
     def health_batches(self) -> Iterator[TaskBatch]:
         """A few validation batches without padding, for train.health."""
 
-    def finish(self, run: Path, log: Log, step: int) -> dict[str, float]:
-        """Test the finished model; -> figures of the test."""
-        return {}
+    def finish(self, run: Path, log: Log, step: int) -> None:
+        """Test the finished model."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asr.config.loader import as_yaml, at_stage, flat, write_recipe
+from asr.config.loader import as_yaml, at_stage, flat, non_default, write_recipe
 from asr.config.schema import Recipe, TrainConfig
 from asr.data.batching import Broken
 from asr.errors import EXIT_STOPPED, UserError, WorkerKilled
@@ -32,7 +32,14 @@ from asr.nn.dropout import LayerDrop
 from asr.shipped import find_run
 from asr.training import distributed, optim
 from asr.training.averaging import EvaluationWeights
-from asr.training.checkpoint import choose, load_weights, prune, save_checkpoint, unreadable
+from asr.training.checkpoint import (
+    choose,
+    load_weights,
+    prune,
+    read_training,
+    save_checkpoint,
+    unreadable,
+)
 from asr.training.distributed import add_gradients, add_sums, gather, is_first, rank, world
 from asr.training.logging import Log, NullLog, Step, figure_texts
 from asr.training.losses import Sum, add, means, read
@@ -560,7 +567,17 @@ class Training:
         with self.weights.applied(), suppress(Stopped):
             if is_first():
                 with self.stop.interruptible():
-                    self.metrics |= self.task.finish(self.run, self.log, self.state.step)
+                    self.task.finish(self.run, self.log, self.state.step)
+
+    def log_results(self, overridden: AbstractSet[str]) -> None:
+        """Log the settings that were chosen, and the figures of the best checkpoint."""
+        if not is_first():
+            return
+        recipe = self.recipe
+        chosen = {"seed", *overridden, *non_default(recipe)} - {"run"}
+        settings = {key: value for key, value in flat(recipe).items() if key in chosen}
+        best = read_training(choose(self.run, "best", 1)[0])["metrics"]
+        self.log.finish(as_yaml(recipe), settings, best, self.state.step)
 
 
 def train(
@@ -588,10 +605,9 @@ def train(
         torch.set_num_threads(recipe.train.threads)
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
-        training, restarted = (
-            Training(recipe, run, parts or {}),
-            distributed.restarted_by_torchrun(run),
-        )
+        distributed.check_device(recipe.train.device)  # before a corpus is made
+        training = Training(recipe, run, parts or {})
+        restarted = distributed.restarted_by_torchrun(run)
         messages = training.open(resume or restarted, force, overridden)
         state, config, stop = training.state, training.config, training.stop
         total = planned_steps(training.task.epochs, config, state)
@@ -609,6 +625,6 @@ def train(
                     "the same command with --resume continues"
                 )
                 return EXIT_STOPPED
-            training.log.finish(as_yaml(recipe), flat(recipe), training.metrics)
+            training.log_results(overridden)
             training.log.info(f"finished at step {state.step}; the run is in {run}")
             return 0
