@@ -38,14 +38,6 @@ def test_importing_the_package_imports_nothing_else():
     assert done.stdout.strip() == "set()"
 
 
-def test_every_public_name_exists():
-    assert set(asr.__all__) <= set(dir(asr))
-    for name in asr.__all__:
-        getattr(asr, name)
-    with pytest.raises(AttributeError, match="no attribute 'train_all'"):
-        asr.train_all  # noqa: B018
-
-
 def test_history_is_what_tensorboard_has(two_runs):
     (run, _), _ = two_runs
     board = EventAccumulator(str(run.folder), size_guidance={"scalars": 0}).Reload()

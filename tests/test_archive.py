@@ -3,7 +3,6 @@
 import gzip
 import io
 import os
-import shutil
 import stat
 import tarfile
 import time
@@ -92,22 +91,10 @@ def test_links_and_devices_are_refused(tmp_path, kind):
     assert tree(outside) == {} and list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_sparse_file_is_refused(tmp_path):
-    sparse = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.name": "s",
-              "GNU.sparse.size": "100000000", "GNU.sparse.map": "0,0"}  # fmt: skip
-    path = pack(tmp_path / "a.tar.gz", entry("s", b"", pax_headers=sparse))
-    assert "neither a file nor a folder" in refusal(tmp_path, path)
-
-
 def test_a_repeated_name_is_refused(tmp_path):
     path = pack(tmp_path / "a.tar.gz", entry("a", b"first"), entry("./a", b"second"))
     assert "'./a' comes twice" in refusal(tmp_path, path)
     assert tree(tmp_path / "out") == {"a": b"first"}
-
-
-def test_a_file_as_a_folder_is_refused(tmp_path):
-    path = pack(tmp_path / "a.tar.gz", entry("a", b"file"), entry("a/b", b"below"))
-    assert "cannot be unpacked" in refusal(tmp_path, path)
 
 
 def bomb(path, header, size):
@@ -172,79 +159,6 @@ def test_extraction_never_overwrites_existing_files(tmp_path):
     path = pack(tmp_path / "a.tar.gz", entry("a", b"x"))
     assert "File exists" in refusal(tmp_path, path)
     assert archive.MAX_HEADERS < 2**21  # the memory that one header may use
-
-
-def test_deep_folders_are_refused_and_can_be_removed(tmp_path):
-    names = ["d/" * depth for depth in range(1, 1200)]
-    path = pack(tmp_path / "a.tar.gz", *(entry(name, type=tarfile.DIRTYPE) for name in names))
-    message = refusal(tmp_path, path)
-    assert f"is more than {archive.MAX_FOLDERS} folders deep" in message and len(message) < 500
-    shutil.rmtree(tmp_path / "out")
-    path = pack(tmp_path / "b.tar.gz", entry("d/" * 1500 + "x", b"x"))
-    assert "folders deep" in refusal(tmp_path, path)
-
-
-def test_a_name_too_long_for_a_file_is_refused(tmp_path):
-    path = pack(tmp_path / "a.tar.gz", entry("n" * 3000, b"x"))
-    assert "cannot be unpacked: File name too long" in refusal(tmp_path, path)
-
-
-def block(kind, content=b"", **settings):
-    """A header of that type with its content, as bytes."""
-    header, _ = entry("h", type=kind, **settings)
-    header.size = len(content)
-    return header.tobuf(tarfile.GNU_FORMAT) + content + bytes(-len(content) % 512)
-
-
-def gnu_sparse(count):
-    """A file in GNU's old format, whose map of sparse parts goes on for `count` blocks."""
-    header = bytearray(block(tarfile.GNUTYPE_SPARSE))
-    header[482] = 1
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    more = (b"0" * 11 + b"\0") * 42
-    return bytes(header) + (more + b"\x01" + bytes(7)) * count
-
-
-SPARSE = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "s"}
-SPARSE |= {"GNU.sparse.realsize": "9"}
-
-
-def pax(**headers):
-    info = tarfile.TarInfo("s")
-    info.pax_headers = headers
-    return info.create_pax_header(info.get_info(), "utf-8")
-
-
-HOSTILE = {
-    "negative size": entry("a", size=-512)[0].tobuf(tarfile.GNU_FORMAT) * 3,
-    "negative header": entry("a", size=-512, type=tarfile.XHDTYPE)[0].tobuf(tarfile.GNU_FORMAT),
-    "huge size": entry("a", size=2**80)[0].tobuf(tarfile.GNU_FORMAT),
-    "pax size": pax(size="-512") * 2,
-    "huge pax size": pax(size="9" * 900),
-    "headers of headers": block(tarfile.XHDTYPE, b"9 a=bcde\n") * 100_000,
-    "long names of long names": block(tarfile.GNUTYPE_LONGNAME, b"name") * 100_000,
-    "global headers": block(tarfile.XGLTYPE, b"9 a=bcde\n") * 100_000,
-    "digits": block(tarfile.XHDTYPE, b"1" * 60_000),
-    "gnu sparse": gnu_sparse(5000),
-    "pax sparse": pax(**SPARSE)[:-512] + block(b"0", b"99999999\n" + b"0\n" * 999_999),
-    "pax sparse map": pax(**{"GNU.sparse.map": "0,1,2"}),
-    "no header": b"\1" * 512,
-}
-
-
-@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("after", [b"", entry("first", b"")[0].tobuf()], ids=["first", "second"])
-def test_hostile_headers_use_neither_memory_nor_time(tmp_path, content, after):
-    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(after + content + bytes(1024), 1))
-    tracemalloc.start()
-    try:
-        began = time.process_time()
-        message = refusal(tmp_path, tmp_path / "a.tar.gz", max_bytes=10**9)
-        assert time.process_time() - began < 3 and tracemalloc.get_traced_memory()[1] < 16 << 20
-    finally:
-        tracemalloc.stop()
-    assert len(message) < 500
 
 
 def test_an_archive_that_is_no_regular_file_is_refused(tmp_path):

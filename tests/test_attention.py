@@ -31,11 +31,6 @@ def past_of(memory, seed=3):
     return AttentionState(two[1], two.sum(0))
 
 
-def start(memory):
-    """The initial state, for K hypotheses."""
-    return AttentionState(*(part.expand(B, K, T) for part in initial_attention(memory)))
-
-
 def slow_energy(module, kind, query, states, past, frame):
     """One query (Q,), one frame of one utterance; past holds (T,) weights and (T,) their sum."""
     key = module.to_key.weight @ states[frame] + module.to_key.bias
@@ -89,28 +84,6 @@ def test_padding_and_batch_mates_change_nothing(kind, memory):
     state = module(query[1:], module.keys(alone), alone.valid, short)
     torch.testing.assert_close(state.weights, together.weights[1:, :, :n])
     assert (together.weights[1, :, n:] == 0).all()
-
-
-def test_location_attention_separates_repeated_frames_by_past_weights(memory):
-    module = attention("location")
-    query = torch.randn(B, K, Q, dtype=torch.float64)
-    keys = module.keys(memory)
-    fresh = module(query, keys, memory.valid, start(memory))
-    again = module(query, keys, memory.valid, fresh)
-    assert not torch.allclose(fresh.weights, again.weights)
-    # The running sum matters too, not only the last weights.
-    other = module(query, keys, memory.valid, AttentionState(fresh.weights, 3 * fresh.total))
-    assert not torch.allclose(again.weights, other.weights)
-
-
-@pytest.mark.parametrize("kind", ["additive", "dot"])
-def test_other_kinds_ignore_past_weights(kind, memory):
-    module = attention(kind)
-    query = torch.randn(B, K, Q, dtype=torch.float64)
-    keys = module.keys(memory)
-    fresh = module(query, keys, memory.valid, start(memory))
-    again = module(query, keys, memory.valid, past_of(memory))
-    torch.testing.assert_close(fresh.weights, again.weights)
 
 
 def test_attention_starts_on_the_first_frame(memory):

@@ -195,13 +195,3 @@ def test_a_mismatched_shape_is_reported(kind):
         module(query, keys, valid, one)
     with pytest.raises(ValueError, match=r"valid has shape \(3, 18\); expected \(3, 19\)"):
         module(query, keys, valid[:, 1:], AttentionState(*past))
-
-
-def test_without_a_valid_frame_results_match_torch():
-    inputs, valid = drawn(SIZES[0])
-    valid[1] = False
-    results = [
-        make("location", SIZES[0], backend)(*inputs[:2], valid, AttentionState(*inputs[2:])).weights
-        for backend in ("cpu", "python")
-    ]
-    torch.testing.assert_close(*results, atol=1e-11, rtol=1e-11, equal_nan=True)

@@ -10,7 +10,6 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
-from threading import Barrier
 
 import numpy as np
 import pytest
@@ -27,8 +26,7 @@ from asr.features.audio import (
 )
 from asr.features.cut import cut_audio
 from asr.features.files import Window
-from asr.features.libsndfile import suppress_stderr
-from asr.features.sound import BLOCK_VALUES, check_values, open_audio
+from asr.features.sound import check_values, open_audio
 from asr.features.tar import BLOCK
 
 SECONDS, RATE = 0.73, 16_000
@@ -97,13 +95,6 @@ def test_resampling_keeps_the_band_and_removes_aliases(tmp_path):
     np.testing.assert_allclose(decoded[100:-100], 0.3 * low[::2][100:-100], atol=2e-3)
 
 
-def test_a_file_of_many_blocks_is_read_completely(tmp_path, monkeypatch):
-    expected = sines(16_000, 3).astype(np.float32)
-    soundfile.write(tmp_path / "a.wav", expected, 16_000, subtype="FLOAT")
-    monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", 3 * 997)
-    np.testing.assert_allclose(read_audio(tmp_path / "a.wav", RATE), expected.mean(1), atol=1e-6)
-
-
 @pytest.mark.parametrize("sample_rate", [8_000, 16_000])
 @pytest.mark.parametrize("rate", [1_000, 7_919, 8_000, 11_025, 16_000, 22_050, 44_101, 48_000])
 def test_blocks_join_to_what_one_block_gives(tmp_path, monkeypatch, rate, sample_rate):
@@ -115,24 +106,6 @@ def test_blocks_join_to_what_one_block_gives(tmp_path, monkeypatch, rate, sample
         monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", size)
         blocks = list(stream_audio(tmp_path / "a.wav", sample_rate))
         torch.testing.assert_close(torch.cat(blocks), whole, atol=5e-7, rtol=0)
-
-
-def test_a_stream_is_read_as_it_is_asked_for_in_blocks_of_one_size(tmp_path, monkeypatch):
-    """1,000 Hz becomes sixteen times as many samples, which the size of a block includes."""
-    soundfile.write(tmp_path / "a.flac", np.zeros(600_000, np.int16), 1_000)
-    monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", 16_000)
-    read, reads = soundfile.SoundFile.read, []
-
-    def counted(self, **settings):
-        reads.append(len(settings["out"]))
-        return read(self, **settings)
-
-    monkeypatch.setattr(soundfile.SoundFile, "read", counted)
-    total = 0
-    for block in stream_audio(tmp_path / "a.flac", 16_000):
-        total += len(block)
-        assert len(block) <= 17_000 and sum(reads) * 16 <= total + 3 * 16_000
-    assert total == 16 * 600_000
 
 
 def test_samples_over_full_scale_are_clipped_and_unscaled_ones_refused(tmp_path):
@@ -191,14 +164,6 @@ def test_the_longer_axis_is_time():
             from_samples(empty, 16_000, RATE)
 
 
-@pytest.mark.parametrize("rate", [48_000.0, np.float32(48_000), np.int64(48_000)])
-def test_a_whole_rate_may_be_of_any_type(rate):
-    samples = sines(48_000, 1)
-    torch.testing.assert_close(
-        from_samples(samples, rate, RATE), from_samples(samples, 48_000, RATE)
-    )
-
-
 @pytest.mark.parametrize("rate", [22_050.5, math.nan, 0, -16_000.0, math.inf])
 def test_another_rate_is_refused(rate):
     with pytest.raises(AudioError, match=r"^the waveform: sample rate .* Hz is "):
@@ -244,15 +209,7 @@ def test_a_wav_header_that_claims_4_gb_allocates_only_its_data(tmp_path):
     assert peak_megabytes(path) < 1
 
 
-def test_a_flac_that_claims_49_days_is_refused_in_bounded_memory(tmp_path):
-    path = tmp_path / "liar.flac"
-    flac(path, 2**36 - 1, sines(16_000, 1))
-    with pytest.raises(AudioError, match=r"liar.flac: broken, or shorter than its header claims"):
-        read_audio(path, RATE)
-    assert peak_megabytes(path) < 2 * BLOCK_VALUES * 4 / 2**20
-
-
-@pytest.mark.parametrize("block", [1000, 997, 2**22])
+@pytest.mark.parametrize("block", [997, 2**22])
 def test_a_flac_without_a_length_is_read_completely(tmp_path, monkeypatch, block):
     monkeypatch.setattr("asr.features.audio.BLOCK_VALUES", block)
     samples = sines(16_000, 1, seconds=0.5)
@@ -376,20 +333,6 @@ def test_special_files_are_refused_unread(tmp_path):
             read_audio(path, RATE)
 
 
-def test_a_file_beside_the_audio_is_not_opened(tmp_path):
-    """libsndfile takes ._NAME for a resource fork, if it knows only the name; a FIFO blocks it."""
-    soundfile.write(tmp_path / "a.mp3", sines(16_000, 1), 16_000, format="MP3")
-    (tmp_path / "._a.mp3").write_bytes(b"no resource fork")
-    check(tmp_path / "a.mp3", 1, 15)
-
-
-def test_a_midi_sample_dump_is_refused_unread(tmp_path):
-    """Its decoder prints every damaged block to standard output."""
-    soundfile.write(tmp_path / "a.sds", sines(16_000, 1), 16_000, format="SDS")
-    with pytest.raises(AudioError, match=r"a.sds: not readable as audio \(a MIDI sample dump"):
-        read_audio(tmp_path / "a.sds", RATE)
-
-
 def packed(tar, name, content, size):
     """A tar of one sparse member that begins with the content -> the member's place."""
     header = tarfile.TarInfo(name)
@@ -398,24 +341,6 @@ def packed(tar, name, content, size):
         file.write(header.tobuf(tarfile.USTAR_FORMAT) + content)
         file.truncate(BLOCK + size)
     return tar / f"{name}@{BLOCK}+{size}"
-
-
-def test_a_huge_member_of_a_tar_is_not_read_whole(tmp_path):
-    size = 300 << 20
-    path = packed(tmp_path / "x.tar", "a.wav", wav(size - 44, b""), size)
-    with pytest.raises(AudioError, match="longer than the limit of 3 seconds"):
-        read_audio(path, RATE, max_seconds=3)
-    assert peak_megabytes(packed(tmp_path / "y.tar", "a.wav", wav(size - 44, b"")[:36], size)) < 40
-
-
-@pytest.mark.parametrize("kind", [("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")])
-def test_a_sparse_file_whose_decoder_would_search_it_all_is_refused(kind, tmp_path):
-    path = tmp_path / "a.wav"
-    soundfile.write(path, sines(16_000, 1), 16_000, format=kind[0], subtype=kind[1])
-    os.truncate(path, 1 << 40)
-    for read in (decoded_seconds, audio_seconds):
-        with pytest.raises(AudioError, match=r"a.wav: 1099511627776 bytes, more than 4294967296; "):
-            read(path)
 
 
 def test_a_disk_error_within_a_tar_is_one_line(tmp_path, monkeypatch, capfd):
@@ -442,18 +367,6 @@ def test_a_disk_error_within_a_tar_is_one_line(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_tar_that_is_no_regular_file_is_refused_unread(tmp_path):
-    os.mkfifo(tmp_path / "x.tar")
-    with pytest.raises(AudioError, match="the tar cannot be read: not a regular file"):
-        read_audio(tmp_path / "x.tar" / "a.wav@512+8", RATE)
-
-
-def test_a_file_name_with_a_line_break_makes_no_second_line(tmp_path):
-    with pytest.raises(AudioError) as caught:
-        read_audio(tmp_path / "two\nlines.wav", RATE)
-    assert str(caught.value).endswith(r"two\nlines.wav': no such file")
-
-
 def test_a_file_name_that_is_not_utf8_is_read(tmp_path):
     soundfile.write(tmp_path / "a.mp3", sines(16_000, 1), 16_000, format="MP3")
     path = tmp_path / os.fsdecode(b"caf\xe9.mp3")
@@ -478,21 +391,6 @@ def test_a_damaged_mp3_prints_nothing(tmp_path, capfd):
     os.write(2, b"and is printed again")
     assert capfd.readouterr().err == "and is printed again"
     assert os.fstat(2).st_ino == stderr.st_ino
-
-
-def test_threads_suppress_stderr_at_the_same_time(capfd):
-    both = Barrier(2, timeout=60)
-
-    def write(number):
-        with suppress_stderr(True):
-            both.wait()
-            os.write(2, b"discarded")
-            both.wait()
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(write, range(2)))
-    os.write(2, b"printed")
-    assert capfd.readouterr().err == "printed"
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "OPUS", "MP3", "AIFF"])
@@ -533,15 +431,6 @@ def test_a_long_file_is_measured_with_the_memory_of_one_block(tmp_path):
     assert most < seconds * rate * 4 / 2  # half of the samples alone
     with pytest.raises(AudioError, match="longer than the limit of 7 seconds"):
         decoded_seconds(tmp_path / "long.flac", 7)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("values", [(np.inf, -np.inf), (np.nan, 1.0), (3e38, 3e38)])
-def test_channels_without_a_finite_mean_are_refused_without_a_warning(tmp_path, values):
-    samples = np.tile(np.array(values, np.float32), (400, 1))
-    soundfile.write(tmp_path / "a.wav", samples, 8000, subtype="FLOAT")
-    with pytest.raises(AudioError, match=r"NaN or infinite|samples reach"):
-        read_audio(tmp_path / "a.wav", 8000)
 
 
 # Files that hold more than libsndfile reads of them.
@@ -609,25 +498,6 @@ def test_files_in_a_row_are_read_as_one(tmp_path):
         assert decoded_seconds(path) == len(expected) / 16_000
         if kind != "flac":  # whose header alone is read for this
             assert audio_seconds(path) == len(expected) / 16_000
-
-
-@pytest.mark.parametrize("padding", [b"", b"\0"])
-def test_a_wav_of_odd_size_is_followed_by_another(tmp_path, padding):
-    content = wav(0, b"")[:4] + struct.pack("<I", 39) + wav(0, b"")[8:40] + struct.pack("<I", 3)
-    content = content[:34] + struct.pack("<H", 8) + content[36:]  # 8 bits
-    content = content[:32] + struct.pack("<H", 1) + content[34:]
-    (tmp_path / "a.wav").write_bytes((content + b"\x80\xc0\x40" + padding) * 2)
-    assert read_audio(tmp_path / "a.wav", RATE).tolist() == [0.0, 0.5, -0.5] * 2
-
-
-def test_an_mp3_with_tags_and_damage_in_the_middle_is_read_to_its_end(tmp_path):
-    path = tmp_path / "a.mp3"
-    content = mp3(path, speech_like(5, 16_000, 1), 16_000, **VARIABLE)
-    image = b"ID3\3\0\0" + bytes([0, 0, 40, 0]) + b"\xff\xd8\xff\xe2" * (40 * 32)
-    old, ape = b"TAG" + bytes(125), b"APETAGEX" + struct.pack("<6I", 2000, 32, 0, 0, 0, 0)
-    damage = np.random.default_rng(0).bytes(3000)
-    path.write_bytes(content + old + image + content + ape + bytes(32) + damage + content)
-    assert audio_seconds(path) == decoded_seconds(path) == pytest.approx(15, abs=0.05)
 
 
 @pytest.mark.parametrize("kind", ["MP3", "WAV"])

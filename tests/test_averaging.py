@@ -97,16 +97,6 @@ def test_schedule_free_resumes_with_the_weight_of_its_average():
     assert all(map(torch.equal, values(straight), values(module)))
 
 
-def test_without_an_average_nothing_is_copied():
-    module = layer()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    weights = EvaluationWeights(module, optimizer, None)
-    before = values(module)
-    with weights.applied():
-        assert weights.state() == [{}]
-    assert all(map(torch.equal, values(module), before))
-
-
 def test_only_batch_statistics_are_saved_for_each_rank(monkeypatch):
     """Else the state of eight ranks would exceed what a checkpoint may have."""
 

@@ -1,7 +1,6 @@
 """Planned epochs in numpy, and the batches that the loader makes of them."""
 
 import math
-import pickle
 from itertools import pairwise
 
 import numpy as np
@@ -102,12 +101,6 @@ def test_evaluation_plan_is_complete_longest_first_and_unaugmented():
     assert {(i.epoch, i.speed) for i in items} == {(0, 1.0)}
     assert [SECONDS[i.index] for i in items] == sorted(SECONDS, reverse=True)
     assert all(len(b) == 1 or padded(b, SECONDS) <= 60 for b in plan.batches)
-
-
-def test_an_utterance_over_the_cap_is_alone():
-    batches = plan_epoch(np.array([3.0, 50.0, 2.0]), 7, 1, 1, (1.0,), False).batches
-    assert [0 in [i.index for i in b] or len(b) == 1 for b in batches] == [True] * len(batches)
-    assert [i.index for b in batches for i in b if len(b) == 1] == [1]
 
 
 def test_randomness_depends_on_seed_epoch_and_name_only():
@@ -348,20 +341,3 @@ def test_an_empty_corpus_has_no_batches():
     training = plan_epoch(PLANNED[:0], 41, 3, 2, (1.0,), False)
     for made in (training, plan_evaluation(PLANNED[:0], 41)):
         assert len(made.batches) == 0 and list(made.batches) == [] and made.padding == 0
-
-
-def test_slices_are_those_of_a_list():
-    batches = plan_epoch(PLANNED, 41, 3, 2, SPEEDS, False).batches
-    listed = list(batches)
-    for part in (slice(5, None), slice(1, None, 3), slice(-2, None), slice(9, 4), slice(0, 999)):
-        assert list(batches[part]) == listed[part] and len(batches[part]) == len(listed[part])
-    assert list(batches[3][1::2]) == list(listed[3])[1::2] and batches[-1] == listed[-1]
-    with pytest.raises(IndexError):
-        batches[len(batches)]
-
-
-def test_a_worker_is_sent_one_batch_and_not_the_epoch():
-    batch = plan_evaluation(np.ones(100_000, np.float32), 7).batches[2]
-    sent = pickle.dumps(batch)
-    assert len(sent) < 1000 and pickle.loads(sent) == batch
-    assert [item.index for item in batch] == [*range(14, 21)]

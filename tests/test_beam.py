@@ -324,22 +324,6 @@ def test_errors_are_one_clear_line(settings, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("beam", -1, "greater than or equal to 1"),
-        ("beam", 0, "greater than or equal to 1"),
-        ("length_penalty", -0.1, "greater than or equal to 0"),
-        ("coverage_penalty", -1, "greater than or equal to 0"),
-        ("eos_threshold", 0, "greater than 0"),
-        ("ctc_weight", 1.5, "less than or equal to 1"),
-    ],
-)
-def test_keys_out_of_range_are_reported(key, value, message):
-    with pytest.raises(ValueError, match=f"{key}\n +Input should be {message} "):
-        beam_search(ToySpeller(V), toy_memory(3), **{key: value})
-
-
 def test_coverage_without_attention_is_reported():
     class NoAttention(ToySpeller):
         def step(self, state, tokens):

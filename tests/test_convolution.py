@@ -154,12 +154,6 @@ def test_an_encoder_layer_has_it_between_attention_and_feed_forward(position):
     assert sum(type(m).__name__ == "RMSNorm" for m in layer.modules()) == 4  # one within
 
 
-def test_without_it_a_layer_has_no_weights_of_it():
-    plain = EncoderLayer(layers_config(), LayerScales(1.0), None, None, "layer")
-    assert not [name for name in plain.state_dict() if "convolution" in name]
-    assert not any(isinstance(m, nn.Conv2d) for m in plain.modules())
-
-
 @pytest.mark.parametrize("kernel", [0, 4, -3])
 def test_a_kernel_without_a_middle_is_refused(kernel):
     message = "must be odd: choose 3 or 5" if kernel == 4 else "greater than or equal to 1"

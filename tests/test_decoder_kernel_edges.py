@@ -66,12 +66,6 @@ def test_python_and_cpp_agree_on_the_structures():
     assert library.decoder_layer_size() == ctypes.sizeof(decoder.DecoderLayer)
 
 
-def test_an_empty_sequence_runs_step_by_step():
-    made, (states, valid, _) = speller(SIZES[0]), drawn(SIZES[0])
-    nothing = torch.empty(len(valid), 0, dtype=torch.long)
-    assert not made.can_run_sequence(Memory(states, valid), nothing)
-
-
 def test_dropout_follows_its_own_module():
     made, (states, valid, tokens) = speller(SIZES[0], dropout=0.5), drawn(SIZES[0])
     memory = Memory(states.detach(), valid)
@@ -118,10 +112,3 @@ def test_mismatched_shapes_are_reported(spoil, message):
     states, valid, tokens = spoil(*drawn(SIZES[0]))
     with pytest.raises((ValueError, RuntimeError), match=message):
         speller(SIZES[0]).run_sequence(Memory(states, valid), tokens)
-
-
-def test_a_part_of_another_dtype_is_reported():
-    ours, (states, valid, tokens) = speller(SIZES[0]), drawn(SIZES[0])
-    ours.embedding.float()
-    with pytest.raises(ValueError, match=r"embedded is torch.float32; expected torch.float64"):
-        ours.run_sequence(Memory(states, valid), tokens)

@@ -5,7 +5,6 @@ import hashlib
 import os
 import socket
 import threading
-import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -284,35 +283,6 @@ def chunk(content, size=None):
     return f"{size}\r\n".encode() + content + b"\r\n"
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("http://[::1", "an invalid answer: Invalid IPv6 URL"),
-        ("http://127.0.0.1:99999/x", "not an address: Port out of range"),
-        ("http://127.0.0.1:x/x", "not an address: Port could not be cast"),
-        ("https:///x", "only https addresses are allowed"),
-        ("ftp://127.0.0.1/x", "only https addresses are allowed"),
-        ("file:///etc/passwd", "the server says 302"),
-        ("https://" + "a" * 70_000, "got more than 65536 bytes when reading header line"),
-    ],
-)
-def test_a_redirection_to_no_address_is_one_line(raw, tmp_path, target, message):
-    server = raw(head("302 Found", Location=target))
-    assert message in refusal(server, tmp_path / "a") and names(tmp_path) == []
-
-
-def test_the_length_of_a_redirection_is_no_number_of_bytes(raw, tmp_path):
-    where = {"Location": "/other", "Content-Length": str(1 << 63)}
-    server = raw(head("302 Found", **where))
-    assert "an invalid answer" in refusal(server, tmp_path / "a") and names(tmp_path) == []
-
-
-def test_redirections_in_a_circle_end(raw, tmp_path):
-    server = raw(head("302 Found", Location="/corpus.tar.gz"))
-    assert "the server says 302" in refusal(server, tmp_path / "a")
-    assert len(server.asked) < 20
-
-
 def test_another_machine_may_not_send_requests_here():
     request = download.urllib.request.Request("https://example.org/x")
     for target in ("http://127.0.0.1:8/x", "https://localhost/x", "https://[::1]/x"):
@@ -320,22 +290,6 @@ def test_another_machine_may_not_send_requests_here():
             download._Redirects().redirect_request(request, None, 302, "Found", {}, target)
     follow = download._Redirects().redirect_request
     assert follow(request, None, 302, "Found", {}, "https://example.com/x") is not None
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["https://x/a\nb", "https://x/a b", "https://x/\x1b", "https://ü/x", "https://x/ü", "https://x\0/",
-     "https://x:99999/", "https://x:²/"],
-)  # fmt: skip
-def test_addresses_of_odd_characters_are_refused(url):
-    with pytest.raises(UserError, match="not an address"):
-        check_address(url)
-
-
-@pytest.mark.parametrize("length", ["9" * 5000, "²", "-5", "1e3", "0x10", "", "a\x1bb"])
-def test_a_length_that_is_none_is_ignored(raw, tmp_path, length):
-    fetch(raw(head(Content_Length=length) + CONTENT).url, tmp_path / "a", MD5)
-    assert (tmp_path / "a").read_bytes() == CONTENT
 
 
 def test_a_length_over_the_limit_is_refused_before_the_content(raw, tmp_path):
@@ -351,21 +305,7 @@ def test_content_in_chunks_is_received(raw, tmp_path):
     assert (tmp_path / "a").read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("size", ["-1", "-5", "-ffffffff", "x", "", "f" * 5000, "²"])
-def test_a_chunk_of_an_impossible_size_is_no_content(raw, tmp_path, size):
-    reply = head(Transfer_Encoding="chunked") + chunk(CONTENT, size)
-    tracemalloc.start()
-    refusal(raw(reply), tmp_path / "a")
-    assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    tracemalloc.stop()
-    assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize(
-    "place",
-    ["bytes 7-99/100", "bytes", "", "bytes -1-5/9", "bytes ²-5/9", "x" * 999, "bytes */1009",
-     "bytes 100900-1/5", f"bytes {'9' * 5000}-/5"],
-)  # fmt: skip
+@pytest.mark.parametrize("place", ["bytes 7-99/100", ""])
 def test_an_answer_with_another_part_keeps_what_is_there(raw, tmp_path, place):
     (tmp_path / "a.part").write_bytes(CONTENT[:1009])
     server = raw(head("206 Partial Content", Content_Range=place) + CONTENT[7:])
@@ -374,7 +314,7 @@ def test_an_answer_with_another_part_keeps_what_is_there(raw, tmp_path, place):
     assert (tmp_path / "a.part").read_bytes() == CONTENT[:1009]
 
 
-@pytest.mark.parametrize("place", ["bytes */99999999", "bytes */*", "bytes */-1", "x", "bytes */²"])
+@pytest.mark.parametrize("place", ["bytes */99999999", "x"])
 def test_a_refusal_to_resume_keeps_what_is_there(raw, tmp_path, place):
     (tmp_path / "a.part").write_bytes(CONTENT[:1009])
     server = raw(head("416 Range Not Satisfiable", Content_Range=place))
@@ -386,12 +326,6 @@ def test_a_complete_part_is_verified_where_the_server_gives_no_length(raw, tmp_p
     (tmp_path / "a.part").write_bytes(CONTENT)
     fetch(raw(head("416 Range Not Satisfiable")).url, tmp_path / "a", MD5)
     assert (tmp_path / "a").read_bytes() == CONTENT
-
-
-def test_odd_characters_of_a_server_are_one_line(raw, tmp_path):
-    message = refusal(raw(head("404 Not\x1b[2J\x85 F\xffund")), tmp_path / "a")
-    assert "the server says 404" in message and len(message) < 400
-    assert "the server says 500" in refusal(raw(head("500 " + "x" * 60_000)), tmp_path / "b")
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "hard link", "fifo"])
@@ -410,13 +344,6 @@ def test_a_part_that_is_no_file_of_its_own_is_not_written(raw, tmp_path, kind):
     assert other.read_bytes() == b"mine" if kind != "dangling" else not other.exists()
 
 
-def test_a_part_that_is_a_folder_is_refused(raw, tmp_path):
-    (tmp_path / "a.part").mkdir()
-    with pytest.raises(IsADirectoryError) as caught:  # one line of run_command
-        fetch(raw(head() + CONTENT).url, tmp_path / "a", MD5)
-    assert caught.value.filename == str(tmp_path / "a.part")
-
-
 def test_a_full_disk_keeps_what_is_there(raw, tmp_path):
     (tmp_path / "a.part").write_bytes(CONTENT[:1009])
     length = {"Content_Range": f"bytes 1009-300006/{len(CONTENT)}"}
@@ -426,11 +353,3 @@ def test_a_full_disk_keeps_what_is_there(raw, tmp_path):
     assert f"{tmp_path / 'a.part'}: cannot be written: File too large; the same" in message
     kept = (tmp_path / "a.part").read_bytes()
     assert CONTENT.startswith(kept) and len(kept) >= 1009
-
-
-@pytest.mark.parametrize("name", ["a", "a.part"])
-def test_a_giant_in_its_place_is_refused_unread(tmp_path, name):
-    with (tmp_path / name).open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(UserError, match=rf"{name}: (is not the published|larger than the limit)"):
-        download.fetch("http://127.0.0.1:9/a", tmp_path / "a", "0" * 32)

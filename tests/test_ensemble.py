@@ -64,17 +64,6 @@ EVERYTHING = {
 }
 
 
-def test_three_equal_views_equal_one():
-    model, (one,) = ToySpeller(V, sharpness=1.5), views((13, 3, 7))
-    judge = searched(model, [one], 4, nbest=3, **EVERYTHING)
-    for ours, other in zip(
-        searched(model, [one] * 3, 4, nbest=3, **EVERYTHING), judge, strict=True
-    ):
-        assert [h.tokens for h in ours] == [h.tokens for h in other]
-        assert [h.score for h in ours] == pytest.approx([h.score for h in other], abs=1e-9)
-        assert [h.covered for h in ours] == pytest.approx([h.covered for h in other], abs=1e-9)
-
-
 def test_other_utterances_change_nothing_with_or_without_frames():
     model, inputs = ToySpeller(V, sharpness=1.5), views((13, 0, 3, 11), (11, 0, 2, 13))
     together = searched(model, inputs, 4, nbest=3, **EVERYTHING)

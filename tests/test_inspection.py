@@ -102,16 +102,6 @@ def test_measure_returns_gradients_and_leaves_none(backend):
     assert figures["gain/lstm.gain_hh_l0"] == 0.25
 
 
-def test_a_weights_layer():
-    layers = {
-        "encoder.layers.3.feed_forward.0.weight": "encoder.layers.3",
-        "lstm.weight_ih_l0": "lstm",
-        "speller.attend.to_key.bias": "speller.attend.to_key",
-        "first_canvas": "first_canvas",
-    }
-    assert {name: inspection.layer_of(name) for name in layers} == layers
-
-
 class Planted(nn.Module):
     """The identity, which fails as configured."""
 

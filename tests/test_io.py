@@ -49,11 +49,6 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
         read_small_file(tmp_path / "missing")
 
 
-def test_a_name_with_a_null_character_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"a\\x00b': no file can have this name"):
-        open_file(tmp_path / "a\0b")
-
-
 def test_a_sparse_giant_is_not_read_whole(tmp_path):
     with (tmp_path / "giant").open("wb") as file:
         file.truncate(1 << 40)
@@ -104,13 +99,9 @@ def test_byte_ranges_are_locked_apart(tmp_path):
     ("text", "fault"),
     [
         ("[" * 200_000, "nested too deeply"),
-        ('{"a":' * 200_000, "nested too deeply"),
         ('["\\ud800"]', "lone surrogate"),
-        ('{"\\udfff": 1}', "lone surrogate"),
         ("1" * 5000, "Exceeds the limit"),
         (b'"\xff"', "can't decode"),
-        ("{'a': 1}", "Expecting property name"),
-        ("", "Expecting value"),
     ],
 )
 def test_json_that_cannot_be_used_is_a_value_error(text, fault):
@@ -197,6 +188,3 @@ class TestFilesInAFolderOfAnotherUser:
         with lock_run_folder(tmp_path / "link"):
             assert (run / "train.lock").exists()
         assert (run / "train.log").exists()
-
-    def test_a_folder_that_does_not_exist_holds_nothing(self, run):
-        check_run_folder(run / "new")

@@ -43,11 +43,6 @@ def test_the_shipped_schema_is_up_to_date(commands):
     jsonschema.Draft7Validator.check_schema(SCHEMA)
 
 
-def test_the_command_prints_a_recipe_or_the_schema(commands):
-    for words in ([], [RECIPES[0], "--schema"], ["--schema", "--list"]):
-        assert "give one of RECIPE, --schema, --list" in commands.refused(command, *words)
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_names_the_schema_and_fits_it(path):
     text = path.read_text(encoding="utf-8")

@@ -109,16 +109,6 @@ def test_no_token_sees_a_later_one(kind):
     assert (ours[:, 6:] != other[:, 6:]).any(-1).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("encoder_windows", {"offsets": [-1, 0], "width": 0.7}), ("encoder_convolution", 5)],
-)
-def test_encoder_only_settings_are_refused(name, value):
-    """It would attend to later tokens, or have unused parameters."""
-    with pytest.raises(ValueError, match=rf"{name}\n  Extra inputs are not permitted"):
-        transformer(V, **{name: value})
-
-
 def test_tied_weights_are_one_parameter():
     for kind in ("lstm none tied", "transformer tied"):
         sizes = [tuple(p.shape) for p in language_model(kind, V).parameters()]

@@ -9,7 +9,7 @@ from test_lstm_backends import gradients, make, start_of
 from test_lstm_choice import CPU
 
 from asr.kernels.cpu import compiler
-from asr.kernels.cpu.library import BufferPool, PooledBuffers, has_bf16
+from asr.kernels.cpu.library import BufferPool
 
 pytestmark = CPU
 
@@ -35,17 +35,6 @@ def test_many_ragged_utterances_in_several_threads_match_the_reference(norm, thr
     torch.testing.assert_close(results[1], results[0], atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.skipif(not has_bf16(), reason="this processor multiplies no bf16")
-def test_bf16_is_applied():
-    lstm, x = make("ba", "cpu", size=(13, 37)), torch.randn(5, 11, 13, requires_grad=True)
-    exact = lstm(x)[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        half, again = lstm(x)[0], lstm(x)[0]
-    assert not torch.equal(exact, half)
-    results = [gradients([y], [x])[0] for y in (again, half, exact)]
-    assert torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
-
-
 def test_freed_buffers_return_to_the_pool_without_waiting():
     """A graph may be garbage-collected in a thread that holds the pool's lock."""
     pool = BufferPool()
@@ -57,22 +46,6 @@ def test_freed_buffers_return_to_the_pool_without_waiting():
         assert not giving.is_alive()
     assert pool.lent() == 0
     assert pool.take(7, torch.float32) is buffer
-
-
-def test_the_pool_keeps_at_most_its_peak_use():
-    pool = BufferPool()
-    for count in (64, 640, 6400):
-        pool.give(pool.take(count, torch.float32))
-    pool.lent()
-    assert sum(b.nbytes for b in pool._free) == pool._most
-
-
-def test_a_failed_allocation_returns_the_buffers_taken_before(monkeypatch):
-    pool = BufferPool()
-    monkeypatch.setattr("asr.kernels.cpu.library.POOL", pool)
-    with pytest.raises(RuntimeError):
-        PooledBuffers(torch.float32, ah=7, raw=1 << 60)
-    assert pool.lent() == 0
 
 
 def test_a_temporary_folder_of_another_user_is_not_used(tmp_path, monkeypatch):

@@ -62,18 +62,7 @@ def test_bf16_statistics_are_taken_in_float32(kind):
     assert torch.equal(make_norm(kind, 513)(x), exact.bfloat16())  # bit for bit, and in bf16
 
 
-def test_scale_has_one_parameter_that_starts_at_the_root_of_the_size():
-    (g,) = make_norm("scale", 49).parameters()
-    assert g.shape == ()
-    assert g.item() == 7.0
-
-
 def test_eps_of_the_norms():
     assert make_norm("layer", 3).eps == 1e-6
     x = torch.full((1, 4), 1e-3)
     torch.testing.assert_close(make_norm("rms", 4)(x), x / 2e-6**0.5)
-
-
-def test_unknown_norm_is_reported():
-    with pytest.raises(ValueError, match="norm 'batch' is not known; choose one of layer, rms"):
-        make_norm("batch", 3)

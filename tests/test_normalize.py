@@ -1,7 +1,6 @@
 """Mean-variance normalisation against numpy over all frames at once."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -142,16 +141,6 @@ def test_saved_statistics_are_the_same_to_the_bit(tmp_path, kind):
         assert other.groups[""].count == norm.groups[""].count + 11
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_permissions_of_statistics_follow_the_umask(tmp_path, umask, mode):
-    before = os.umask(umask)
-    try:
-        measured("global").save(tmp_path / "mvn.safetensors")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "mvn.safetensors").stat().st_mode & 0o777 == mode
-
-
 def damage(path, **change) -> None:
     """A file of statistics of two groups, with some parts replaced."""
     tensors = {
@@ -169,21 +158,10 @@ def damage(path, **change) -> None:
     "change",
     [
         {"count": torch.tensor([3, 0])},
-        {"count": torch.tensor([3.0, 7.0])},
-        {"count": torch.tensor([3])},
         {"mean": torch.zeros(2, F - 1, dtype=torch.float64)},
         {"mean": torch.full((2, F), float("nan"), dtype=torch.float64)},
-        {"mean": torch.zeros(2, F)},
         {"squares": -torch.ones(2, F, dtype=torch.float64)},
-        {"mean": torch.full((2, F), 1e300, dtype=torch.float64)},
-        {"mean": torch.zeros((), dtype=torch.float64)},
-        {"mean": torch.zeros(2, F, 1, dtype=torch.float64)},
-        {"count": torch.tensor(3)},
-        {"groups": "[1, 2]"},
         {"groups": '["ann", "ann"]'},
-        {"groups": "null"},
-        {"groups": "[" * 100_000},
-        {"groups": '{"ann": 1, "bob": 2}'},
         {"groups": '["ann"]'},
     ],
 )
@@ -222,20 +200,3 @@ def test_misuse_is_reported():
         measured("speaker").add(torch.randn(3, F))
     with pytest.raises(ValueError, match="kind 'batch' must be one of none, utterance, speaker, g"):
         MeanVarianceNorm("batch")
-
-
-@pytest.mark.parametrize("kind", ["fifo", "sparse", "device"])
-def test_files_that_never_end_are_no_statistics(tmp_path, kind):
-    path = tmp_path / "mvn.safetensors"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    else:  # a mean of a billion speakers, all of them zeros that take no space on the disk
-        size, text = 1 << 33, b""
-        header = {"mean": {"dtype": "F64", "shape": [size // 8], "data_offsets": [0, size]}}
-        text = json.dumps({"__metadata__": {"kind": "speaker"}} | header).encode()
-        path.write_bytes(len(text).to_bytes(8, "little") + text)
-        os.truncate(path, 8 + len(text) + size)
-    with pytest.raises(StatisticsError, match="not readable as feature statistics"):
-        MeanVarianceNorm("speaker").load(path)

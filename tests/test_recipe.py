@@ -1,6 +1,5 @@
 """Recipes: accepted values, refused values, and the one-line errors."""
 
-import os
 import re
 from itertools import permutations
 from pathlib import Path
@@ -14,7 +13,6 @@ from asr.config.loader import (
     as_yaml,
     flat,
     leaves,
-    parse_recipe,
     read_recipe,
     write_recipe,
 )
@@ -134,44 +132,27 @@ def test_a_written_recipe_reads_back_the_same(tmp_path, read):
         ("train: {schedule: {warmpu: 1}}", "Did you mean train.schedule.warmup?"),
         ("train: {epochs: many}", "r.yaml: train.epochs = 'many': should be a valid integer"),
         ("train: {epochs: 0}", "train.epochs = 0: should be greater than or equal to 1"),
-        ("train: {epochs: 2.5}", "train.epochs = 2.5: should be a valid integer"),
         ("train: {clip: .inf}", "train.clip = inf: should be a finite number"),
-        ("train: {clip: .nan}", "train.clip = nan"),
         ("train: {label_smoothing: 1.0}", "train.label_smoothing = 1.0: should be less than 1"),
         ("train: 5", "train = 5: should be a group of keys, {epochs: VALUE, ...}."),
-        ("train: {consistency: 0.2}", "train.consistency = 0.2: should be a group of keys, {"),
         ("train: {consistency: {ctc: -1}}", "train.consistency.ctc = -1: should be greater"),
-        ("train: {device: gpu}", "train.device = 'gpu'"),
         ("seed: yes", "r.yaml: seed = True: should be a valid integer."),
         (
             "train: {optimizer: {kind: schedule_free}}",
             "r.yaml: train.optimizer.kind = schedule_free needs",
         ),
-        ("seed: -1", "seed = -1: should be greater than or equal to 0"),
         ("features: {kind: logmels}", "features.kind = 'logmels': should be 'logmel', 'mfcc'"),
-        ("features: {speed_perturb: []}", "features.speed_perturb"),
         ("features: {speed_perturb: [9.0]}", "features.speed_perturb.0 = 9.0"),
         ("text: {kind: bpe, size: 3}", "text.size = 3"),
-        ("decode: {beam: 0}", "decode.beam = 0"),
         (
             "decode: {length_penalty: 1000}",
             "decode.length_penalty = 1000: should be less than or equal to 10",
         ),
         ("features: {noise: [-4000, 10]}", "features.noise.0 = -4000: should be greater than or"),
-        ("features: {noise: [0, 1000]}", "features.noise.1 = 1000: should be less than or equal"),
-        ("features: {dither: 1e39}", "features.dither = 1e+39: should be less than or equal to"),
-        ("train: {clip: 1e39}", "train.clip = 1e+39: should be less than or equal to 1"),
-        ("train: {batch_seconds: 1e300}", "train.batch_seconds = 1e+300: should be less than"),
-        ("decode: {token_reward: 1e300}", "decode.token_reward = 1e+300: should be less than"),
-        ("decode: {lm_weight: 1e300}", "decode.lm_weight = 1e+300: should be less than or equal"),
-        ("decode: {max_ratio: 1e20}", "decode.max_ratio = 1e+20: should be less than or equal"),
-        ("decode: {max_ratio: 0}", "decode.max_ratio = 0: should be greater than 0"),
         (
             "decode: {speeds: [0.9, 1.1]}",
             "decode.speeds = [0.9, 1.1]: speeds must differ and include 1.0",
         ),
-        ("decode: {speeds: [1.0, 1.0]}", "decode.speeds = [1.0, 1.0]: speeds must differ"),
-        ("decode: {speeds: [1.0, 3.0]}", "decode.speeds.1 = 3.0"),
         (
             "decode: {speeds: [1, 0.9], search: ctc}",
             "decode.speeds = [1, 0.9]: search=ctc takes",
@@ -180,7 +161,6 @@ def test_a_written_recipe_reads_back_the_same(tmp_path, read):
             "decode: {ensemble: [a], search: ctc}",
             "decode.ensemble = ['a']: search=ctc takes one",
         ),
-        ("decode: {ensemble: a}", "decode.ensemble = 'a'"),
     ],
 )
 def test_a_wrong_key_type_or_range_is_named(read, more, message):
@@ -201,7 +181,6 @@ def test_a_wrong_key_type_or_range_is_named(read, more, message):
         ("{kind: las, speller: {recurrent_gain: 0}}", "should be greater than 0"),
         ("{kind: las, ctc_weight: 1.5}", "model.ctc_weight = 1.5"),
         ("{kind: los}", "r.yaml: model.kind = 'los': must be one of las, transformer, conformer."),
-        (f"{{kind: [{'x, ' * 9999}]}}", "r.yaml: model"),
         ("{listener: {norm: ba}}", "model"),
     ],
 )
@@ -259,21 +238,10 @@ def test_keys_without_use_for_images_are_refused():
         read_recipe(draw, ["train.label_smoothing=0.2"])
 
 
-def test_a_path_that_is_a_number_is_named(read):
-    line = refusal(read, PLAIN, "data.train=5")
-    assert line == "command line: data.train = 5: should be text; write it in quotes."
-
-
 def test_overrides_of_another_kind_of_model_in_any_order():
     overrides = ["model.d_model=96", "model.kind=transformer", "model.heads=3"]
     models = [read_recipe("demo", order).model for order in permutations(overrides)]
     assert {(m.kind, m.d_model, m.heads) for m in models} == {("transformer", 96, 3)}
-
-
-@pytest.mark.parametrize("kind", ["los", "", "1"])
-def test_an_unknown_model_kind_lists_the_known_kinds(read, kind):
-    actual = refusal(read, f"run: x\ndata: {{train: a.tsv}}\nmodel: {{kind: '{kind}'}}\n")
-    assert "las" in actual and "transformer" in actual
 
 
 @pytest.mark.parametrize(
@@ -303,14 +271,6 @@ def test_a_wrong_override_is_attributed_to_the_command_line(read, override, mess
 def test_overrides_are_a_list():
     with pytest.raises(RecipeError, match=r"overrides = 'seed=2': must be a list, \['seed=2'\]"):
         read_recipe("demo", "seed=2")
-
-
-def test_keys_nested_without_end_are_refused(read):
-    deep = "a: {" * 30 + "b: 1" + "}" * 30
-    assert "r.yaml:1: not valid YAML: nested more than 20 deep" in refusal(read, deep)
-    for keys in (30, 30_000):
-        override = "data.test." + ".".join("a" * keys) + "=1"
-        assert "command line: data.test.a.a.a" in refusal(read, PLAIN, override)
 
 
 @pytest.mark.parametrize(
@@ -395,12 +355,6 @@ def test_run_does_not_repeat_its_parent(read):
     assert read(PLAIN, "run=runs").run == "runs"
 
 
-def test_run_is_no_longer_than_file_systems_allow(read):
-    assert read(PLAIN, "run=" + "a/" * 99 + "bb").run.endswith("/bb")
-    for name in ("a" * 201, "\u00e9" * 101, "a/" * 100 + "b"):
-        assert "run = '" in (line := refusal(read, PLAIN, f"run={name}")) and "at most 200" in line
-
-
 @pytest.mark.parametrize("name", ["../x", "a/b", "/x", ".", "..", "''", "-x", ".x", "x" * 201])
 def test_the_name_of_a_test_split_is_plain(read, name):
     """It becomes the name of a folder."""
@@ -409,87 +363,22 @@ def test_the_name_of_a_test_split_is_plain(read, name):
     assert "data.test" in line or "a key = " in line
 
 
-PATHS = ("data.train", "data.valid", "data.test.a", "train.init", "decode.lm")
-LM_PATHS = ("text.run",)
-
-
-@pytest.mark.parametrize("value", ["''", "a/" + "b" * 256, "\u00e9" * 128])
-def test_a_path_that_no_file_can_have(read, value):
-    keys = [(key, value) for key in PATHS] + [("decode.ensemble", f"[{value}]")]
-    for key, text in keys:
-        assert f"command line: {key}" in refusal(read, PLAIN, f"{key}={text}")
-    lists = [("data.train", f"[{value}]"), ("data.valid", f"[{value}]")]
-    for key, text in [*((key, value) for key in LM_PATHS), *lists]:
-        with pytest.raises(RecipeError, match=f"command line: {key}"):
-            read_recipe(RECIPES / "demo_lm.yaml", [f"{key}={text}"])
-    with pytest.raises(RecipeError, match=r"command line: data\.folder"):
-        read_recipe(RECIPES / "draw.yaml", [f"data.folder={value}"])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "a recipe is a mapping of keys to values"),
-        ("- 1\n", "a recipe is a mapping"),
         ("run: [1\n", "r.yaml:2: not valid YAML"),
-        ("run: a\nrun: b\n", "r.yaml:2: not valid YAML: key 'run' is repeated"),
         ("a: &x {b: 1}\nc: *x\n", "r.yaml:2: not valid YAML: aliases are not allowed"),
         ("run: !!python/object/apply:os.system ['touch owned']\n", "r.yaml:1: not valid YAML"),
-        ("run: \x00\n", "not valid YAML"),
-        ("run: \x1b\n", "not valid YAML"),
         ("[" * 5000, "not valid YAML: nested more than 20 deep"),
-        ("- " * 40_000, "not valid YAML: nested more than 20 deep"),
-        ("run: " + "1" * 5000, "longer than 1000 characters"),
-        ("seed: " + "9" * 90, "r.yaml: seed: a number beyond"),
-        ("data: {workers: -0x" + "f" * 90 + "}", "r.yaml: data.workers: a number beyond"),
-        ("seed: 0b_\n", "not valid YAML: invalid literal for int()"),
         ("1: 2\n", "r.yaml:1: not valid YAML: a key must be text; write it in quotes"),
-        ("train: {clip: 1, on: 2}\n", "a key must be text"),
-        ("data:\n  ? [a]\n  : 1\n  ? [a]\n  : 2\n", "r.yaml:2: not valid YAML: a key must be text"),
         ("a: 1\n---\nb: 2\n", "another document"),
-        ("%TAG ! tag:x,2002:\n--- !y\na: 1\n", "tags (!) are not allowed"),
-        ("x" * 101 + ": 1", "longer than 100 characters"),
-        ("# " + "x" * 100_001, "larger than 100000 bytes"),
     ],
 )
 def test_an_invalid_recipe_is_refused_and_runs_nothing(read, text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in refusal(read, text)
     assert not (tmp_path / "owned").exists()
-
-
-TAGS = "timestamp zz|bool q|int ''|float x|binary zz|null x|value x|merge x|set {a}|omap [a: 1]|"
-TAGS += "pairs [a: 1]|map {}|seq []|str x|python/name:os.system ''|unknown x"
-
-
-@pytest.mark.parametrize("value", [*(f"!!{tag}" for tag in TAGS.split("|")), "!own x", "! x"])
-@pytest.mark.parametrize("place", ["run: {}", "train: {{clip: {}}}", "{}: 1"])
-def test_tags_are_refused(read, value, place):
-    """PyYAML has errors of many kinds for values that do not fit."""
-    line = refusal(read, place.format(value))
-    assert "r.yaml:1: not valid YAML: tags (!) are not allowed" in line
-    if not place.startswith("{"):
-        assert "command line: the value in " in refusal(read, PLAIN, f"run={value}")
-
-
-@pytest.mark.parametrize(
-    ("escape", "shown"),
-    [("\\0", "x00"), ("\\x1b[2J", "x1b"), ("\\n", "n"), ("\\ud800", "ud800"), ("\\N", "x85")],
-)
-@pytest.mark.parametrize(
-    "place", ["run: {}", "{}: 1", "data: {{test: {{{}: a.tsv}}}}", "decode: {{speeds: [{}]}}"]
-)
-def test_control_characters_and_surrogates_are_refused(read, escape, shown, place):
-    line = refusal(read, place.format(f'"a{escape}b"'))
-    assert line.endswith(f"has the character '\\{shown}'.")
-    override = f'data.test={{a: "{escape}"}}'
-    assert line.rpartition(": ")[2] in refusal(read, PLAIN, override)
-
-
-@pytest.mark.parametrize("escape", ["\\Uffffffff", "\\U00110000", "\\xzz"])
-def test_an_escape_of_no_character_is_refused(read, escape):
-    assert "not valid YAML" in refusal(read, f'run: "{escape}"')
-    assert "is not valid YAML" in refusal(read, PLAIN, f'run="{escape}"')
 
 
 @pytest.mark.parametrize(
@@ -504,20 +393,6 @@ def test_an_escape_of_no_character_is_refused(read, escape):
 def test_a_value_without_quotes_is_text_unless_it_is_a_number(read, text, value):
     """YAML 1.1 would read numbers in base 60."""
     assert read(PLAIN, f"data.train={text}").data.train == Path(value)
-
-
-def test_a_merge_is_a_key_like_others(read):
-    assert "<< is not a recipe key" in refusal(read, PLAIN + "<<: {seed: 2}\n")
-
-
-def test_a_recipe_from_a_checkpoint_is_checked_like_a_file():
-    for text, message in (
-        ("run: !!bool q", "training.pt:1: not valid YAML: tags"),
-        ("#" * 100_001, "training.pt: larger than 100000 bytes"),
-        ('run: "\\0"', "training.pt: run = "),
-    ):
-        with pytest.raises(RecipeError, match=re.escape(message)):
-            parse_recipe(text, "training.pt")
 
 
 def test_bytes_that_are_not_text(tmp_path):
@@ -549,32 +424,6 @@ def test_a_missing_or_circular_base(tmp_path, read):
         assert "must be the name of a recipe file" in refusal(read, f"base: {value}\n")
     (tmp_path / "b.yaml").write_text("base: r.yaml\n")
     assert re.search("remove the loop", refusal(read, "base: b.yaml\n"))
-
-
-def test_a_base_that_is_no_file(tmp_path, read):
-    os.mkfifo(tmp_path / "fifo.yaml")
-    (tmp_path / "folder.yaml").mkdir()
-    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    cases = {
-        "fifo.yaml": "not a regular file",
-        "/dev/zero": "not a regular file",
-        "folder.yaml": "Is a directory",
-        "loop.yaml": "symbolic link",
-        "\u00e9" * 130: "File name too long",
-        "r.yaml/x": "Not a directory",
-    }
-    for base, message in cases.items():
-        assert message in refusal(read, f"base: {base}\n"), base
-    with pytest.raises(RecipeError, match=r"loop\.yaml: cannot be read: "):
-        read_recipe(tmp_path / "loop.yaml")
-
-
-def test_a_long_chain_of_bases(tmp_path, read):
-    for number in range(1000):
-        (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
-    assert "more than 10 recipes are based on one another" in refusal(read, "base: 0.yaml\n")
-    (tmp_path / "8.yaml").write_text(PLAIN)
-    assert read("base: 0.yaml\n").run == "x"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tone_model import LETTER, ToneModel, spoken, tone_recognizer
 from asr.data.tokenizer import Characters, SentencePieces
 from asr.errors import UserError
 from asr.features import AudioError
-from asr.inference.recognition import Recognizer, frame_seconds
+from asr.inference.recognition import Recognizer
 from asr.inference.transcript import token_texts
 
 WORDS = ["abc", "cab", "bca", "ac", "b", "c", "a", "bab", "cb", "abcabc", "bc", "ca", "cbc"]
@@ -51,10 +51,6 @@ def test_ctc_alone_gives_times_and_confidences_too(beam):
     assert [w.start for w in alone.words] == [w.start for w in joint.words]
     sure = 1.0001 / 1.0008  # a label among the eight of the tone model's CTC head
     assert [word.confidence for word in alone.words] == pytest.approx([sure] * 13, abs=1e-5)
-
-
-def test_a_frame_of_memory_lasts_as_long_as_the_reduction():
-    assert frame_seconds(tone_recognizer()) == pytest.approx(FRAME)
 
 
 @pytest.mark.parametrize("seconds", [2.0, 5.0, 7.3])
@@ -173,16 +169,6 @@ def test_a_text_that_neither_decoder_nor_ctc_believes_is_dropped(
     samples, _ = spoken(WORDS, 0.3)
     result = recognizer(samples, RATE)
     assert (result.text.split(), len(result.words)) == ((WORDS, 13) if kept else ([], 0))
-
-
-def test_the_ctc_head_is_computed_once_per_batch(monkeypatch):
-    """For the search, the test for speech and the times of the words."""
-    recognizer = tone_recognizer(beam=3, ctc_weight=0.3, no_speech_log_prob=0.0)
-    ctc, calls = recognizer.model.ctc, []
-    monkeypatch.setattr(recognizer.model, "ctc", lambda memory: calls.append(memory) or ctc(memory))
-    samples, _ = spoken(["abc", "cab"], 0.3)
-    assert [one.text for one in recognizer.transcribe([samples, samples], RATE)] == ["abc cab"] * 2
-    assert len(calls) == 1
 
 
 def test_the_level_is_that_of_the_loudest_part(tmp_path):

@@ -1,12 +1,10 @@
 """Run folders: removed, linked or full during training; links, FIFOs and odd names in them."""
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from full_disk import full_disk
 from torch import nn
 
@@ -14,7 +12,7 @@ from asr import compare, evaluate, export, prune, train, transcribe
 from asr.errors import UserError
 from asr.io import LOCK, lock_run_folder
 from asr.training import trainer
-from asr.training.checkpoint import NotSaved, list_checkpoints, save_checkpoint
+from asr.training.checkpoint import list_checkpoints, save_checkpoint
 
 
 def before_step(number, monkeypatch, change):
@@ -59,12 +57,6 @@ def test_no_checkpoint_is_written_through_a_link(tmp_path):
     assert [folder.name for folder in other.iterdir()] == ["00000001"]
 
 
-def test_a_removed_run_folder_is_not_made_again_for_a_checkpoint(tmp_path):
-    with pytest.raises(NotSaved, match=r"cannot be saved \(No such file or directory\)$"):
-        save_checkpoint(tmp_path / "gone", nn.Linear(3, 5), {}, 1, 1.0, {})
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_disk_that_is_full_before_the_training(tmp_path):
     run = tmp_path / "run"
     with (
@@ -74,15 +66,6 @@ def test_a_disk_that_is_full_before_the_training(tmp_path):
     ):
         pytest.fail("no error was raised")
     assert error.value.filename == str(run / LOCK) and not run.exists()
-
-
-@pytest.mark.parametrize("size", [10, 1000])
-def test_a_disk_that_is_full_in_a_checkpoint(size, tmp_path):
-    """In the weights, and in the training state."""
-    training = {"moments": torch.zeros(100_000)}
-    with full_disk(size), pytest.raises(NotSaved, match="/00000001: cannot be saved "):
-        save_checkpoint(tmp_path, nn.Linear(3, 5), training, 1, 1.0, {})
-    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.fixture
@@ -135,63 +118,10 @@ def test_no_command_waits_for_a_fifo(tiny, run, tmp_path, commands, command):
     assert f"{path}: not a regular file" in line
 
 
-@pytest.mark.parametrize("name", ["...tsv", ".tsv", "a\x1b[2J.tsv"])
-def test_an_evaluation_is_written_below_its_own_folder(tiny, run, tmp_path, commands, name):
-    manifest = shutil.copy(tiny.parent / "test.tsv", tiny.parent / name)
-    before = sorted(run.rglob("*"))
-    line = commands.refused(evaluate, run, "--split", manifest)
-    assert line.startswith("--split ")
-    assert sorted(run.rglob("*")) == before
-    Path(manifest).unlink()
-
-
 def test_a_key_of_the_recipe_does_not_name_the_run_folder(tiny, run, commands):
     override = f"data.test={{'..': {tiny.parent / 'test.tsv'}}}"
     assert "'..'" in commands.refused(evaluate, run, "--split", "..", override)
     assert not (run / "score.json").exists()
-
-
-def test_a_folder_whose_name_is_no_text_is_refused(tiny, tiny_run, tmp_path, commands):
-    run = shutil.copytree(tiny_run, tmp_path / "a\udcff")
-    for command in ("transcribe", "evaluate", "export", "resume"):
-        line = commands.refused(*lines(tiny, run, tmp_path / "out")[command])
-        assert line == rf"{tmp_path}/a\udcff: its name is not UTF-8; rename it"
-
-
-def test_control_characters_in_names_are_written_as_escapes(tiny, tiny_run, tmp_path, commands):
-    run = shutil.copytree(tiny_run, tmp_path / "<b>\x1b[2J")
-    assert commands(evaluate, run, "--split", "test", "--pictures", "0")[0] == 0
-    page = (run / "evaluate" / "test" / "page.html").read_bytes().decode()
-    assert r"&lt;b&gt;\x1b[2J: test" in page and "\x1b" not in page
-    assert commands(export, run, "--to", tmp_path / "to\x1b|")[0] == 0
-    assert (tmp_path / "to\x1b|" / "README.md").read_text().count("\n# to" + r"\\x1b\|") == 1
-
-
-@pytest.mark.parametrize(
-    ("about", "words"),
-    [
-        ({"groups": {"a|b\n<i>": {"c\x1b": {"wer": 0.5, "words": 3}}}}, None),
-        ({"decode": {"beam": [1] * 9999, "ctc_weight": 0, "lm": None}}, None),
-        ({"groups": []}, "damaged evaluation"),
-        ({"decode": None}, "damaged evaluation"),
-        ({"steps": 7}, "damaged evaluation"),
-        ({"steps": [7] * 9999}, None),
-        (None, "damaged evaluation"),
-    ],
-)
-def test_an_odd_evaluation_does_not_spoil_the_card(tiny, run, tmp_path, commands, about, words):
-    assert commands(evaluate, run, "--split", "test", "--pictures", "0")[0] == 0
-    path, to = run / "evaluate" / "test" / "score.json", tmp_path / "to"
-    rates = json.loads(path.read_text())
-    rates["about"] = about and rates["about"] | about
-    path.write_text(json.dumps(rates))
-    if words:
-        assert words in commands.refused(export, run, "--to", to)
-        return
-    code, out, err = commands(export, run, "--to", to)
-    card = (to / "README.md").read_text()
-    assert code == 0 and not err and len(out) < 2000
-    assert len(card) < 3000 and "\x1b" not in card and "<i>" not in card
 
 
 def test_a_model_of_gigabytes_is_refused_before_they_are_taken(tiny, run, commands):

@@ -176,24 +176,6 @@ def overlapping(left, right):
     return merge_words(pieces, [placed(left), shifted], RATE)
 
 
-def test_a_repeated_word_is_no_agreement():
-    words = overlapping(
-        "SAW@27.4 THE@28.2 CAT@28.6 BITE@29.1 THE@29.6",
-        "A@28.2 CAP@28.6 BY@29.1 THE@29.6 DOG@30.2 TODAY@30.6",
-    )
-    assert " ".join(w.text for w in words) == "SAW THE CAT BITE THE DOG TODAY"
-
-
-def test_one_word_at_distant_times_is_no_agreement():
-    words = overlapping("SAW@27.4 THE@28.2 CAT@28.6", "BY@29.1 THE@29.6 DOG@30.2")
-    assert " ".join(w.text for w in words) == "SAW THE CAT BY THE DOG"
-
-
-def test_of_two_equal_agreements_the_nearer_in_time_is_used():
-    words = overlapping("SO@27.4 NO@28.5 NO@28.8 ENT@29.8", "NO@28.8 ENTRY@29.9")
-    assert " ".join(w.text for w in words) == "SO NO NO ENTRY"
-
-
 @pytest.mark.parametrize(
     ("left", "right"),
     [
@@ -247,18 +229,6 @@ def test_any_two_segments_join_like_the_best_of_all_runs_and_in_order():
         words = merge_words([Segment(0, 6000), Segment(3000, 9000)], [left, shifted], RATE)
         assert "".join(w.text for w in words) == best_join(left, right, 3, 6)
         assert [w.start for w in words] == sorted(w.start for w in words)
-
-
-def test_an_overlap_without_agreement_is_split_in_halves():
-    pieces = [Segment(0, 6000), Segment(2000, 8000)]
-    words = merge_words(pieces, [words_of("a b c d e f"), words_of("p q r s t u")], RATE)
-    assert [w.text for w in words] == ["a", "b", "c", "d", "r", "s", "t", "u"]
-
-
-def test_the_same_word_outside_the_overlap_is_no_agreement():
-    pieces = [Segment(0, 4000), Segment(3000, 7000)]
-    words = merge_words(pieces, [words_of("no no a b"), words_of("b c no no")], RATE)
-    assert [w.text for w in words] == ["no", "no", "a", "b", "c", "no", "no"]
 
 
 def test_empty_segments_join_to_nothing():

@@ -1,8 +1,6 @@
 """Audio packed into tars: the same features in the same order, and errors of damaged tars."""
 
-import errno
 import json
-import os
 import tarfile
 from pathlib import Path
 
@@ -14,10 +12,8 @@ from full_disk import full_disk
 from tiny_speech import make_corpus, make_recipe, spec_augment
 
 from asr import evaluate, prepare, train, transcribe
-from asr.data import manifest as manifest_module
 from asr.data.corpus import read_manifest
 from asr.data.loader import SpeechEpochs, UtteranceDataset
-from asr.data.manifest import join_fields
 from asr.data.shards import pack
 from asr.data.tokenizer import Characters
 from asr.errors import UserError
@@ -213,7 +209,7 @@ def test_the_commands_take_packed_manifests(commands, tmp_path):
     assert commands(transcribe, tmp_path / "run", audio)[0] == 0
 
 
-@pytest.mark.parametrize("limit", [0, 1000, 30_000, 61_000])
+@pytest.mark.parametrize("limit", [0, 30_000])
 def test_a_full_disk_leaves_nothing(loose, tmp_path, limit):
     """No file may become larger than the limit; the tars are of at most 60 kB."""
     to = tmp_path / "packed"
@@ -224,19 +220,6 @@ def test_a_full_disk_leaves_nothing(loose, tmp_path, limit):
     assert list(to.iterdir()) == []
 
 
-def test_a_manifest_that_cannot_be_written_leaves_no_tars(loose, tmp_path, monkeypatch):
-    def fail(row):
-        if row[0] == "u12":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return join_fields(row)
-
-    monkeypatch.setattr(manifest_module, "join_fields", fail)
-    with pytest.raises(OSError, match="No space left") as caught:
-        pack(loose, tmp_path / "packed", megabytes=0.06)
-    assert caught.value.filename == str(tmp_path / "packed" / "train.tsv")
-    assert list((tmp_path / "packed").iterdir()) == []
-
-
 def test_packing_replaces_no_file(loose, tmp_path):
     for name in ("train-00000.tar", "train-00002.tar"):
         to = tmp_path / name
@@ -245,31 +228,3 @@ def test_packing_replaces_no_file(loose, tmp_path):
         with pytest.raises(UserError, match=f"{name}: already exists; remove it"):
             pack(loose, to, megabytes=0.06)
         assert [p.name for p in to.iterdir()] == [name] and (to / name).read_bytes() == b"mine"
-
-
-def test_packing_refuses_audio_that_is_no_file_of_speech(loose, tmp_path):
-    audio = loose.parent / "8.wav"
-    audio.unlink()
-    os.mkfifo(audio)
-    with pytest.raises(UserError, match=r"train.tsv:10: .*8.wav: not a regular file"):
-        pack(loose, tmp_path / "c")
-    audio.unlink()
-    audio.touch()
-    os.truncate(audio, 20 << 30)
-    with pytest.raises(UserError, match=r"train.tsv:10: .*8.wav: larger than"):
-        pack(loose, tmp_path / "c")
-
-
-def test_an_odd_suffix_is_not_packed(loose, tmp_path):
-    name = "a." + "b" * 200
-    (loose.parent / "0.wav").rename(loose.parent / name)
-    loose.write_text(loose.read_text(encoding="utf-8").replace("0.wav", name, 1), encoding="utf-8")
-    packed = pack(loose, tmp_path / "c")
-    assert member_of(read_manifest(packed)[0].audio).name == "000000000.wav"
-
-
-@pytest.mark.parametrize("megabytes", [0.0, -1.0, float("nan"), float("inf"), 1e-300])
-def test_packing_refuses_an_impossible_size(loose, tmp_path, megabytes):
-    with pytest.raises(UserError, match="must be"):
-        pack(loose, tmp_path / "c", megabytes)
-    assert not (tmp_path / "c").exists()

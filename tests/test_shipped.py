@@ -70,12 +70,6 @@ def test_an_installed_run_is_not_written_to(empty, monkeypatch, commands):
         assert "add --out" in line
 
 
-def test_no_hint_names_a_package_that_no_index_has():
-    """layernorm-asr is installed from a checkout or a wheel; see asr.errors.missing_package."""
-    for path in (ROOT / "asr").rglob("*.py"):
-        assert not re.search(r"install ['\"]?layernorm", path.read_text(encoding="utf-8")), path
-
-
 def test_the_wheel_has_all_packages_and_data():
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")

@@ -110,20 +110,6 @@ def test_select_reorders_expands_and_drops(memory):
         torch.testing.assert_close(state.attended.total[0, k, :4], after.attended.total[0, 0])
 
 
-@torch.no_grad()
-def test_select_can_swap_utterances_and_shrink_the_beam(memory):
-    ours = speller()
-    state = ours.select(ours.start(memory), torch.arange(B)[:, None].expand(B, 2))
-    _, state = spell(ours, state, torch.full((B, 2, 1), SOS))
-    _, state = spell(ours, state, torch.tensor([[[4], [5]], [[6], [7]]]))
-    logits, _ = spell(ours, ours.select(state, torch.tensor([[3], [0]])), torch.full((B, 1, 1), 8))
-    for row, (b, token) in enumerate([(1, 7), (0, 4)]):
-        n = LENGTHS[b]
-        alone = Memory(memory.states[b : b + 1, :n], memory.valid[b : b + 1, :n])
-        expected, _ = spell(ours, ours.start(alone), torch.tensor([[[SOS, token, 8]]]))
-        torch.testing.assert_close(logits[row, 0], expected[0, 0])
-
-
 def test_selecting_all_copies_no_memory(memory):
     ours = speller()
     state = ours.select(ours.start(memory), torch.arange(B)[:, None].expand(B, 5))

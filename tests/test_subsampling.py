@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from asr.config.schema import ListenerConfig, TransformerConfig
 from asr.nn.subsampling import ConvSubsampling
 from asr.nn.transformer import ACTIVATIONS
 
@@ -81,10 +80,3 @@ def test_gradient_stops_at_the_utterance_end():
     front(features, torch.tensor([23, 13]))[0].sum().backward()
     assert (features.grad[1, 13:] == 0).all()
     assert (features.grad[1, :13].abs().sum(-1) > 0).all()
-
-
-def test_bad_settings_give_one_clear_line():
-    with pytest.raises(ValueError, match=r"reduction\n  Input should be 2, 4, 6 or 8"):
-        TransformerConfig(kind="transformer", reduction=5)
-    with pytest.raises(ValueError, match=r"convolution\n  Input should be 1, 2, 4, 6 or 8"):
-        ListenerConfig(convolution=5)

@@ -90,14 +90,6 @@ def test_without_a_place_for_an_index_the_lines_are_in_memory(tmp_path, monkeypa
     assert "a.txt: its index cannot be written, so each process reads it" in capsys.readouterr().out
 
 
-def test_blocks_of_any_size_give_the_same_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(line_index, "SMALL", 0)
-    lines = make_lines(101)
-    for size in (1, 97, 1 << 20):
-        monkeypatch.setattr(text_corpus, "BLOCK", size)
-        assert list(read_lines(write(tmp_path / f"{size}.txt", lines))) == lines
-
-
 def test_empty_texts_of_a_manifest_are_skipped(tmp_path):
     read = read_lines(manifest(tmp_path / "a.tsv", ["HI", "", "YO"]))
     assert [read[i] for i in range(len(read))] == ["HI", "YO"]
@@ -177,11 +169,6 @@ def test_every_line_appears_once_an_epoch_unless_too_long():
         padded = sum(len(batch) * (LENGTHS[batch].max() + 1) for batch in plan.batches)
         assert plan.padding == pytest.approx(1 - real / padded)
         assert plan.padding < (0.2 if pool == 97 else 0.05)
-
-
-def test_a_line_longer_than_a_batch_gets_its_own_batch():
-    plan = plan_sentences(np.array([50, 3, 50, 4]), 20, 1000, seed=1, epoch=1)
-    assert sorted(sorted(batch.tolist()) for batch in plan.batches) == [[0], [1, 3], [2]]
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():

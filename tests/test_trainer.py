@@ -234,12 +234,6 @@ def test_a_position_at_the_end_of_an_epoch_is_the_start_of_the_next():
     assert training.events[:2] == [("validate", 3, 2, 0), ("step", 4, 2, 1)]
 
 
-def test_steps_override_epochs():
-    _, state, seen, _ = run([batch(n) for n in range(3)], TrainConfig(epochs=1, steps=7))
-    assert (state.step, state.epoch, state.batch) == (7, 3, 1)
-    assert [event[1] for event in seen.events if event[0] == "validate"] == [3, 6, 7]
-
-
 def test_the_schedule_sets_the_rate_from_step_1_and_from_progress():
     asked = []
 
@@ -333,12 +327,6 @@ class TestUnreadable:
         objective, state, seen, _ = run([batch(1, size=0, broken=1)], CONFIG, max_unreadable=1.0)
         torch.testing.assert_close(objective.state_dict(), Frames().state_dict())
         assert state.step == 1 and seen.steps[0].norm == 0.0
-
-
-def test_groups_contain_every_batch():
-    _, _, seen, _ = run([batch(n) for n in range(7)], TrainConfig(epochs=1, accumulate=3))
-    assert [event[3] for event in seen.events if event[0] == "step"] == [3, 6, 7]
-    assert len(seen.steps) == 3
 
 
 def test_validation_sums_over_all_and_changes_nothing():

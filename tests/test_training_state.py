@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import pickle
 import shutil
 import zipfile
@@ -52,41 +51,17 @@ def change(*keys: Any, to: Any) -> Callable[[dict], None]:
 CHANGES = {
     "optimizer": [
         change("optimizer", to=None),
-        change("optimizer", to=[]),
-        change("optimizer", to=torch.zeros(3)),
-        change("optimizer", "state", to=[1]),
         change("optimizer", "state", 0, to=3),
-        change("optimizer", "param_groups", to={}),
-        change("optimizer", "param_groups", 0, to={"lr": 1.0}),
     ],
     "position": [
         change("position", to=None),
-        change("position", to=[]),
-        change("position", "step", to="4"),
         change("position", "step", to=-1),
-        change("position", "step", to=True),
-        change("position", "step", to=10**30),
-        change("position", "epoch", to=0),
-        change("position", "batch", to=1.5),
         change("position", "audio_seconds", to=math.nan),
-        change("position", "train_seconds", to=math.inf),
-        change("position", "other", to=1),
     ],
     "random": [
         change("random", to=None),
-        change("random", to=7),
-        change("random", to=torch.zeros(3)),
         change("random", "cpu", to=None),
-        change("random", "cpu", to=torch.zeros(5056)),
         change("random", "cpu", to=torch.zeros(7, dtype=torch.uint8)),
-        change("random", "cuda", to="abc"),
-        change("random", "cuda", to=[1]),
-        change("random", "python", to=[3, [1, 2], math.inf]),
-        change("random", "python", 1, 624, to=10**9),
-        change("random", "python", 2, to="x"),
-        change("random", "numpy", to=[]),
-        change("random", "numpy", 0, to="PCG64"),
-        change("random", "numpy", 1, to=[0.5]),
         change("random", "numpy", 2, to=10**9),  # numpy would read beyond its words
     ],
     "ranks": [change("ranks", to={}), change("ranks", to=[{}]), change("ranks", to=[1])],
@@ -97,22 +72,14 @@ CHANGES = {
     ],
     "recipe": [
         change("recipe", to=3),
-        change("recipe", to="a" * 2_000_000),
-        change("recipe", to="\ud800"),
     ],
     "content": [
         change("content", to=[]),
-        change("content", "data.valid", to=3),
         change("content", "data.valid", "sha256", to=[]),
-        change("content", "data.valid", "sha256", to="f" * 10**6),
-        change("content", 5, to={}),
     ],
     "validated": [change("validated", to="x"), change("validated", to=-2)],
     "trackers": [
-        change("trackers", to=[]),
-        change("trackers", to={"mlflow": 3}),
         change("trackers", to={"mlflow": "../other"}),
-        change("trackers", to={"wandb": "a" * 65}),
     ],
     "metrics": [change("metrics", to=[1]), change("metrics", "valid/nll", to="low")],
 }
@@ -120,13 +87,7 @@ CHANGES = {
 
 MOMENTS = [
     change("optimizer", "state", 0, "exp_avg", to=torch.zeros(1)),
-    change("optimizer", "state", 0, "exp_avg", to=None),
-    change("optimizer", "state", 0, "exp_avg", to="x"),
-    change("optimizer", "state", 0, "exp_avg", to=torch.zeros(1).expand(10**12)),
     change("optimizer", "state", 0, "step", to=torch.tensor(math.nan)),
-    change("optimizer", "state", 0, "step", to=torch.tensor(-3.0)),
-    change("optimizer", "state", 99999, to={}),
-    change("optimizer", "state", "a", to={}),
     change("optimizer", "param_groups", 0, "params", to=[0]),
 ]
 
@@ -182,9 +143,6 @@ def test_moments_of_other_parameters_are_one_line(tiny, state, run, commands, nu
     [
         {"a": torch.zeros(1)},
         {"model.speller.out.bias": torch.zeros(1)},
-        {"model.speller.out.bias": torch.zeros(1).expand(10**12)},
-        {"model.speller.out.bias": torch.zeros(1).to_sparse()},
-        {3: torch.zeros(1)},
     ],
 )
 def test_weights_of_another_model_are_one_line(tiny, state, run, commands, weights):
@@ -192,18 +150,6 @@ def test_weights_of_another_model_are_one_line(tiny, state, run, commands, weigh
     write(folder, state | {"trained": [weights]})
     line = commands.refused(train, tiny, "--run", run, "--resume")
     assert line.startswith(f"{folder / TRAINING}: cannot be read as a training state (trained: ")
-
-
-@pytest.mark.parametrize(
-    "to", [{"k": -1}, {"k": 1.0}, {"weight_sum": "x"}, {"lr_max": math.nan}, {"weight_sum": None}]
-)
-def test_progress_that_no_optimizer_has_is_refused(to):
-    config = OptimizerConfig(kind="schedule_free")
-    state = make_optimizer(config, nn.Linear(2, 3)).state_dict()
-    load_moments(make_optimizer(config, nn.Linear(2, 3)), state)
-    state["param_groups"][1] |= to
-    with pytest.raises(ValueError, match=f"optimizer: {next(iter(to))} must be a number"):
-        load_moments(make_optimizer(config, nn.Linear(2, 3)), state)
 
 
 @pytest.mark.parametrize("kind", ["adam", "muon", "schedule_free"])
@@ -241,11 +187,6 @@ def deflated(folder: Path, state: Any) -> None:
             archive.writestr(name, content)
 
 
-def prefixed(folder: Path, state: Any) -> None:
-    write(folder, state)
-    (folder / TRAINING).write_bytes(b"MZ" * 99 + (folder / TRAINING).read_bytes())
-
-
 def legacy(folder: Path, state: Any) -> None:
     torch.save(state, folder / TRAINING, _use_new_zipfile_serialization=False)
 
@@ -254,24 +195,12 @@ def long(folder: Path, state: Any) -> None:
     write(folder, state | {"more": list(range(1 << 12))})
 
 
-def sparse(folder: Path, state: Any) -> None:
-    os.truncate(folder / TRAINING, 1 << 40)
-
-
-def fifo(folder: Path, state: Any) -> None:
-    (folder / TRAINING).unlink()
-    os.mkfifo(folder / TRAINING)
-
-
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (deflated, "it is compressed"),
-        (prefixed, "its entries overlap"),
         (legacy, "File is not a zip file"),
         (long, "larger than"),
-        (sparse, "larger than"),
-        (fifo, "not a regular file"),
     ],
 )
 def test_files_that_torch_would_expand_or_wait_for_are_refused(

@@ -65,18 +65,6 @@ def test_a_name_that_is_not_utf8_is_read_back_from_json(recordings, commands, tm
         assert json.loads(text)["audio"] == str(name)
 
 
-def test_control_characters_of_a_name_are_escaped_in_json(recordings, commands, tmp_path):
-    """C1 controls and DEL too, which JSON allows and a terminal obeys."""
-    name = recordings["one"].rename(tmp_path / "a\x1b[31m\x7f\x9b2J\n.wav")
-    code, out, _ = commands(transcribe, "run", name, "--json")
-    assert code == 0 and out.isascii() and len(out.splitlines()) == 1
-    assert "\\u001b[31m\\u007f\\u009b2J" in out and json.loads(out)["audio"] == str(name)
-    assert commands(transcribe, "run", name, "--json", "--out", tmp_path / "out")[0] == 0
-    (written,) = (tmp_path / "out").iterdir()
-    assert json.loads(written.read_text())["audio"] == str(name)
-    assert not {"\x7f", "\x9b"} & set(written.read_text())
-
-
 def test_every_recording_is_one_line_of_text_and_once(recordings, commands, tmp_path, monkeypatch):
     name = recordings["two"].rename(tmp_path / "two\nthree: x.wav")
     monkeypatch.chdir(tmp_path)
@@ -116,24 +104,6 @@ def test_what_is_no_recording_is_one_line_and_the_others_are_transcribed(
     assert len(err.splitlines()) == len(bad)
     for line, path in zip(err.splitlines(), bad, strict=True):
         assert line.startswith("error: ") and ascii(str(path))[1:-1] in line
-
-
-def test_a_link_among_the_transcripts_is_replaced(recordings, commands, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / "out" / "one.txt").symlink_to(tmp_path / "mine")
-    assert commands(transcribe, "run", recordings["one"], "--out", tmp_path / "out")[0] == 0
-    assert (tmp_path / "mine").read_text() == "mine"
-    assert not (tmp_path / "out" / "one.txt").is_symlink()
-    assert (tmp_path / "out" / "one.txt").read_text() == "abc cab\n"
-
-
-def test_a_name_too_long_for_its_transcript_is_that_file_s_fault(recordings, commands, tmp_path):
-    name = recordings["one"].rename(tmp_path / f"{'x' * 251}.wav")
-    line = ("run", name, recordings["two"], "--json", "--out", tmp_path / "out")
-    code, _, err = commands(transcribe, *line)
-    assert code == 2 and err == f"error: {name}: its name is too long for a file in --out\n"
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["two.json"]
 
 
 def test_subtitles_of_several_recordings_need_a_folder(recordings, commands):

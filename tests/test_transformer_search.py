@@ -55,21 +55,6 @@ def test_beams_equal_the_full_pass_of_every_hypothesis():
 
 
 @torch.no_grad()
-def test_selecting_twice_is_selecting_the_selected():
-    ours = model()
-    features, lengths, _ = batch()
-    state = ours.start(ours.encode(features, lengths))
-    state = ours.select(state, torch.arange(3)[:, None].expand(3, 5))
-    _, state = ours.step(state, torch.randint(4, V, (3, 5)))
-    first, second = torch.tensor([[12, 10], [3, 1]]), torch.tensor([[3, 2, 2]])
-    twice = ours.select(ours.select(state, first), second)
-    rows = first.flatten()[second]  # (1, 3)
-    everything = ours.step(state, torch.full((3, 5), 7))[0].flatten(0, 1)
-    torch.testing.assert_close(ours.step(twice, torch.full((1, 3), 7))[0], everything[rows])
-    assert torch.equal(twice.attention, state.attention.flatten(0, 1)[rows])
-
-
-@torch.no_grad()
 def test_a_state_can_be_stepped_from_twice():
     ours = model()
     features, lengths, tokens = batch()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asr.data import line_index
-from asr.data.corpus import Utterance, read_manifest, write_manifest
+from asr.data.corpus import read_manifest
 from asr.data.manifest import LONGEST, write_rows
 from asr.data.text_corpus import Sentences, read_lines
 from asr.errors import UserError
@@ -61,18 +61,6 @@ def test_a_table_without_line_breaks_is_refused_soon(tmp_path, read, beginning):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tsv"]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_a_line_may_have_exactly_the_limit(tmp_path, end):
-    size = LONGEST - len(row(1, text="").rstrip("\n")) - len(end) + 1
-    path = tmp_path / "a.tsv"
-    lines = [HEADER, row(1, text="A" * size), row(2)]
-    path.write_text("".join(lines).replace("\n", end), newline="")
-    assert [len(text) for text in read_manifest(path).texts] == [size, 3]
-    lines[1] = row(1, text="A" * (size + 2))
-    path.write_text("".join(lines).replace("\n", end), newline="")
-    assert "longer than" in refusal(read_manifest, path)
-
-
 def test_a_packed_text_without_line_breaks_is_refused_soon(tmp_path):
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(bytes(64 << 20)))
@@ -82,7 +70,7 @@ def test_a_packed_text_without_line_breaks_is_refused_soon(tmp_path):
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("mark", ["\0", "\x1b", "\x07", "\x7f", "\x9b"])
+@pytest.mark.parametrize("mark", ["\0", "\x9b"])
 @pytest.mark.parametrize("field", ["id", "speaker"])
 @pytest.mark.parametrize("other", ["", "ü"])  # checked in another way than plain ASCII
 def test_control_characters_in_names_are_refused(tmp_path, mark, field, other):
@@ -127,22 +115,16 @@ def parts(index):
 
 
 def assemble(index, text, ends, seconds, about):
-    about = about if isinstance(about, bytes) else json.dumps(about).encode()
+    about = json.dumps(about).encode()
     tail = about + len(about).to_bytes(8, "little") + b"asrindex"
     index.write_bytes(text + ends.tobytes() + seconds.tobytes() + tail)
 
 
 DESCRIPTIONS = [
     {"lines": 10**30},
-    {"lines": -1},
     {"lines": 0},
-    {"lines": 1e400},
-    {"lines": None},
     {"bytes": 10**18},
-    {"bytes": -8},
-    {"bytes": "x"},
     {"source": 7},
-    {"source": []},
 ]
 
 
@@ -156,26 +138,6 @@ def test_a_false_description_is_written_again(indexed, change):
     assert index.read_bytes() == good
 
 
-@pytest.mark.parametrize(
-    "about", [b"[]", b"3", b"[" * 200_000, b"\xff", b"{" + b" " * 10**6 + b"}"]
-)
-def test_a_description_that_is_none_is_written_again(indexed, about):
-    path, index = indexed
-    good = index.read_bytes()
-    assemble(index, *parts(index)[:3], about)
-    assert len(list(read_manifest(path))) == 41
-    assert index.read_bytes() == good
-
-
-@pytest.mark.parametrize("length", [0, 1, 4097, 2**63, 2**64 - 1])
-def test_a_false_length_of_the_description_is_written_again(indexed, length):
-    path, index = indexed
-    good = index.read_bytes()
-    index.write_bytes(good[:-16] + length.to_bytes(8, "little") + good[-8:])
-    assert len(list(read_manifest(path))) == 41
-    assert index.read_bytes() == good
-
-
 @pytest.mark.parametrize("seconds", [np.nan, -1.0, 0.0])
 def test_impossible_durations_in_an_index_are_written_again(indexed, seconds):
     path, index = indexed
@@ -185,7 +147,7 @@ def test_impossible_durations_in_an_index_are_written_again(indexed, seconds):
     assert (read_manifest(path).seconds == 1.5).all()
 
 
-@pytest.mark.parametrize("end", [-1, -(2**63), 2**63 - 1, 10**6, 0])
+@pytest.mark.parametrize("end", [-1, 2**63 - 1])
 def test_a_false_place_in_an_index_is_reported(indexed, end):
     path, index = indexed
     content = parts(index)
@@ -213,24 +175,7 @@ def test_an_index_replaces_no_other_file(indexed, tmp_path, kind):
     assert len(list(tmp_path.glob("cache/layernorm-asr/a-*.index"))) == 1
 
 
-def test_a_relative_cache_folder_is_ignored(indexed, tmp_path, monkeypatch):
-    path, index = indexed
-    index.write_bytes(b"my own")
-    monkeypatch.setenv("XDG_CACHE_HOME", "cache2")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    read_manifest(path)
-    assert not (tmp_path / "cache2").exists()
-    assert len(list(tmp_path.glob("home/.cache/layernorm-asr/a-*.index"))) == 1
-
-
-FALSE_PLACES = (-1, -(2**63), 2**63 - 1, 2**32 + 6, 10**6)
-
-
-# At place 0 the first line may end: it is empty.
-@pytest.mark.parametrize(
-    ("row", "end"), [*((row, end) for row in (0, 17) for end in FALSE_PLACES), (17, 0)]
-)
+@pytest.mark.parametrize(("row", "end"), [(0, -1), (17, 2**63 - 1)])
 def test_a_false_place_in_an_index_has_no_length(tmp_path, monkeypatch, row, end):
     """Batches of sentences are planned by lengths alone."""
     monkeypatch.setattr(line_index, "SMALL", 0)
@@ -243,9 +188,3 @@ def test_a_false_place_in_an_index_has_no_length(tmp_path, monkeypatch, row, end
     with pytest.raises(UserError, match=f"{index}: damaged; remove it"):
         sentences = Sentences([read_lines(path)])
         [sentences.line(n) for n in np.flatnonzero(sentences.lengths >= 0).tolist()]
-
-
-def test_a_manifest_of_ours_is_read_again(tmp_path):
-    written = [Utterance("a b", "ü", tmp_path / "a.wav", 1.5, "T")]
-    write_manifest(tmp_path / "a.tsv", written)
-    assert list(read_manifest(tmp_path / "a.tsv")) == written

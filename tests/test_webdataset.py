@@ -208,21 +208,6 @@ def test_the_command_lists_skipped_samples(folder, tmp_path, commands):
     assert err.count(f"skipped: {folder}/x-0.tar:") == 4
 
 
-def test_every_damaged_tar_is_named(folder, tmp_path):
-    for name in ("x-0", "x-1"):
-        (folder / f"{name}.tar").write_bytes(b"nonsense" * 999)
-    message = refusal(folder, tmp_path / "to")
-    assert message.count("damaged, or no uncompressed tar") == 2
-
-
-@pytest.mark.parametrize("content", [bytes(512), bytes(10_240)])
-def test_a_tar_without_entries_is_one_line(tmp_path, content):
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "x.tar").write_bytes(content)
-    message = refusal(tmp_path / "set", tmp_path / "to")
-    assert message.endswith("no row is good, nothing is written: it has none")
-
-
 def test_a_tar_that_is_no_regular_file_is_refused(folder, tmp_path):
     os.mkfifo(folder / "y.tar")
     assert refusal(folder, tmp_path / "to") == f"{folder / 'y.tar'}: not a regular file"
@@ -254,41 +239,3 @@ def test_an_odd_name_costs_no_other_sample(tmp_path, name, fault, kind):
     assert read_manifest(actual.manifest).texts == ["B"]
     (message,) = actual.skipped
     assert fault in message and len(message) < 400
-
-
-def test_entries_without_a_name_are_no_samples(tmp_path):
-    files = {".": b"x", "/": b"x", "..": b"x", "b.flac": flac(8000, 1), "b.txt": b"B"}
-    write_tar(tmp_path / "set" / "x.tar", files, tarfile.GNU_FORMAT)
-    actual = write(tmp_path / "set", tmp_path / "to")
-    assert read_manifest(actual.manifest).texts == ["B"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "content", "fault"),
-    [
-        ("txt", b"A" * (webdataset.MAX_TEXT + 1), "its .txt has more than 262144 bytes"),
-        ("json", b'{"text": "A", "id": "a\\u001bb"}', "has a control character"),
-        ("json", b'{"text": "A\\ud800"}', "its .json cannot be read as JSON"),
-        ("json", b'{"text": "A", "duration": ' + b"9" * 5000 + b"}", "cannot be read as JSON"),
-        ("json", b'{"text": "A", "duration": 1e999}', "seconds is 'inf'"),
-    ],
-)
-def test_a_hostile_description_costs_no_other_sample(tmp_path, kind, content, fault):
-    files = {"1.flac": flac(8000, 0), f"1.{kind}": content, "2.flac": flac(8000, 1), "2.txt": b"B"}
-    write_tar(tmp_path / "set" / "x.tar", files)
-    actual = write(tmp_path / "set", tmp_path / "to")
-    assert read_manifest(actual.manifest).texts == ["B"]
-    assert len(actual.skipped) == 1 and fault in actual.skipped[0]
-
-
-def test_a_sparse_text_of_gigabytes_is_skipped(tmp_path):
-    write_tar(tmp_path / "set" / "x.tar", {"1.flac": flac(8000, 0)})
-    header = tarfile.TarInfo("1.txt")
-    header.size = 3 << 30
-    with (tmp_path / "set" / "x.tar").open("r+b") as file:
-        end = len(flac(8000, 0)) + 512 * 3  # the extended header, its content, the header
-        end += -end % 512
-        file.seek(end)
-        file.write(header.tobuf())
-        file.truncate(end + 512 + header.size + 1024)
-    assert "sample '1': its .txt has more than" in refusal(tmp_path / "set", tmp_path / "to")
