@@ -16,7 +16,7 @@ COMMANDS = {
     train: ["r.yaml"],
     transcribe: ["RUN", "a.wav"],
 }
-PREPARE = [prepare, "tsv", "a.tsv", "--to", "TO"]
+PREPARE = [prepare, "table", "a.tsv", "--to", "TO"]
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_an_empty_path_is_not_the_current_folder(command, refused):
         [compare, "RUN", "--curve="],
         [train, "r.yaml", ""],
         [*PREPARE, "--audio="],
-        [prepare, "tsv", "a.tsv", "--to="],
+        [prepare, "table", "a.tsv", "--to="],
     ],
 )
 def test_no_argument_is_empty(line, refused):

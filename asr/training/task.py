@@ -70,6 +70,10 @@ class Task(Protocol):
     def health_batches(self) -> Iterator[TaskBatch]:
         """A few validation batches without padding, for train.health."""
 
+    def audio_remedy(self) -> str:
+        """What to run where too much of the training data cannot be read."""
+        return "make the data again"
+
     def finish(self, run: Path, log: Log, step: int) -> dict[str, float]:
         """Test the finished model; -> figures of the test."""
         return {}
