@@ -218,6 +218,7 @@ def test_missing_audio(workers, mvn, tiny, commands, manifest, tmp_path):
     more = [f"data.train={path}", f"data.workers={workers}", f"features.mvn={mvn}"]
     line = commands.refused(train, tiny, "--run", tmp_path / "run", *more)
     assert "cannot be read" in line or "could be read" in line
+    assert f"python -m asr.prepare table {path} --to FOLDER" in line
     assert not list_checkpoints(tmp_path / "run")
 
 

@@ -1,6 +1,7 @@
 """Corpora in the forms of other tools: rows, samples, faults, splits, and what auto recognises."""
 
 import csv
+import gzip
 import importlib.util
 import io
 import sys
@@ -508,6 +509,16 @@ def test_paths_of_a_table_are_found(tmp_path, asr_prepare, monkeypatch, paths, c
         assert err[-1].startswith(f"error: {table}: --audio {tmp_path}/else accepts its audio")
         assert asr_prepare(*call, "--audio", tmp_path / "else")[0] == 0
     check_audio(read_manifest(tmp_path / "to" / "all.tsv")[0], samples)
+
+
+def test_a_packed_table_of_windows(tmp_path, asr_prepare):
+    samples = noise(tmp_path / "set" / "a.wav")
+    table = tmp_path / "set" / "dev.csv.gz"
+    table.write_bytes(gzip.compress(b'path,text\r\na.wav,"one\r\ntwo"\r\n\r\n'))
+    assert asr_prepare("auto", table, "--to", tmp_path / "to")[0] == 0
+    corpus = read_manifest(tmp_path / "to" / "dev.tsv")
+    assert corpus.texts == ["one two"]
+    check_audio(corpus[0], samples)
 
 
 def test_parts_and_further_columns_of_a_table(tmp_path, asr_prepare):

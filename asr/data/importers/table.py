@@ -11,7 +11,7 @@ A single table is divided by its column `split`, or by paths that begin with tra
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -53,6 +53,7 @@ AUDIO_KEYS = (
 ID_KEYS = ("id", "utt_id", "utterance_id", "utt", "key")
 SECONDS_KEYS = ("seconds", "duration")
 START_KEYS, END_KEYS = ("start", "start_time", "offset"), ("end", "end_time")
+READ_KEYS = (ID_KEYS, SECONDS_KEYS, START_KEYS, END_KEYS)  # beside audio, text and speaker
 SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
 SPLIT_KEYS = ("split", "subset", "partition")
 METADATA = "metadata"  # audiofolder's name of a table, which says nothing of its content
@@ -199,7 +200,7 @@ def _splits(
     if audio is None:
         raise UserError(_missing(path))
     known = {*SPEAKER_KEYS, *SPLIT_KEYS, *COLUMNS, key_of(text), key_of(audio)}
-    known |= {key_of(table.column(keys) or "") for keys in (ID_KEYS, *TIMES)}
+    known |= {key_of(table.column(keys) or "") for keys in READ_KEYS}
     more = [] if table.delimiter in "{[" else [n for n in columns if key_of(n) not in known]
     read_row = partial(_row, table, key_of(audio), key_of(text), tuple(map(key_of, more)))
     names = tuple(" ".join(name.split()) for name in more)
@@ -208,19 +209,17 @@ def _splits(
         yield Split(name, path, path.parent, rows, more=names)
 
 
-TIMES = (SECONDS_KEYS, START_KEYS, END_KEYS)
-
-
 def _names(table: Table, audio: str, source: Path, tables: list[Table]) -> dict[str, str | None]:
     """Name of a manifest -> the split of SPLITS that its rows are of; None: all rows."""
     path, folder = table.path, table.path.resolve().parent.name
-    if split_of(path.stem):
-        return {path.stem: None}
+    stem = Path(path.name.removesuffix(".gz")).stem
+    if split_of(stem):
+        return {stem: None}
     if source.is_dir() and path.parent != source:
         alone = sum(other.path.parent == path.parent for other in tables) == 1
         name = SPLITS.get(folder.lower(), folder)
-        return {name if alone else f"{name}-{path.stem}": None}
-    rest = folder if path.stem == METADATA else path.name.removesuffix(path.suffix)
+        return {name if alone else f"{name}-{stem}": None}
+    rest = folder if stem == METADATA else stem
     records = (found for found in table.records() if not isinstance(found, Fault))
     names = {_split_of(about, audio) for _, about in records}
     if names <= {""}:
@@ -234,7 +233,9 @@ def _split_of(about: dict[str, Any], audio: str) -> str:
     return split_of(text_of(about, *SPLIT_KEYS)) or SPLITS.get(first.lower(), "")
 
 
-def _rows(table: Table, read_row: Any) -> Iterator[Row | Fault]:
+def _rows(
+    table: Table, read_row: Callable[[int, dict[str, Any]], Iterator[Row]]
+) -> Iterator[Row | Fault]:
     return rows_of(table.path, table.records(), read_row)
 
 
