@@ -21,7 +21,7 @@ LONGEST = 300  # characters of a message, since it may quote an argument of any 
 
 # Task -> command -> an example of its arguments.
 EXAMPLES = {
-    "Data": {"prepare": "tsv my/train.tsv --to data/own"},
+    "Data": {"prepare": "table my/train.tsv --to data/own"},
     "Training": {
         "train": "demo model.listener.norm=none run=plain",
         "sweep": "demo model.listener.norm=none,ba seed=1,2,3 --out runs/norms",

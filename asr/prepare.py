@@ -4,13 +4,14 @@ import argparse
 import inspect
 import re
 import shlex
+import sys
 from collections.abc import Callable, Container
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from asr.arguments import CommandParser, above_zero, natural, share
-from asr.data.importers.text_normalization import CHOICES, TAGS
+from asr.arguments import CommandParser, above_zero, call_of, natural, share
+from asr.data.importers.text_normalization import CHOICES, PUNCTUATION, TAGS
 from asr.errors import UserError, print_line, run_command
 
 # Name of a corpus format -> its SOURCE, and its help: a summary and more.
@@ -22,11 +23,19 @@ FORMATS = {
         "SOURCE: one directory, or a folder of several; each becomes a manifest. Segments are cut "
         "out of their recordings.",
     ),
-    "common-voice": (
+    "folder": (
+        "FOLDER",
+        "Recordings with their texts: a.wav and a.txt\n\n"
+        "FOLDER: audio, and for each file a .txt, .lab or .json of the same name. The first level "
+        "of folders is the speaker; folders such as train and dev become manifests.",
+    ),
+    "table": (
         "SOURCE",
-        "Mozilla Common Voice: path, sentence, client_id\n\n"
-        "SOURCE: the folder of a language, whose train.tsv, dev.tsv and test.tsv become manifests, "
-        "or one table. The audio is in clips/ beside it.",
+        "CSV, TSV or JSON lines: a path and a text in each row\n\n"
+        "SOURCE: a table, or a folder with some, such as train.csv and dev.csv, those of Common "
+        "Voice or an audiofolder's metadata.csv. Columns are found by their usual names: path, "
+        "audio or file_name; text, sentence or transcript; optionally id, speaker, seconds, and "
+        "start and end of a part, which is cut out. Other columns are kept.",
     ),
     "ljspeech": ("FOLDER", "LJ Speech and similar: metadata.csv (id|text|normalised), wavs/"),
     "nemo": (
@@ -40,7 +49,6 @@ FORMATS = {
         "SOURCE: a list, a folder with a data.list, or a folder of such folders. Parts with start "
         "and end are cut out.",
     ),
-    "audiofolder": ("FOLDER", "A Hugging Face audiofolder: metadata.csv or metadata.jsonl"),
     "datasets": (
         "FOLDER",
         "A data set saved by Hugging Face datasets (extra: datasets)\n\n"
@@ -57,15 +65,8 @@ FORMATS = {
         "Tars in the webdataset library's layout, unchanged\n\n"
         "FOLDER: the tars. Each sample has audio and a .txt, or a .json with text.",
     ),
-    "tsv": (
-        "MANIFEST.tsv",
-        "Your own recordings, listed in a table\n\n"
-        "The columns are id, audio, text and optionally speaker and seconds, separated by tabs; "
-        "audio is relative to the table. Every file is decoded. All faults are listed together; "
-        "nothing is written if there are any.",
-    ),
 }
-WITH_TEXT_COLUMN = ("auto", "audiofolder", "datasets")
+WITH_TEXT_COLUMN = ("auto", "table", "datasets")
 # Names of validation splits; not Common Voice's "validated".
 VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
 LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is a better start
@@ -97,7 +98,8 @@ def main() -> None:
     kind = add("librispeech", _librispeech)
     names = "train-clean-100, train-clean-360, train-other-500, dev-clean, dev-other, test-clean, "
     names += "test-other; of Mini LibriSpeech train-clean-5, dev-clean-2"
-    kind.add_argument("--subsets", nargs="+", required=True, metavar="SUBSET", help=names)
+    names += " (default with --from: those that are there)"
+    kind.add_argument("--subsets", nargs="+", metavar="SUBSET", help=names)
     text = "an unpacked LibriSpeech folder: nothing is downloaded or copied; DIR/SUBSET.audio "
     text += "becomes a link to it"
     kind.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
@@ -133,8 +135,9 @@ def main() -> None:
 def _add_format(kind: argparse.ArgumentParser, name: str, source: str) -> None:
     """The arguments that all corpus formats share."""
     kind.add_argument("source", type=Path, metavar=source)
-    text = "the base of relative paths, and the folder that must contain all audio (default: that "
-    text += "of the corpus); if it is not below DIR, DIR/NAME.audio becomes a link to it"
+    text = "the folder that must contain all audio, and the first in which relative paths are "
+    text += "looked for (default: that of the corpus); if it is not below DIR, DIR/NAME.audio "
+    text += "becomes a link to it"
     kind.add_argument("--audio", type=Path, metavar="FOLDER", help=text)
     text = "list the faulty rows and write the others"
     kind.add_argument("--skip-bad", action="store_true", help=text)
@@ -142,6 +145,11 @@ def _add_format(kind: argparse.ArgumentParser, name: str, source: str) -> None:
     text += "Azerbaijani), or to upper case with only A to Z, apostrophes and spaces; dropped "
     text += "characters are reported (default: %(default)s)"
     kind.add_argument("--text", choices=CHOICES, default="keep", help=text)
+    text = (
+        "marks such as commas, which error rates count: keep them, or drop them except apostrophes "
+    )
+    text += "and hyphens within words (default: %(default)s)"
+    kind.add_argument("--punctuation", choices=PUNCTUATION, default="keep", help=text)
     text = "notes in brackets such as <COMMA>, [laughter] or {breath}: drop them, or keep each as "
     text += "one token; their counts are reported (default: %(default)s)"
     kind.add_argument("--tags", choices=TAGS, default="drop", help=text)
@@ -154,7 +162,7 @@ def _add_format(kind: argparse.ArgumentParser, name: str, source: str) -> None:
     text += "of any longer part; no other audio is read"
     kind.add_argument("--hours", type=above_zero, help=text)
     text = "hold out this share of the utterances as NAME-valid.tsv, by whole speakers if there "
-    text += "are at least ten"
+    text += "are at least ten; nothing if the corpus has a validation split"
     kind.add_argument("--valid", type=share, metavar="SHARE", help=text)
 
 
@@ -166,16 +174,19 @@ def _librispeech(args: argparse.Namespace) -> None:
     """
     from asr.data.importers import librispeech
 
-    for subset in args.subsets:
+    known = ", ".join(librispeech.SUBSETS)
+    if not (args.subsets or args.source):
+        raise UserError(f"--subsets is missing: name some of {known}; or give --from FOLDER")
+    for subset in args.subsets or ():
         if subset not in librispeech.SUBSETS:
-            raise UserError(f"--subsets {subset}: must be one of {', '.join(librispeech.SUBSETS)}")
+            raise UserError(f"--subsets {subset}: must be one of {known}")
     url = args.url or librispeech.URL
     # All folders first, so that a missing subset does not leave the others half done.
     folders = {
         subset: librispeech.find(args.source, subset)
         if args.source
         else librispeech.download(subset, args.to, url, args.keep_archives)
-        for subset in args.subsets
+        for subset in args.subsets or [split.name for split in librispeech.read(args.source)]
     }
     for subset, folder in folders.items():
         _report(librispeech.write(subset, folder, args.to))
@@ -204,18 +215,17 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
         print_line(f"{args.source}: read as {name}{more}")
     splits = formats.read(name, args.source, getattr(args, "text_column", None))
     valid = next((split.name for split in splits if VALID.search(split.name)), None)
+    held_out = None if valid else args.valid
     if args.valid and valid:
-        raise UserError(
-            f"--valid {args.valid:g}: the corpus has a validation split, {valid}; remove --valid"
-        )
+        print_line(f"--valid {args.valid:g} holds nothing out: {valid} is the validation split")
     options = Options(args.audio, args.headers_only, args.max_seconds, args.hours, args.skip_bad)
-    normalize = TextNormalizer(args.text, args.tags)
+    normalize = TextNormalizer(args.text, args.tags, args.punctuation)
     manifests = convert(splits, args.to, options, normalize)
     for line in normalize.report():
         print_line(line)
-    if args.valid:
+    if held_out:
         whole = min(manifests, key=lambda path: not path.stem.startswith("train"))
-        valid, line = hold_out(whole, args.valid)
+        valid, line = hold_out(whole, held_out)
         print_line(line)
         manifests.append(valid)
     hours = {manifest: _report(manifest) for manifest in manifests}
@@ -269,9 +279,10 @@ def _mnist(args: argparse.Namespace) -> None:
 
 
 def _report(manifest: Path) -> float:
-    """Print a manifest's size; -> its hours."""
-    from asr.data.corpus import read_manifest
+    """Record the command beside its manifest, print the manifest's size; -> its hours."""
+    from asr.data.corpus import read_manifest, record_command
 
+    record_command(manifest, f"{call_of('prepare')} {shlex.join(sys.argv[1:])}")
     corpus = read_manifest(manifest)
     hours = float(corpus.seconds.sum()) / 3600
     print(f"{manifest}: {len(corpus)} utterances, {hours:.2f} hours")

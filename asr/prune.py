@@ -170,7 +170,7 @@ def validation_loss(recognizer: "Recognizer", recipe: "SpeechRecipe") -> Score:
         batches = load_batches(dataset, plan.batches, recipe.data.workers)
         sums = means(validate(objective, batches, recipe.train.precision)[0])
         if "nll" not in sums:
-            raise UserError(corpus.unreadable)
+            raise UserError(corpus.unreadable())
         return sums["nll"]
 
     return score

@@ -185,6 +185,7 @@ def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list
         )
     import torch
 
+    from asr.data.corpus import audio_remedy
     from asr.inference import bulk
     from asr.inference.hub import local_run
     from asr.inference.load import load_run_recipe
@@ -201,7 +202,10 @@ def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list
     job = bulk.BulkJob(args.out, listed, shard_files, args.format, attempt)
     bulk.open_folder(job, bulk.identity(run, recipe))
     load = partial(Recognizer.load, run, overrides)
-    return bulk.transcribe_all(job, load, ranks.number, ranks.count)
+    code = bulk.transcribe_all(job, load, ranks.number, ranks.count)
+    if code and ranks.number == 0 and args.list.suffix == ".tsv":
+        print(f"audio that cannot be read: {audio_remedy(args.list)}", file=sys.stderr)
+    return code
 
 
 def content(path: Path, transcript: "Transcript", kind: str) -> str:

@@ -5,6 +5,9 @@ import os
 import stat
 from typing import IO
 
+AUDIO_SUFFIXES = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au"}
+FFMPEG_SUFFIXES = {".m4a", ".mp4", ".webm", ".mka", ".mkv"}  # features/containers.py
+
 
 def name_of(path: str | os.PathLike[str]) -> str:
     """The path on one line: quoted, with escapes, if it has a line break or no printable text."""

@@ -14,7 +14,7 @@ COMMANDS = {
     train: ["r.yaml"],
     transcribe: ["RUN", "a.wav"],
 }
-PREPARE = [prepare, "tsv", "a.tsv", "--to", "TO"]
+PREPARE = [prepare, "table", "a.tsv", "--to", "TO"]
 
 
 @pytest.fixture

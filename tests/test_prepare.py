@@ -45,10 +45,11 @@ def table(tmp_path):
 
 
 def test_good_rows_become_a_manifest(table, tmp_path, asr_prepare):
-    code, out, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
+    code, out, err = asr_prepare("table", table, "--to", tmp_path / "to")
     manifest = tmp_path / "to" / "mine.tsv"
     assert code == 0 and err == []
-    assert out.splitlines()[0] == f"{manifest}: 3 utterances, 0.00 hours"
+    assert f"{manifest}: 3 utterances, 0.00 hours\n" in out
+    assert "error rates count 3 transcripts with capital letters; --text lower removes them" in out
     corpus = read_manifest(manifest)
     assert corpus.ids == ["a", "b", "c"] and corpus.speakers == ["anna", "b", "anna"]
     assert corpus.texts == ["Hello there", "Ça va", "Good bye"]
@@ -64,21 +65,25 @@ def test_good_rows_become_a_manifest(table, tmp_path, asr_prepare):
 
 def test_a_relative_call_gives_the_same(table, tmp_path, asr_prepare, monkeypatch):
     monkeypatch.chdir(table.parent)
-    assert asr_prepare("tsv", table.name, "--to", "../to")[0] == 0
-    assert asr_prepare("tsv", table.name, "--to", "sub", "--audio", ".")[0] == 0
+    assert asr_prepare("table", table.name, "--to", "../to")[0] == 0
+    assert asr_prepare("table", table.name, "--to", "sub", "--audio", ".")[0] == 0
     for folder in (tmp_path / "to", table.parent / "sub"):
         assert all(u.audio.is_file() for u in read_manifest(folder / "mine.tsv"))
 
 
 @pytest.mark.parametrize(("case", "text"), [("upper-az", "CA VA"), ("lower", "ça va")])
 def test_text_is_converted_only_on_request(table, tmp_path, asr_prepare, case, text):
-    assert asr_prepare("tsv", table, "--to", tmp_path, "--text", case)[0] == 0
+    assert asr_prepare("table", table, "--to", tmp_path, "--text", case)[0] == 0
     assert read_manifest(tmp_path / "mine.tsv")[1].text == text
 
 
 def test_audio_below_the_target_needs_no_link(table, tmp_path, asr_prepare):
-    assert asr_prepare("tsv", table, "--to", tmp_path)[0] == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.tsv", "own"]
+    assert asr_prepare("table", table, "--to", tmp_path)[0] == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "mine.command.txt",
+        "mine.tsv",
+        "own",
+    ]
     assert "\town/x/b.flac\t" in (tmp_path / "mine.tsv").read_text()
 
 
@@ -118,7 +123,7 @@ def spoil(folder):
 def test_all_faults_are_counted_and_listed_in_a_file(table, tmp_path, asr_prepare):
     spoil(table.parent)
     table.write_text(table.read_text() + "".join(f"{row}\n" for row, _ in FAULTS))
-    code, out, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
+    code, out, err = asr_prepare("table", table, "--to", tmp_path / "to")
     file = tmp_path / "to" / "mine.faults.txt"
     assert code == 2 and out == "" and list((tmp_path / "to").iterdir()) == [file]
     messages = file.read_text().splitlines()
@@ -131,26 +136,27 @@ def test_all_faults_are_counted_and_listed_in_a_file(table, tmp_path, asr_prepar
     start = err.index("the first 10:")
     assert sum(int(line.split()[0].replace(",", "")) for line in err[1:start]) == len(FAULTS)
     assert err[start + 1 : start + 12] == [*messages[:10], f"all of them: {file}"]
-    assert err[-1].startswith(f"error: {table}: {len(FAULTS)} of {len(FAULTS) + 3} rows are faulty")
+    assert err[-1].startswith(f"error: {table}: --audio / accepts its audio, if you trust")
+    assert f"; {len(FAULTS)} of {len(FAULTS) + 3} rows are faulty" in err[-1]
     assert "--skip-bad" in err[-1] and len(err) == start + 13
 
 
 def test_a_list_of_faults_is_removed_once_they_are_few(table, tmp_path, asr_prepare):
     good = table.read_text()
     table.write_text(good + "".join(f"d{n}\tnone.wav\tText\t1\ts\tr\n" for n in range(11)))
-    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to", "--skip-bad")
+    code, _, err = asr_prepare("table", table, "--to", tmp_path / "to", "--skip-bad")
     assert code == 0 and err[:2] == ["11 rows are skipped:", "       11  no such file"]
     assert (tmp_path / "to" / "mine.faults.txt").is_file()
     table.write_text(good)
-    assert asr_prepare("tsv", table, "--to", tmp_path / "to")[0] == 0
+    assert asr_prepare("table", table, "--to", tmp_path / "to")[0] == 0
     assert not (tmp_path / "to" / "mine.faults.txt").exists()
 
 
 def test_relative_paths_start_from_the_named_folder(table, tmp_path, asr_prepare):
     table.rename(tmp_path / "mine.tsv")
-    code, _, err = asr_prepare("tsv", tmp_path / "mine.tsv", "--to", tmp_path / "to")
+    code, _, err = asr_prepare("table", tmp_path / "mine.tsv", "--to", tmp_path / "to")
     assert code == 2 and f"relative paths start from {tmp_path}" in err[-1] and "--audio" in err[-1]
-    call = ("tsv", tmp_path / "mine.tsv", "--to", tmp_path / "to", "--audio", table.parent)
+    call = ("table", tmp_path / "mine.tsv", "--to", tmp_path / "to", "--audio", table.parent)
     assert asr_prepare(*call)[0] == 0
     audio = [u.audio for u in read_manifest(tmp_path / "to" / "mine.tsv")]
     assert [path.resolve() for path in audio] == [
@@ -162,10 +168,10 @@ def test_relative_paths_start_from_the_named_folder(table, tmp_path, asr_prepare
 def test_each_fault_has_its_message_and_can_be_skipped(table, tmp_path, asr_prepare, row, words):
     spoil(table.parent)
     table.write_text(table.read_text() + f"{row}\n")
-    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
+    code, _, err = asr_prepare("table", table, "--to", tmp_path / "to")
     assert code == 2 and not (tmp_path / "to").exists()
     assert err[0].startswith(f"{table}:5: ") and words in err[0] and len(err) == 2
-    code, out, err = asr_prepare("tsv", table, "--to", tmp_path / "to", "--skip-bad")
+    code, out, err = asr_prepare("table", table, "--to", tmp_path / "to", "--skip-bad")
     assert code == 0 and "3 utterances" in out
     assert len(err) == 1 and err[0].startswith(f"skipped: {table}:5: ") and words in err[0]
     assert read_manifest(tmp_path / "to" / "mine.tsv").ids == ["a", "b", "c"]
@@ -198,25 +204,25 @@ def test_audio_without_content_is_a_fault(table, tmp_path, asr_prepare):
         soundfile.write(folder / name, samples, 16000)
     rows = "".join(f"{name}\t{name}\tText\n" for name in (silent | opposite | good))
     table.write_text("id\taudio\ttext\n" + rows)
-    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
+    code, _, err = asr_prepare("table", table, "--to", tmp_path / "to")
     assert code == 2 and f"{table}: 9 of 13 rows are faulty" in err[-1]
     for name, line in zip(silent | opposite, err[:-1], strict=True):
         words = "holds no sound: all samples" if name in silent else "channels have opposite phase"
         assert line.startswith(f"{table}:") and words in line
-    assert asr_prepare("tsv", table, "--to", tmp_path / "to", "--skip-bad")[0] == 0
+    assert asr_prepare("table", table, "--to", tmp_path / "to", "--skip-bad")[0] == 0
     assert read_manifest(tmp_path / "to" / "mine.tsv").ids == list(good)
-    assert asr_prepare("tsv", table, "--to", tmp_path / "to", "--headers-only")[0] == 0
+    assert asr_prepare("table", table, "--to", tmp_path / "to", "--headers-only")[0] == 0
 
 
 def test_headers_alone_do_not_show_a_truncated_file(table, tmp_path, asr_prepare):
     spoil(table.parent)
     table.write_text(table.read_text() + "d\tcut.flac\tText\t\ts\tr\n")
-    assert asr_prepare("tsv", table, "--to", tmp_path, "--headers-only")[0] == 0
+    assert asr_prepare("table", table, "--to", tmp_path, "--headers-only")[0] == 0
 
 
 def test_long_recordings_are_a_fault_where_a_limit_is_set(table, tmp_path, asr_prepare):
     for more in ([], ["--headers-only"]):
-        code, _, err = asr_prepare("tsv", table, "--to", tmp_path, "--max-seconds", 1.2, *more)
+        code, _, err = asr_prepare("table", table, "--to", tmp_path, "--max-seconds", 1.2, *more)
         assert code == 2 and f"{table}:4: " in err[0] and "limit of 1.2" in err[0]
 
 
@@ -229,7 +235,7 @@ def test_a_random_part_does_not_depend_on_the_order(tmp_path, asr_prepare):
     for order, seconds in ((1, 3.7), (-1, 3.7), (1, 1.9)):
         rows = (f"{name}\t{name}.wav\tText\n" for name in list(lengths)[::order])
         table.write_text("id\taudio\ttext\n" + "".join(rows))
-        code, _, _ = asr_prepare("tsv", table, "--to", tmp_path, "--hours", seconds / 3600)
+        code, _, _ = asr_prepare("table", table, "--to", tmp_path, "--hours", seconds / 3600)
         kept = read_manifest(tmp_path / "all.tsv").ids
         assert code == 0 and kept == [name for name in list(lengths)[::order] if name in kept]
         total = sum(lengths[name] for name in kept)
@@ -249,7 +255,7 @@ def test_a_random_part_does_not_depend_on_the_order(tmp_path, asr_prepare):
     ],
 )
 def test_an_impossible_part(table, tmp_path, asr_prepare, hours, words):
-    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to", "--hours", hours)
+    code, _, err = asr_prepare("table", table, "--to", tmp_path / "to", "--hours", hours)
     assert code == 2 and len(err) == 1 and words in err[0] and not (tmp_path / "to").exists()
 
 
@@ -261,17 +267,47 @@ def test_a_part_reads_no_other_audio(tmp_path, asr_prepare, monkeypatch):
     opened = []
     measure = convert.decoded_seconds
     monkeypatch.setattr(convert, "decoded_seconds", lambda *a: opened.append(a) or measure(*a))
-    assert asr_prepare("tsv", table, "--to", tmp_path, "--hours", 5 / 3600)[0] == 0
+    assert asr_prepare("table", table, "--to", tmp_path, "--hours", 5 / 3600)[0] == 0
     assert len(read_manifest(tmp_path / "all.tsv")) == 5
     assert 5 < len(opened) <= 6 + convert.IN_FLIGHT * usable_cores()
+
+
+def test_the_remedy_for_audio_outside_is_one_that_works(table, tmp_path, asr_prepare):
+    other = record(tmp_path / "wav" / "d.wav")
+    table.write_text(f"id\taudio\ttext\nd\t../wav/d.wav\tText\ne\t{other}\tText\n")
+    call = ("table", table, "--to", tmp_path / "to")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and err[-1].startswith(f"error: {table}: --audio {other.parent} accepts its")
+    assert "2 of 2 rows are faulty" in err[-1]
+    assert asr_prepare(*call, "--audio", other.parent)[0] == 0
+    found = [u.audio.resolve() for u in read_manifest(tmp_path / "to" / "mine.tsv")]
+    assert found == [other, other]
+
+
+def test_the_command_is_recorded_for_audio_that_is_lost(table, tmp_path, asr_prepare):
+    call = ("table", table, "--to", tmp_path / "a b", "--skip-bad")
+    assert asr_prepare(*call)[0] == 0
+    manifest = tmp_path / "a b" / "mine.tsv"
+    command = f"python -m asr.prepare table {table} --to '{tmp_path}/a b' --skip-bad"
+    assert read_manifest(manifest).unreadable().endswith(f"; run again what made it: {command}")
+    record_file = manifest.with_name("mine.command.txt")
+    for text in ("rm -rf ~", f"{command}; rm -rf ~", f"{command} $(x)", "python -m asr.prepare '"):
+        record_file.write_text(text)
+        assert (
+            read_manifest(manifest)
+            .unreadable()
+            .endswith(f"python -m asr.prepare table '{manifest}' --to FOLDER")
+        )
+    record_file.unlink()
+    assert "rm" not in read_manifest(manifest).unreadable()
 
 
 def test_outside_audio_is_accepted_below_a_named_folder(table, tmp_path, asr_prepare):
     other = record(tmp_path / "elsewhere" / "d.wav")
     table.write_text(f"id\taudio\ttext\nd\t{other}\tText\n")
-    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
+    code, _, err = asr_prepare("table", table, "--to", tmp_path / "to")
     assert code == 2 and f"--audio {other.parent} accepts its audio" in err[-1]
-    assert asr_prepare("tsv", table, "--to", tmp_path / "to", "--audio", other.parent)[0] == 0
+    assert asr_prepare("table", table, "--to", tmp_path / "to", "--audio", other.parent)[0] == 0
     corpus = read_manifest(tmp_path / "to" / "mine.tsv")
     assert corpus[0].audio == tmp_path / "to" / "mine.audio" / "d.wav"
     assert corpus[0].audio.resolve() == other and corpus.speakers == ["d"]
@@ -281,9 +317,9 @@ def test_outside_audio_is_accepted_below_a_named_folder(table, tmp_path, asr_pre
     ("content", "words"),
     [
         (None, "mine.tsv: no such file or folder"),
-        ("", "no column id, audio, text"),
-        ("id\taudio\n", "no column text"),
-        ("id\taudio\ttext\n", "the manifest is empty"),
+        ("", "not a table with a first line"),
+        ("id\taudio\n", "none of the columns transcription, text"),
+        ("id\taudio\ttext\n", "no row is good, nothing is written: it has none"),
         ("id\taudio\ttext\nd\tnone.wav\tText\n", "no row is good"),
     ],
 )
@@ -291,17 +327,19 @@ def test_a_table_that_cannot_be_used(tmp_path, asr_prepare, content, words):
     table = tmp_path / "mine.tsv"
     if content is not None:
         table.write_text(content)
-    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to", "--skip-bad")
+    code, _, err = asr_prepare("table", table, "--to", tmp_path / "to", "--skip-bad")
     assert code == 2 and words in err[-1] and not (tmp_path / "to").exists()
 
 
 def test_the_table_itself_is_never_overwritten(table, asr_prepare):
     before = table.read_text()
-    code, _, err = asr_prepare("tsv", table, "--to", table.parent)
+    code, _, err = asr_prepare("table", table, "--to", table.parent)
     assert code == 2 and "is the table itself" in err[0] and table.read_text() == before
 
 
-@pytest.mark.parametrize("arguments", [[], ["tsv"], ["librispeech", "--to", "x", "--subsets", "y"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["table"], ["librispeech", "--to", "x", "--subsets", "y"]]
+)
 def test_a_wrong_command_line_has_exit_code_2(asr_prepare, arguments):
     code, _, err = asr_prepare(*arguments)
     assert code == 2 and "error" in err[-1]
@@ -340,6 +378,21 @@ def test_an_unpacked_tree_is_listed_in_place(tmp_path, asr_prepare, level):
     np.testing.assert_allclose(corpus.seconds, [0.5, 0.75, 1.0] * 2)
     first = tree / "dev-clean/19/198/19-198-0000.flac"
     assert corpus[0].audio.resolve() == first.resolve()
+
+
+def test_without_subsets_those_of_the_tree_are_listed(tmp_path, asr_prepare):
+    for subset in ("dev-clean", "train-clean-5"):
+        tree = libri_speech(tmp_path / "from", subset)
+    code, _, err = asr_prepare("librispeech", "--to", tmp_path / "to", "--from", tree.parent)
+    assert code == 0 and err == []
+    found = sorted(path.name for path in (tmp_path / "to").glob("*.tsv"))
+    assert found == ["dev-clean.tsv", "train-clean-5.tsv"]
+    code, _, err = asr_prepare("librispeech", "--to", tmp_path / "to")
+    assert code == 2 and "--subsets is missing: name some of train-clean-5, " in err[0]
+    (tmp_path / "none").mkdir()
+    call = ("librispeech", "--to", tmp_path / "to", "--from", tmp_path / "none")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and len(err) == 1 and "neither a subset of LibriSpeech" in err[0]
 
 
 def test_a_missing_subset_stops_everything(tmp_path, asr_prepare):
@@ -427,8 +480,8 @@ def test_subsets_are_downloaded_unpacked_and_listed(mirror, tmp_path, asr_prepar
         corpus = read_manifest(to / f"{subset}.tsv")
         assert len(corpus) == 6 and all(u.audio.is_file() for u in corpus)
         assert corpus[0].audio == to / f"LibriSpeech/{subset}/19/198/19-198-0000.flac"
-    names = ["LibriSpeech", "dev-clean-2.tsv", "dev-clean.tsv"]
-    assert sorted(p.name for p in to.iterdir()) == names
+    assert sorted(p.name for p in to.glob("[!d]*")) == ["LibriSpeech"]
+    assert sorted(p.name for p in to.glob("*.tsv")) == ["dev-clean-2.tsv", "dev-clean.tsv"]
     assert (to / "LibriSpeech/LICENSE.TXT").is_file()
     shutil.rmtree(root)  # a second call needs no server
     assert asr_prepare(*call)[0] == 0
@@ -521,21 +574,21 @@ def test_spoken_numbers_are_made_by_the_command(tmp_path, asr_prepare, monkeypat
         (["spoken-numbers", "--to", "a", "--to", "b"], "argument --to: given twice"),
         (["spoken-numbers", "--to", "a", "--to=a"], "argument --to: given twice"),
         (
-            ["tsv", "t", "--to", "a", "--hours", "1", "--hours", "1"],
+            ["table", "t", "--to", "a", "--hours", "1", "--hours", "1"],
             "argument --hours: given twice",
         ),
         (["spoken-numbers", "--to", ""], "argument --to: must not be empty"),
         (["spoken-numbers", "--to="], "argument --to: "),
-        (["tsv", "", "--to", "a"], "argument MANIFEST.tsv: must not be empty"),
-        (["tsv", "t", "--to", "a", "--valid", "1"], "argument --valid: '1': must be below 1"),
-        (["tsv", "t", "--to", "a", "--audio", ""], "argument --audio: must not be empty"),
+        (["table", "", "--to", "a"], "argument SOURCE: must not be empty"),
+        (["table", "t", "--to", "a", "--valid", "1"], "argument --valid: '1': must be below 1"),
+        (["table", "t", "--to", "a", "--audio", ""], "argument --audio: must not be empty"),
         (["mnist", "--to", "a", "--url", ""], "argument --url: must not be empty"),
-        (["tsv", "t", "--to", "a", "--hours", "nan"], "argument --hours: 'nan'"),
-        (["tsv", "t", "--to", "a", "--hours", "inf"], "argument --hours: 'inf'"),
-        (["tsv", "t", "--to", "a", "--hours", "-0"], "argument --hours: '-0'"),
-        (["tsv", "t", "--to", "a", "--hours", "x"], "argument --hours: 'x'"),
-        (["tsv", "t", "--to", "a", "--max-seconds", "nan"], "argument --max-seconds: 'nan'"),
-        (["tsv", "t", "--to", "a", "--max-seconds=-1"], "argument --max-seconds: '-1'"),
+        (["table", "t", "--to", "a", "--hours", "nan"], "argument --hours: 'nan'"),
+        (["table", "t", "--to", "a", "--hours", "inf"], "argument --hours: 'inf'"),
+        (["table", "t", "--to", "a", "--hours", "-0"], "argument --hours: '-0'"),
+        (["table", "t", "--to", "a", "--hours", "x"], "argument --hours: 'x'"),
+        (["table", "t", "--to", "a", "--max-seconds", "nan"], "argument --max-seconds: 'nan'"),
+        (["table", "t", "--to", "a", "--max-seconds=-1"], "argument --max-seconds: '-1'"),
         (["shards", "t", "--to", "a", "--megabytes", "0"], "argument --megabytes: '0'"),
         (["shards", "t", "--to", "a", "--megabytes", "nan"], "argument --megabytes: 'nan'"),
         (["shards", "t", "--to", "a", "--megabytes=-1"], "argument --megabytes: '-1'"),
@@ -570,5 +623,5 @@ def test_a_transcript_that_is_no_small_file_is_refused(tmp_path, asr_prepare):
 
 def test_ids_with_control_characters_are_faults(table, tmp_path, asr_prepare):
     table.write_text(table.read_text() + "a\x1b[2Jb\ta.wav\tText\t1\ts\tr\n")
-    code, _, err = asr_prepare("tsv", table, "--to", tmp_path / "to")
+    code, _, err = asr_prepare("table", table, "--to", tmp_path / "to")
     assert code == 2 and err[0].startswith(f"{table}:5: id 'a\\x1b[2Jb' has a control character")

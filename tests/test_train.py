@@ -564,6 +564,7 @@ def test_evaluate_counts_unreadable_audio_as_empty_and_reports_it(
     manifest.write_text("\n".join([*lines[:2], "gone\ts0\tgone.flac\t0.4\tab c"]) + "\n")
     code, out, _ = commands(evaluate, tiny_run, "--split", manifest, "--out", tmp_path)
     assert code == 2 and "not decoded, scored as empty: gone: " in out
+    assert f"cannot be read: to list them: python -m asr.prepare table {manifest} --to " in out
     score = json.loads((tmp_path / "score.json").read_text())
     assert score["deletions"] >= 2 and score["about"]["not_decoded"] == 1
 

@@ -183,7 +183,7 @@ def test_unreadable_audio_is_skipped_and_reported(tiny, tiny_run, commands, tmp_
     assert code == 0 and f"skipped: bad: {tmp_path / 'bad.wav'}: not readable" in out
     write_manifest(tmp_path / "none.tsv", [bad])
     line = commands.refused(evaluate, run, "--split", tmp_path / "none.tsv", "--tune")
-    assert line == f"{tmp_path / 'none.tsv'}: none of its 1 utterances could be read"
+    assert line.startswith(f"{tmp_path / 'none.tsv'}: none of its 1 utterances could be read; ")
 
 
 def test_a_removed_language_model_stays_removed(tiny_run, tmp_path):

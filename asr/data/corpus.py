@@ -5,7 +5,9 @@ N utterances.
 
 import hashlib
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,10 @@ import numpy as np
 from asr.data.line_index import Lines, damaged_index, open_lines
 from asr.data.manifest import COLUMNS, check_row, read_blocks, write_rows
 from asr.errors import UserError
-from asr.io import sha256_of_files
+from asr.io import atomic_write, read_small_file, sha256_of_files
+
+COMMAND = ".command.txt"  # instead of .tsv: the file with the command that made a manifest
+PREPARE = ("python -m asr.prepare ", "layernorm-asr prepare ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,10 @@ class Corpus:
             return self
         return self.take(np.linspace(0, len(self) - 1, count).astype(np.int64))
 
-    @property
-    def unreadable(self) -> str:
-        """The message if none of its audio can be read."""
-        return f"{self.path}: none of its {len(self)} utterances could be read"
+    def unreadable(self, reason: str = "") -> str:
+        """The message if none of its audio can be read; reason: of the first."""
+        count = f"none of its {len(self)} utterances could be read{reason and ': '}{reason}"
+        return f"{self.path}: {count}; {audio_remedy(self.path)}"
 
     def sha256(self) -> str:
         """Of the manifest, or of ids, texts and durations where there is none."""
@@ -169,6 +174,22 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
         return u.id, u.speaker, audio_field(u.audio, path), f"{u.seconds:.3f}", u.text
 
     write_rows(path, COLUMNS, map(fields, utterances))
+
+
+def record_command(manifest: Path, command: str) -> None:
+    """Write the command that made a manifest to NAME.command.txt, for `audio_remedy`."""
+    atomic_write(manifest.with_suffix(COMMAND), f"{command}\n")
+
+
+def audio_remedy(manifest: Path | None) -> str:
+    """What to run where audio of a manifest cannot be read: it names all that is faulty."""
+    manifest = manifest or Path("MANIFEST.tsv")
+    with suppress(OSError, ValueError, UserError):
+        command = read_small_file(manifest.with_suffix(COMMAND), 1 << 16).strip()
+        # The file may come from elsewhere: it must be one call of asr.prepare and nothing else.
+        if command.startswith(PREPARE) and shlex.join(shlex.split(command)) == command:
+            return f"run again what made it: {command}"
+    return f"to list them: {PREPARE[0]}table {shlex.quote(str(manifest))} --to FOLDER"
 
 
 def audio_field(audio: Path, manifest: Path) -> str:

@@ -82,7 +82,7 @@ def open_table(path: Path) -> Iterator[IO[str]]:
             lines = io.BufferedReader(_BoundedLines(path, file), READ)
             yield io.TextIOWrapper(lines, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
+        raise UserError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
     except (EOFError, zlib.error):
         raise UserError(f"{path}: cannot be read: the gzip file is damaged or ends early") from None
     except OSError as error:
@@ -116,27 +116,20 @@ def parse_header(path: Path, file: IO[str], required: Sequence[str]) -> tuple[in
     return line, header
 
 
-def read_rows(
-    path: Path, required: Sequence[str], faults: dict[int, str] | None = None
-) -> Iterator[tuple[int, dict[str, str]]]:
+def read_rows(path: Path, required: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
     """The rows of a table as (line number, {column: field}), without empty lines.
 
-    A row with another number of fields than the header goes into `faults` by its line number;
-    without `faults` it raises UserError, as does a file that is missing, not UTF-8, without rows or
-    without a required column.
+    Raises UserError for a row with another number of fields than the header, and for a file that is
+    missing, not UTF-8, without rows or without a required column.
     """
     with open_table(path) as file:
         line, header = parse_header(path, file, required)
         rows = ((n, split_line(text)) for n, text in enumerate(file, start=line) if text.strip())
         number = None
         for number, fields in rows:
-            if len(fields) == len(header):
-                yield number, dict(zip(header, fields, strict=True))
-                continue
-            fault = _wrong_width(fields, len(header))
-            if faults is None:
-                raise UserError(f"{path}:{number}: {fault}")
-            faults[number] = fault
+            if len(fields) != len(header):
+                raise UserError(f"{path}:{number}: {_wrong_width(fields, len(header))}")
+            yield number, dict(zip(header, fields, strict=True))
         if number is None:
             raise UserError(f"{path}: {EMPTY}")
 
@@ -169,17 +162,23 @@ def join_fields(row: Sequence[str]) -> bytes:
     return line
 
 
+def _outside(where: str, audio: str, count: int) -> UserError:
+    """The error for a row whose audio is outside the manifest's folder, one of `count`."""
+    rows = f", in one of {count:,} such rows" if count > 1 else ""
+    return UserError(
+        f"{where}: if you trust this table, data.allow_outside_audio=true reads it (asr.prepare "
+        "shards: --outside); `python -m asr.prepare table --audio FOLDER` makes a manifest with a "
+        f"link to that folder; audio {audio!r} is outside the manifest's folder{rows}"
+    )
+
+
 def check_row(row: Sequence[str], root: Path, where: str, allow_outside: bool) -> None:
     """UserError, beginning with `where`, for a row of a manifest in `root` that breaks a rule."""
     name, speaker, audio, seconds, _ = row
     if not name or not audio:
         raise UserError(f"{where}: every row needs an id and an audio file")
     if not allow_outside and is_outside(audio, root):
-        raise UserError(
-            f"{where}: audio {audio!r} is outside the manifest's folder; if you trust this "
-            "table, data.allow_outside_audio=true reads it (asr.prepare shards: --outside); "
-            "`python -m asr.prepare tsv --audio FOLDER` makes a manifest with a link to that folder"
-        )
+        raise _outside(where, audio, 1)
     try:
         check_names(name, speaker)
         parse_seconds(seconds)
@@ -306,9 +305,19 @@ def _checked_columns(
         if len(fields) != width:
             raise UserError(f"{path}:{number}: {_wrong_width(fields, width)}")
         row = tuple(fields[column] for column in column_numbers)
+        if not allow_outside and is_outside(row[2], path.parent):
+            raise _outside(f"{path}:{number}", row[2], _count_outside(path))
         check_row(row, path.parent, f"{path}:{number}", allow_outside)
         rows.append(row)
     return list(map(list, zip(*rows, strict=True)))
+
+
+def _count_outside(path: Path) -> int:
+    """The rows whose audio is outside; 1 if a row of the manifest cannot be read."""
+    try:
+        return sum(is_outside(row["audio"], path.parent) for _, row in read_rows(path, ["audio"]))
+    except UserError:
+        return 1
 
 
 def _block(columns: Columns) -> Block:

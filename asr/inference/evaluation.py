@@ -42,7 +42,7 @@ from asr.analysis.wer import (
 from asr.config.schema import SpeechRecipe
 from asr.data import splits
 from asr.data.batching import Batch, Example, collate, plan_evaluation
-from asr.data.corpus import Corpus
+from asr.data.corpus import Corpus, audio_remedy
 from asr.data.loader import UtteranceDataset, load_batches, with_split_statistics
 from asr.data.manifest import read_rows
 from asr.data.tokenizer import labels_of
@@ -278,7 +278,7 @@ def decode_split(
         else:
             reasons[utterance.id] = fault_line(recording)
     if not decoded:
-        raise UserError(f"{corpus.unreadable}: {next(iter(reasons.values()))}")
+        raise UserError(corpus.unreadable(next(iter(reasons.values()))))
     return decoded, reasons
 
 
@@ -466,6 +466,8 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
         yield f"{long} utterances exceed decode.max_segment_seconds and are decoded in segments"
     for name, reason in evaluation.reasons.items():
         yield f"not decoded, scored as empty: {name}: {reason}"
+    if evaluation.reasons:
+        yield f"audio that cannot be read: {audio_remedy(evaluation.corpus.path)}"
     remark = f" ({untrained(result.wer)})" if untrained(result.wer) else ""
     yield f"{evaluation.title}: WER {percent(result.wer)}, CER {percent(result.cer)}{remark}"
     over_speakers = about["wer_interval_over_speakers"]

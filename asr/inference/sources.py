@@ -13,13 +13,12 @@ from tempfile import NamedTemporaryFile
 from typing import IO, NamedTuple
 
 from asr.errors import UserError
-from asr.features.files import name_of
+from asr.features.files import AUDIO_SUFFIXES, FFMPEG_SUFFIXES, name_of
 from asr.io import CHUNK
 
 STDIN = Path("-")
 MAX_STDIN = 4 << 30  # bytes: three days of MP3 at 128 kbit/s
-SUFFIXES = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au"}
-SUFFIXES |= {".m4a", ".mp4", ".webm", ".mka", ".mkv"}  # by ffmpeg: features/containers.py
+SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
 
 
 class Source(NamedTuple):

@@ -157,7 +157,7 @@ def nbests(
                 ranked = best_hypotheses(encoded, decode, recognizer.lm, decode.beam)
                 found |= zip(batch.ids, ranked, strict=True)
     if not results[0]:
-        raise UserError(corpus.unreadable)
+        raise UserError(corpus.unreadable())
     return results
 
 

@@ -18,7 +18,7 @@ from asr.config.loader import at_stage
 from asr.config.schema import LasConfig, SpeechRecipe
 from asr.data import loader, splits
 from asr.data.batching import Batch, Item, collate, plan_evaluation
-from asr.data.corpus import Corpus
+from asr.data.corpus import Corpus, audio_remedy
 from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches
 from asr.data.tokenizer import (
     Tokenizer,
@@ -90,8 +90,11 @@ class SpeechTask(Task):
         plan = plan_evaluation(self.validation.corpus.seconds, self.recipe.decode.batch_seconds)
         return load_batches(self.validation, plan.batches[share], self.recipe.data.workers)
 
+    def audio_remedy(self) -> str:
+        return audio_remedy(self.epochs.utterances.corpus.path)
+
     def no_validation_data(self) -> str:
-        return self.validation.corpus.unreadable
+        return self.validation.corpus.unreadable()
 
     def report(self, log: Log, step: int) -> dict[str, float]:
         """-> word error rates and diagonality of attention; logs pictures and texts.

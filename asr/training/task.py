@@ -74,5 +74,9 @@ class Task(Protocol):
     def health_batches(self) -> Iterator[TaskBatch]:
         """A few validation batches without padding, for train.health."""
 
+    def audio_remedy(self) -> str:
+        """What to run where too much of the training data cannot be read."""
+        return "make the data again"
+
     def finish(self, run: Path, log: Log, step: int) -> None:
         """Test the finished model."""

@@ -292,8 +292,8 @@ class Training:
             seen = state.utterances + state.broken
             raise UserError(
                 f"{state.broken} of {seen} training utterances so far cannot be read, more than "
-                "the share data.max_unreadable of the corpus; the log names each. "
-                "Run python -m asr.prepare tsv."
+                "the share data.max_unreadable of the corpus; the log names each; "
+                f"{self.task.audio_remedy()}"
             )
 
     def set_step(self) -> None:

@@ -112,7 +112,7 @@ def command(name: str, world: World, place: Path, run: Path | None = None) -> Ca
         "compare": (compare, [run, world.runs["other"], "--out", out], "out"),
         "export": (export, [run, "--to", out / "x"], "out"),
         "sweep": (sweep, [world.recipe, "seed=1,2", "--out", out, "--dry-run"], ""),
-        "tsv": (prepare, ["tsv", test, "--to", out], "out"),
+        "table": (prepare, ["table", test, "--to", out], "out"),
         "shards": (prepare, ["shards", test, "--to", out], "out"),
     }
     module, arguments, writes = lines[name]
@@ -129,7 +129,7 @@ def own_run(world: World, place: Path) -> Path:
 
 def good_command(world: World, place: Path, draw: Draw) -> Case:
     """Any command on sound input."""
-    name = draw(st.sampled_from(("train", "sweep", "tsv", "shards", *ON_RUNS)))
+    name = draw(st.sampled_from(("train", "sweep", "table", "shards", *ON_RUNS)))
     return command(name, world, place, own_run(world, place) if name in ON_RUNS else None)
 
 
@@ -262,8 +262,8 @@ def table_case(world: World, place: Path, draw: Draw) -> Case:
         Case(train, [str(world.recipe), f"data.train={path}", *one_step], ("run",)),
         Case(evaluate, [las, "--split", str(path), *out], ("out",), needs_line=False),
         Case(transcribe, [las, "--list", str(path), *out], ("out",), needs_line=False),
-        Case(prepare, ["tsv", *to], ("out",), many_lines=True),
-        Case(prepare, ["tsv", *to, "--skip-bad"], ("out",), many_lines=True),
+        Case(prepare, ["table", *to], ("out",), many_lines=True),
+        Case(prepare, ["table", *to, "--skip-bad"], ("out",), many_lines=True),
         Case(prepare, ["shards", *to], ("out",)),
     )))  # fmt: skip
 
@@ -289,7 +289,7 @@ def audio_case(world: World, place: Path, draw: Draw) -> Case:
     rows = [f"{path.stem[0]}\ts\t{path.name}\t0.36\tab" for path in both]
     table.write_text("\n".join(["id\tspeaker\taudio\tseconds\ttext", *rows]))
     las, out, names = str(world.runs["las"]), str(place / "out"), list(map(os.fspath, both))
-    to = ["tsv", str(table), "--to", out]
+    to = ["table", str(table), "--to", out]
     case = draw(st.sampled_from((
         Case(transcribe, [las, *names], (), (("stdout", str(good)),)),
         Case(transcribe, [las, *names, "--out", out], ("out",), (("stdout", str(good)),)),
@@ -351,7 +351,7 @@ def disk_case(world: World, place: Path, draw: Draw) -> Case:
     number = draw(st.sampled_from((errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS)))
     first = draw(st.integers(1, 40))
     case.before.append(lambda: _fail_changes(place, first, number))
-    case.many_lines = case.arguments[0] == "tsv"
+    case.many_lines = case.arguments[0] == "table"
     _try_again(case)
     return case
 

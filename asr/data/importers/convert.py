@@ -1,10 +1,11 @@
 """From the rows of any corpus to manifests: check, select, measure, cut, normalise, write.
 
 Rows are read, measured and written one after another, in bounded memory: a million rows cost their
-ids, and a number each for audio and text. Audio that is a whole file stays where it is; NAME.audio
-becomes a link to its folder. Parts of files, single channels and audio inside the corpus' own files
-go into NAME-*.tar (shards.py), parts as FLAC of the same rate. Nothing is written if a row is
-faulty, unless such rows are to be skipped.
+ids, and a number each for audio and text. Relative paths start from the folder in which the first
+files exist. Audio that is a whole file stays where it is; NAME.audio becomes a link to its folder.
+Parts of files, single channels and audio inside the corpus' own files go into NAME-*.tar
+(shards.py), parts as FLAC of the same rate. Nothing is written if a row is faulty, unless such rows
+are to be skipped.
 """
 
 import math
@@ -16,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from asr.errors import UserError, one_line, print_line, terminal
 from asr.features import AudioError
 from asr.features.audio import audio_seconds, decoded_seconds
 from asr.features.cut import audio_channels, cut_audio
+from asr.features.files import AUDIO_SUFFIXES, FFMPEG_SUFFIXES
 from asr.features.sound import open_audio
 from asr.io import atomic_writer, made_folder, usable_cores
 
@@ -44,13 +47,16 @@ CANCELLED = 1e-4  # of the power, where channels of opposite phase are averaged
 EXACT = 1e-3  # seconds: a part that ends so near to its file's end is the whole file
 TAR_BYTES = 1e9
 IN_FLIGHT = 8  # rows measured ahead, per thread
+SAMPLED = 10  # rows whose files show where relative paths start
+FOLDERS = ("", "clips", "wavs", "wav", "audio")  # below a corpus, in which its audio may be
+SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
 
 
 @dataclass(frozen=True)
 class Options:
     """What the user chose. None: not limited."""
 
-    audio: Path | None = None  # the base of relative paths, and the folder that must hold all audio
+    audio: Path | None = None  # the folder that must hold all audio, and the first base of paths
     headers_only: bool = False  # whole files are not decoded
     max_seconds: float | None = None
     hours: float | None = None  # a random part of each split
@@ -112,7 +118,7 @@ class _Output:
             raise UserError(f"{self.manifest}: is the table itself; give --to another folder")
         # Absolute, but links are not followed: audio may be reached through some.
         self.root = os.path.abspath(options.audio or split.root)  # noqa: PTH100
-        self.base = os.path.abspath(options.audio or split.base or split.root)  # noqa: PTH100
+        self.base, self.suffix = _find_audio(split, self.root)
         self.faults, self.rows = FaultReport(), 0
         self.padded = 0  # rows whose duration is not their audio's
         self.retold = 0  # rows of a whole file that an earlier row gives another text
@@ -124,22 +130,30 @@ class _Output:
 
     def path_of(self, row: Row) -> str:
         """The absolute path of a row's file. Raises ValueError for a row with a fault."""
-        if not row.id:
-            raise ValueError("the id is empty")
         if not row.audio or "\0" in row.audio:
             raise ValueError("no audio file is given")
+        if not row.id:
+            raise ValueError("the id is empty")
         if not row.text:
             raise ValueError("the text is empty")
-        path = os.path.abspath(os.path.join(self.base, row.audio))  # noqa: PTH100, PTH118
+        audio = row.audio + ("" if _has_suffix(row.audio) else self.suffix)
+        path = os.path.abspath(os.path.join(self.base, audio))  # noqa: PTH100, PTH118
         if row.load is None and not path.startswith(os.path.join(self.root, "")):  # noqa: PTH118
+            if not os.path.lexists(path):
+                raise ValueError(f"no such file: {row.audio!r}")
             folder = os.path.dirname(path)  # noqa: PTH120
             self.outside = os.path.commonpath([self.outside or folder, folder])
-            fault = f"audio {row.audio!r} is outside {self.root}"
-            raise ValueError(f"{fault}; --audio names another folder")
+            raise ValueError(f"audio {row.audio!r} is outside {self.root}")
         check_names(row.id, row.speaker)
         if row.seconds:
             parse_seconds(row.seconds)
         return path
+
+    def folder_with_missing(self) -> Path | None:
+        """A folder of the corpus that has one of the first files, if the base has none of them."""
+        names = [row.audio for row in islice(self.split.rows(), SAMPLED) if isinstance(row, Row)]
+        folders = sorted(path for path in self.split.root.iterdir() if path.is_dir())
+        return next((f for f in folders for name in names if (f / name).is_file()), None)
 
     def line_of(self, row: Row, path: str, measured: Measured, text: str) -> bytes | None:
         """The line of the manifest; None if it is a fault."""
@@ -237,12 +251,37 @@ def _refuse_faults(outputs: list[_Output]) -> None:
         return
     first, count = faulty[0], sum(len(output.faults) for output in faulty)
     total = count + sum(output.rows for output in outputs)
-    message = f"{first.split.location}: {count} of {total} rows are faulty, nothing is written; "
+    remedy = ""
     if first.outside:
-        message += f"if you trust this corpus, --audio {first.outside} accepts its audio; "
-    elif "no such file" in first.faults.kinds:
-        message += f"relative paths start from {first.base}, with --audio FOLDER from there; "
-    raise UserError(f"{message}correct them, or skip them with --skip-bad")
+        remedy = f"--audio {first.outside} accepts its audio, if you trust this corpus; "
+    elif any(kind.startswith("no such file") for kind in first.faults.kinds):
+        folder = first.folder_with_missing() or "FOLDER"
+        remedy = f"relative paths start from {first.base}, with --audio {folder} from there; "
+    message = f"{first.split.location}: {remedy}{count} of {total} rows are faulty, nothing is "
+    raise UserError(f"{message}written; correct them, or skip them with --skip-bad")
+
+
+def _has_suffix(audio: str) -> bool:
+    return os.path.splitext(audio)[1].lower() in SUFFIXES  # noqa: PTH122 (of every row)
+
+
+def _find_audio(split: Split, root: str) -> tuple[str, str]:
+    """The folder that relative paths start from, and the suffix that some names lack.
+
+    The first folder with one of the first files: `root`, that of the corpus, the working directory,
+    that above the corpus, and each one's FOLDERS. If there is none, `root`.
+    """
+    sampled = islice((row for row in split.rows() if isinstance(row, Row)), SAMPLED)
+    names = [row.audio for row in sampled if row.audio and row.load is None]
+    corpus = os.path.abspath(split.root)  # noqa: PTH100 (links are not followed)
+    for base, below in product((root, corpus, os.getcwd(), os.path.dirname(corpus)), FOLDERS):  # noqa: PTH109, PTH120
+        folder = os.path.normpath(os.path.join(base, below))  # noqa: PTH118
+        for name in names:
+            path = os.path.join(folder, name)  # noqa: PTH118
+            for suffix in ("",) if _has_suffix(name) else ("", *sorted(SUFFIXES)):
+                if os.path.isfile(path + suffix):  # noqa: PTH113
+                    return folder, suffix
+    return root, ""
 
 
 def _write_split(output: _Output, normalize: TextNormalizer, only: bool) -> None:
@@ -322,7 +361,12 @@ def _measure(row: Row, path: str, options: Options) -> Measured | str:
     """Open a row's audio -> its measure, or what is wrong with it."""
     try:
         return _cut_or_measure(row, path, options)
-    except (AudioError, ValueError) as error:
+    except AudioError as error:
+        file = Path(path)
+        if file.suffix.lower() in FFMPEG_SUFFIXES and file.is_file():
+            return f"{error}; convert it: ffmpeg -i {file} {file.with_suffix('.flac')}"
+        return str(error)
+    except ValueError as error:
         return str(error)
 
 

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from asr.data.importers.audiofolder import SPLITS, choose_text_column
-from asr.data.importers.rows import SPEAKER_KEYS, Row, Split, text_of
+from asr.data.importers.rows import SPEAKER_KEYS, SPLITS, Row, Split, choose_text_column, text_of
 from asr.errors import UserError, missing_package
 
 EXTRA = missing_package("datasets", "datasets")
@@ -25,7 +24,7 @@ def recognise(source: Path) -> bool:
 
 
 def read(source: Path, text_column: str | None = None) -> list[Split]:
-    """The splits. text_column: None takes the first of audiofolder.TEXTS.
+    """The splits. text_column: None takes the first of rows.TEXT_KEYS.
 
     Raises UserError for a folder that the library cannot read, without the columns, or if the
     library is not installed.

@@ -28,7 +28,8 @@ class FaultReport:
     def messages(self) -> list[str]:
         """A line for each fault, in the order of files and lines."""
         return [
-            one_line(f"{file}:{line}: {message}") for file, line, message in sorted(self.faults)
+            one_line(f"{file}:{line}: {message}" if line else f"{file}: {message}")
+            for file, line, message in sorted(self.faults)
         ]
 
     def add(self, row: Row | Fault, message: str, path: str = "") -> None:

@@ -104,18 +104,19 @@ def find(folder: str | Path, subset: str) -> Path:
 
 def recognise(source: Path) -> bool:
     """Whether the folder is a subset, or holds some."""
-    return bool(_subsets(source))
+    return bool(subsets(source))
 
 
 def read(source: Path) -> list[Split]:
     """A split for each subset. Raises UserError if there is none."""
-    subsets = _subsets(source)
-    if not subsets:
+    found = subsets(source)
+    if not found:
         raise UserError(f"{source}: neither a subset of {CORPUS} nor a folder with some")
-    return [Split(s, folder, folder, partial(_rows, folder)) for s, folder in subsets.items()]
+    return [Split(s, folder, folder, partial(_rows, folder)) for s, folder in found.items()]
 
 
-def _subsets(source: Path) -> dict[str, Path]:
+def subsets(source: Path) -> dict[str, Path]:
+    """The subsets that an unpacked tree has, and their folders."""
     if source.name in SUBSETS and source.is_dir():
         return {source.name: source}
     folders = [parent / subset for parent in (source, source / CORPUS) for subset in SUBSETS]

@@ -27,7 +27,7 @@ def read(source: Path) -> list[Split]:
     if not table.is_file():
         raise UserError(f"{source}: no {TABLE} in it")
     name = source.resolve().name
-    return [Split(name, table, source, partial(_rows, table, name), source / AUDIO)]
+    return [Split(name, table, source, partial(_rows, table, name))]
 
 
 def _rows(table: Path, speaker: str) -> Iterator[Row | Fault]:
@@ -38,5 +38,4 @@ def _rows(table: Path, speaker: str) -> Iterator[Row | Fault]:
             yield Fault(table, number, fault)
             continue
         name, text = fields[0], fields[-1] or fields[1]
-        audio = name if name.endswith((".wav", ".flac")) else f"{name}.wav"
-        yield Row(table, number, name, audio if name else "", text, speaker)
+        yield Row(table, number, name, name, text, speaker)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asr.data.importers.rows import Fault, Row
-from asr.data.manifest import BYTE_ORDER_MARK, open_table, parse_header, read_rows
+from asr.data.manifest import BYTE_ORDER_MARK, open_table, parse_header
 from asr.errors import UserError
 from asr.io import parse_json
 
@@ -63,40 +63,35 @@ def read_header(path: Path, required: Sequence[str]) -> list[str]:
         return parse_header(path, file, required)[1]
 
 
-def tsv_records(path: Path, required: Sequence[str]) -> Iterator[Record | Fault]:
-    """The rows of a table. Raises UserError as manifest.read_rows does."""
-    faults: dict[int, str] = {}
-    for record in read_rows(path, required, faults):
-        yield from _taken(path, faults)
-        yield record
-    yield from _taken(path, faults)
+def table_records(path: Path, delimiter: str) -> Iterator[Record | Fault]:
+    """The rows below a header; of a row over several lines the number of the first.
 
-
-def _taken(path: Path, faults: dict[int, str]) -> Iterator[Fault]:
-    for line in sorted(faults):
-        yield Fault(path, line, faults.pop(line))
-
-
-def csv_records(path: Path) -> Iterator[Record | Fault]:
-    """The rows of a CSV file; of a row over several lines the number of the first.
-
-    Raises UserError as manifest.open_table does, and for what breaks the rules of CSV.
+    Quotes enclose fields as in CSV, except between tabs. Raises UserError as manifest.open_table
+    does, and for what breaks the rules of CSV.
     """
+    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     with open_table(path) as file:
         lines = (line.lstrip(BYTE_ORDER_MARK) for line in file)
-        reader, line = csv.reader(lines, strict=True), 1
+        reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
+        line = 1
         try:
-            header = next(reader, [])
+            header = next((fields for fields in reader if any(fields)), [])
             line = reader.line_num + 1
             for fields in reader:
                 if len(fields) == len(header):
                     yield line, dict(zip(header, fields, strict=True))
-                elif fields:
-                    wrong = f"{len(fields)} fields where the header has {len(header)}"
-                    yield Fault(path, line, wrong)
+                elif any(fields):
+                    yield Fault(path, line, _wrong_width(len(fields), len(header), delimiter))
                 line = reader.line_num + 1
         except csv.Error as error:
             raise UserError(f"{path}:{line}: not CSV: {error}") from None
+
+
+def _wrong_width(count: int, width: int, delimiter: str) -> str:
+    wrong = f"{count} fields where the header has {width}"
+    if count < width or delimiter == "\t":
+        return wrong
+    return f"{wrong}; a text with {delimiter!r} needs double quotes around it"
 
 
 def json_records(path: Path) -> Iterator[Record | Fault]:

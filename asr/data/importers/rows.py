@@ -7,12 +7,26 @@ Every importer is a module with two functions, and convert.py makes manifests of
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SPEAKER_KEYS = ("speaker", "speaker_id", "spk", "spk_id", "client_id")  # none is a standard
+from asr.errors import UserError, print_line
+
+# Usual names of columns; none is a standard.
+SPEAKER_KEYS = ("speaker", "speaker_id", "spk", "spk_id", "client_id", "speaker_name")
+TEXT_KEYS = (
+    "transcription", "text", "sentence", "transcript", "normalized_text", "raw_text",
+    "normalised_text", "txt", "words", "wrd",
+)  # fmt: skip
+# Names of splits, as of the datasets library (datasets/data_files.py) -> that of the manifest.
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "dev", "val"), "valid"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
 
 
 @dataclass(slots=True)
@@ -20,9 +34,9 @@ class Row:
     """One utterance, a file or a part of it, from a line of a table."""
 
     file: Path
-    line: int
+    line: int  # 0: the whole file
     id: str
-    audio: str  # a path relative to the split's base, or the name of what `load` gives
+    audio: str  # a path, or the name of what `load` gives
     text: str
     speaker: str = ""  # "": the utterance is its own speaker
     seconds: str = ""  # of the whole file, which is checked
@@ -38,7 +52,7 @@ class Fault:
     """A line of a corpus that gives no row, and why."""
 
     file: Path
-    line: int
+    line: int  # 0: the whole file
     message: str
 
 
@@ -50,7 +64,6 @@ class Split:
     location: Path  # the table or the folder, for messages
     root: Path  # the folder that must hold all audio
     rows: Callable[[], Iterable[Row | Fault]]
-    base: Path | None = None  # the folder that relative paths start from, if not `root`
     more: tuple[str, ...] = field(default=())  # names of the columns beyond manifest.COLUMNS
 
 
@@ -59,6 +72,31 @@ def text_of(about: Mapping[str, Any], *keys: str) -> str:
     values = (about.get(key) for key in keys)
     found = (str(value) for value in values if isinstance(value, str | int | float))
     return next((text.strip() for text in found if text.strip()), "")
+
+
+def choose_text_column(columns: Iterable[str], wanted: str | None, location: Path) -> str:
+    """The column of the text: `wanted`, or the first of TEXT_KEYS. UserError if there is none."""
+    keys = {key_of(name): name for name in columns}
+    found = [keys[key] for key in ([key_of(wanted)] if wanted else TEXT_KEYS) if key in keys]
+    if not found:
+        missing = f"no column {wanted}" if wanted else f"none of the columns {', '.join(TEXT_KEYS)}"
+        has = ", ".join(list(keys.values())[:50]) or "none"
+        raise UserError(f"{location}: {missing}; it has {has}. --text-column NAME chooses one")
+    if len(found) > 1:
+        others = ", ".join(found[1:])
+        print_line(f"{location}: the text is column {found[0]}; --text-column: also {others}")
+    return found[0]
+
+
+def key_of(name: str) -> str:
+    """The name of a column in lower case: `Audio Path` is audio_path."""
+    return re.sub(r"[\s-]+", "_", name.strip().strip('"').lower())
+
+
+def split_of(name: str) -> str:
+    """The split that a name such as my-train.csv has as a word: train, valid, test; or ""."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
 def number_of(about: Mapping[str, Any], key: str) -> float | None:

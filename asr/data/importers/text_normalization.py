@@ -11,25 +11,35 @@ Unicode's composed form (NFC), the quoting of CSV is undone, and tags (asr/data/
 (--tags drop) or left as they are, as words (keep). [laughter-WORD] is in both cases the word,
 spoken with laughter. What is dropped or changed is counted. Letters, digits and signs such as % are
 spoken: texts that lose some no longer match their audio.
+
+--punctuation drop removes, in any language, what Unicode calls punctuation, except the apostrophes,
+hyphens and alike within a word, points and commas within a number, and signs that are spoken.
 """
 
 import re
 import unicodedata
 from collections import Counter
+from functools import cache
 
 from asr.data.tags import TAG
 
 CHOICES = ("keep", "lower", "lower-tr", "upper-az")
 TAGS = ("drop", "keep")
+PUNCTUATION = ("keep", "drop")
 SPELLED = {"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"}
 APOSTROPHES = "\u2018\u2019\u02bc\u0060\u00b4"
 NO_GAP = ".\u200c\u200d"  # full stop and joiners
 SPOKEN = re.compile(r"[LN].|S[cmo]")  # categories of Unicode: letters, numbers, symbols
-SPOKEN_MARKS = "%&@#"
+SPOKEN_MARKS = "%&@#‰§"
+# Kept within a word: hyphens, Catalan's point, marks of Hebrew, Tibetan and Armenian.
+IN_WORDS = "'-\u2010\u2011\u00b7\u0f0b\u055a\u05be\u05f3\u05f4"
+IN_NUMBERS = ".,:"
 LAUGHED = "[laughter-WORD]"  # in reports
 SHOWN = 12  # characters or tags in the report
 TURKISH = str.maketrans({"I": "ı", "İ": "i"})
 _OTHER = re.compile(r"[^A-Za-z' ]")
+_NO_LETTER = re.compile(r"[^\w\s]|[_\u02bc]")
+_DIGIT_OR_SIGN = re.compile(rf"\d|[{SPOKEN_MARKS}$€£+=<>°]")
 # Soft hyphens, spaces without width, marks of direction and byte-order marks. Joiners are kept
 # after Arabic and Indic letters, whose spelling needs them.
 _NO_WIDTH = re.compile(
@@ -45,8 +55,12 @@ _UNWRITTEN = re.compile(r"\W*(unk|inaudible|unintelligible)\W*", re.IGNORECASE)
 class TextNormalizer:
     """`normalizer(text)` is the transcript in the chosen form; `report()` what was changed."""
 
-    def __init__(self, choice: str, tags: str = "drop") -> None:
+    def __init__(self, choice: str, tags: str = "drop", punctuation: str = "keep") -> None:
         self.choice, self.keeps_tags = choice, tags == "keep"
+        self.keeps_punctuation = punctuation == "keep"
+        self.punctuation: Counter[str] = Counter()  # dropped or, if it is kept, found
+        self.signs: Counter[str] = Counter()  # digits and signs, where punctuation is dropped
+        self.capitals = self.small = 0  # texts with a letter of that case
         self.dropped: Counter[str] = Counter()
         self.changed: Counter[str] = Counter()  # "É to E" -> how often
         self.no_width: Counter[str] = Counter()
@@ -106,17 +120,41 @@ class TextNormalizer:
 
     def _in_form(self, text: str) -> str:
         text = " ".join(text.split())
-        if self.choice == "keep":
-            return text
         if self.choice == "upper-az":
             others = _OTHER.findall(text)
             return self._without(text, others) if others else text.upper()
+        text = self._without_punctuation(text)
+        if self.choice == "keep":
+            self.capitals += text != text.lower()
+            self.small += text != text.upper()
+            return text
         if self.choice == "lower-tr":
             text = text.translate(TURKISH)
         elif not text.isascii():
             self.turkish += "İ" in text or "ı" in text
         # Python's lower case of İ is i with a combining dot, a letter of no alphabet.
         return text.lower().replace("i\u0307", "i")
+
+    def _without_punctuation(self, text: str) -> str:
+        """The text without punctuation, or with it counted."""
+        if not self.keeps_punctuation:
+            self.signs.update(_DIGIT_OR_SIGN.findall(text))
+        without = _NO_LETTER.sub(self._mark, text)
+        return text if self.keeps_punctuation else " ".join(without.split())
+
+    def _mark(self, match: re.Match[str]) -> str:
+        """What replaces a character that is no letter, digit or space."""
+        mark, text, at = match[0], match.string, match.start()
+        if not _is_punctuation(mark):
+            return mark
+        before, after = text[at - 1 : at], text[at + 1 : at + 2]
+        plain = "'" if mark in APOSTROPHES else mark
+        if plain in IN_WORDS and _in_word(before) and _in_word(after):
+            return plain
+        if mark in IN_NUMBERS and before.isdigit() and after.isdigit():
+            return mark
+        self.punctuation[mark] += 1
+        return "" if mark == "." else " "
 
     def _without(self, text: str, others: list[str]) -> str:
         text = text.translate(self._table)
@@ -149,6 +187,7 @@ class TextNormalizer:
         for what, count in (("dropped", self.dropped), ("changed", self.changed)):
             if count:
                 lines.append(f"--text {self.choice}: {_listed(what, count)}")
+        lines += self._punctuation_report()
         if self.damaged:
             remedy = "write them as words, or choose --text keep or lower"
             lines.append(
@@ -156,6 +195,24 @@ class TextNormalizer:
                 f"spoken; {remedy}"
             )
         return lines
+
+    def _punctuation_report(self) -> list[str]:
+        if not self.keeps_punctuation:
+            lines = []
+            if self.punctuation:
+                lines.append(f"--punctuation drop: {_listed('dropped', self.punctuation)}")
+            if self.signs:
+                what = "digits and signs kept, which are better written as words"
+                lines.append(_listed(what, self.signs))
+            return lines
+        found = [_listed("punctuation marks", self.punctuation)] if self.punctuation else []
+        if self.capitals and self.small:
+            found.append(f"{self.capitals:,} transcripts with capital letters")
+        if not found:
+            return []
+        options = ["--text lower"] if self.capitals and self.small else []
+        options += ["--punctuation drop"] if self.punctuation else []
+        return [f"error rates count {' and '.join(found)}; {' '.join(options)} removes them"]
 
     def _tag_report(self) -> list[str]:
         if not self.tags:
@@ -180,6 +237,19 @@ def _listed(what: str, count: Counter[str]) -> str:
 def _is_spoken(character: str) -> bool:
     mark = SPOKEN.fullmatch(unicodedata.category(character)) and character not in APOSTROPHES
     return bool(mark) or character in SPOKEN_MARKS
+
+
+@cache
+def _is_punctuation(character: str) -> bool:
+    """Whether it is punctuation or an accent without a letter, and not spoken."""
+    category = unicodedata.category(character)
+    is_mark = category.startswith("P") or category == "Sk" or character in APOSTROPHES
+    return is_mark and character not in SPOKEN_MARKS
+
+
+def _in_word(character: str) -> bool:
+    """Whether it is a letter, a digit or a combining mark."""
+    return bool(character) and unicodedata.category(character)[0] in "LNM"
 
 
 class _UpperTable(dict[int, str]):

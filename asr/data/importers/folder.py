@@ -1,0 +1,167 @@
+"""A folder of recordings, each with its text in a file of the same name: a.wav and a.txt.
+
+The text is in a .txt or .lab, or in a .json under one of rows.TEXT_KEYS; of LibriTTS the normalised
+text is taken. Audio and texts may be in two trees, such as wav/ and txt/. The first folder below
+these is the speaker, and folders train, dev, test or alike are splits.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asr.data.importers.rows import (
+    SPEAKER_KEYS,
+    SPLITS,
+    TEXT_KEYS,
+    Fault,
+    Row,
+    Split,
+    key_of,
+    text_of,
+)
+from asr.errors import UserError, print_line
+from asr.features.files import AUDIO_SUFFIXES, FFMPEG_SUFFIXES
+from asr.io import parse_json, read_small_file
+
+# The first of these is taken.
+TEXT_SUFFIXES = (".normalized.txt", ".original.txt", ".txt", ".lab", ".json")
+SHOWN_SUFFIXES = ".txt, .lab or .json"
+# Folders of one kind of file, which say nothing of the recording.
+KINDS = {"wav", "wavs", "wav48", "audio", "clips", "txt", "text", "texts", "transcripts", "lab"}
+OTHER_TEXTS = re.compile(r"(readme|licen[cs]e|copying|metadata|speakers?|.*info)\b", re.IGNORECASE)
+TIMED = re.compile(r"\d+ \d+ \S+(\n\d+ \d+ \S+)*")  # HTK's labels
+MAX_TEXT = 1 << 18  # bytes
+
+SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
+
+Key = tuple[str, ...]  # a path without folders of KINDS and without its suffix
+
+
+def recognise(source: Path) -> bool:
+    """Whether the folder has a recording with a text of the same name."""
+    return any(_pairs(folder) for folder in _folders(source).values())
+
+
+def read(source: Path) -> list[Split]:
+    """A split for each folder train, dev or test, else one. UserError where no name matches."""
+    splits = [
+        Split(name, folder, folder, partial(_rows, folder))
+        for name, folder in _folders(source).items()
+        if _pairs(folder)
+    ]
+    if not splits:
+        raise UserError(_missing(source))
+    if splits[0].root != source:
+        read = {split.root for split in splits}
+        others = sorted(
+            path.name for path in source.iterdir() if path.is_dir() and path not in read
+        )
+        if others:
+            print_line(f"{source}: not read: the folders {', '.join(others[:10])}")
+    return splits
+
+
+def _folders(source: Path) -> dict[str, Path]:
+    """Name of a manifest -> its folder."""
+    if not source.is_dir():
+        return {}
+    folders = [path for path in sorted(source.iterdir()) if path.name.lower() in SPLITS]
+    splits = {SPLITS[path.name.lower()]: path for path in folders if path.is_dir()}
+    return splits or {source.resolve().name: source}
+
+
+def _missing(source: Path) -> str:
+    """What a source lacks."""
+    if not source.is_dir():
+        return f"{source}: not a folder"
+    audio, texts = _files(source)
+    if not audio:
+        return f"{source}: no audio file in it or its folders"
+    first = min(audio.values())[0]
+    found = ""
+    if texts:
+        found = f", and no text has audio, such as {min(texts.values())[0]}; a list of recordings "
+        found += "is a table, whose first line must name its columns, such as path,text"
+    return (
+        f"{source}: none of {len(audio)} audio files has a text ({SHOWN_SUFFIXES}) of the same "
+        f"name, such as {first}{found}"
+    )
+
+
+def _pairs(folder: Path) -> set[Key]:
+    audio, texts = _files(folder)
+    return audio.keys() & texts.keys()
+
+
+def _files(folder: Path) -> tuple[dict[Key, list[Path]], dict[Key, list[Path]]]:
+    """Audio files and texts below a folder, by their keys; without hidden ones."""
+    audio: dict[Key, list[Path]] = {}
+    texts: dict[Key, list[Path]] = {}
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        parts = Path(root).relative_to(folder).parts
+        if parts and parts[0].lower() in KINDS:
+            parts = parts[1:]
+        for name in sorted(names):
+            if name.startswith("."):
+                continue
+            stem, suffix = os.path.splitext(name)  # noqa: PTH122 (a Path each costs seconds)
+            if suffix.lower() in SUFFIXES:
+                audio.setdefault((*parts, stem), []).append(Path(root, name))
+            elif suffix := next((s for s in TEXT_SUFFIXES if name.lower().endswith(s)), ""):
+                texts.setdefault((*parts, name[: -len(suffix)]), []).append(Path(root, name))
+    return audio, texts
+
+
+def _rows(folder: Path) -> Iterator[Row | Fault]:
+    audio, texts = _files(folder)
+    for key, (path, *others) in sorted(audio.items()):
+        name, speaker = "/".join(key), key[0] if len(key) > 1 else ""
+        yield from (Fault(other, 0, f"has the same name as {path}") for other in others)
+        if key not in texts:
+            yield Fault(path, 0, f"has no text: no {SHOWN_SUFFIXES} of the same name")
+            continue
+        text = min(texts[key], key=_preference)
+        try:
+            about = _description(text)
+        except ValueError as error:
+            yield Fault(text, 0, str(error))
+        else:
+            speaker = text_of(about, *SPEAKER_KEYS) or speaker
+            yield Row(text, 0, name, str(path.relative_to(folder)), about["text"], speaker)
+    with_text = {path.parent for key in audio.keys() & texts.keys() for path in texts[key]}
+    for key in sorted(texts.keys() - audio.keys()):
+        path = texts[key][0]
+        if path.parent in with_text and not OTHER_TEXTS.match(path.name):
+            yield Fault(path, 0, "has no audio: no audio file of the same name")
+
+
+def _preference(path: Path) -> int:
+    return [path.name.lower().endswith(suffix) for suffix in TEXT_SUFFIXES].index(True)
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """The text, and what a .json says of the recording. Raises ValueError for what is none."""
+    try:
+        content = read_small_file(path, MAX_TEXT).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text ({error.reason}); save it as UTF-8") from None
+    except (OSError, UserError) as error:
+        raise ValueError(getattr(error, "strerror", None) or str(error)) from None
+    if path.suffix.lower() != ".json":
+        if TIMED.fullmatch(content.strip()):
+            raise ValueError("has times as of HTK; a file with the text alone is needed")
+        return {"text": " ".join(content.split())}
+    try:
+        about = parse_json(content)
+    except ValueError:
+        about = None
+    if not isinstance(about, dict):
+        raise ValueError("not a JSON object")
+    about = {key_of(name): value for name, value in about.items()}
+    if not any(key in about for key in TEXT_KEYS):
+        raise ValueError(f"has none of {', '.join(TEXT_KEYS)}; it has {', '.join(about)[:200]}")
+    return {**about, "text": text_of(about, *TEXT_KEYS)}
