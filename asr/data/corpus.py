@@ -184,6 +184,8 @@ def record_command(manifest: Path, command: str) -> None:
 def audio_remedy(manifest: Path | None) -> str:
     """What to run where audio of a manifest cannot be read: it names all that is faulty."""
     manifest = manifest or Path("MANIFEST.tsv")
+    if manifest.suffix != ".tsv":  # examples of a program
+        return f"check the examples of {manifest}"
     with suppress(OSError, ValueError, UserError):
         command = read_small_file(manifest.with_suffix(COMMAND), 1 << 16).strip()
         # The file may come from elsewhere: it must be one call of asr.prepare and nothing else.
