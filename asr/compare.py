@@ -1,4 +1,4 @@
-"""Which difference is real? python -m asr.compare RUN... [--out DIR] [--levels 1.0 0.5]
+"""Which difference is real? python -m asr.compare RUN... [--out DIR] [--csv FILE] [--latex FILE]
 
 RUN is a run folder or a sweep's folder. Runs are grouped by the differences between their recipes,
 except seed and run. The report is OUT/compare.md and compare.html with the pictures curves.png and
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asr.arguments import CommandParser
 from asr.errors import UserError, run_command
+from asr.io import atomic_write
 
 
 def main() -> int:
@@ -24,13 +25,23 @@ def main() -> int:
     ignore = "settings that may differ within a group, like the seed: train.init"
     add("--ignore", nargs="+", metavar="KEY", default=[], help=ignore)
     add("--curve", default="valid/nll", help="the loss on validation (%(default)s)")
+    add("--csv", type=Path, metavar="FILE", help="also write the results as a table")
+    add("--latex", type=Path, metavar="FILE", help="also write them as a table for booktabs")
     args = parser.parse()
     levels = None if args.levels is None else [_level(text) for text in args.levels]
+    tables = [(file, kind) for kind in ("csv", "latex") if (file := getattr(args, kind))]
+    for file, kind in tables:
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise UserError(f"--{kind} {file}: not a regular file; name another")
     from asr.analysis.comparison import compare_runs
     from asr.analysis.comparison_report import report, report_folder
 
     out = args.out or report_folder(args.runs)
-    report(compare_runs(args.runs, args.curve, args.ignore), out, levels)
+    comparison = compare_runs(args.runs, args.curve, args.ignore)
+    for file, kind in tables:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, comparison.to_csv() if kind == "csv" else comparison.to_latex())
+    report(comparison, out, levels)
     return 0
 
 

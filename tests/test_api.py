@@ -1,12 +1,14 @@
 """The Python interface: one import, runs, comparisons, errors of one line."""
 
 import os
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import asr
 from asr.analysis.significance import paired_bootstrap
@@ -87,12 +89,38 @@ def test_compare_has_the_difference_interval_and_p(two_runs):
     assert row["difference"] == expected.wer and (row["low"], row["high"]) == expected.interval
     assert row["p"] == expected.p and row["tested_over"] == "utterances" and row["seeds"] == 1
     np.testing.assert_allclose(row["second_value"] - row["first_value"], row["difference"])
-    table = comparison.to_latex()
-    assert table.startswith("\\begin{tabular}") and table.count("\\\\\n") == 1 + len(
-        comparison.rows()
-    )
-    assert "listener.norm=none & listener.norm=ba" in table
-    assert f"{100 * expected.wer:+.2f}" in table
+    results = comparison.results()
+    assert [(r["figure"], r["listener.norm"]) for r in results[:2]] == [
+        ("WER of test", "none"), ("WER of test", "ba"),
+    ]  # fmt: skip
+    assert [row["mean"] for row in results[:2]] == [score.wer for score in scores]
+    assert all(row["runs"] == 1 and row["low"] is row["sd"] is None for row in results)
+    assert f"none & ${100 * scores[0].wer:.2f}$ & " in comparison.to_latex()
+    assert comparison.to_csv().count("\n") == 1 + len(results) == 5
+
+
+def test_a_finished_run_logs_what_was_chosen_and_its_best_figures(two_runs):
+    """Read from the events by TensorBoard; the first run has the norm that is no default."""
+    runs, _ = two_runs
+    for run, norm in zip(runs, ("none", "ba"), strict=True):
+        board = EventAccumulator(str(run.folder)).Reload()
+        content = board.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+        settings = HParamsPluginData.FromString(content).session_start_info.hparams
+        assert settings["model.listener.norm"].string_value == norm  # set in both
+        assert {"seed", "train.steps", "data.train", "model.kind"} <= set(settings)
+        assert not {"run", "decode.beam", "model.speller.norm"} & set(settings)
+        assert run.metrics["best/nll"] == min(point.value for point in board.Scalars("valid/nll"))
+
+
+def test_nothing_is_synthesised_for_a_training_that_cannot_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(asr.UserError, match="this machine has no such GPU"):
+        asr.api.train("demo", ["train.device=cuda:99"])
+    usage = shutil.disk_usage(tmp_path)._replace(free=90_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(asr.UserError, match="numbers need 150 MB, but 90 MB are free on that disk"):
+        asr.api.train("demo")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """asr.compare on event files whose curves, crossings and significance are known."""
 
+import csv
 import json
 import os
 import re
 import shutil
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +34,11 @@ from asr.analysis.curves import (
     median_reached,
     read_scalars,
 )
+from asr.analysis.effects import effects, large_interactions
 from asr.analysis.report import Table, html, markdown
 from asr.analysis.runs import HOURS, SECONDS, TRAIN, VALID, short_names
 from asr.analysis.score_files import write_evaluation
-from asr.analysis.statistics import detectable, holm, paired_t, spread
+from asr.analysis.statistics import detectable, holm, paired_t, pairs_needed, spread
 from asr.analysis.wer import pooled, score
 from asr.config.loader import read_recipe, write_recipe
 from asr.errors import UserError
@@ -132,8 +135,8 @@ def test_losses_levels_and_differences_are_the_known_ones(two_groups, commands):
     assert levels["0.8", "listener.norm=ba"] == ["3 of 3", "40", "0.0400", "120"]
     assert levels["0.8", "listener.norm=none"][:2] == ["3 of 3", "60"]
     assert levels["0.5", "listener.norm=none"] == ["0 of 3", "–", "–", "–"]
-    (pair,) = rows(text, "Is the difference real? best loss")
-    (rates,) = rows(text, "Is the difference real? WER of test")
+    (pair,) = rows(text, "Pairs of settings: best loss")
+    (rates,) = rows(text, "Pairs of settings: WER of test")
     other = np.array([0.55, 0.56, 0.53])
     judged = stats.ttest_rel(other, best)
     assert float(pair[2]) == pytest.approx((other - best).mean(), abs=1e-4) and pair[3] == "3"
@@ -151,54 +154,111 @@ def test_the_answer_comes_first_then_pictures_then_tables(two_groups, commands):
     out = report(commands, two_groups)
     text = (two_groups / "compare" / "compare.md").read_text()
     titles = re.findall("^## (.*)", text, re.MULTILINE)
-    assert titles[:3] == ["Which difference is real?", "Every run", "Loss curves"]
+    assert titles == [
+        "Every run", "Loss curves", "WER of test, %", "Validation loss",
+        "Until the loss first passes a level", "Pairs of settings: WER of test",
+        "Pairs of settings: best loss", "Methods",
+    ]  # fmt: skip
     best, other = np.array([0.101, 0.112, 0.083]), np.array([0.55, 0.56, 0.53])
     low, high = stats.ttest_rel(other, best).confidence_interval()
+    mean = stats.t.interval(0.95, 2, best.mean(), stats.sem(best))
     # Each seed has the same WERs: the sign test of three pairs.
-    rate, loss = (
-        "WER of test: listener.norm=none is 18.33 points higher than listener.norm=ba, "
-        "20.00 % against 1.67 % (p = 0.250 by the sign test, 3 seeds): not significant over "
-        "seeds, only over utterances, for these trained models.",
-        f"best loss: listener.norm=none is {(other - best).mean():.4f} higher than "
-        f"listener.norm=ba, {other.mean():.4f} against {best.mean():.4f} "
-        f"(p < 0.001; 95 % interval of the difference "
-        f"{low:+.4f} to {high:+.4f}, 3 seeds): significant over seeds.",
-    )
-    assert out.index(rate) < out.index(loss) < out.index("Word error rate: test")
+    assert out.splitlines()[:5] == [
+        "WER of test: no difference is shown among 2 settings; best mean: listener.norm=ba, 1.67 % "
+        "(95 % interval 1.67 to 1.67)",
+        "  Next: listener.norm=none, 18.33 points higher (p = 0.250, 3 seeds). Over utterances, "
+        "for these trained models only, 1 of 1 pair differ significantly.",
+        f"best loss: listener.norm=ba is the best of 2 settings, {best.mean():.4f} "
+        f"(95 % interval {mean[0]:.4f} to {mean[1]:.4f})",
+        f"  Next: listener.norm=none, {(other - best).mean():.4f} higher "
+        f"(95 % interval {low:+.4f} to {high:+.4f}, p < 0.001, 3 seeds).",
+        "6 runs in 2 groups by differences between their recipes, except the seed.",
+    ]
+    page = (two_groups / "compare" / "compare.html").read_text()
+    assert page.count("<details>") == 3 and page.index("is the best") < page.index("<img")
+    assert "<details><summary>Pairs of settings: best loss</summary>" in page
 
 
 def test_a_difference_that_is_not_shown_comes_with_what_could_have_been(tmp_path, commands):
-    """By scipy, and the power of a test of that difference by simulation."""
+    """The powers of the tests of both differences, by simulation."""
     best = {"ba": np.array([0.1, 0.15, 0.12, 0.2]), "none": np.array([0.14, 0.11, 0.17, 0.19])}
     for norm, losses in best.items():
         for seed, loss in enumerate(losses):
             run = tmp_path / "s" / f"{norm}{seed}"
             make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(loss))
-    out = report(commands, tmp_path / "s")
+    line, more = report(commands, tmp_path / "s").splitlines()[:2]
     judge = stats.ttest_rel(best["none"], best["ba"])
-    (line,) = [line for line in out.splitlines() if line.startswith("- best loss: ")]
-    assert f"(p = {judge.pvalue:.3f}; 95 % interval" in line and "not significant" in line
-    size = float(re.search(r"4 seeds that vary like these can show ([\d.]+) or more", line)[1])
-    sd = (best["none"] - best["ba"]).std(ddof=1)
-    drawn = np.random.default_rng(7).normal(size, sd, size=(20_000, 4))
-    share = np.mean(stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05)
-    assert share == pytest.approx(0.8, abs=0.015)
+    assert line.startswith("best loss: no difference is shown among 2 settings; best mean: ")
+    assert f"p = {judge.pvalue:.3f}, 4 seeds" in more
+    found = re.search(
+        r"4 seeds can show .* ([\d.]+) or more; to show ([\d.]+) takes about (\d+)", more
+    )
+    sd, generator = (best["none"] - best["ba"]).std(ddof=1), np.random.default_rng(7)
+    for size, count in ((found[1], 4), (found[2], int(found[3]))):
+        drawn = generator.normal(float(size), sd, size=(20_000, count))
+        share = np.mean(stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05)
+        assert share == pytest.approx(0.8, abs=0.02)
 
 
-def test_of_many_pairs_the_clearest_are_in_the_answer(tmp_path, commands):
-    norms = ("ba", "none", "raw", "cell", "joined", "per_gate")
-    for number, norm in enumerate(norms):
-        for seed in (1, 2, 3):
-            run = tmp_path / "s" / f"{norm}{seed}"
-            losses = falling(0.1 + 0.001 * number**2, 0.0005 * ((seed * 7 + number * 3) % 5))
-            make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], losses)
-    out = report(commands, tmp_path / "s")
-    lines = [line for line in out.splitlines() if line.startswith("- best loss: ")]
-    assert len(lines) == 13 and lines[-1] == "- best loss: the other 3 pairs are in the table."
-    p = [
-        float(re.search(r"p [=<] ([\d.]+), corrected for 15 pairs", line)[1]) for line in lines[:-1]
-    ]
-    assert p == sorted(p) and p[0] < p[-1]
+def grid_of(folder, losses, errors=None):
+    """A run for each (listener norm, speller norm, seed) -> best loss."""
+    for number, ((listener, speller, seed), loss) in enumerate(losses.items()):
+        keys = [f"model.listener.norm={listener}", f"model.speller.norm={speller}", f"seed={seed}"]
+        wrong = errors and [n < errors[listener, speller, seed] for n in range(50)]
+        make_run(folder / f"{number}", keys, falling(loss), errors=wrong)
+    return folder
+
+
+CORNERS = [(a, b, seed) for a in ("none", "ba") for b in ("none", "ba") for seed in (1, 2)]
+
+
+def test_a_grid_is_answered_by_the_effects_of_its_factors(tmp_path, commands):
+    """Six pairs and two figures, none significant: two answers and the effects, by scipy."""
+    random = np.random.default_rng(3)
+    losses = {c: 0.3 + 0.1 * (c[0] == "ba") + 0.01 * random.normal() for c in CORNERS}
+    errors = {c: int(random.integers(5, 30)) for c in CORNERS}
+    out = report(commands, grid_of(tmp_path / "s", losses, errors))
+    assert out.count("no difference is shown among 4 settings; best mean: ") == 2
+    text = (tmp_path / "s" / "compare" / "compare.md").read_text()
+    table = rows(text, "Effect of each factor, over the others")
+    assert [row[:4] for row in table[2:]] == [
+        ["best loss", "listener.norm", "none", "ba"], ["best loss", "speller.norm", "none", "ba"],
+    ]  # fmt: skip
+    for figure, start, factor, digits in ((errors, 0, 2 / 3, 2), (losses, 2, 1, 4)):
+        judges = []
+        for axis in (0, 1):
+            sides = [[figure[c] for c in sorted(CORNERS) if c[axis] == n] for n in ("none", "ba")]
+            # Without the axis, the corners of both sides are in the same order.
+            judges.append(stats.ttest_rel(sides[1], sides[0]))
+        small, large = sorted(j.pvalue for j in judges)
+        holm_p = {small: min(1, 2 * small), large: min(1, max(2 * small, large))}
+        for row, judge in zip(table[start : start + 2], judges, strict=True):
+            low, high = (factor * end for end in judge.confidence_interval())
+            assert row[5] == f"{low:+.{digits}f} to {high:+.{digits}f}" and row[7] == "4"
+            expected = holm_p[judge.pvalue]
+            assert row[6].replace("&lt;", "<") == (
+                "< 0.001" if expected < 0.001 else f"{expected:.3f}"
+            )
+            assert row[8] == ("yes" if expected < 0.05 else "no")
+    assert table[2][8] == "yes" and table[3][8] == "no"
+
+
+def test_interactions_that_reverse_effects_are_named(tmp_path, commands):
+    losses = {c: 0.3 + 0.1 * (c[0] != c[1]) + 0.02 * (c[2] == 1) * (c[0] == "ba") for c in CORNERS}
+    losses["ba", "ba", 1] += 0.08
+    out = report(commands, grid_of(tmp_path / "s", losses))
+    at_none, at_ba = (
+        np.array([losses["ba", n, seed] - losses["none", n, seed] for seed in (1, 2)])
+        for n in ("none", "ba")
+    )
+    p = stats.ttest_rel(at_ba, at_none).pvalue
+    assert (
+        "\nInteractions\n- best loss: listener.norm=ba instead of none: "
+        f"{at_none.mean():+.4f} with speller.norm=none and {at_ba.mean():+.4f} with "
+        f"speller.norm=ba (p = {p:.3f}, not significant)\n" in out
+    )
+    losses = {c: 0.3 + 0.1 * (c[0] == "ba") + 0.03 * (c[1] == "ba") for c in CORNERS}
+    assert "Interactions" not in report(commands, grid_of(tmp_path / "t", losses))
 
 
 def test_without_evaluations_the_report_names_the_command(two_groups, commands):
@@ -234,8 +294,8 @@ def test_rates_of_untrained_models_are_named(tmp_path, commands):
 def test_word_error_rates_are_pooled_over_the_runs(two_groups, commands):
     report(commands, two_groups)
     text = (two_groups / "compare" / "compare.md").read_text()
-    ba, none = rows(text, "Word error rate: test")
-    assert ba[1:3] == ["3", f"{100 / 60:.2f} %"] and none[2] == "20.00 %"
+    ba, none = rows(text, "WER of test, %")
+    assert ba[1:3] == ["3", f"{100 / 60:.2f}"] and none[2] == "20.00"
     assert none[6] == "20.00, 20.00, 20.00"
 
 
@@ -264,8 +324,8 @@ def test_runs_that_failed_are_listed_and_do_not_count(two_groups, commands, tmp_
     levels = [row[1:3] for row in rows(text, "Until the loss first passes a level")]
     assert ["listener.norm=none", "3 of 3 + 3 not counted"] in levels
     assert "listener.norm=none: 3 of 6 runs are not counted, which favours a setting" in out
-    answers = [line for line in out.splitlines() if line.startswith("- ") and "0.45" in line]
-    assert answers and answers[0].endswith("over seeds. 3 runs without a result are not counted.")
+    (answer,) = [line for line in out.splitlines() if "0.4480 higher" in line]
+    assert answer.endswith(" Not counted (see Notes): 3 runs without a result.")
 
 
 def test_a_run_that_two_sweeps_share_counts_once(two_groups, commands, tmp_path):
@@ -275,9 +335,7 @@ def test_a_run_that_two_sweeps_share_counts_once(two_groups, commands, tmp_path)
     out = report(commands, two_groups, tmp_path / "again", "--out", tmp_path / "c")
     note = "listener.norm=ba: 3 runs repeat a seed; the last run of each seed counts"
     assert note in out and note not in before
-    blocks = [
-        text.split("\nWord error rate: test\n")[1].split("\n\nfiles")[0] for text in (before, out)
-    ]
+    blocks = [text.split("\nWER of test, %\n")[1].split("\n\nfiles")[0] for text in (before, out)]
     assert blocks[0] == blocks[1]
 
 
@@ -294,7 +352,7 @@ def test_a_tiny_difference_is_not_called_equal(tmp_path, commands):
             run = tmp_path / "s" / f"{norm}{seed}"
             make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(0.1 + more))
     out = report(commands, tmp_path / "s")
-    assert "none is less than 0.0001 higher than listener.norm=ba, 0.1000 against 0.1000" in out
+    assert "Next: listener.norm=none, less than 0.0001 higher (" in out
 
 
 def test_another_vocabulary_is_flagged_and_excluded(two_groups, commands):
@@ -318,9 +376,7 @@ def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
         save_checkpoint(run, nn.Linear(2, 3), training_state(content=content), 100, 0.5, {})
     out = report(commands, two_groups)
     assert "other validation data" in out and "not comparable" in out
-    assert (
-        "Is the difference real? best loss" not in (two_groups / "compare/compare.md").read_text()
-    )
+    assert "Pairs of settings: best loss" not in (two_groups / "compare/compare.md").read_text()
 
 
 def test_a_full_disk_is_reported(drawn, two_groups, commands):
@@ -381,7 +437,7 @@ def test_long_setting_names_have_letters_where_two_share_a_row(drawn, tmp_path, 
     text, picture = ((folder / f).read_text() for f in ("compare.md", "curves.svg"))
     settings = [row[0] for row in rows(text, "Validation loss")]
     assert settings[0].startswith("A. ") and "listener.dropout=0.1" in settings[0]
-    pairs = [row[:2] for row in rows(text, "Is the difference real? best loss")]
+    pairs = [row[:2] for row in rows(text, "Pairs of settings: best loss")]
     assert pairs == [list(pair) for pair in ("AB", "AC", "AD", "BC", "BD", "CD")]
     letters = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
     labels = {setting.partition(". ")[2] for setting in settings}
@@ -412,18 +468,43 @@ def test_accuracies_of_images_are_compared_too(tmp_path, commands):
     ba, none = rows(text, "Accuracy of test, %")
     low, high = stats.t.interval(0.95, 2, 98.5, stats.sem([98, 99, 98.5]))
     assert ba[1:] == ["3", "98.50", "0.50", f"{low:.2f} to {high:.2f}", "98.00, 99.00, 98.50"]
+    assert out.startswith("accuracy of test: listener.norm=ba is the best of 2 settings, 98.50 %")
     assert none[2] == "96.00"
-    (pair,) = rows(text, "Is the difference real? accuracy of test")
+    (pair,) = rows(text, "Pairs of settings: accuracy of test")
     judge = stats.ttest_rel(right["none"], right["ba"])
     assert pair[2] == "-2.50" and pair[5] == f"{judge.pvalue:.3f}" and pair[-1] == "yes"
     assert rows(text, "Nll of test")[0][2] == "0.5000"
+
+
+def test_intervals_of_rates_are_cut_at_0_and_100_percent(tmp_path, commands):
+    """That of word error rates above 100 % at 0 alone; losses are no rates."""
+    for norm, rates in (("ba", (0.99, 0.93)), ("none", (0.02, 0.09)), ("cell", (0.5, 1.2))):
+        for seed, rate in enumerate(rates):
+            run = tmp_path / "s" / f"{norm}{seed}"
+            make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(0.1 + rate / 9))
+            (run / "evaluate" / "test").mkdir(parents=True)
+            content = {"accuracy": min(rate, 1.0), "nll": rate}
+            (run / "evaluate" / "test" / "score.json").write_text(json.dumps(content))
+            errors = round(100 * rate)
+            hypothesis = " ".join(["x"] * errors + ["a"] * (100 - errors))
+            write_evaluation(run / "evaluate" / "w", score(["a " * 100], [hypothesis]))
+    report(commands, tmp_path / "s")
+    text = (tmp_path / "s" / "compare" / "compare.md").read_text()
+    of = {row[0].partition("=")[2]: row[4] for row in rows(text, "Accuracy of test, %")}
+    low, _ = stats.t.interval(0.95, 1, 96, stats.sem([99, 93]))
+    _, high = stats.t.interval(0.95, 1, 5.5, stats.sem([2, 9]))
+    assert of["ba"] == f"{low:.2f} to 100.00" and of["none"] == f"0.00 to {high:.2f}"
+    of = {row[0].partition("=")[2]: row[4] for row in rows(text, "WER of w, %")}
+    _, high = stats.t.interval(0.95, 1, 85, stats.sem([50, 120]))
+    assert of["ba"] == f"{low:.2f} to 100.00" and of["cell"] == f"0.00 to {high:.2f}" and high > 100
+    assert rows(text, "Nll of test")[1][4].startswith("-")
 
 
 def test_one_run_alone(drawn, tmp_path, commands, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "only", [], falling(0.1))
     out = report(commands, run)
-    assert "1 run in 1 group by" in out and "Is the difference" not in out
+    assert out.startswith("1 run in 1 group by") and "best mean" not in out
     assert (tmp_path / "compare" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -463,11 +544,18 @@ def test_one_common_seed_gives_no_conclusion_for_other_seeds(tmp_path, commands)
             errors=[number < wrong for number in range(50)],
         )
     out = report(commands, tmp_path / "s")
-    assert "0.00 %. Significant over utterances, for these two models. One seed in common" in out
-    assert "0.1000 against 0.1000. One seed in common allows no conclusion for others" in out
+    lines = out.splitlines()
+    assert (
+        "no difference can be tested over seeds among 2 settings; best mean: listener.norm=ba"
+        in lines[0]
+    )
+    assert "p < 0.001, over utterances, for these two models). One seed in common" in lines[1]
+    assert (
+        "listener.norm=none, equal. One seed in common allows no conclusion for others" in lines[3]
+    )
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
-    (loss,) = rows(text, "Is the difference real? best loss")
-    (rate,) = rows(text, "Is the difference real? WER of test")
+    (loss,) = rows(text, "Pairs of settings: best loss")
+    (rate,) = rows(text, "Pairs of settings: WER of test")
     assert loss[3:] == ["1", "–", "–", "unknown: one seed"]
     assert rate[3:6] == ["1", "–", "–"] and rate[-1] == "unknown: one seed"
     assert "&lt; 0.001" in rate  # for these two models it is significant
@@ -478,7 +566,7 @@ def test_no_seed_in_common_is_not_tested(tmp_path, commands):
         make_run(tmp_path / norm, [f"model.listener.norm={norm}", f"seed={seed}"], falling(0.1))
     out = report(commands, tmp_path / "ba", tmp_path / "none", "--out", tmp_path / "c")
     assert out.count("have no seed in common: their difference is not tested") == 1
-    assert "Is the difference" not in out
+    assert "Pairs of settings" not in (tmp_path / "c" / "compare.md").read_text()
 
 
 def test_seeds_that_disagree_leave_a_difference_to_the_models(tmp_path, commands):
@@ -490,15 +578,51 @@ def test_seeds_that_disagree_leave_a_difference_to_the_models(tmp_path, commands
             make_run(tmp_path / "s" / f"{norm}{seed}", overrides, falling(0.1), errors=errors)
     report(commands, tmp_path / "s")
     text = (tmp_path / "s" / "compare" / "compare.md").read_text()
-    (rate,) = rows(text, "Is the difference real? WER of test")
+    (rate,) = rows(text, "Pairs of settings: WER of test")
     judge = stats.ttest_rel([30, 20, 8], [5, 5, 9])
     assert rate[5] == f"{judge.pvalue:.3f}" and judge.pvalue > 0.05
     assert rate[-1] == "of these models only"
 
 
+def test_tables_for_papers_have_the_results(two_groups, commands, tmp_path):
+    """The CSV as its reader sees it; the LaTeX with figures by scipy, the winner alone in bold."""
+    out = tmp_path / "new" / "t.csv"
+    report(commands, two_groups, "--csv", out, "--latex", tmp_path / "t.tex")
+    with out.open() as file:
+        table = list(csv.DictReader(file))
+    assert [(row["figure"], row["listener.norm"], row["best"]) for row in table] == [
+        ("WER of test", "ba", "False"), ("WER of test", "none", "False"),
+        ("best loss", "ba", "True"), ("best loss", "none", "False"),
+    ]  # fmt: skip
+    best = np.array([0.101, 0.112, 0.083])
+    low, high = stats.t.interval(0.95, 2, best.mean(), stats.sem(best))
+    numbers = [float(table[2][name]) for name in ("runs", "mean", "sd", "low", "high")]
+    assert numbers == pytest.approx([3, best.mean(), best.std(ddof=1), low, high], abs=1e-6)
+    latex = (tmp_path / "t.tex").read_text()
+    assert "listener.norm & WER of test, \\% & best loss \\\\\n" in latex
+    assert rf"ba & $1.67$ ($1.67$ to $1.67$) & $\mathbf{{{best.mean():.4f}}}$ (${low:.4f}$" in latex
+    assert latex.count("mathbf") == 1 and "none & $20.00$ ($20.00$ to $20.00$) & $0.5467$" in latex
+    assert latex.count(" & ") == 6 and latex.rstrip().endswith(r"\end{tabular}")
+
+
+def test_a_table_has_all_settings_of_unequal_models(tmp_path, commands):
+    """Special characters are escaped; one run has no interval."""
+    make_run(tmp_path / "a", ["text.kind=bpe", "data.train=a_b&c%#~^.tsv"], falling(0.1))
+    make_run(tmp_path / "b", ["model.listener.norm=none", "data.train=x{}\\$.tsv"], falling(0.2))
+    report(commands, tmp_path / "a", tmp_path / "b", "--latex", tmp_path / "t.tex")
+    latex = (tmp_path / "t.tex").read_text()
+    assert r"a\_b\&c\%\#\textasciitilde{}\textasciicircum{}.tsv" in latex
+    assert r"\{\}\textbackslash{}\$.tsv" in latex and "$0.1000$ \\" in latex
+    unescaped = re.sub(r"\\[&%$#_{}\\]|\\[a-z]+(\{[^}]*\})*", "", latex.partition("rule")[2])
+    assert not re.search(r"[#_^~]", unescaped)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["good", "--csv", "good"], "--csv good: not a regular file"),
+        (["good", "--latex", "/dev/null"], "--latex /dev/null: not a regular file"),
+        (["good", "--csv", "good/recipe.yaml/x"], "good/recipe.yaml: File exists"),
         (["missing"], "missing: there is no such folder"),
         (["empty"], "empty: no run and no folder of runs"),
         (["bad"], "none of the 1 runs can be compared"),
@@ -569,12 +693,98 @@ def test_equal_error_rates_are_rarely_called_different():
     assert np.mean([paired_t(a, b).p < 0.05 for a, b in draws]) < 0.05
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 40])
-def test_what_seeds_can_show_they_show_in_four_of_five_repetitions(count):
+@pytest.mark.parametrize(("count", "tests"), [(2, 1), (3, 1), (5, 1), (40, 1), (3, 6), (8, 45)])
+def test_what_seeds_can_show_they_show_in_four_of_five_repetitions(count, tests):
     """Checked by simulated experiments."""
-    drawn = np.random.default_rng(5).normal(detectable(count, 0.3), 0.3, size=(20_000, count))
-    share = np.mean(stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05)
+    size = detectable(count, 0.3, tests)
+    drawn = np.random.default_rng(5).normal(size, 0.3, size=(20_000, count))
+    share = np.mean(stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05 / tests)
     assert share == pytest.approx(0.8, abs=0.015)
+
+
+@pytest.mark.parametrize(("difference", "tests"), [(3.5, 1), (1.0, 1), (1.0, 6), (0.3, 6)])
+def test_the_pairs_needed_are_the_first_that_suffice(difference, tests):
+    every = [count for count in range(2, 1001) if detectable(count, 1.0, tests) <= difference]
+    assert pairs_needed(difference, 1.0, tests) == min(every)
+    assert pairs_needed(1e-4, 1.0, tests) is None and pairs_needed(1e4, 1.0, tests) == 2
+
+
+def three_factors(missing=()):
+    """cells of a 2 x 3 x 2 grid with three seeds, and random figures."""
+    random = np.random.default_rng(11)
+    names = {"a": "01", "b": "xyz", "c": "pq"}
+    return {
+        (tuple(zip(names, values, strict=True)), seed): random.normal()
+        for values in product(*names.values())
+        for seed in (1, 2, 3)
+        if (*values, seed) not in missing
+    }
+
+
+@pytest.mark.parametrize("missing", [(), (("0", "x", "p", 1), ("1", "z", "q", 3))])
+def test_effects_are_paired_over_seeds_and_all_other_factors(missing):
+    """By pairs that are searched for among all runs, and scipy."""
+    cells = three_factors(missing)
+    found = effects(cells)
+    assert [(e.factor, e.first, e.second) for e in found] == [
+        ("a", "0", "1"), ("b", "x", "y"), ("b", "x", "z"), ("b", "y", "z"), ("c", "p", "q")
+    ]  # fmt: skip
+    p = []
+    for effect in found:
+        pairs = [
+            (one, two)
+            for (first, seed), one in cells.items()
+            for (second, other), two in cells.items()
+            if seed == other
+            and set(first) - set(second) == {(effect.factor, effect.first)}
+            and set(second) - set(first) == {(effect.factor, effect.second)}
+        ]
+        judge = stats.ttest_rel(*reversed(list(zip(*pairs, strict=True))))
+        assert effect.pairs == len(pairs) >= 10
+        assert effect.test.mean == pytest.approx(np.mean([two - one for one, two in pairs]))
+        assert effect.test.interval == pytest.approx(judge.confidence_interval())
+        p.append(judge.pvalue)
+    assert [effect.test.p for effect in found] == pytest.approx(holm(p))
+
+
+def test_settings_that_are_no_grid_have_no_effects():
+    """Two settings that differ in both factors, or in one alone."""
+    both = {((("a", v), ("b", v)), seed): 1.0 for v in "01" for seed in (1, 2)}
+    one = {((("a", v),), seed): 1.0 for v in "01" for seed in (1, 2)}
+    assert effects(both) == effects(one) == effects({}) == large_interactions(both) == []
+
+
+def test_interactions_are_found_where_both_effects_reverse_or_it_is_significant():
+    def grid(figure):
+        return {
+            ((("a", a), ("b", b)), seed): figure(int(a), int(b)) + 1e-3 * seed**2 * (a == b)
+            for a, b in product("01", repeat=2)
+            for seed in (1, 2, 3)
+        }
+
+    (reversed_,) = large_interactions(grid(lambda a, b: float(a != b)))
+    assert reversed_.crosses and reversed_.test.p < 0.05 and reversed_.values == ("0", "1")
+    assert reversed_.effects == pytest.approx((1 - 14e-3 / 3, -1 + 14e-3 / 3))
+    (larger,) = large_interactions(grid(lambda a, b: a * (1 + b)))
+    assert not larger.crosses and larger.test.p < 0.05
+    assert large_interactions(grid(lambda a, b: 3.0 * a + 2.0 * b + 0.02)) == []
+    whole = grid(lambda a, b: float(a != b))
+    assert effects({cell: v for cell, v in whole.items() if cell[1] == 1}) == []
+    # Only the first seed has all four corners, but two have both values of each factor.
+    last = (("a", "1"), ("b", "1"))
+    (untested,) = large_interactions({c: v for c, v in whole.items() if c[1] == 1 or c[0] != last})
+    assert untested.test is None and untested.crosses
+
+
+def test_factors_without_effect_are_rarely_called_significant():
+    """Four pairs of a 2 x 2 grid with two seeds that shift all runs alike; Holm's family."""
+    random, count = np.random.default_rng(2), 3000
+    settings = [(("a", a), ("b", b)) for a, b in product("01", repeat=2)]
+    wrong = 0
+    for shifts in random.normal(size=(count, 2)):
+        cells = {(s, n): shifts[n] + random.normal() for s in settings for n in (0, 1)}
+        wrong += any(effect.test.p < 0.05 for effect in effects(cells))
+    assert wrong / count == pytest.approx(0.05, abs=0.012)
 
 
 def test_holm_by_hand():
@@ -643,10 +853,10 @@ class Elements(HTMLParser):
 
 def test_hostile_text_stays_text():
     pages = [
-        Elements(html(text, [text], [Table(text, [text], [[text]], text)]))
+        Elements(html(text, [text, f"{text}\n{text}"], [Table(text, [text], [[text]])]))
         for text in (HOSTILE, "x")
     ]
-    assert pages[0].tags == pages[1].tags and pages[0].words.count(HOSTILE) == 7
+    assert pages[0].tags == pages[1].tags and pages[0].words.count(HOSTILE) == 8
     line = markdown("t", [], [Table("t", ["a", "b"], [[HOSTILE, "1"]])]).splitlines()[-1]
     assert len(re.findall(r"(?<!\\)\|", line)) == 3 and "<" not in line and "\\[x\\]" in line
 
@@ -676,8 +886,7 @@ def test_decoding_makes_no_group_but_a_note(two_groups, commands):
     assert [row[0] for row in rows(text, "Validation loss")] == [
         "listener.norm=ba", "listener.norm=none",
     ]  # fmt: skip
-    answers = [line for line in out.splitlines() if line.startswith("- WER of test: listener")]
-    assert answers and all(line.endswith(". Not decoded alike (see Notes).") for line in answers)
+    assert out.splitlines()[1].endswith(" Not decoded alike (see Notes).")
 
 
 @pytest.mark.parametrize(("steps", "stale"), [([30], False), ([20], True)])

@@ -167,6 +167,39 @@ def test_a_strip_has_a_dot_for_each_run_and_a_line_for_each_seed():
     assert ticks(axes) == {0: "a$", 1: "b"}
 
 
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        ((0.5, 99.0), 0, 100),
+        ((40.0, 60.0), None, None),
+        ((0.0, 100.0), 0, 100),
+        ((1, 130), 0, None),
+    ],
+)
+def test_an_axis_of_percent_ends_at_0_and_100(values, low, high):
+    """Unless a rate is above; other axes have a margin."""
+    limits = []
+    for percent in (True, False):
+        axes = Figure().subplots()
+        runs = {"a": list(enumerate(values))}
+        charts._draw_strip(axes, charts.Strip("WER", runs, percent), ["a"])
+        limits.append(axes.get_xlim())
+    margin = 0.08 * (values[1] - values[0])
+    assert limits[1] == pytest.approx((values[0] - margin, values[1] + margin))
+    expected = [limits[1][0] if low is None else low, limits[1][1] if high is None else high]
+    assert limits[0] == pytest.approx(expected)
+
+
+def test_a_curve_of_rates_ends_at_0_and_1(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(charts, "_files", lambda figure: drawn.append(figure) or (b"", ""))
+    steps = np.array([1, 2])
+    band = charts.Band(steps, np.array([0.99, 0.01]), np.array([0.98, 0.0]), np.array([1.0, 0.02]))
+    charts.draw_curves([charts.Panel(f"valid/{name}", {"a": band}) for name in ("wer", "nll")])
+    wer, nll = (axes.get_ylim() for axes in drawn[0].axes)
+    assert wer == (0, 1) and nll[0] < 0 and nll[1] > 1
+
+
 def test_an_odd_number_of_strips_leaves_an_empty_cell():
     strips = [charts.Strip(title, {"a": [(1, 50.0), (2, 60.0)]}) for title in "xyz"]
     png, svg = charts.draw_seeds(strips, ["a"])

@@ -21,6 +21,7 @@ _STROKES = ("-", "--", ":", "-.")
 _MOST_NAMES = 28
 _ROUND = (1, 2, 5, 10)  # steps between ticks, times a power of ten
 _LOG_FROM = 5  # highest loss / lowest loss
+_RATES = ("wer", "ctc_wer", "accuracy")  # scalars that are fractions
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def draw_curves(panels: Sequence[Panel]) -> tuple[bytes, str]:
         _draw(axes, panel, names)
         if log or (not same_unit and _log(list(panel.bands.values()))):
             _set_log(axes)
+        elif unit in _RATES:
+            axes.set_ylim(_cut(axes.get_ylim(), axes.dataLim.intervaly, 1.0))
         axes.set(xlabel="step", ylabel=unit)
         axes.tick_params(labelleft=True)
         axes.set_title(panel.title, parse_math=False, loc="left", fontsize=11)
@@ -111,6 +114,7 @@ class Strip:
 
     title: str
     values: Mapping[str, Sequence[tuple[int, float]]]
+    percent: bool = False
 
 
 def draw_seeds(strips: Sequence[Strip], names: Sequence[str]) -> tuple[bytes, str]:
@@ -142,6 +146,7 @@ def _draw_strip(axes: Axes, strip: Strip, names: Sequence[str]) -> None:
         colour = _COLOURS[names.index(name) % len(_COLOURS)]
         values = [value for _, value in runs]
         style = {"color": colour, "edgecolor": "white", "linewidth": 0.6, "zorder": 3}
+        style["clip_on"] = False  # whole also at 0 and 100 %
         axes.scatter(values, [row] * len(values), s=42, **style)
         mean = float(np.mean(values))
         axes.vlines(mean, row - 0.28, row + 0.28, color=colour, linewidth=2.2, zorder=2)
@@ -150,11 +155,19 @@ def _draw_strip(axes: Axes, strip: Strip, names: Sequence[str]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.08)
+    if strip.percent:
+        axes.set_xlim(_cut(axes.get_xlim(), axes.dataLim.intervalx, 100.0))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#e8eaed", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.set_title(strip.title, parse_math=False, loc="left", fontsize=11)
+
+
+def _cut(limits: tuple[float, float], data: Sequence[float], most: float) -> tuple[float, float]:
+    """Limits of an axis of rates: cut at 0, and at `most`, which is 100 %, if no value is above."""
+    low, high = limits
+    return max(low, 0.0), min(high, most) if max(data) <= most else high
 
 
 def _files(figure: Figure) -> tuple[bytes, str]:

@@ -8,6 +8,8 @@ paired bootstrap over utterances only for these models. Holm's correction covers
 settings in a figure.
 """
 
+import csv
+import io
 import re
 import shlex
 from collections import Counter
@@ -16,8 +18,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from asr.analysis.effects import ALPHA, Cell, Effect, Interaction, effects, large_interactions
 from asr.analysis.report import plain_text
 from asr.analysis.runs import (
     BEST_LOSS,
@@ -35,15 +38,13 @@ from asr.analysis.runs import (
     value_text,
 )
 from asr.analysis.significance import Difference, paired_bootstrap
-from asr.analysis.statistics import PairedT, holm, paired_t
+from asr.analysis.statistics import PairedT, Spread, corrected, paired_t, spread
 from asr.analysis.wer import pooled, untrained
 from asr.errors import UserError
 from asr.training.resume import NOT_LEARNING, is_among
 
 RecipeKeys = Mapping[str, Any]
 Pair = tuple[SettingRun, SettingRun]  # of the same seed
-Test = TypeVar("Test", PairedT, Difference)
-ALPHA = 0.05  # a smaller p is significant
 _SHORT, _LONG = 24, 70  # longest label: in any table; beside a letter, in one column
 _MISSING, _OFF = "\0missing", "\0off"  # no YAML text can contain them
 _MOST_IN_PAIRS = 10  # settings: 45 pairs
@@ -62,25 +63,96 @@ class SettingDifference:
     mean: float  # second minus first
     values: tuple[float, float]  # of both: means over these seeds
     over_seeds: PairedT | None
-    failed: int  # runs of both settings without a result
     over_utterances: Difference | None = None
     decoded_alike: bool = True
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Settings with their runs, and every pair of them tested in every figure.
+    """Settings with their runs, every pair of them tested in every figure, and effects of factors.
 
     settings: groups of runs that differ only in their seeds. differences: by figure (`WER of
-    test`, `best loss`), second minus first; rates are fractions. notes: what limits the comparison.
-    runs: all that were read, also those with a `fault`, which are not counted.
+    test`, `best loss`), second minus first; rates are fractions. effects, interactions: by figure,
+    empty where the settings are no grid. notes: what limits the comparison. runs: all that were
+    read, also those with a `fault`, which are not counted.
     """
 
     curve: str  # the loss on validation
     runs: Sequence[RunRecord]
     settings: Sequence[SettingRuns]
     differences: Mapping[str, Sequence[SettingDifference]]
+    effects: Mapping[str, Sequence[Effect]]
+    interactions: Mapping[str, Sequence[Interaction]]
     notes: Sequence[str]
+
+    def ranking(self, figure: str) -> list[tuple[SettingRuns, Spread]]:
+        """The settings with that figure and its spread over their runs, the best first."""
+        settings = comparable_in(figure, self.settings)
+        spreads = [(setting, figure_spread(setting, figure)) for setting in settings]
+        return sorted(spreads, key=lambda one: _sign(figure) * one[1].mean)
+
+    def significant(self, figure: str) -> list[tuple[str, str]]:
+        """The better and the worse setting of each pair that differs significantly over seeds."""
+        pairs = [d for d in self.differences[figure] if d.over_seeds and d.over_seeds.p < ALPHA]
+        sign = _sign(figure)
+        return [(d.first, d.second)[:: 1 if sign * d.mean > 0 else -1] for d in pairs]
+
+    def winner(self, figure: str) -> SettingRuns | None:
+        """The setting that is significantly better than every other one."""
+        best, *others = self.ranking(figure)
+        beaten = [worse for better, worse in self.significant(figure) if better == best[0].short]
+        return best[0] if others and len(beaten) == len(others) else None
+
+    def results(self) -> list[dict[str, Any]]:
+        """A mapping for each figure and setting, as for pandas.DataFrame; to_csv writes them.
+
+        The settings that differ, number of runs, mean, standard deviation and 95 % interval over
+        runs (None for one run), and whether the setting is significantly better than all others.
+        Rates are fractions.
+        """
+        rows = []
+        for figure in self.differences:
+            winner = self.winner(figure)
+            for setting in comparable_in(figure, self.settings):
+                over = figure_spread(setting, figure)
+                low, high = over.interval or (None, None)
+                row = {"figure": figure, "setting": setting.legend, **setting.factors}
+                row |= {"runs": over.count, "mean": over.mean, "sd": over.sd}
+                rows.append(row | {"low": low, "high": high, "best": setting is winner})
+        return rows
+
+    def to_csv(self) -> str:
+        """The results as a table with a header."""
+        rows, text = self.results(), io.StringIO()
+        head = ["figure", "setting", *self.factors, "runs", "mean", "sd", "low", "high", "best"]
+        writer = csv.DictWriter(text, head, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+    def to_latex(self) -> str:
+        """The results as a table for the package booktabs: a row for each setting.
+
+        Rates are in percent. Bold: significantly better than all other settings.
+        """
+        names = self.factors or ["setting"]
+        percent = {figure: ", %" * (scale(figure)[0] == 100) for figure in self.differences}
+        lines = [
+            "% Means over runs with 95 % intervals (Student). Bold: significantly better than all",
+            "% other settings (paired t test over seeds, p < 0.05 with Holm's correction).",
+            rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(percent)}}}",
+            r"\toprule",
+            _latex_row([*names, *(f"{figure}{unit}" for figure, unit in percent.items())]),
+            r"\midrule",
+        ]
+        cells = {(row["setting"], row["figure"]): _latex_cell(row) for row in self.results()}
+        for setting in self.settings:
+            values = (
+                {"setting": setting.legend} | dict.fromkeys(self.factors, "--") | setting.factors
+            )
+            figures = [cells.get((setting.legend, figure), "--") for figure in self.differences]
+            lines.append(_latex_row([values[name] for name in names], figures))
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
     def rows(self) -> list[dict[str, Any]]:
         """A mapping for each pair of settings and figure, as for pandas.DataFrame.
@@ -109,28 +181,28 @@ class Comparison:
         }
 
     @cached_property
+    def factors(self) -> list[str]:
+        """The names of the settings that differ between runs."""
+        return [*{name: None for setting in self.settings for name in setting.factors}]
+
+    @cached_property
     def legends(self) -> dict[str, str]:
         """The whole label of each setting by its short one."""
         return {s.short: s.legend for s in self.settings}
 
-    def to_latex(self) -> str:
-        """The rows as a table for the package booktabs; rates in percent, p below 0.05 in bold."""
-        lines = [r"\begin{tabular}{lllrrr}", r"\toprule"]
-        lines += [r"figure & first & second & difference & 95\,\% interval & $p$ \\", r"\midrule"]
-        lines += [rf"{' & '.join(_latex_cells(row))} \\" for row in self.rows()]
-        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+def _latex_row(texts: Sequence[str], cells: Sequence[str] = ()) -> str:
+    """A line of a table; cells are LaTeX already."""
+    return rf"{' & '.join([*map(_latex, texts), *cells])} \\"
 
 
-def _latex_cells(row: Mapping[str, Any]) -> list[str]:
+def _latex_cell(row: Mapping[str, Any]) -> str:
+    """Mean and interval."""
     factor, digits = scale(row["figure"])
-    numbers = [row["difference"], row["low"], row["high"]]
-    difference, *interval = [n if n is None else f"${factor * n:+.{digits}f}$" for n in numbers]
-    names = [_latex(row[name]) for name in ("figure", "first", "second")]
-    p, value = "", row["p"]
-    if value is not None:
-        p = f"{value:.3f}" if value >= 0.001 else "$<$0.001"
-        p = rf"\textbf{{{p}}}" if value < ALPHA else p
-    return [*names, difference, " to ".join(filter(None, interval)), p]
+    ends = [row["mean"], row["low"], row["high"]]
+    mean, low, high = (n if n is None else f"{factor * n:.{digits}f}" for n in ends)
+    mean = rf"$\mathbf{{{mean}}}$" if row["best"] else f"${mean}$"
+    return mean if low is None else f"{mean} (${low}$ to ${high}$)"
 
 
 def _latex(text: str) -> str:
@@ -138,6 +210,34 @@ def _latex(text: str) -> str:
     escaped = re.sub(r"([&%$#_{}])", r"\\\1", plain_text(text).replace("\\", "\0"))
     commands = {"\0": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     return escaped.translate(str.maketrans(commands))
+
+
+def _sign(figure: str) -> int:
+    """1 if lower values are better, else -1."""
+    return -1 if figure.startswith("accuracy") else 1
+
+
+def figure_spread(setting: SettingRuns, figure: str) -> Spread:
+    """A figure over the runs of a setting that have it.
+
+    The interval of a rate is cut at 0, and at 100 % unless a run is above it.
+    """
+    values = [m.figures[figure] for m in setting.members if figure in m.figures]
+    over = spread(values)
+    if scale(figure)[0] == 100 and over.interval:
+        low, high = over.interval
+        over = replace(over, interval=(max(low, 0.0), min(high, 1.0) if max(values) <= 1 else high))
+    return over
+
+
+def figure_cells(settings: Sequence[SettingRuns], figure: str) -> dict[Cell, float]:
+    """One figure of every run, by the run's settings and seed."""
+    return {
+        (tuple(s.factors.items()), m.seed): m.figures[figure]
+        for s in comparable_in(figure, settings)
+        for m in s.members
+        if figure in m.figures
+    }
 
 
 def scale(figure: str) -> tuple[int, int]:
@@ -162,8 +262,11 @@ def compare_runs(
     for split in (name.removeprefix(WER_OF) for name in names if name.startswith(WER_OF)):
         notes += decoding_note(settings, split) + untrained_settings(settings, split)
     differences = {name: setting_differences(settings, name, notes) for name in names}
+    cells = {name: figure_cells(settings, name) for name in names}
+    main = {name: effects(one) for name, one in cells.items()}
+    crossed = {name: large_interactions(one) for name, one in cells.items()}
     notes += missing_evaluations(runs, settings)
-    return Comparison(curve, runs, settings, differences, list(dict.fromkeys(notes)))
+    return Comparison(curve, runs, settings, differences, main, crossed, list(dict.fromkeys(notes)))
 
 
 @dataclass(frozen=True)
@@ -262,7 +365,8 @@ def group_runs(
         if twice := len(good) - len(distinct):
             notes.append(f"{short}: {twice} runs repeat a seed; the last run of each seed counts.")
         counted = tuple(read_setting_run(run, curve, notes) for run in distinct.values())
-        settings.append(SettingRuns(label, short, legend, counted, failed, comparable))
+        labels_of = (label, short, legend, one.settings)
+        settings.append(SettingRuns(*labels_of, counted, failed, comparable))
         if len({run.seed for run in counted}) < len(counted):
             notes.append(f"{short}: runs that differ in {', '.join(ignore)}; pairs take the last.")
     return settings
@@ -324,7 +428,6 @@ def setting_differences(
             sum(b - a for a, b in zip(*values, strict=True)) / len(pairs),
             means,
             paired_t(*values),
-            first.failed + second.failed,
         )
         if figure.startswith(WER_OF):
             try:
@@ -334,8 +437,8 @@ def setting_differences(
                 notes.append(f"{names}: {figure} is not comparable: {error}.")
                 continue
         differences.append(difference)
-    seeds = _corrected([d.over_seeds for d in differences])
-    utterances = _corrected([d.over_utterances for d in differences])
+    seeds = corrected([d.over_seeds for d in differences])
+    utterances = corrected([d.over_utterances for d in differences])
     tested = zip(differences, seeds, utterances, strict=True)
     return [replace(d, over_seeds=s, over_utterances=u) for d, s, u in tested]
 
@@ -368,12 +471,6 @@ def _tested_over_utterances(
     test = paired_bootstrap(*(pooled(scores, draws=1) for scores in sides))
     alike = all(a.decoded[split] == b.decoded[split] for a, b in pairs)
     return replace(difference, mean=test.wer, over_utterances=test, decoded_alike=alike)
-
-
-def _corrected(tests: Sequence[Test | None]) -> list[Test | None]:
-    """The tests with Holm's p; None for a missing one."""
-    p = iter(holm([test.p for test in tests if test]))
-    return [test and replace(test, p=next(p)) for test in tests]
 
 
 def decoding_note(settings: Sequence[SettingRuns], split: str) -> list[str]:

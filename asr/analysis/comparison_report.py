@@ -1,5 +1,10 @@
-"""The report of asr.compare: sentences, charts and tables of a comparison, as HTML and Markdown."""
+"""The report of asr.compare, as HTML and Markdown: answers, effects, charts and tables.
 
+The first lines answer which setting is best in each figure. Every pair of settings and the methods
+are folded in the page and last in the Markdown; the console omits them.
+"""
+
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,28 +12,56 @@ import numpy as np
 
 from asr.analysis.charts import Panel, Strip, draw_curves, draw_seeds
 from asr.analysis.comparison import (
-    ALPHA,
     Comparison,
     SettingDifference,
     comparable_in,
     compared_figures,
+    figure_spread,
     scale,
 )
 from asr.analysis.curves import band, choose_levels, finite, first_below, median_reached
+from asr.analysis.effects import ALPHA, Effect, Interaction
 from asr.analysis.report import DASH, Picture, Points, Table, write_report
 from asr.analysis.runs import BEST_LOSS, REPORT, TRAIN, WER_OF, SettingRuns, is_run
 from asr.analysis.significance import Difference
-from asr.analysis.statistics import POWER, Interval, PairedT, detectable, spread
+from asr.analysis.statistics import (
+    MOST_PAIRS,
+    POWER,
+    Interval,
+    PairedT,
+    Spread,
+    detectable,
+    pairs_needed,
+    spread,
+)
 from asr.analysis.wer import Score, between, pooled
 from asr.errors import UserError
 from asr.io import atomic_writer
 
-_SIGNIFICANT = (
-    "Significant: p below 0.05 in the paired t test over seeds, corrected for the number of pairs "
-    "(Holm). Can show: a true difference of this size would be significant, as the only test, in "
-    f"{100 * POWER:.0f} % of repetitions."
+METHODS = (
+    "A setting is the runs whose recipes differ only in the seed; its figures are means over them.",
+    "Intervals, 95 %: over runs by Student's distribution, for other seeds too; that of a rate is "
+    "cut at 0, and at 100 % unless a run is above. Over utterances by bootstrap (Bisani & Ney "
+    "2004), for these trained models only: another seed can reverse such a difference.",
+    "Differences: second minus first, runs of one seed paired; t test over seeds, sign test where "
+    "all differences are equal. Significant: p below 0.05 after Holm's correction for all pairs of "
+    "the figure. Each interval is for one difference alone.",
+    "Effect of a factor: mean difference over all pairs of runs that are equal in seed and in all "
+    "other factors, of two seeds or more; t test over these pairs, which takes trainings as "
+    "independent apart from what a pair shares; Holm's correction for all effects on the figure.",
+    "An interaction is listed if its two effects differ significantly (Holm), or if the effects of "
+    "both factors change their sign with the other's value.",
+    "What seeds can show: a difference that is significant among all pairs of the figure in "
+    f"{100 * POWER:.0f} % of repetitions, by the power of the paired t test (Cohen 1988) at p "
+    "below 0.05 / pairs. Spread: mean variance over all pairs of the differences of one seed.",
+    "Levels: medians over runs until the first validation at or below; a run that never reaches it "
+    "ranks last. Default levels: halfway down, the loss that the typical run of every setting "
+    "reaches, and that of the best setting. Seconds: of training, without validation.",
+    "Every run: a dot is a run, the bar the mean of a setting; a line connects the runs of a seed. "
+    "The axes do not start at 0. Loss curves: mean over runs, band from the lowest to the highest; "
+    "dashed: the levels. nll: cross-entropy per target (character, word piece, image), without "
+    "label smoothing.",
 )
-_MOST_SENTENCES = 12  # per figure; a table has all pairs
 
 
 def report(comparison: Comparison, out: Path, levels: Sequence[float] | None = None) -> None:
@@ -37,31 +70,34 @@ def report(comparison: Comparison, out: Path, levels: Sequence[float] | None = N
     comparable = [s for s in settings if s.comparable and s.members]
     if levels is None:
         levels = choose_levels([[m.loss for m in s.members] for s in comparable])
-    differences = [(name, pairs) for name, pairs in comparison.differences.items() if pairs]
-    answers = [line for name, pairs in differences for line in sentences(name, pairs)]
-    answers = answers or ["No two settings are compared."]
-    tables = evaluation_tables(settings)
-    tables += [difference_table(name, pairs) for name, pairs in differences]
-    tables += [loss_table(settings, curve), level_table(comparable, levels)]
     failed = [(run.name, str(run.fault)) for run in comparison.runs if run.fault]
-    if failed:
-        tables.append(Table("Runs that are not counted", ("run", "why"), failed))
+    tables = [*evaluation_tables(settings), loss_table(settings, curve)]
+    tables += [level_table(comparable, levels)]
+    tables += [Table("Runs that are not counted", ("run", "why"), failed)] if failed else []
+    first, pairs, facts = _first_parts(comparison), pair_tables(comparison), answers(comparison)
     out.mkdir(parents=True, exist_ok=True)
     pictures = [draw_figures(out, settings, curve), draw_losses(out, comparable, curve, levels)]
-    counted = len(comparison.runs) - len(failed)
-    sizes = f"{_count(counted, 'run')} in {_count(len(settings), 'group')}"
-    facts = [f"{sizes} by differences between their recipes, except the seed."]
-    lists = [
-        Points("Which difference is real?", answers, _SIGNIFICANT),
-        Points("Settings", [f"{s.short}. {s.legend}" for s in settings if s.legend != s.short]),
+    parts = [*first, *pictures, *tables, *pairs, Points("Methods", METHODS, folded=True)]
+    write_report(out, "compare", "Comparison of runs", facts, parts)
+    print("\n".join(fact.replace("\n", "\n  ") for fact in facts))
+    for part in (*first, *tables):
+        print("", *part.text(), sep="\n")
+    if pairs:
+        print("\nEvery pair of settings, and the methods: in the files")
+    print(f"\nfiles: {out}/compare.html compare.md curves.png curves.svg seeds.png seeds.svg")
+
+
+def _first_parts(comparison: Comparison) -> list[Table | Points]:
+    """Effects of factors, what letters stand for, and notes, where there are any."""
+    settings = comparison.settings
+    letters = [f"{s.short}. {s.legend}" for s in settings if s.label == s.short != s.legend]
+    parts = [
+        effect_table(comparison),
+        Points("Interactions", interaction_lines(comparison)),
+        Points("Settings", letters),
         Points("Notes", comparison.notes),
     ]
-    lists = [part for part in lists if part.lines]
-    write_report(out, "compare", "Comparison of runs", facts, [*lists, *pictures, *tables])
-    blocks = [["", part.title, *(f"- {line}" for line in part.lines)] for part in lists]
-    blocks += map(_console, tables)
-    print("\n".join([*facts, *(line for block in blocks for line in block)]))
-    print(f"\nfiles: {out}/compare.html compare.md curves.png curves.svg seeds.png seeds.svg")
+    return [part for part in parts if part.text()]
 
 
 def report_folder(folders: Sequence[Path]) -> Path:
@@ -76,59 +112,159 @@ def report_folder(folders: Sequence[Path]) -> Path:
     return out
 
 
-def sentences(figure: str, differences: Sequence[SettingDifference]) -> list[str]:
-    """A sentence for each pair of settings; if there are many, for those with the smallest p."""
-    tests = sum(pair.over_seeds is not None for pair in differences)
-    pairs = list(differences)
-    if len(pairs) > _MOST_SENTENCES:
-        pairs.sort(key=lambda pair: pair.over_seeds.p if pair.over_seeds else 2.0)
-    lines = [_sentence(figure, pair, tests) for pair in pairs[:_MOST_SENTENCES]]
-    if rest := len(pairs) - len(lines):
-        lines.append(f"{figure}: the other {rest} pairs are in the table.")
-    return lines
+def answers(comparison: Comparison) -> list[str]:
+    """The answer in each figure that two settings have, and the number of runs."""
+    compared = [name for name in comparison.differences if len(comparison.ranking(name)) > 1]
+    runs = _count(sum(run.fault is None for run in comparison.runs), "run")
+    groups = _count(len(comparison.settings), "group")
+    number = f"{runs} in {groups} by differences between their recipes, except the seed."
+    return [*(answer(comparison, figure) for figure in compared), number]
 
 
-def _sentence(figure: str, pair: SettingDifference, tests: int) -> str:
-    """tests: pairs for which p is corrected."""
+def answer(comparison: Comparison, figure: str) -> str:
+    """Which setting is best in a figure; on a second line by how much, and what seeds can show."""
+    ranking, pairs = comparison.ranking(figure), comparison.differences[figure]
+    (best, over), (following, _), *_ = ranking
+    tested = [pair for pair in pairs if pair.over_seeds]
+    lines = [f"Next: {following.name}."]
+    pair = next((p for p in pairs if {p.first, p.second} == {best.short, following.short}), None)
+    if pair:
+        lines = [f"Next: {following.name}, {_distance(figure, pair, best.short, len(pairs))}."]
+    if not tested:
+        lines.append("One seed in common allows no conclusion for others: train or evaluate more.")
+    elif not comparison.winner(figure):
+        lines += _power(figure, tested, pair)
+    if tested and (rest := len(pairs) - len(tested)):
+        lines.append(f"Not tested: {rest} of {len(pairs)} pairs, with one seed in common.")
+    alone = sum(p.over_utterances is not None and p.over_utterances.p < ALPHA for p in pairs)
+    if alone and not comparison.winner(figure):
+        differ = f"{alone} of {_count(len(pairs), 'pair')} differ significantly"
+        lines.append(f"Over utterances, for these trained models only, {differ}.")
+    if failed := sum(setting.failed for setting, _ in ranking):
+        lines.append(f"Not counted (see Notes): {_count(failed, 'run')} without a result.")
+    if not all(pair.decoded_alike for pair in pairs):
+        lines.append("Not decoded alike (see Notes).")
+    return (
+        f"{figure}: {_verdict_of_all(comparison, figure)}, {_mean(figure, over)}\n{' '.join(lines)}"
+    )
+
+
+def _verdict_of_all(comparison: Comparison, figure: str) -> str:
+    """The winner, or the best mean and what is shown of it."""
+    ranking, significant = comparison.ranking(figure), comparison.significant(figure)
+    best, count = ranking[0][0], len(ranking)
+    if comparison.winner(figure):
+        return f"{best.name} is the best of {count} settings"
+    if not significant:
+        tested = any(pair.over_seeds for pair in comparison.differences[figure])
+        shown = "no difference is shown" if tested else "no difference can be tested over seeds"
+        return f"{shown} among {count} settings; best mean: {best.name}"
+    beaten = sum(better == best.short for better, _ in significant)
+    others = f"{beaten or 'no'} other{'s' * (beaten > 1)}"
+    return (
+        f"no single best of {count} settings is shown; best mean: {best.name}, significantly "
+        f"better than {others}"
+    )
+
+
+def _mean(figure: str, over: Spread) -> str:
+    """12.30 % (95 % interval 11.10 to 13.50)"""
     factor, digits = scale(figure)
-    points = " points" * (factor == 100)
+    mean, _, interval = _spread_cells(over, f"{{:.{digits}f}}", factor)
+    return mean + " %" * (factor == 100) + f" (95 % interval {interval})" * (interval != DASH)
+
+
+def _distance(figure: str, pair: SettingDifference, best: str, pairs: int) -> str:
+    """0.80 points higher (95 % interval +0.10 to +1.50, p = 0.030 (Holm), 3 seeds)"""
+    factor, digits = scale(figure)
+    sign = 1 if pair.first == best else -1
+    size, mean = f"{factor * abs(pair.mean):.{digits}f}", sign * pair.mean
+    if float(size) == 0 and mean:
+        size = f"less than 0.{'0' * (digits - 1)}1"
+    direction = "lower" if mean < 0 else "higher"
+    text = f"{size}{' points' * (factor == 100)} {direction}" if mean else "equal"
+    if test := pair.over_seeds or pair.over_utterances:
+        ends = sorted(sign * factor * end for end in test.interval or ())
+        over = f"{pair.seeds} seeds" if pair.over_seeds else "over utterances, for these two models"
+        interval = [f"95 % interval {ends[0]:+.{digits}f} to {ends[1]:+.{digits}f}"] if ends else []
+        text += f" ({', '.join([*interval, _p(test.p) + ' (Holm)' * (pairs > 1), over])})"
+    return text
+
+
+def _power(
+    figure: str, tested: Sequence[SettingDifference], pair: SettingDifference | None
+) -> list[str]:
+    """What the seeds can show, and how many would show the difference of the best two."""
+    factor, digits = scale(figure)
+    sd = math.sqrt(np.mean([one.over_seeds.sd**2 for one in tested]))
+    if not sd:
+        return []
 
     def number(value: float) -> str:
-        return f"{factor * value:.{digits}f}"
+        return f"{factor * value:.{digits}f}{' points' * (factor == 100)}"
 
-    first, second = (number(value) + " %" * bool(points) for value in pair.values)
-    size, direction = number(abs(pair.mean)), "lower" if pair.mean < 0 else "higher"
-    if float(size) == 0 and pair.mean:
-        size = f"less than {number(0)[:-1]}1"
-    size = f"{size}{points} {direction} than" if pair.mean else "equal to"
-    line = f"{figure}: {pair.second} is {size} {pair.first}, {second} against {first}"
-    only_models = pair.over_utterances is not None and pair.over_utterances.p < ALPHA
-    if pair.over_seeds is None:
-        line += ". Significant over utterances, for these two models" * only_models
-        line += ". One seed in common allows no conclusion for others: train or evaluate more"
-    else:
-        line += f" ({_test(pair.over_seeds, tests, factor, digits)}, {pair.seeds} seeds): "
-        if pair.over_seeds.p < ALPHA:
-            line += "significant over seeds"
-        else:
-            line += "not significant over seeds"
-            line += ", only over utterances, for these trained models" * only_models
-            if sd := pair.over_seeds.sd:
-                smallest = number(detectable(pair.seeds, sd)) + points
-                line += f"; {pair.seeds} seeds that vary like these can show {smallest} or more"
-    line += f". {pair.failed} runs without a result are not counted" * bool(pair.failed)
-    return line + ". Not decoded alike (see Notes)" * (not pair.decoded_alike) + "."
+    seeds = min(one.seeds for one in tested)
+    smallest = detectable(seeds, sd, len(tested))
+    text = f"a difference of {number(smallest)} or more"
+    if factor == 100 and smallest > 1:
+        text = "no difference below 100 points"
+    text = f"With this spread, {seeds} seeds can show {text}"
+    if pair and pair.mean and abs(pair.mean) < smallest:
+        needed = pairs_needed(abs(pair.mean), sd, len(tested))
+        count = f"about {needed}" if needed else f"more than {MOST_PAIRS:,}"
+        text += f"; to show {number(abs(pair.mean))} takes {count} seeds"
+    return [f"{text}."]
 
 
-def _test(test: PairedT, tests: int, factor: int, digits: int) -> str:
-    """p = 0.300, corrected for 3 pairs; 95 % interval of this difference alone -0.1 to +0.2"""
-    text = "p < 0.001" if test.p < 0.001 else f"p = {test.p:.3f}"
-    text += f", corrected for {tests} pairs" * (tests > 1)
-    if test.interval is None:
-        return f"{text} by the sign test"
-    low, high = (factor * end for end in test.interval)
-    difference = "this difference alone" if tests > 1 else "the difference"
-    return f"{text}; 95 % interval of {difference} {low:+.{digits}f} to {high:+.{digits}f}"
+def effect_table(comparison: Comparison) -> Table:
+    """The effect of each factor of a grid in each figure."""
+    head = ("figure", "factor", "from", "to", "difference", "95 % interval", "p (Holm)", "pairs")
+    rows = [
+        _effect_row(figure, effect)
+        for figure, found in comparison.effects.items()
+        for effect in found
+    ]
+    return Table("Effect of each factor, over the others", (*head, "significant"), rows)
+
+
+def _effect_row(figure: str, effect: Effect) -> tuple[str, ...]:
+    factor, digits = scale(figure)
+    form = f"{{:+.{digits}f}}"
+    cells = (form.format(factor * effect.test.mean), *_test_cells(effect.test, form, factor))
+    verdict = "yes" if effect.test.p < ALPHA else "no"
+    name = figure + ", points" * (factor == 100)
+    return (name, effect.factor, effect.first, effect.second, *cells, f"{effect.pairs}", verdict)
+
+
+def interaction_lines(comparison: Comparison) -> list[str]:
+    """A sentence for each large interaction."""
+    return [
+        _interaction(figure, one)
+        for figure, found in comparison.interactions.items()
+        for one in found
+    ]
+
+
+def _interaction(figure: str, one: Interaction) -> str:
+    factor, digits = scale(figure)
+    at_each = " and ".join(
+        f"{factor * effect:+.{digits}f} with {one.other}={value}"
+        for effect, value in zip(one.effects, one.values, strict=True)
+    )
+    shown = "one seed" if one.test is None else _p(one.test.p)
+    verdict = "" if one.test and one.test.p < ALPHA else ", not significant"
+    return (
+        f"{figure}: {one.factor}={one.second} instead of {one.first}: {at_each} ({shown}{verdict})"
+    )
+
+
+def _p(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+
+
+def pair_tables(comparison: Comparison) -> list[Table]:
+    """Every pair of settings in each figure."""
+    return [difference_table(*one) for one in comparison.differences.items() if one[1]]
 
 
 def difference_table(figure: str, differences: Sequence[SettingDifference]) -> Table:
@@ -146,24 +282,14 @@ def difference_table(figure: str, differences: Sequence[SettingDifference]) -> T
     head += ["95 % over seeds", "p (Holm)"]
     head += ["95 % over utterances", "p (Holm)"] if rates else []
     head += ["real"]
-    note = (
-        "Difference: second minus first. Runs of the same seed are paired. Over seeds: t test, "
-        "valid for new seeds; sign test where all differences are equal. Each interval is for one "
-        "pair; p (Holm) is corrected for all pairs of the table; real: p (Holm) over seeds is "
-        "below 0.05. One seed in common allows no conclusion about other seeds."
-    )
-    note += (
-        " Over utterances: bootstrap of the errors summed over the seeds, valid for these trained "
-        "models only: another seed can reverse such a difference."
-    ) * rates
-    return Table(f"Is the difference real? {figure}", head, rows, note)
+    return Table(f"Pairs of settings: {figure}", head, rows, folded=True)
 
 
 def _test_cells(test: PairedT | Difference | None, form: str, factor: int) -> list[str]:
     if test is None:
         return [DASH] * 2
-    interval = test.interval and between([factor * end for end in test.interval], form)
-    return [interval or DASH, "< 0.001" if test.p < 0.001 else f"{test.p:.3f}"]
+    p = "< 0.001" if test.p < 0.001 else f"{test.p:.3f}"
+    return [_interval(test.interval, form, factor), p]
 
 
 def _verdict(pair: SettingDifference) -> str:
@@ -185,17 +311,12 @@ def loss_table(settings: Sequence[SettingRuns], curve: str) -> Table:
             why = DASH if setting.comparable else "not comparable"
             rows.append((setting.label, runs, why, *[DASH] * 5))
             continue
-        best = _spread_cells([member.figures[BEST_LOSS] for member in setting.members], "{:.4f}")
-        final = _spread_cells([member.loss.values[-1] for member in setting.members], "{:.4f}")
+        best = _spread_cells(figure_spread(setting, BEST_LOSS), "{:.4f}")
+        final = _spread_cells(spread([m.loss.values[-1] for m in setting.members]), "{:.4f}")
         curves = [finite(member.loss) for member in setting.members]
         step = np.mean([c.steps[c.values.argmin()] for c in curves])
         rows.append((setting.label, runs, *best, *final[:2], f"{step:,.0f}"))
-    note = (
-        f"Best (lowest) and final {curve} on the validation data, means over the runs (seeds) of a "
-        "setting; sd: standard deviation over runs. 95 % interval of the mean best loss by "
-        "Student's distribution: wide for two runs, none for one. Best at step: mean."
-    )
-    return Table("Validation loss", (*head, "best at step"), rows, note)
+    return Table("Validation loss", (*head, "best at step"), rows)
 
 
 def _failed(setting: SettingRuns) -> str:
@@ -205,16 +326,8 @@ def _failed(setting: SettingRuns) -> str:
 def level_table(settings: Sequence[SettingRuns], levels: Sequence[float]) -> Table:
     """Steps, audio-hours and seconds until the loss first passes each level: medians over runs."""
     rows = [(f"{level:g}", s.label, *_level_cells(s, level)) for level in levels for s in settings]
-    note = (
-        "Medians over the runs until the first validation at or below the level. A run that never "
-        "reaches it ranks last; if half of the runs or more do not, there is no median. Failed "
-        "runs are not counted. Default levels: halfway down, the loss that the typical run of "
-        "every setting reaches, and the loss that only the typical run of the best setting "
-        "reaches. Seconds: wall time of training without validation; other work on the machine "
-        "increases it."
-    )
     head = ("loss", "setting", "reached", "steps", "audio-hours", "seconds")
-    return Table("Until the loss first passes a level", head, rows, note)
+    return Table("Until the loss first passes a level", head, rows)
 
 
 def _level_cells(setting: SettingRuns, level: float) -> list[str]:
@@ -234,55 +347,38 @@ def _level_cells(setting: SettingRuns, level: float) -> list[str]:
 
 
 def evaluation_tables(settings: Sequence[SettingRuns]) -> list[Table]:
-    """The results of the evaluations."""
-    tables = []
-    for name in compared_figures(settings):
-        if name != BEST_LOSS:
-            table = wer_table if name.startswith(WER_OF) else figure_table
-            tables.append(table(comparable_in(name, settings), name))
-    return tables
-
-
-def wer_table(settings: Sequence[SettingRuns], figure: str) -> Table:
-    """Word error rates of one split, pooled over the runs of each setting."""
-    split = figure.removeprefix(WER_OF)
-    rows = []
-    for setting in settings:
-        scores = [m.scores[split] for m in setting.members if split in m.scores]
-        rates = spread([score.wer for score in scores])
-        # Student's interval may extend below 0, which a rate cannot.
-        over_runs = rates.interval and (max(0, rates.interval[0]), rates.interval[1])
-        cells = (_number(rates.mean), _pooled_interval(scores), _number(rates.sd))
-        each = ", ".join(f"{100 * score.wer:.2f}" for score in scores)
-        rows.append((setting.label, str(len(scores)), *cells, _interval(over_runs), each))
-    head = ("setting", "runs", "WER", "over utterances", "sd of runs", "over runs", "each run, %")
-    note = (
-        "95 % intervals: over utterances by bootstrap (Bisani & Ney 2004), for these trained "
-        "models; over runs by Student's distribution, cut at 0, for other seeds too."
-    )
-    return Table(f"Word error rate: {split}", head, rows, note)
-
-
-def _pooled_interval(scores: Sequence[Score]) -> str:
-    try:
-        return _interval(pooled(scores).wer_interval)
-    except UserError:
-        return "runs differ in utterances or texts"
+    """The results of the evaluations: mean, standard deviation and intervals of each setting."""
+    figures = [figure for figure in compared_figures(settings) if figure != BEST_LOSS]
+    return [figure_table(comparable_in(figure, settings), figure) for figure in figures]
 
 
 def figure_table(settings: Sequence[SettingRuns], figure: str) -> Table:
-    """One figure: mean, standard deviation over seeds and t interval of each setting."""
+    """One figure; a word error rate also has an interval over the utterances of all runs."""
     factor, digits = scale(figure)
-    form = f"{{:.{digits}f}}"
+    form, words = f"{{:.{digits}f}}", figure.startswith(WER_OF)
     rows = []
     for setting in settings:
-        values = [factor * m.figures[figure] for m in setting.members if figure in m.figures]
-        each = ", ".join(map(form.format, values))
-        rows.append((setting.label, str(len(values)), *_spread_cells(values, form), each))
-    title = f"{figure[:1].upper()}{figure[1:]}" + ", %" * (factor == 100)
-    head = ("setting", "runs", "mean", "sd", "95 % interval", "each run")
-    note = "Means over runs (seeds); intervals by Student's distribution, for other seeds too."
-    return Table(title, head, rows, note)
+        runs = [m for m in setting.members if figure in m.figures]
+        each = ", ".join(form.format(factor * m.figures[figure]) for m in runs)
+        cells = _spread_cells(figure_spread(setting, figure), form, factor)
+        scores = [m.scores[figure.removeprefix(WER_OF)] for m in runs] if words else []
+        pool = [_pooled_interval(scores, form)] if words else []
+        rows.append((setting.label, str(len(runs)), *cells, *pool, each))
+    head = ["setting", "runs", "mean", "sd", "95 % over runs"]
+    head += ["95 % over utterances"] * words + ["each run"]
+    return Table(f"{figure[:1].upper()}{figure[1:]}{_percent(figure)}", head, rows)
+
+
+def _percent(figure: str) -> str:
+    return ", %" * (scale(figure)[0] == 100)
+
+
+def _pooled_interval(scores: Sequence[Score], form: str) -> str:
+    try:
+        interval = pooled(scores).wer_interval
+    except UserError:
+        return "runs differ in utterances or texts"
+    return _interval(interval, form, 100)
 
 
 def draw_losses(
@@ -292,11 +388,7 @@ def draw_losses(
     loss = {s.legend: mean for s in settings if (mean := band(m.loss for m in s.members))}
     train = {s.legend: mean for s in settings if (mean := band(m.train_loss for m in s.members))}
     files = draw_curves([Panel(curve, loss, levels), Panel(TRAIN, train)])
-    note = (
-        "Mean over runs; band: from the lowest to the highest run. Dashed: the levels. nll: "
-        "cross-entropy per target (character, word piece, image), without label smoothing."
-    )
-    return _picture(out, "Loss curves", "curves", files, note)
+    return _picture(out, "Loss curves", "curves", files)
 
 
 def draw_figures(out: Path, settings: Sequence[SettingRuns], curve: str) -> Picture:
@@ -310,37 +402,29 @@ def draw_figures(out: Path, settings: Sequence[SettingRuns], curve: str) -> Pict
         for setting in comparable_in(figure, ordered):
             runs = [m for m in setting.members if figure in m.figures]
             values[setting.short] = [(m.seed, factor * m.figures[figure]) for m in runs]
-        title = f"best {curve}" if figure == BEST_LOSS else figure + ", %" * (factor == 100)
-        strips.append(Strip(title, values))
+        title = f"best {curve}" if figure == BEST_LOSS else f"{figure}{_percent(figure)}"
+        strips.append(Strip(title, values, percent=factor == 100))
     files = draw_seeds(strips, [s.short for s in ordered])
-    note = (
-        "A dot is a run, the bar the mean of a setting; a line connects the runs of one seed. "
-        "The axes do not start at 0."
-    )
-    return _picture(out, "Every run", "seeds", files, note)
+    return _picture(out, "Every run", "seeds", files)
 
 
-def _picture(out: Path, title: str, name: str, files: tuple[bytes, str], note: str) -> Picture:
+def _picture(out: Path, title: str, name: str, files: tuple[bytes, str]) -> Picture:
     """Write NAME.png and NAME.svg."""
     png, svg = files
     for suffix, content in (("png", png), ("svg", svg.encode())):
         with atomic_writer(out / f"{name}.{suffix}") as file:
             file.write(content)
-    return Picture(title, f"{name}.svg", svg, note)
+    return Picture(title, f"{name}.svg", svg)
 
 
-def _interval(interval: Interval | None, form: str = "{:.2%}") -> str:
-    return DASH if interval is None else between(interval, form)
+def _interval(interval: Interval | None, form: str, factor: int = 1) -> str:
+    return DASH if interval is None else between([factor * end for end in interval], form)
 
 
-def _number(value: float | None, form: str = "{:.2%}") -> str:
-    return DASH if value is None else form.format(value).replace("%", " %")
-
-
-def _spread_cells(values: Sequence[float], form: str) -> list[str]:
-    """Mean, standard deviation and t interval."""
-    over = spread(values)
-    return [form.format(over.mean), _number(over.sd, form), _interval(over.interval, form)]
+def _spread_cells(over: Spread, form: str, factor: int = 1) -> list[str]:
+    """Mean, standard deviation and interval over runs."""
+    sd = DASH if over.sd is None else form.format(factor * over.sd)
+    return [form.format(factor * over.mean), sd, _interval(over.interval, form, factor)]
 
 
 def _cost(value: float | None) -> str:
@@ -350,9 +434,3 @@ def _cost(value: float | None) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + "s" * (number != 1)
-
-
-def _console(table: Table) -> list[str]:
-    rows = [table.head, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["", table.title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]

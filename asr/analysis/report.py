@@ -21,12 +21,19 @@ _NUMBER = re.compile(r"[-+<>−–±≤%\d.,()\[\]/e ]*(to [-+−\d.,() %]*)?")
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text; a column of numbers is aligned right."""
+    """Cells are text; a column of numbers is aligned right. folded: the page shows its title."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    note: str = ""
+    folded: bool = False
+
+    def text(self) -> list[str]:
+        """The lines for a console; none without rows."""
+        rows = [self.head, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return [self.title, *lines] if self.rows else []
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,11 @@ class Points:
 
     title: str
     lines: Sequence[str]
-    note: str = ""
+    folded: bool = False
+
+    def text(self) -> list[str]:
+        """The lines for a console; none without sentences."""
+        return [self.title, *(f"- {line}" for line in self.lines)] if self.lines else []
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,6 @@ class Picture:
     title: str
     file: str  # name in the report's folder
     svg: str
-    note: str = ""
 
 
 Part = Points | Table | Picture
@@ -69,14 +79,20 @@ def policy_hash(text: str) -> str:
 def write_report(
     folder: Path, name: str, title: str, facts: Sequence[str], parts: Sequence[Part]
 ) -> None:
-    """Write folder/NAME.md and folder/NAME.html: a title, paragraphs of facts, then the parts."""
+    """Write folder/NAME.md and folder/NAME.html: a title, facts, then the parts.
+
+    A fact is a paragraph, or a line to stress and a paragraph on it.
+    """
     pages = {f"{name}.md": markdown(title, facts, parts), f"{name}.html": html(title, facts, parts)}
     write_files(folder, pages)
 
 
 def markdown(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
     """The report as GitHub's Markdown."""
-    blocks = [f"# {markdown_text(title)}", *map(markdown_text, facts)]
+    blocks = [f"# {markdown_text(title)}"]
+    for fact in facts:
+        first, _, rest = map(markdown_text, fact.partition("\n"))
+        blocks += [f"**{first}**", rest] if rest else [first]
     for part in parts:
         blocks += [f"## {markdown_text(part.title)}"]
         if isinstance(part, Picture):
@@ -88,7 +104,6 @@ def markdown(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
             rows = [list(map(markdown_text, row)) for row in (part.head, *part.rows)]
             lines = [f"| {' | '.join(row)} |" for row in (rows[0], align, *rows[1:])]
             blocks += ["\n".join(lines)]
-        blocks += [markdown_text(part.note)] if part.note else []
     return "\n\n".join(blocks) + "\n"
 
 
@@ -96,18 +111,11 @@ def html(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
     """The report as one self-contained page."""
     style = "\n" + template("report.css")
     policy = f"default-src 'none'; style-src '{policy_hash(style)}'; img-src data:"
-    body = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
-    for part in parts:
-        body += [f"<h2>{escape(part.title)}</h2>"]
-        if isinstance(part, Picture):
-            data = b64encode(part.svg.encode()).decode()
-            image = f'<img alt="{escape(part.title)}" src="data:image/svg+xml;base64,{data}">'
-            body += [f'<div class="scroll">{image}</div>']
-        elif isinstance(part, Points):
-            body += [f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in part.lines)}</ul>"]
-        else:
-            body += [_table(part)]
-        body += [f"<p>{escape(part.note)}</p>"] if part.note else []
+    body = [f"<h1>{escape(title)}</h1>"]
+    for fact in facts:
+        first, _, rest = map(escape, fact.partition("\n"))
+        body += [f"<p><strong>{first}</strong><br>{rest}</p>" if rest else f"<p>{first}</p>"]
+    body += ["<main>", *map(_section, parts), "</main>"]
     return plain_text(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -116,6 +124,23 @@ def html(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
         + "\n".join(body)
         + "\n</body>\n</html>\n"
     )
+
+
+def _section(part: Part) -> str:
+    title = escape(part.title)
+    if isinstance(part, Picture):
+        data = b64encode(part.svg.encode()).decode()
+        image = f'<img alt="{title}" src="data:image/svg+xml;base64,{data}">'
+        return (
+            f'<section class="picture"><h2>{title}</h2><div class="scroll">{image}</div></section>'
+        )
+    if isinstance(part, Points):
+        content = f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in part.lines)}</ul>"
+    else:
+        content = _table(part)
+    if part.folded:
+        return f"<details><summary>{title}</summary>{content}</details>"
+    return f"<section><h2>{title}</h2>{content}</section>"
 
 
 def markdown_text(text: str) -> str:

@@ -331,9 +331,15 @@ class SettingRuns:
     label: str
     short: str  # a letter instead of a long label, for table rows with two settings
     legend: str  # the whole label
+    factors: Mapping[str, str]  # the settings that differ: short name -> value as text
     members: tuple[SettingRun, ...]
     failed: int
     comparable: bool  # its losses are of the same data and vocabulary as those of most runs
+
+    @property
+    def name(self) -> str:
+        """The label in a sentence: the letter if the whole label is long."""
+        return self.short if self.short == self.label else self.legend
 
 
 def read_setting_run(run: RunRecord, curve: str, notes: list[str]) -> SettingRun:

@@ -8,8 +8,10 @@ Shapes: N units, C counts of each, K classes.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,7 @@ NORMAL_QUANTILE = 1.959963984540054  # of the standard normal distribution at 0.
 # Fewer make an interval over speakers too narrow: with 10 a bootstrap finds a difference between
 # equal systems in 10 % of cases, not 5, and with 2 in half of them.
 MIN_SPEAKERS = 20
+MOST_PAIRS = 1000  # that pairs_needed tries
 _ROUNDING = 1e-9  # relative to the mean: differences that vary less count as equal
 _CHUNK = 1 << 20  # indices drawn at a time: 8 MB
 
@@ -131,15 +134,29 @@ def paired_t(first: Sequence[float], second: Sequence[float]) -> PairedT | None:
     return PairedT(mean, differences.interval, p, sd)
 
 
-def detectable(count: int, sd: float) -> float:
+def detectable(count: int, sd: float, tests: int = 1) -> float:
     """The smallest mean difference that the paired t test of `count` pairs detects.
 
-    Detects: p < 1 - LEVEL in a share POWER of all repetitions. sd: true standard deviation of the
-    differences.
+    Detects: p < (1 - LEVEL) / tests in a share POWER of all repetitions, by the noncentral t
+    distribution (Cohen 1988). sd: true standard deviation of the differences. tests: number of
+    tests that p is corrected for; by Holm's method the smallest p has to pass this limit.
     """
-    limit = stdtrit(count - 1, (1 + LEVEL) / 2)
+    limit = stdtrit(count - 1, 1 - (1 - LEVEL) / 2 / tests)
     # The test's other tail, a difference of the wrong sign, is negligible here.
     return float(nctdtrinc(count - 1, 1 - POWER, limit)) * sd / math.sqrt(count)
+
+
+def pairs_needed(difference: float, sd: float, tests: int = 1) -> int | None:
+    """The fewest pairs with which the difference is detectable; None beyond MOST_PAIRS."""
+    counts = range(2, MOST_PAIRS + 1)
+    first = bisect_left(counts, -difference, key=lambda count: -detectable(count, sd, tests))
+    return counts[first] if first < len(counts) else None
+
+
+def corrected(tests: Sequence[Any]) -> list[Any]:
+    """The tests, dataclasses with p, with p adjusted by Holm's method; None stays None."""
+    p = iter(holm([test.p for test in tests if test]))
+    return [test and replace(test, p=next(p)) for test in tests]
 
 
 def holm(p: Sequence[float]) -> list[float]:
