@@ -47,8 +47,8 @@ METHODS = (
     "all differences are equal. Significant: p below 0.05 after Holm's correction for all pairs of "
     "the figure. Each interval is for one difference alone.",
     "Effect of a factor: mean difference over all pairs of runs that are equal in seed and in all "
-    "other factors; t test over these pairs, which takes trainings as independent apart from what "
-    "a pair shares; Holm's correction for all effects on the figure.",
+    "other factors, of two seeds or more; t test over these pairs, which takes trainings as "
+    "independent apart from what a pair shares; Holm's correction for all effects on the figure.",
     "An interaction is listed if its two effects differ significantly (Holm), or if the effects of "
     "both factors change their sign with the other's value.",
     "What seeds can show: a difference that is significant among all pairs of the figure in "
@@ -134,6 +134,8 @@ def answer(comparison: Comparison, figure: str) -> str:
         lines.append("One seed in common allows no conclusion for others: train or evaluate more.")
     elif not comparison.winner(figure):
         lines += _power(figure, tested, pair)
+    if tested and (rest := len(pairs) - len(tested)):
+        lines.append(f"Not tested: {rest} of {len(pairs)} pairs, with one seed in common.")
     alone = sum(p.over_utterances is not None and p.over_utterances.p < ALPHA for p in pairs)
     if alone and not comparison.winner(figure):
         differ = f"{alone} of {_count(len(pairs), 'pair')} differ significantly"
