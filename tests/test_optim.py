@@ -10,7 +10,7 @@ from torch import nn, optim
 from asr.config.loader import validate
 from asr.config.schema import OptimizerConfig
 from asr.tasks.speech import build_speech_objective
-from asr.training.optim import constant, load_moments, make_optimizer, noam, tri_stage
+from asr.training.optim import constant, cosine, load_moments, make_optimizer, noam, tri_stage
 
 
 def torch_rates(make, steps, lr=0.7):
@@ -63,6 +63,18 @@ def test_tri_stage_at_its_edges():
     assert tri_stage(1.0, 0, 1.0, 0.1)(9, 1.0) == 1.0  # never falls
     assert tri_stage(1.0, 0, 0.0, 0.1)(9, 0.5) == pytest.approx(0.1**0.5)
     assert tri_stage(1.0, 0, 0.5, 0.1)(9, 1.7) == pytest.approx(0.1)  # beyond the end
+
+
+def test_cosine_matches_torch_times_the_warm_up():
+    steps, warmup, floor = 200, 13, 0.03
+    judge = torch_rates(
+        lambda o: optim.lr_scheduler.CosineAnnealingLR(o, steps, 0.7 * floor), steps + 1
+    )
+    rate = cosine(0.7, warmup, floor)
+    ramp = [min(step / warmup, 1.0) for step in range(steps + 1)]
+    expected = [value * slope for value, slope in zip(judge, ramp, strict=True)]
+    assert [rate(step, step / steps) for step in range(steps + 1)] == pytest.approx(expected)
+    assert cosine(0.7, 0, floor)(9, 1.7) == pytest.approx(0.7 * floor)  # beyond the end
 
 
 @pytest.mark.parametrize(("kind", "judge"), [("adam", optim.Adam), ("adamw", optim.AdamW)])

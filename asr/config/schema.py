@@ -477,10 +477,11 @@ class OptimizerConfig(Config):
 class ScheduleConfig(Config):
     """Section `train.schedule:`: learning rate against steps, with a linear warm-up."""
 
-    kind: Literal["constant", "noam", "tri_stage"] = "tri_stage"  # after the warm-up
+    # after the warm-up
+    kind: Literal["constant", "noam", "tri_stage", "cosine"] = "tri_stage"
     warmup: Natural = 200  # steps
     hold: Weight = 0.5  # tri_stage: share of the run after which the rate falls
-    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05  # tri_stage: last rate / peak rate
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05  # tri_stage, cosine: last rate / lr
     width: Count = 512  # noam: d_model in the formula
 
 

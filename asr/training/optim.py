@@ -51,6 +51,19 @@ def tri_stage(lr: float, warmup: int, hold: float, floor: float) -> Schedule:
     return rate
 
 
+def cosine(lr: float, warmup: int, floor: float) -> Schedule:
+    """Up to lr, and along half a cosine over the whole run down to floor * lr at its end.
+
+    Loshchilov & Hutter 2017 (arXiv:1608.03983), eq. 5, without restarts.
+    """
+
+    def rate(step: int, progress: float) -> float:
+        fallen = (1.0 - math.cos(math.pi * min(progress, 1.0))) / 2
+        return lr * _ramp(step, warmup) * (1.0 - (1.0 - floor) * fallen)
+
+    return rate
+
+
 def _ramp(step: int, warmup: int) -> float:
     return min(step / warmup, 1.0) if warmup else 1.0
 
@@ -61,6 +74,8 @@ def make_schedule(config: ScheduleConfig, lr: float) -> Schedule:
         return noam(lr, config.warmup, config.width)
     if config.kind == "constant":
         return constant(lr, config.warmup)
+    if config.kind == "cosine":
+        return cosine(lr, config.warmup, config.floor)
     return tri_stage(lr, config.warmup, config.hold, config.floor)
 
 
