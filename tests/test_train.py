@@ -134,6 +134,84 @@ def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp
     assert steps == sorted(set(steps)) == [at for at, _ in curve(tiny_run, "train/nll")]
 
 
+def last_weights(run):
+    return load_file(list_checkpoints(run)[-1].folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "schedule_free"])
+def test_frozen_parts_and_rates_by_part_resume_bit_for_bit(
+    kind, tiny, commands, tmp_path, monkeypatch
+):
+    """The stage unfreezes the listener's lower layer; the run is killed before and after."""
+    options = [
+        tiny,
+        f"train.optimizer.kind={kind}",
+        f"train.schedule.kind={'constant' if kind == 'schedule_free' else 'cosine'}",
+        "train.optimizer.lr_factors={speller.*: 0.5, '*': 0.9}",
+        "train.freeze=[listener.*]",
+        "stages=[{start: 0.5, train: {freeze: [listener.layers.1.*]}}]",
+        "train.save_every=1",
+        "train.keep=9",
+    ]
+    code, out, _ = commands(train, *options, "--run", tmp_path / "straight")
+    assert code == 0, out
+    assert re.search(r"0\.00 M parameters, of which 0\.00 M train, ", out)
+    straight = {
+        c.step: load_file(c.folder / "model.safetensors")
+        for c in list_checkpoints(tmp_path / "straight")
+    }
+    assert sorted(straight) == [1, 2, 3, 4, 5, 6]
+    listener = [name for name in straight[1] if name.startswith("listener.")]
+    assert all(torch.equal(straight[1][name], straight[3][name]) for name in listener)
+    moved = {name for name in listener if not torch.equal(straight[3][name], straight[6][name])}
+    assert moved and moved == {name for name in listener if ".layers.1." not in name}
+    for step in (2, 4):
+        with monkeypatch.context() as patch:
+            killed_at(patch, step)
+            assert commands(train, *options, "--run", tmp_path / "killed", *resumed(step))[0] == 130
+    code, out, _ = commands(train, *options, "--run", tmp_path / "killed", "--resume")
+    assert code == 0, out
+    assert_same_state(tmp_path / "killed", tmp_path / "straight")
+
+
+def resumed(step):
+    return ["--resume"] if step > 2 else []
+
+
+def killed_at(patch, step):
+    write = trainer.Training.write_checkpoint
+
+    def killer(self):
+        write(self)
+        if self.state.step == step:
+            raise Killed
+
+    patch.setattr(trainer.Training, "write_checkpoint", killer)
+
+
+def test_a_pattern_of_a_stage_is_checked_at_the_start(tiny, commands, tmp_path):
+    stage = "stages=[{start: 0.5, train: {freeze: [encoder.*]}}]"
+    line = commands.refused(train, tiny, "--run", tmp_path / "run", stage)
+    assert (
+        "train.freeze: no parameter has a name like 'encoder.*'; names begin with listener" in line
+    )
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("*.json"))
+
+
+def test_frozen_batch_norm_keeps_its_statistics(tiny, commands, tmp_path):
+    """Also in a run with the nan checks, whose hooks want gradients."""
+    model = "{kind: conformer, d_model: 8, heads: 2, feed_forward: 11, encoder_layers: 2, "
+    model += "decoder_layers: 1, convolution_norm: batch, kernel: 3, reduction: 2}"
+    options = [tiny, f"model={model}", "train.guided_attention=null", "train.debug=nan"]
+    code, _, err = commands(train, *options, "train.freeze=[encoder.layers.0.*]", "--run", tmp_path)
+    assert code == 0, err
+    weights = last_weights(tmp_path)
+    means = {name: w for name, w in weights.items() if name.endswith("running_mean")}
+    assert len(means) == 2
+    for name, mean in means.items():
+        assert bool(mean.any()) == ("layers.1." in name), name
+
+
 def test_a_run_is_not_resumed_to_an_end_before_its_last_step(tiny, tiny_run, commands, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)  # 2 epochs of 3 steps

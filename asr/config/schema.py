@@ -472,6 +472,9 @@ class OptimizerConfig(Config):
     eps: Annotated[float, Field(gt=0.0)] = 1e-8  # added to the root of the second moment
     # of matrices; gains and biases are not decayed
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    # Pattern of parameter names -> factor of their learning rate, {"encoder.*": 0.1}; of several
+    # that match a name the first counts.
+    lr_factors: dict[str, Positive] = Field(default_factory=dict)
 
 
 class ScheduleConfig(Config):
@@ -534,6 +537,8 @@ class TrainConfig(Config):
     device: Device = "auto"  # auto: GPU if any; cpu, cuda, cuda:N
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads; null: torch's choice
     init: RecipePath | None = None  # folder of a run whose weights this one starts from
+    # Patterns of names of parameters that are not trained, ["encoder.*"].
+    freeze: tuple[str, ...] = ()
     validate_every: Count | None = None  # steps; null: once per epoch
     save_every: Count = 500  # steps
     keep: Count = 3  # latest checkpoints kept
@@ -652,8 +657,8 @@ STAGE_KEYS = {
     "features": ("spec_augment", "speed_perturb", "noise"),
     "model": ("dropout", "recurrent_dropout", "scheduled_sampling", "layer_drop", "drop_head"),
     "train": (
-        "accumulate", "batch_seconds", "clip", "consistency", "guided_attention",
-        "label_smoothing", "optimizer.lr",
+        "accumulate", "batch_seconds", "clip", "consistency", "freeze", "guided_attention",
+        "label_smoothing", "optimizer.lr", "optimizer.lr_factors",
     ),
 }  # fmt: skip
 
@@ -708,7 +713,8 @@ class StageConfig(Config):
     # dropout, recurrent_dropout, scheduled_sampling, layer_drop, drop_head, wherever the model has
     # them: {listener: {dropout: 0.2}}
     model: StageChanges = Field(default_factory=dict)
-    # accumulate, batch_seconds, clip, consistency, guided_attention, label_smoothing, optimizer.lr
+    # accumulate, batch_seconds, clip, consistency, freeze, guided_attention, label_smoothing,
+    # optimizer.lr, optimizer.lr_factors
     train: StageChanges = Field(default_factory=dict)
 
 

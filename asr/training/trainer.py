@@ -109,7 +109,8 @@ def sum_gradients(
     for batch in group:
         with autocast(device, precision):
             out = objective(batch)
-        out["objective"].total.backward()
+        if out["objective"].total.requires_grad:  # not where LayerDrop skips all that trains
+            out["objective"].total.backward()
         add(sums, out)
     return sums
 
@@ -148,7 +149,7 @@ def take_step(
     if step.finite:
         torch._foreach_mul_(gradients, min(1.0, config.clip / (norm + 1e-6)) / count)
         for settings in optimizer.param_groups:
-            settings["lr"] = lr
+            settings["lr"] = lr * settings.get("lr_factor", 1.0)
         optimizer.step()
     return step
 
@@ -450,11 +451,14 @@ class Training:
         """Read the data and build the model, with the settings of a stage."""
         make = pkgutil.resolve_name(TASKS[self.recipe.task])
         self.set_task(make(self.recipe, self.run, resume or not is_first(), stage))
+        for number in range(len(self.recipe.stages) + 1):
+            optim.check_patterns(self.task.objective.model, at_stage(self.recipe, number).train)
 
     def set_task(self, task: Task) -> None:
         """Train this task from now on."""
         self.task, self.config = task, task.recipe.train
         self.content = task.content  # now: the files may change during training
+        optim.freeze(task.objective.model, self.config.freeze)
         batches, share = task.epochs.plan(1).batches, task.max_unreadable
         distributed.check_share(len(batches))
         # Unreadable utterances an epoch: a share, but one in a corpus of any size.
@@ -518,13 +522,20 @@ class Training:
         parameters = sum(p.numel() for p in self.task.objective.parameters())
         lines = [
             f"{'resuming' if resumed else 'training'} {recipe.run}: "
-            f"{parameters / 1e6:.2f} M parameters, {self.task.describe()}"
+            f"{parameters / 1e6:.2f} M parameters{self.trained_share()}, {self.task.describe()}"
             f"{f', {world()} ranks' if world() > 1 else ''}"
         ]
         total = planned_steps(self.task.epochs, self.config, self.state)
         if total <= warmup:
             lines.append(f"all {total} steps are within train.schedule.warmup = {warmup}")
         return lines
+
+    def trained_share(self) -> str:
+        """How many of the parameters train, where some are frozen."""
+        if not self.config.freeze:
+            return ""
+        count = sum(p.numel() for p in self.task.objective.parameters() if p.requires_grad)
+        return f", of which {count / 1e6:.2f} M train"
 
     def due_stage(self) -> int:
         """The stage of the recipe that trains from the state's position on."""
@@ -537,7 +548,7 @@ class Training:
         self.state.stage = stage
         number = f"stage {stage + 1} of {len(self.recipe.stages) + 1}"
         changed = ", ".join(changes(before, now).values())
-        return f"{number}, from epoch {self.state.epoch} on: {changed}"
+        return f"{number}, from epoch {self.state.epoch} on: {changed}{self.trained_share()}"
 
     def begin_stage(self, stage: int) -> None:
         """Save, and resume with the settings of the next stage."""
