@@ -189,6 +189,48 @@ def killed_at(patch, step):
     patch.setattr(trainer.Training, "write_checkpoint", killer)
 
 
+def test_early_stopping_ends_the_run_and_more_patience_continues_it(
+    tiny, commands, tmp_path, monkeypatch
+):
+    """The figures are replaced, so that the best is known: 0.4 at step 2."""
+    values = dict(enumerate([0.5, 0.4, 0.6, 0.45, 0.4, 0.9], start=1))
+    report = SpeechTask.report
+    monkeypatch.setattr(
+        SpeechTask,
+        "report",
+        lambda task, log, step: report(task, log, step) | {"wer": values[step]},
+    )
+    early = "train.early_stopping={metric: wer, patience: %d}"
+    options = [tiny, "train.validate_every=1", "train.keep=1", "--run"]
+    code, out, _ = commands(train, *options, tmp_path / "straight", early % 9)
+    assert code == 0 and "stopped early" not in out
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        killed_at(patch, 3)  # with one of two validations without improvement
+        assert commands(train, *options, run, early % 2)[0] == 130
+    for _ in range(2):  # the second finds it stopped
+        code, out, err = commands(train, *options, run, early % 2, "--resume")
+        assert code == 0, err
+        line = "stopped early: wer has not improved for 2 validations; best WER 40.0 % at step 2"
+        assert line in out and "finished at step 4" in out
+        kept = {c.step: c.loss for c in list_checkpoints(run)}
+        assert kept == {2: 0.4, 4: 0.45}  # keep_best has the best, by the metric
+    line = commands.refused(train, *options, run, "--resume", "--force")
+    assert "checkpoints are ranked by wer, which cannot change to nll: restore train.early" in line
+    code, out, _ = commands(train, *options, run, early % 9, "--resume")
+    assert code == 0 and "patience 2 -> 9" in out
+    assert_same_state(run, tmp_path / "straight")
+
+
+def test_a_metric_that_is_not_measured_is_refused(tiny, commands, tmp_path):
+    early = "train.early_stopping={metric: %s}"
+    for metric, more in (("ctc_wer", "model.ctc_weight=0"), ("perplexity", "seed=2")):
+        line = commands.refused(train, tiny, "--run", tmp_path, early % metric, more)
+        assert f"train.early_stopping.metric = {metric} is not measured with this recipe" in line
+    line = commands.refused(train, "demo_lm", "--run", tmp_path, early % "wer")
+    assert "train.early_stopping.metric = wer is not measured" in line
+
+
 def test_a_pattern_of_a_stage_is_checked_at_the_start(tiny, commands, tmp_path):
     stage = "stages=[{start: 0.5, train: {freeze: [encoder.*]}}]"
     line = commands.refused(train, tiny, "--run", tmp_path / "run", stage)

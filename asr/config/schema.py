@@ -513,6 +513,21 @@ class AlarmConfig(Config):
     diagonality: Weight = 0.6  # the warning is logged below this value
 
 
+class EarlyStoppingConfig(Config):
+    """Section `train.early_stopping:`: ends a run whose validation stops improving.
+
+    The figure also ranks checkpoints, for `train.keep_best` and `decode.checkpoint: best`.
+    """
+
+    # the figure, by its curve valid/METRIC; accuracy and diagonality should rise, the others fall
+    metric: Literal[
+        "nll", "objective", "ctc", "wer", "ctc_wer", "accuracy", "diagonality",
+        "perplexity", "word_perplexity",
+    ] = "nll"  # fmt: skip
+    patience: Count = 5  # validations in a row without improvement that end the run
+    min_delta: NotNegative = 0.0  # a smaller change is no improvement; of wer 0.01 is 1 %
+
+
 class TrainConfig(Config):
     """Section `train:`: the training loop."""
 
@@ -542,7 +557,9 @@ class TrainConfig(Config):
     validate_every: Count | None = None  # steps; null: once per epoch
     save_every: Count = 500  # steps
     keep: Count = 3  # latest checkpoints kept
-    keep_best: Count = 1  # best checkpoints kept as well, by validation loss
+    # best checkpoints kept as well, by validation loss or train.early_stopping.metric
+    keep_best: Count = 1
+    early_stopping: EarlyStoppingConfig | None = None  # null: the run goes to its planned end
     log_every: Count = 20  # steps
     # Experiment trackers besides TensorBoard: docs/sharing.md.
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
@@ -551,6 +568,11 @@ class TrainConfig(Config):
     alarm: AlarmConfig = AlarmConfig()
     health: Natural = 0  # validations between measurements of gates, norms and attention; 0: never
     debug: Literal["nan"] | None = None  # nan: stop at the first value that is not finite; slow
+
+    @property
+    def metric(self) -> str:
+        """The figure of the validation that ranks checkpoints."""
+        return self.early_stopping.metric if self.early_stopping else "nll"
 
     @field_validator("trackers")
     @classmethod
@@ -728,6 +750,20 @@ class Recipe(Config):
     # Changes in the course of a run, in their order; each adds to those before it.
     stages: Annotated[tuple[StageConfig, ...], Field(max_length=20)] = ()
 
+    @property
+    def unmeasured(self) -> set[str]:
+        """Metrics that no validation of this recipe has."""
+        return {"ctc", "wer", "ctc_wer", "diagonality"}
+
+    @model_validator(mode="after")
+    def _metric_is_measured(self) -> "Recipe":
+        if self.train.metric in self.unmeasured:
+            raise ValueError(
+                f"train.early_stopping.metric = {self.train.metric} is not measured with this "
+                "recipe: choose another, such as nll"
+            )
+        return self
+
     @field_validator("stages")
     @classmethod
     def _follow_one_another(cls, stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
@@ -757,6 +793,13 @@ class SpeechRecipe(Recipe):
     text: TextConfig = TextConfig()
     model: SpeechModelConfig
     decode: DecodeConfig = DecodeConfig()
+
+    @property
+    def unmeasured(self) -> set[str]:
+        """Metrics that no validation of this recipe has."""
+        without_head = set() if self.model.ctc_weight else {"ctc", "ctc_wer"}
+        undecoded = set() if self.train.wer_utterances else {"wer", "ctc_wer", "diagonality"}
+        return {"perplexity", "word_perplexity"} | without_head | undecoded
 
     @model_validator(mode="after")
     def _ctc_decoding_has_its_head(self) -> "SpeechRecipe":

@@ -47,10 +47,13 @@ from asr.training.resume import ResumePoint, changes, find_resume_point
 from asr.training.signals import Stop, Stopped
 from asr.training.state import (
     TrainState,
+    count_validation,
     due_stage,
+    has_stopped_early,
     is_finished,
     progress,
     random_state,
+    rank_of,
     restore_random_state,
 )
 from asr.training.task import Epochs, Task, TaskBatch
@@ -222,6 +225,7 @@ class Training:
             elif state.step % self.config.save_every == 0 and state.step not in (0, self.saved):
                 self.save()
             if is_finished(state, self.config):
+                self.report_early_stop()
                 return
             stage = self.due_stage()
             if stage > state.stage and not self.stop.requested_on_any_rank():
@@ -350,6 +354,7 @@ class Training:
             self.log.scalars("valid", figures, step)
             self.log.info(f"step {step}  validation: {'  '.join(figure_texts(figures))}")
             self.alarm(figures.get("diagonality", 1.0))
+            self.count_validation(gather(figures)[0])  # rank 0 alone decodes
             self.write_checkpoint()
             release_memory()
         self.log.exclude(time.perf_counter() - begin)
@@ -394,6 +399,24 @@ class Training:
                 "more reduction, a lower lr."
             )
 
+    def count_validation(self, figures: Mapping[str, float]) -> None:
+        """For train.early_stopping. Raises UserError where the metric is not among the figures."""
+        if early := self.config.early_stopping:
+            if early.metric not in figures:
+                key = f"train.early_stopping.metric = {early.metric}"
+                raise UserError(f"{key}: the validation has {', '.join(figures)}; choose one")
+            count_validation(self.state, early, figures[early.metric])
+
+    def report_early_stop(self) -> None:
+        """Log why the run ends before its planned end, if it does."""
+        state, metric = self.state, self.config.metric
+        if has_stopped_early(state, self.config):
+            (best,) = figure_texts({metric: state.best})
+            self.log.info(
+                f"stopped early: {metric} has not improved for {state.not_improved} validations; "
+                f"best {best} at step {state.best_step}"
+            )
+
     def save(self) -> None:
         """Write a checkpoint of everything that a resume needs."""
         with self.weights.applied():
@@ -423,7 +446,9 @@ class Training:
             "metrics": self.metrics,
             "trackers": self.trackers,
         }
-        loss = self.metrics["valid/nll"] if self.validated == self.saved else math.inf
+        metric, loss = self.config.metric, math.inf
+        if self.validated == self.saved:
+            loss = rank_of(metric, self.metrics[f"valid/{metric}"])
         # The curves up to this step are on the disk before the checkpoint.
         self.log.flush()
         model, metadata = self.task.objective.model, self.task.metadata
