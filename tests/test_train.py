@@ -231,6 +231,70 @@ def test_a_metric_that_is_not_measured_is_refused(tiny, commands, tmp_path):
     assert "train.early_stopping.metric = wer is not measured" in line
 
 
+@pytest.fixture
+def rooms(tmp_path):
+    """Manifests of noise and room responses without the columns that speech needs."""
+    random, folder = np.random.default_rng(1), tmp_path / "rooms"
+    folder.mkdir()
+    for name in ("noise", "rooms"):
+        for number in range(2):
+            samples = random.standard_normal(700) * 0.99 ** np.arange(700)
+            soundfile.write(folder / f"{name}{number}.wav", 0.1 * samples, RATE)
+        rows = "".join(f"{name}{number}\t{name}{number}.wav\n" for number in range(2))
+        (folder / f"{name}.tsv").write_text(f"id\taudio\n{rows}")
+    return folder
+
+
+def test_noise_and_rooms_from_files_do_not_depend_on_workers_and_resume(
+    rooms, tiny, tiny_run, commands, tmp_path, monkeypatch
+):
+    options = [tiny, f"features.noise_files={rooms}/noise.tsv", "features.noise=[0, 10]"]
+    options += [f"features.room_responses={rooms}/rooms.tsv", "train.save_every=1"]
+    options += ["stages=[{start: 0.5, features: {room_probability: 1}}]"]
+    assert commands(train, *options, "--run", tmp_path / "straight")[0] == 0
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        killed_at(patch, 2)
+        assert commands(train, *options, "--run", run, "data.workers=2")[0] == 130
+    changed = (rooms / "noise.tsv").read_text()
+    (rooms / "noise.tsv").write_text(changed + "again\tnoise0.wav\n")
+    line = commands.refused(train, *options, "--run", run, "--resume")
+    assert "its data have changed since: features.noise_files: 2 files -> 3" in line
+    (rooms / "noise.tsv").write_text(changed)
+    assert commands(train, *options, "--run", run, "--resume", "data.workers=1")[0] == 0
+    assert_same_state(run, tmp_path / "straight")
+    plain, noisy = last_weights(tiny_run), last_weights(run)
+    assert not all(torch.equal(plain[name], noisy[name]) for name in plain)
+    (rooms / "noise.tsv").unlink()
+    Recognizer.load(run)  # needs none of the files
+
+
+def test_files_of_noise_that_cannot_be_used_are_reported(rooms, tiny, commands, tmp_path):
+    key = f"features.noise_files={rooms}/noise.tsv"
+    options = [tiny, "--run", tmp_path / "run", key]
+    line = commands.refused(train, *options, "features.noise=null")
+    assert "features.noise_files = MANIFEST needs the SNR in dB" in line
+    more = [*options, "features.noise_probability=1", "data.max_unreadable=1"]
+    soundfile.write(rooms / "noise1.wav", np.zeros(500), RATE)
+    code, out, err = commands(train, *more)
+    assert code == 0, err
+    assert re.search(r"skipped train-\d+: .*noise1.wav: silent, all samples are 0", out)
+    (rooms / "noise0.wav").write_text("no audio")
+    line = commands.refused(train, tiny, "--run", tmp_path / "other", key)
+    assert line.startswith("features.noise_files: ") and "noise0.wav: not readable as audio" in line
+    for content, fault in {
+        "id\taudio\nx\t/etc/passwd\n": "is outside the manifest's folder",
+        "id\ttext\nx\ty\n": "no column audio",
+        "id\taudio\n": "the manifest is empty",
+    }.items():
+        (rooms / "noise.tsv").write_text(content)
+        line = commands.refused(train, tiny, "--run", tmp_path / "other", key)
+        assert line.startswith("features.noise_files: ") and fault in line
+    (rooms / "noise.tsv").unlink()
+    line = commands.refused(train, tiny, "--run", tmp_path / "other", key)
+    assert line.startswith("features.noise_files: ") and "noise.tsv" in line
+
+
 def test_a_pattern_of_a_stage_is_checked_at_the_start(tiny, commands, tmp_path):
     stage = "stages=[{start: 0.5, train: {freeze: [encoder.*]}}]"
     line = commands.refused(train, tiny, "--run", tmp_path / "run", stage)

@@ -101,7 +101,10 @@ class SpecAugmentConfig(Config):
     time_warp: Natural = 0  # largest shift of one frame, others stretched to fit; ESPnet has 5
 
 
-TRAINING_ONLY_FEATURES = {"spec_augment", "speed_perturb", "noise"}  # keys of FeaturesConfig
+TRAINING_ONLY_FEATURES = {  # keys of FeaturesConfig
+    "spec_augment", "speed_perturb", "noise", "noise_files", "noise_probability", "room_responses",
+    "room_probability",
+}  # fmt: skip
 
 
 class FeaturesConfig(Config):
@@ -120,8 +123,23 @@ class FeaturesConfig(Config):
     spec_augment: SpecAugmentConfig | None = None  # masks in training; null: none
     # Speed factors in training, one drawn per utterance and epoch.
     speed_perturb: Annotated[tuple[Speed, ...], Field(min_length=1)] = (1.0,)
-    # white noise in training: lowest and highest SNR, dB
+    # noise in training: lowest and highest SNR, dB; white unless noise_files is set
     noise: tuple[Decibels, Decibels] | None = None
+    # Manifest of noise for `noise`, with the columns id and audio.
+    noise_files: RecipePath | None = None
+    noise_probability: Weight = 0.5  # share of utterances with noise of noise_files
+    # Manifest of room impulse responses, with the columns id and audio, for training.
+    room_responses: RecipePath | None = None
+    room_probability: Weight = 0.5  # share of utterances with a response of room_responses
+
+    @model_validator(mode="after")
+    def _noise_has_its_level(self) -> "FeaturesConfig":
+        if self.noise_files and self.noise is None:
+            raise ValueError(
+                "features.noise_files = MANIFEST needs the SNR in dB: set features.noise=[5, 20], "
+                "and features.noise_probability=0 where a stage has no noise"
+            )
+        return self
 
 
 class TextConfig(Config):
@@ -676,7 +694,9 @@ SpeechModelConfig = Annotated[
 # Keys that a stage may change, by their last part or with all before it: what else a run has, such
 # as the shape of its model, is the same from its first step to its last.
 STAGE_KEYS = {
-    "features": ("spec_augment", "speed_perturb", "noise"),
+    "features": (
+        "spec_augment", "speed_perturb", "noise", "noise_probability", "room_probability",
+    ),
     "model": ("dropout", "recurrent_dropout", "scheduled_sampling", "layer_drop", "drop_head"),
     "train": (
         "accumulate", "batch_seconds", "clip", "consistency", "freeze", "guided_attention",
@@ -731,7 +751,8 @@ class StageConfig(Config):
     """Part of `stages:`: keys of the recipe that have other values from a share of the run on."""
 
     start: Annotated[float, Field(gt=0.0, lt=1.0)]  # share of the run; from the next epoch on
-    features: StageChanges = Field(default_factory=dict)  # spec_augment, speed_perturb, noise
+    # spec_augment, speed_perturb, noise, noise_probability, room_probability
+    features: StageChanges = Field(default_factory=dict)
     # dropout, recurrent_dropout, scheduled_sampling, layer_drop, drop_head, wherever the model has
     # them: {listener: {dropout: 0.2}}
     model: StageChanges = Field(default_factory=dict)
