@@ -156,6 +156,7 @@ def test_frozen_parts_and_rates_by_part_resume_bit_for_bit(
     code, out, _ = commands(train, *options, "--run", tmp_path / "straight")
     assert code == 0, out
     assert re.search(r"0\.00 M parameters, of which 0\.00 M train, ", out)
+    assert re.search(r"stage 2 of 2, .* train.freeze .*; 0\.00 M parameters, of which 0\.00 M", out)
     straight = {
         c.step: load_file(c.folder / "model.safetensors")
         for c in list_checkpoints(tmp_path / "straight")

@@ -544,10 +544,9 @@ class Training:
     def summary(self, resumed: bool) -> list[str]:
         """Lines on the model, the corpus, and a warmup that is longer than the run."""
         recipe, warmup = self.task.recipe, self.config.schedule.warmup
-        parameters = sum(p.numel() for p in self.task.objective.parameters())
         lines = [
             f"{'resuming' if resumed else 'training'} {recipe.run}: "
-            f"{parameters / 1e6:.2f} M parameters{self.trained_share()}, {self.task.describe()}"
+            f"{self.count_parameters()}, {self.task.describe()}"
             f"{f', {world()} ranks' if world() > 1 else ''}"
         ]
         total = planned_steps(self.task.epochs, self.config, self.state)
@@ -555,12 +554,14 @@ class Training:
             lines.append(f"all {total} steps are within train.schedule.warmup = {warmup}")
         return lines
 
-    def trained_share(self) -> str:
-        """How many of the parameters train, where some are frozen."""
-        if not self.config.freeze:
-            return ""
-        count = sum(p.numel() for p in self.task.objective.parameters() if p.requires_grad)
-        return f", of which {count / 1e6:.2f} M train"
+    def count_parameters(self) -> str:
+        """In millions; where some are frozen, also those that train."""
+        parameters = list(self.task.objective.parameters())
+        total = sum(p.numel() for p in parameters) / 1e6
+        trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
+        return f"{total:.2f} M parameters" + (
+            f", of which {trained:.2f} M train" if self.config.freeze else ""
+        )
 
     def due_stage(self) -> int:
         """The stage of the recipe that trains from the state's position on."""
@@ -572,8 +573,9 @@ class Training:
         before, now = (at_stage(self.recipe, n) for n in (self.state.stage, stage))
         self.state.stage = stage
         number = f"stage {stage + 1} of {len(self.recipe.stages) + 1}"
-        changed = ", ".join(changes(before, now).values())
-        return f"{number}, from epoch {self.state.epoch} on: {changed}{self.trained_share()}"
+        changed = changes(before, now)
+        line = f"{number}, from epoch {self.state.epoch} on: {', '.join(changed.values())}"
+        return f"{line}; {self.count_parameters()}" if "train.freeze" in changed else line
 
     def begin_stage(self, stage: int) -> None:
         """Save, and resume with the settings of the next stage."""
