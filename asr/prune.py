@@ -209,8 +209,9 @@ def _save(
         objective = SpeechObjective(recognizer.model, 0.0, 0.0)
         optimizer = make_optimizer(recipe.train.optimizer, objective)  # without moments
         training |= {"recipe": as_yaml(recipe), "optimizer": optimizer.state_dict()}
-        # validated -1: the metrics were those of the unpruned model.
-        training |= {"content": content, "validated": -1, "metrics": {}}
+        # validated -1: the metrics were those of the unpruned model, as was the best one.
+        position = training["position"] | {"best_step": 0, "not_improved": 0}
+        training |= {"content": content, "validated": -1, "metrics": {}, "position": position}
         # Without the averaged weights of the unpruned model and its runs in trackers.
         training |= {"trained": [], "trackers": {}}
     write_run(to, recipe, recognizer, training, source.step, loss)

@@ -1,4 +1,4 @@
-"""Random changes of training utterances: SpecAugment, speed perturbation, noise.
+"""Random changes of training utterances: SpecAugment, speed, noise, room responses.
 
 All randomness comes from the generator that is passed in. SpecAugment draws the same number of
 values whatever the length of the utterance.
@@ -6,16 +6,23 @@ values whatever the length of the utterance.
 Shapes: S samples, T frames, F features per frame.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from asr.features import AudioError
+from asr.features.audio import stream_audio
 from asr.features.resample import resample
 
 SPEEDS = (0.25, 4.0)  # beyond these, speech is unintelligible
+LONGEST = 300  # seconds that are used of a file of noise or of a response
+KEPT = 1 << 25  # samples of such files that a process keeps, 128 MB
+QUIETEST = 1e-10  # mean power of noise: a pause in it is not amplified to the drawn ratio
 
 
 @dataclass(frozen=True)
@@ -99,10 +106,83 @@ def change_speed(waveform: Tensor, factor: float) -> Tensor:
     return resample(waveform, ratio.numerator, ratio.denominator)
 
 
-def add_noise(waveform: Tensor, snr_db: float, generator: torch.Generator) -> Tensor:
-    """(S,) plus white Gaussian noise, `snr_db` decibels below the waveform's mean power."""
-    noise = torch.randn(waveform.shape, generator=generator)
+@dataclass(frozen=True)
+class AudioFiles:
+    """Files of noise or room responses, of which one is drawn with `probability`.
+
+    Those read last stay in memory, up to KEPT samples.
+    """
+
+    paths: Sequence[Path]
+    sample_rate: int
+    probability: float
+    _kept: dict[Path, Tensor] = field(default_factory=dict)
+
+    def draw(self, generator: torch.Generator) -> Tensor | None:
+        """The waveform (N,) of a file, or None. Raises AudioError, also for a silent file."""
+        chance, choice = torch.rand(2, generator=generator).tolist()
+        if chance >= self.probability:
+            return None
+        path = self.paths[int(choice * len(self.paths))]
+        waveform = self._kept.pop(path, None)
+        self._kept[path] = self._read(path) if waveform is None else waveform
+        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > KEPT:
+            del self._kept[next(iter(self._kept))]
+        return self._kept[path]
+
+    def _read(self, path: Path) -> Tensor:
+        blocks, left = [], LONGEST * self.sample_rate
+        for block in stream_audio(path, self.sample_rate):
+            blocks.append(block[:left])
+            left -= len(blocks[-1])
+            if not left:
+                break
+        waveform = torch.cat(blocks)
+        if not waveform.any():
+            raise AudioError(f"{path}: silent, all samples are 0")
+        return waveform
+
+
+def add_noise(
+    waveform: Tensor, snr_db: float, generator: torch.Generator, files: AudioFiles | None = None
+) -> Tensor:
+    """(S,) plus noise, `snr_db` decibels below the waveform's mean power.
+
+    White Gaussian noise; or the noise of a file from a random sample on, repeated where it ends.
+    """
+    if files is None:
+        noise = torch.randn(waveform.shape, generator=generator)
+    else:
+        position, sound = float(torch.rand((), generator=generator)), files.draw(generator)
+        if sound is None:
+            return waveform
+        noise = _cut(sound, len(waveform), position)
+        noise = noise / noise.square().mean().clamp_min(QUIETEST).sqrt()
     if not waveform.numel():
         return waveform
     power = waveform.square().mean() * 10.0 ** (-snr_db / 10.0)
     return waveform + noise * power.sqrt()
+
+
+def _cut(sound: Tensor, samples: int, position: float) -> Tensor:
+    """(N,) -> (samples,) from a position in [0, 1) on; a short one is repeated."""
+    if len(sound) >= samples:
+        start = int(position * (len(sound) - samples + 1))
+        return sound[start : start + samples]
+    turned = sound.roll(-int(position * len(sound)))
+    return turned.repeat(-(-samples // len(sound)))[:samples]
+
+
+def reverberate(waveform: Tensor, response: Tensor) -> Tensor:
+    """(S,) convolved with a room's impulse response (R,) -> (S,) of the same mean power.
+
+    The response's peak, the direct path, causes no delay.
+    """
+    from scipy.fft import irfft, next_fast_len, rfft  # of one thread, and twice as fast as torch's
+
+    if not waveform.any():
+        return waveform
+    peak, size = int(response.abs().argmax()), next_fast_len(len(waveform) + len(response) - 1)
+    wet = irfft(rfft(waveform.numpy(), size) * rfft(response.numpy(), size), size)
+    wet = torch.from_numpy(wet[peak : peak + len(waveform)].copy())
+    return wet * (waveform.square().mean() / wet.square().mean()).sqrt()

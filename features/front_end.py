@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asr.features.audio import read_audio, stream_audio
-from asr.features.augment import SpecAugment, add_noise, change_speed
+from asr.features.augment import AudioFiles, SpecAugment, add_noise, change_speed, reverberate
 from asr.features.fbank import FeatureExtractor
 from asr.features.normalize import MeanVarianceNorm
 
@@ -37,6 +37,8 @@ class FrontEnd:
             raise ValueError(f"noise {noise} must be (lowest, highest) in dB")
         self.extract, self.norm, self.sample_rate = extract, norm, extract.sample_rate
         self.spec_augment, self.noise, self.max_seconds = spec_augment, noise, max_seconds
+        self.noise_files: AudioFiles | None = None  # None: white noise
+        self.room_responses: AudioFiles | None = None
 
     @property
     def size(self) -> int:
@@ -94,15 +96,19 @@ class FrontEnd:
         generator: torch.Generator,
         views: int = 1,
     ) -> tuple[Tensor, ...]:
-        """(S,) -> (T, F) for training: speed, noise, features, normalisation, masks.
+        """(S,) -> (T, F) for training: speed, room, noise, features, normalisation, masks.
 
-        Several `views` differ in their masks.
+        Several `views` differ in their masks. Raises AudioError for a file of noise or a response.
         """
         waveform = change_speed(waveform, speed)
+        if self.room_responses:
+            response = self.room_responses.draw(generator)
+            waveform = waveform if response is None else reverberate(waveform, response)
         if self.noise is not None:
             lowest, highest = self.noise
             draw = float(torch.rand((), generator=generator))
-            waveform = add_noise(waveform, lowest + draw * (highest - lowest), generator)
+            snr = lowest + draw * (highest - lowest)
+            waveform = add_noise(waveform, snr, generator, self.noise_files)
         features = self.norm(self.extract(waveform, generator=generator), group_of(speaker, speed))
         if self.spec_augment is None:
             return (features,) * views

@@ -136,7 +136,9 @@ def type_text(annotation: Any, metadata: Any = ()) -> str:
             return f"list of {len(parts)} ({type_text(parts[0])})"
         return f"list of ({type_text(parts[0])})" + _bounds(metadata, "length ")
     if origin is dict:
-        return "some keys of that section" if parts[1] is Any else "mapping of names to paths"
+        if parts[1] is Any:
+            return "some keys of that section"
+        return f"mapping of names to ({type_text(parts[1])})"
     if groups_in(annotation):
         return "keys below"
     if annotation in (int, float):

@@ -4,10 +4,13 @@ import math
 
 import numpy as np
 import pytest
+import soundfile
 import torch
+from scipy.signal import fftconvolve
 from tiny_speech import spec_augment
 
-from asr.features.augment import add_noise, change_speed
+from asr.features import AudioError, augment
+from asr.features.augment import AudioFiles, add_noise, change_speed, reverberate
 
 T, F = 211, 83
 
@@ -71,6 +74,91 @@ def test_noise_has_its_power_and_comes_from_the_generator(snr):
 def test_noise_leaves_silence_and_empty_input_unchanged():
     assert torch.equal(add_noise(torch.zeros(97), 10.0, seeded()), torch.zeros(97))
     assert add_noise(torch.zeros(0), 10.0, seeded()).shape == (0,)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Stereo files at 11 kHz of these lengths in seconds, drawn with a probability at 8 kHz."""
+
+    def make(lengths, probability=1.0):
+        paths = [tmp_path / f"{number}.wav" for number in range(len(lengths))]
+        for number, (path, seconds) in enumerate(zip(paths, lengths, strict=True)):
+            size = round(seconds * 11_000), 2
+            samples = 0.01 * np.random.default_rng(number).standard_normal(size)
+            soundfile.write(path, samples, 11_000, subtype="FLOAT")
+        return AudioFiles(paths, 8_000, probability)
+
+    return make
+
+
+@pytest.mark.parametrize("seconds", [0.3, 9.0])
+@pytest.mark.parametrize("snr", [-5.0, 20.0])
+def test_noise_of_a_file_has_its_level_and_is_cut_or_repeated(snr, seconds, files):
+    noise, samples = files([seconds]), 17_011
+    waveform = 0.3 * torch.sin(torch.arange(samples) / 7)
+    noisy = add_noise(waveform, snr, seeded(3), noise)
+    added = (noisy - waveform).double()
+    decibels = 10 * math.log10(waveform.double().square().mean() / added.square().mean())
+    assert decibels == pytest.approx(snr, abs=0.01)
+    (mono,) = (noise._read(path).double() for path in noise.paths)
+    if seconds < 1:  # whole periods of the file
+        period = len(mono)
+        torch.testing.assert_close(added[period:], added[:-period], rtol=1e-3, atol=1e-5)
+        mono = mono.repeat(2)
+    part = added[:2000]
+    found = np.correlate(mono.numpy(), part.numpy())
+    assert found.max() / float(part.norm() ** 2) > 0.9 * float(mono.norm() / added.norm()) * min(
+        1.0, math.sqrt(samples / len(mono))
+    )
+    starts = {float(add_noise(torch.ones(97), 0.0, seeded(s), noise)[0]) for s in range(20)}
+    assert len(starts) == 20
+
+
+def test_noise_is_drawn_with_its_probability_from_all_files(files):
+    noise, waveform = files([0.1, 0.2, 0.3], probability=0.4), torch.ones(53)
+    generator = seeded()
+    lengths = [None if (d := noise.draw(generator)) is None else len(d) for _ in range(2_000)]
+    assert lengths.count(None) / 2_000 == pytest.approx(0.6, abs=0.04)
+    for length in (800, 1600, 2400):
+        assert lengths.count(length) / 2_000 == pytest.approx(0.4 / 3, abs=0.03)
+    never = AudioFiles(noise.paths, 8_000, 0.0)
+    assert torch.equal(add_noise(waveform, 0.0, seeded(), never), waveform)
+
+
+def test_few_files_stay_in_memory_and_a_silent_one_is_refused(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(augment, "KEPT", 5_000)
+    noise = files([0.1, 0.2, 0.3, 0.2])
+    for seed in range(30):
+        noise.draw(seeded(seed))
+        assert sum(map(len, noise._kept.values())) <= 5_000
+    monkeypatch.setattr(augment, "LONGEST", 1)
+    soundfile.write(tmp_path / "long.wav", np.ones(99_991), 8_000)
+    assert len(AudioFiles([tmp_path / "long.wav"], 8_000, 1.0).draw(seeded())) == 8_000
+    soundfile.write(tmp_path / "none.wav", np.zeros(999), 8_000)
+    with pytest.raises(AudioError, match=r"none.wav: silent, all samples are 0"):
+        AudioFiles([tmp_path / "none.wav"], 8_000, 1.0).draw(seeded())
+
+
+@pytest.mark.parametrize(("samples", "taps", "peak"), [(16_001, 4_003, 97), (31, 4_003, 2_999)])
+def test_reverberation_is_scipy_s_convolution_without_delay_at_the_same_level(samples, taps, peak):
+    random = np.random.default_rng(5)
+    dry = random.standard_normal(samples).astype(np.float32)
+    response = (0.1 * random.standard_normal(taps) * 0.999 ** np.arange(taps)).astype(np.float32)
+    response[peak] = -0.9
+    ours = reverberate(torch.from_numpy(dry), torch.from_numpy(response))
+    judge = fftconvolve(dry.astype(np.float64), response)[peak : peak + samples]
+    judge *= np.sqrt(np.mean(dry.astype(np.float64) ** 2) / np.mean(judge**2))
+    np.testing.assert_allclose(ours.numpy(), judge, rtol=1e-5, atol=1e-5)
+    assert ours.square().mean() == pytest.approx(float(np.mean(dry**2)), rel=1e-4)
+
+
+def test_a_room_without_echoes_changes_nothing():
+    click = torch.zeros(499)
+    click[211] = 0.3
+    waveform = torch.randn(7_919, generator=seeded())
+    torch.testing.assert_close(reverberate(waveform, click), waveform)
+    assert torch.equal(reverberate(torch.zeros(97), click), torch.zeros(97))
+    assert reverberate(torch.zeros(0), click).shape == (0,)
 
 
 def test_one_time_mask_covers_consecutive_whole_frames():

@@ -11,7 +11,7 @@ from torchaudio.compliance import kaldi
 
 from asr.features import AudioError, StatisticsError
 from asr.features.audio import read_audio
-from asr.features.augment import add_noise, change_speed
+from asr.features.augment import AudioFiles, add_noise, change_speed, reverberate
 from asr.features.fbank import Fbank, Mfcc
 from asr.features.front_end import FrontEnd
 from asr.features.normalize import MeanVarianceNorm
@@ -71,6 +71,20 @@ def test_training_adds_speed_noise_and_masks_in_that_order(path):
     assert torch.equal(front.augmented(waveform, "ann", 0.9, seeded(5))[0], ours)
     assert not torch.equal(front.augmented(waveform, "ann", 0.9, seeded(6))[0], ours)
     assert len(ours) == front.num_frames(len(waveform) / 16_000, speed=0.9)
+
+
+def test_the_room_comes_before_the_noise_of_files(path, tmp_path):
+    samples = np.random.default_rng(1).standard_normal((2, 3_001))
+    for name, each in zip(("noise", "room"), samples, strict=True):
+        soundfile.write(tmp_path / f"{name}.wav", 0.1 * each, 16_000)
+    front = FrontEnd(Fbank(num_mel_bins=41), MeanVarianceNorm("utterance"), noise=(7, 13))
+    front.noise_files = AudioFiles([tmp_path / "noise.wav"], 16_000, 0.9)
+    front.room_responses = AudioFiles([tmp_path / "room.wav"], 16_000, 0.9)
+    waveform, generator = front.load(path), seeded(5)
+    (ours,) = front.augmented(waveform, "ann", 0.9, seeded(5))
+    wet = reverberate(change_speed(waveform, 0.9), front.room_responses.draw(generator))
+    snr = 7 + 6 * float(torch.rand((), generator=generator))
+    assert torch.equal(ours, front.features(add_noise(wet, snr, generator, front.noise_files)))
 
 
 def test_of_two_views_only_the_masks_differ(path):

@@ -8,9 +8,19 @@ import yaml
 from torch import nn, optim
 
 from asr.config.loader import validate
-from asr.config.schema import OptimizerConfig
+from asr.config.schema import OptimizerConfig, TrainConfig
+from asr.errors import UserError
 from asr.tasks.speech import build_speech_objective
-from asr.training.optim import constant, load_moments, make_optimizer, noam, tri_stage
+from asr.training.optim import (
+    check_patterns,
+    constant,
+    cosine,
+    freeze,
+    load_moments,
+    make_optimizer,
+    noam,
+    tri_stage,
+)
 
 
 def torch_rates(make, steps, lr=0.7):
@@ -63,6 +73,18 @@ def test_tri_stage_at_its_edges():
     assert tri_stage(1.0, 0, 1.0, 0.1)(9, 1.0) == 1.0  # never falls
     assert tri_stage(1.0, 0, 0.0, 0.1)(9, 0.5) == pytest.approx(0.1**0.5)
     assert tri_stage(1.0, 0, 0.5, 0.1)(9, 1.7) == pytest.approx(0.1)  # beyond the end
+
+
+def test_cosine_matches_torch_times_the_warm_up():
+    steps, warmup, floor = 200, 13, 0.03
+    judge = torch_rates(
+        lambda o: optim.lr_scheduler.CosineAnnealingLR(o, steps, 0.7 * floor), steps + 1
+    )
+    rate = cosine(0.7, warmup, floor)
+    ramp = [min(step / warmup, 1.0) for step in range(steps + 1)]
+    expected = [value * slope for value, slope in zip(judge, ramp, strict=True)]
+    assert [rate(step, step / steps) for step in range(steps + 1)] == pytest.approx(expected)
+    assert cosine(0.7, 0, floor)(9, 1.7) == pytest.approx(0.7 * floor)  # beyond the end
 
 
 @pytest.mark.parametrize(("kind", "judge"), [("adam", optim.Adam), ("adamw", optim.AdamW)])
@@ -168,11 +190,131 @@ class TestMuon:
         assert all(map(torch.equal, straight.parameters(), module.parameters()))
 
 
-def test_frozen_weights_are_not_optimised():
-    module = nn.Linear(5, 7)
-    module.weight.requires_grad_(False)
-    optimizer = make_optimizer(OptimizerConfig(), module)
-    assert [p.shape for group in optimizer.param_groups for p in group["params"]] == [(7,)]
+KINDS = ["adam", "adamw", "muon", "schedule_free"]
+
+
+def set_rates(optimizer, rate):
+    """As the training loop sets them, which tests of the loop check."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_factor"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_weights_keep_their_bits_and_the_others_those_of_torch_s_selection(kind):
+    config = OptimizerConfig(kind=kind, lr=0.03, weight_decay=0.2)
+    ours, first = TwoLayers(), TwoLayers()
+    freeze(ours, ["hidden.*"])
+    trained(lambda m: make_optimizer(config, m), ours)
+    for name, weight in ours.named_parameters():
+        assert torch.equal(weight, first.get_parameter(name)) == name.startswith("hidden."), name
+        assert (weight.grad is None) == name.startswith("hidden.")
+    judge = TwoLayers()
+    optimizer = make_optimizer(config, judge)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):  # gradients of all, but those of the selection are applied
+        judge.zero_grad()
+        judge(torch.randn(3, 5, generator=generator)).square().sum().backward()
+        judge.hidden.weight.grad = judge.hidden.bias.grad = None
+        optimizer.step()
+    assert all(map(torch.equal, ours.parameters(), judge.parameters()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_are_those_of_separate_optimizers(kind):
+    """Each part of the model trained by its own optimizer, at its own rate."""
+    settings = {"kind": kind, "weight_decay": 0.2}
+    factors = {"hidden.w*": 0.1, "hidden.*": 7.0, "gain": 0.3}
+    rates = {"hidden.weight": 0.1, "hidden.bias": 7.0, "gain": 0.3}
+    ours, judge = TwoLayers(), TwoLayers()
+    optimizer = make_optimizer(OptimizerConfig(lr_factors=factors, **settings), ours)
+    others = {}
+    for name, parameter in judge.named_parameters():
+        holder = nn.Module()
+        *_, last = name.split(".")
+        inner = holder
+        for part in name.split(".")[:-1]:  # with its name, by which muon selects
+            inner.add_module(part, nn.Module())
+            inner = getattr(inner, part)
+        inner.register_parameter(last, parameter)
+        others[name] = make_optimizer(OptimizerConfig(**settings), holder)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(5):
+        x = torch.randn(3, 5, generator=generator)
+        for module in (ours, judge):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        rate = 0.03 / (step + 1)
+        set_rates(optimizer, rate)
+        optimizer.step()
+        for name, other in others.items():
+            for group in other.param_groups:
+                group["lr"] = rate * rates.get(name, 1.0)
+            other.step()
+    torch.testing.assert_close(ours.state_dict(), judge.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_and_frozen_weights_may_change_when_resumed(kind):
+    """Every parameter finds its moments, also in a checkpoint of a version without factors."""
+    plain = OptimizerConfig(kind=kind, lr=0.03)
+    module, optimizer = trained(lambda m: make_optimizer(plain, m), TwoLayers())
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        del group["lr_factor"]  # as of older versions
+    varied = OptimizerConfig(kind=kind, lr=0.03, lr_factors={"*bias": 0.1, "output.*": 3.0})
+    freeze(module, ["gain"])
+    resumed = make_optimizer(varied, module)
+    load_moments(resumed, state)
+    before = moments_by_name(module, optimizer)
+    after = moments_by_name(module, resumed)
+    assert before.keys() == after.keys() and before
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    back = make_optimizer(plain, module)
+    load_moments(back, copy.deepcopy(resumed.state_dict()))
+    assert [g["lr_factor"] for g in back.param_groups] == [1.0] * len(back.param_groups)
+    module(torch.ones(3, 5)).sum().backward()
+    back.step()
+
+
+def moments_by_name(module, optimizer):
+    names = {id(p): name for name, p in module.named_parameters()}
+    return {
+        (names[id(p)], key): value
+        for part in getattr(optimizer, "parts", [optimizer])
+        for p, moments in part.state.items()
+        for key, value in moments.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"freeze": ["hidden"]},
+            "train.freeze: no parameter has a name like 'hidden'; names begin with gain, hidden, "
+            "output. Did you mean hidden.*",
+        ),
+        ({"freeze": ["x*"]}, "'x*'; names begin with gain, hidden, output"),
+        (
+            {"optimizer": OptimizerConfig(lr_factors={"gain": 2.0, "gains": 1.0})},
+            "train.optimizer.lr_factors: no parameter has a name like 'gains'; names begin "
+            "with gain, hidden, output. Did you mean gain?",
+        ),
+        ({"freeze": ["*"]}, "train.freeze = ['*'] leaves no parameter to train"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(settings, message):
+    with pytest.raises(UserError) as error:
+        check_patterns(TwoLayers(), TrainConfig(**settings))
+    assert message in str(error.value)
+
+
+def test_a_tied_weight_is_frozen_by_each_of_its_names():
+    module = TwoLayers()
+    module.tied = nn.Linear(7, 11, bias=False)
+    module.tied.weight = module.output.weight
+    freeze(module, ["tied.weight"])
+    assert not module.output.weight.requires_grad and module.output.bias.requires_grad
 
 
 @pytest.mark.parametrize(("kind", "judge"), [("adam", optim.Adam), ("adamw", optim.AdamW)])

@@ -135,6 +135,191 @@ def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp
     assert steps == sorted(set(steps)) == [at for at, _ in curve(tiny_run, "train/nll")]
 
 
+def last_weights(run):
+    return load_file(list_checkpoints(run)[-1].folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "schedule_free"])
+def test_frozen_parts_and_rates_by_part_resume_bit_for_bit(
+    kind, tiny, commands, tmp_path, monkeypatch
+):
+    """The stage unfreezes the listener's lower layer; the run is killed before and after."""
+    options = [
+        tiny,
+        f"train.optimizer.kind={kind}",
+        f"train.schedule.kind={'constant' if kind == 'schedule_free' else 'cosine'}",
+        "train.optimizer.lr_factors={speller.*: 0.5, '*': 0.9}",
+        "train.freeze=[listener.*]",
+        "stages=[{start: 0.5, train: {freeze: [listener.layers.1.*]}}]",
+        "train.save_every=1",
+        "train.keep=9",
+    ]
+    code, out, _ = commands(train, *options, "--run", tmp_path / "straight")
+    assert code == 0, out
+    assert re.search(r"0\.00 M parameters, of which 0\.00 M train, ", out)
+    assert re.search(r"stage 2 of 2, .* train.freeze .*; 0\.00 M parameters, of which 0\.00 M", out)
+    straight = {
+        c.step: load_file(c.folder / "model.safetensors")
+        for c in list_checkpoints(tmp_path / "straight")
+    }
+    assert sorted(straight) == [1, 2, 3, 4, 5, 6]
+    listener = [name for name in straight[1] if name.startswith("listener.")]
+    assert all(torch.equal(straight[1][name], straight[3][name]) for name in listener)
+    moved = {name for name in listener if not torch.equal(straight[3][name], straight[6][name])}
+    assert moved and moved == {name for name in listener if ".layers.1." not in name}
+    for step in (2, 4):
+        with monkeypatch.context() as patch:
+            killed_at(patch, step)
+            assert commands(train, *options, "--run", tmp_path / "killed", *resumed(step))[0] == 130
+    code, out, _ = commands(train, *options, "--run", tmp_path / "killed", "--resume")
+    assert code == 0, out
+    assert_same_state(tmp_path / "killed", tmp_path / "straight")
+
+
+def resumed(step):
+    return ["--resume"] if step > 2 else []
+
+
+def killed_at(patch, step):
+    write = trainer.Training.write_checkpoint
+
+    def killer(self):
+        write(self)
+        if self.state.step == step:
+            raise Killed
+
+    patch.setattr(trainer.Training, "write_checkpoint", killer)
+
+
+def test_early_stopping_ends_the_run_and_more_patience_continues_it(
+    tiny, commands, tmp_path, monkeypatch
+):
+    """The figures are replaced, so that the best is known: 0.4 at step 2."""
+    values = dict(enumerate([0.5, 0.4, 0.6, 0.45, 0.4, 0.9], start=1))
+    report = SpeechTask.report
+    monkeypatch.setattr(
+        SpeechTask,
+        "report",
+        lambda task, log, step: report(task, log, step) | {"wer": values[step]},
+    )
+    early = "train.early_stopping={metric: wer, patience: %d}"
+    options = [tiny, "train.validate_every=1", "train.keep=1", "--run"]
+    code, out, _ = commands(train, *options, tmp_path / "straight", early % 9)
+    assert code == 0 and "stopped early" not in out
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        killed_at(patch, 3)  # with one of two validations without improvement
+        assert commands(train, *options, run, early % 2)[0] == 130
+    for _ in range(2):  # the second finds it stopped
+        code, out, err = commands(train, *options, run, early % 2, "--resume")
+        assert code == 0, err
+        line = "stopped early: wer has not improved for 2 validations; best WER 40.0 % at step 2"
+        assert line in out and "finished at step 4" in out
+        kept = {c.step: c.loss for c in list_checkpoints(run)}
+        assert kept == {2: 0.4, 4: 0.45}  # keep_best has the best, by the metric
+    line = commands.refused(train, *options, run, "--resume", "--force")
+    assert "checkpoints are ranked by wer, which cannot change to nll: restore train.early" in line
+    code, out, _ = commands(train, *options, run, early % 9, "--resume")
+    assert code == 0 and "patience 2 -> 9" in out
+    assert_same_state(run, tmp_path / "straight")
+
+
+def test_a_metric_that_is_not_measured_is_refused(tiny, commands, tmp_path):
+    early = "train.early_stopping={metric: %s}"
+    for metric, more in (("ctc_wer", "model.ctc_weight=0"), ("perplexity", "seed=2")):
+        line = commands.refused(train, tiny, "--run", tmp_path, early % metric, more)
+        assert f"train.early_stopping.metric = {metric} is not measured with this recipe" in line
+    line = commands.refused(train, "demo_lm", "--run", tmp_path, early % "wer")
+    assert "train.early_stopping.metric = wer is not measured" in line
+
+
+@pytest.fixture
+def rooms(tmp_path):
+    """Manifests of noise and room responses without the columns that speech needs."""
+    random, folder = np.random.default_rng(1), tmp_path / "rooms"
+    folder.mkdir()
+    for name in ("noise", "rooms"):
+        for number in range(2):
+            samples = random.standard_normal(700) * 0.99 ** np.arange(700)
+            soundfile.write(folder / f"{name}{number}.wav", 0.1 * samples, RATE)
+        rows = "".join(f"{name}{number}\t{name}{number}.wav\n" for number in range(2))
+        (folder / f"{name}.tsv").write_text(f"id\taudio\n{rows}")
+    return folder
+
+
+def test_noise_and_rooms_from_files_do_not_depend_on_workers_and_resume(
+    rooms, tiny, tiny_run, commands, tmp_path, monkeypatch
+):
+    options = [tiny, f"features.noise_files={rooms}/noise.tsv", "features.noise=[0, 10]"]
+    options += [f"features.room_responses={rooms}/rooms.tsv", "train.save_every=1"]
+    options += ["stages=[{start: 0.5, features: {room_probability: 1}}]"]
+    assert commands(train, *options, "--run", tmp_path / "straight")[0] == 0
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        killed_at(patch, 2)
+        assert commands(train, *options, "--run", run, "data.workers=2")[0] == 130
+    changed = (rooms / "noise.tsv").read_text()
+    (rooms / "noise.tsv").write_text(changed + "again\tnoise0.wav\n")
+    line = commands.refused(train, *options, "--run", run, "--resume")
+    assert "its data have changed since: features.noise_files: 2 files -> 3" in line
+    (rooms / "noise.tsv").write_text(changed)
+    assert commands(train, *options, "--run", run, "--resume", "data.workers=1")[0] == 0
+    assert_same_state(run, tmp_path / "straight")
+    plain, noisy = last_weights(tiny_run), last_weights(run)
+    assert not all(torch.equal(plain[name], noisy[name]) for name in plain)
+    (rooms / "noise.tsv").unlink()
+    Recognizer.load(run)  # needs none of the files
+
+
+def test_files_of_noise_that_cannot_be_used_are_reported(rooms, tiny, commands, tmp_path):
+    key = f"features.noise_files={rooms}/noise.tsv"
+    options = [tiny, "--run", tmp_path / "run", key]
+    line = commands.refused(train, *options, "features.noise=null")
+    assert "features.noise_files = MANIFEST needs the SNR in dB" in line
+    more = [*options, "features.noise_probability=1", "data.max_unreadable=1"]
+    soundfile.write(rooms / "noise1.wav", np.zeros(500), RATE)
+    code, out, err = commands(train, *more)
+    assert code == 0, err
+    assert re.search(r"skipped train-\d+: .*noise1.wav: silent, all samples are 0", out)
+    (rooms / "noise0.wav").write_text("no audio")
+    line = commands.refused(train, tiny, "--run", tmp_path / "other", key)
+    assert line.startswith("features.noise_files: ") and "noise0.wav: not readable as audio" in line
+    for content, fault in {
+        "id\taudio\nx\t/etc/passwd\n": "is outside the manifest's folder",
+        "id\ttext\nx\ty\n": "no column audio",
+        "id\taudio\n": "the manifest is empty",
+    }.items():
+        (rooms / "noise.tsv").write_text(content)
+        line = commands.refused(train, tiny, "--run", tmp_path / "other", key)
+        assert line.startswith("features.noise_files: ") and fault in line
+    (rooms / "noise.tsv").unlink()
+    line = commands.refused(train, tiny, "--run", tmp_path / "other", key)
+    assert line.startswith("features.noise_files: ") and "noise.tsv" in line
+
+
+def test_a_pattern_of_a_stage_is_checked_at_the_start(tiny, commands, tmp_path):
+    stage = "stages=[{start: 0.5, train: {freeze: [encoder.*]}}]"
+    line = commands.refused(train, tiny, "--run", tmp_path / "run", stage)
+    assert (
+        "train.freeze: no parameter has a name like 'encoder.*'; names begin with listener" in line
+    )
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("*.json"))
+
+
+def test_frozen_batch_norm_keeps_its_statistics(tiny, commands, tmp_path):
+    """Also in a run with the nan checks, whose hooks want gradients."""
+    model = "{kind: conformer, d_model: 8, heads: 2, feed_forward: 11, encoder_layers: 2, "
+    model += "decoder_layers: 1, convolution_norm: batch, kernel: 3, reduction: 2}"
+    options = [tiny, f"model={model}", "train.guided_attention=null", "train.debug=nan"]
+    code, _, err = commands(train, *options, "train.freeze=[encoder.layers.0.*]", "--run", tmp_path)
+    assert code == 0, err
+    weights = last_weights(tmp_path)
+    means = {name: w for name, w in weights.items() if name.endswith("running_mean")}
+    assert len(means) == 2
+    for name, mean in means.items():
+        assert bool(mean.any()) == ("layers.1." in name), name
+
+
 def test_a_run_is_not_resumed_to_an_end_before_its_last_step(tiny, tiny_run, commands, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)  # 2 epochs of 3 steps

@@ -15,13 +15,13 @@ from torch import nn
 
 from asr import train
 from asr.config.loader import read_recipe
-from asr.config.schema import OptimizerConfig
+from asr.config.schema import EarlyStoppingConfig, OptimizerConfig, TrainConfig
 from asr.errors import UserError
 from asr.io import sha256_of_files
 from asr.training.checkpoint import TRAINING, WEIGHTS, list_checkpoints, read_training
 from asr.training.optim import load_moments, make_optimizer
 from asr.training.resume import find_resume_point
-from asr.training.state import check_training
+from asr.training.state import TrainState, check_training, count_validation, is_finished
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,26 @@ def test_weights_of_another_model_are_one_line(tiny, state, run, commands, weigh
     write(folder, state | {"trained": [weights]})
     line = commands.refused(train, tiny, "--run", run, "--resume")
     assert line.startswith(f"{folder / TRAINING}: cannot be read as a training state (trained: ")
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best_step", "not_improved"),
+    [
+        ("nll", [3.0, 2.0, 2.1, 1.95, 1.85], 5, 0),  # 1.95 is better by less than min_delta
+        ("nll", [3.0, 2.0, 2.1, 1.95, 1.91], 2, 3),
+        ("accuracy", [0.3, 0.6, 0.5, 0.65], 2, 2),
+        ("accuracy", [0.3, 0.6, 0.5, 0.75], 4, 0),
+        ("nll", [math.inf, math.nan, 4.0, math.nan], 3, 1),
+    ],
+)
+def test_validations_without_improvement_are_counted(metric, values, best_step, not_improved):
+    state, config = TrainState(), EarlyStoppingConfig(metric=metric, min_delta=0.1, patience=3)
+    for state.step, value in enumerate(values, start=1):
+        count_validation(state, config, value)
+    assert (state.best, state.best_step) == (values[best_step - 1], best_step)
+    assert state.not_improved == not_improved
+    stopped = is_finished(state, TrainConfig(steps=99, early_stopping=config))
+    assert stopped == (not_improved >= 3)
 
 
 @pytest.mark.parametrize("kind", ["adam", "muon", "schedule_free"])

@@ -103,7 +103,10 @@ class SpecAugmentConfig(Config):
     time_warp: Natural = 0  # largest shift of one frame, others stretched to fit; ESPnet has 5
 
 
-TRAINING_ONLY_FEATURES = {"spec_augment", "speed_perturb", "noise"}  # keys of FeaturesConfig
+TRAINING_ONLY_FEATURES = {  # keys of FeaturesConfig
+    "spec_augment", "speed_perturb", "noise", "noise_files", "noise_probability", "room_responses",
+    "room_probability",
+}  # fmt: skip
 
 
 class FeaturesConfig(Config):
@@ -122,8 +125,23 @@ class FeaturesConfig(Config):
     spec_augment: SpecAugmentConfig | None = None  # masks in training; null: none
     # Speed factors in training, one drawn per utterance and epoch.
     speed_perturb: Annotated[tuple[Speed, ...], Field(min_length=1)] = (1.0,)
-    # white noise in training: lowest and highest SNR, dB
+    # noise in training: lowest and highest SNR, dB; white unless noise_files is set
     noise: tuple[Decibels, Decibels] | None = None
+    # Manifest of noise for `noise`, with the columns id and audio.
+    noise_files: RecipePath | None = None
+    noise_probability: Weight = 0.5  # share of utterances with noise of noise_files
+    # Manifest of room impulse responses, with the columns id and audio, for training.
+    room_responses: RecipePath | None = None
+    room_probability: Weight = 0.5  # share of utterances with a response of room_responses
+
+    @model_validator(mode="after")
+    def _noise_has_its_level(self) -> "FeaturesConfig":
+        if self.noise_files and self.noise is None:
+            raise ValueError(
+                "features.noise_files = MANIFEST needs the SNR in dB: set features.noise=[5, 20], "
+                "and features.noise_probability=0 where a stage has no noise"
+            )
+        return self
 
 
 class TextConfig(Config):
@@ -493,15 +511,19 @@ class OptimizerConfig(Config):
     eps: Annotated[float, Field(gt=0.0)] = 1e-8  # added to the root of the second moment
     # of matrices; gains and biases are not decayed
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    # Pattern of parameter names -> factor of their learning rate, {"encoder.*": 0.1}; of several
+    # that match a name the first counts.
+    lr_factors: dict[str, Positive] = Field(default_factory=dict)
 
 
 class ScheduleConfig(Config):
     """Section `train.schedule:`: learning rate against steps, with a linear warm-up."""
 
-    kind: Literal["constant", "noam", "tri_stage"] = "tri_stage"  # after the warm-up
+    # after the warm-up
+    kind: Literal["constant", "noam", "tri_stage", "cosine"] = "tri_stage"
     warmup: Natural = 200  # steps
     hold: Weight = 0.5  # tri_stage: share of the run after which the rate falls
-    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05  # tri_stage: last rate / peak rate
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05  # tri_stage, cosine: last rate / lr
     width: Count = 512  # noam: d_model in the formula
 
 
@@ -530,6 +552,21 @@ class AlarmConfig(Config):
     diagonality: Weight = 0.6  # the warning is logged below this value
 
 
+class EarlyStoppingConfig(Config):
+    """Section `train.early_stopping:`: ends a run whose validation stops improving.
+
+    The figure also ranks checkpoints, for `train.keep_best` and `decode.checkpoint: best`.
+    """
+
+    # the figure, by its curve valid/METRIC; accuracy and diagonality should rise, the others fall
+    metric: Literal[
+        "nll", "objective", "ctc", "wer", "ctc_wer", "accuracy", "diagonality",
+        "perplexity", "word_perplexity",
+    ] = "nll"  # fmt: skip
+    patience: Count = 5  # validations in a row without improvement that end the run
+    min_delta: NotNegative = 0.0  # a smaller change is no improvement; of wer 0.01 is 1 %
+
+
 class TrainConfig(Config):
     """Section `train:`: the training loop."""
 
@@ -554,10 +591,14 @@ class TrainConfig(Config):
     device: Device = "auto"  # auto: GPU if any; cpu, cuda, cuda:N
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads; null: torch's choice
     init: RecipePath | None = None  # folder of a run whose weights this one starts from
+    # Patterns of names of parameters that are not trained, ["encoder.*"].
+    freeze: tuple[str, ...] = ()
     validate_every: Count | None = None  # steps; null: once per epoch
     save_every: Count = 500  # steps
     keep: Count = 3  # latest checkpoints kept
-    keep_best: Count = 1  # best checkpoints kept as well, by validation loss
+    # best checkpoints kept as well, by validation loss or train.early_stopping.metric
+    keep_best: Count = 1
+    early_stopping: EarlyStoppingConfig | None = None  # null: the run goes to its planned end
     log_every: Count = 20  # steps
     # Experiment trackers besides TensorBoard: docs/sharing.md.
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
@@ -566,6 +607,11 @@ class TrainConfig(Config):
     alarm: AlarmConfig = AlarmConfig()
     health: Natural = 0  # validations between measurements of gates, norms and attention; 0: never
     debug: Literal["nan"] | None = None  # nan: stop at the first value that is not finite; slow
+
+    @property
+    def metric(self) -> str:
+        """The figure of the validation that ranks checkpoints."""
+        return self.early_stopping.metric if self.early_stopping else "nll"
 
     @field_validator("trackers")
     @classmethod
@@ -669,11 +715,13 @@ SpeechModelConfig = Annotated[
 # Keys that a stage may change, by their last part or with all before it: what else a run has, such
 # as the shape of its model, is the same from its first step to its last.
 STAGE_KEYS = {
-    "features": ("spec_augment", "speed_perturb", "noise"),
+    "features": (
+        "spec_augment", "speed_perturb", "noise", "noise_probability", "room_probability",
+    ),
     "model": ("dropout", "recurrent_dropout", "scheduled_sampling", "layer_drop", "drop_head"),
     "train": (
-        "accumulate", "batch_seconds", "clip", "consistency", "guided_attention",
-        "label_smoothing", "optimizer.lr",
+        "accumulate", "batch_seconds", "clip", "consistency", "freeze", "guided_attention",
+        "label_smoothing", "optimizer.lr", "optimizer.lr_factors",
     ),
 }  # fmt: skip
 
@@ -724,11 +772,13 @@ class StageConfig(Config):
     """Part of `stages:`: keys of the recipe that have other values from a share of the run on."""
 
     start: Annotated[float, Field(gt=0.0, lt=1.0)]  # share of the run; from the next epoch on
-    features: StageChanges = Field(default_factory=dict)  # spec_augment, speed_perturb, noise
+    # spec_augment, speed_perturb, noise, noise_probability, room_probability
+    features: StageChanges = Field(default_factory=dict)
     # dropout, recurrent_dropout, scheduled_sampling, layer_drop, drop_head, wherever the model has
     # them: {listener: {dropout: 0.2}}
     model: StageChanges = Field(default_factory=dict)
-    # accumulate, batch_seconds, clip, consistency, guided_attention, label_smoothing, optimizer.lr
+    # accumulate, batch_seconds, clip, consistency, freeze, guided_attention, label_smoothing,
+    # optimizer.lr, optimizer.lr_factors
     train: StageChanges = Field(default_factory=dict)
 
 
@@ -741,6 +791,20 @@ class Recipe(Config):
     train: TrainConfig = TrainConfig()
     # Changes in the course of a run, in their order; each adds to those before it.
     stages: Annotated[tuple[StageConfig, ...], Field(max_length=20)] = ()
+
+    @property
+    def unmeasured(self) -> set[str]:
+        """Metrics that no validation of this recipe has."""
+        return {"ctc", "wer", "ctc_wer", "diagonality"}
+
+    @model_validator(mode="after")
+    def _metric_is_measured(self) -> "Recipe":
+        if self.train.metric in self.unmeasured:
+            raise ValueError(
+                f"train.early_stopping.metric = {self.train.metric} is not measured with this "
+                "recipe: choose another, such as nll"
+            )
+        return self
 
     @field_validator("stages")
     @classmethod
@@ -771,6 +835,13 @@ class SpeechRecipe(Recipe):
     text: TextConfig = TextConfig()
     model: SpeechModelConfig
     decode: DecodeConfig = DecodeConfig()
+
+    @property
+    def unmeasured(self) -> set[str]:
+        """Metrics that no validation of this recipe has."""
+        without_head = set() if self.model.ctc_weight else {"ctc", "ctc_wer"}
+        undecoded = set() if self.train.wer_utterances else {"wer", "ctc_wer", "diagonality"}
+        return {"perplexity", "word_perplexity"} | without_head | undecoded
 
     @model_validator(mode="after")
     def _ctc_decoding_has_its_head(self) -> "SpeechRecipe":

@@ -112,7 +112,7 @@ class BatchNorm(nn.Module):
     """x (B, T, size) -> (B, T, size): statistics over the valid frames of the batch.
 
     Evaluation uses an exponential mean of the statistics in training, as nn.BatchNorm1d, so that
-    utterances do not influence each other.
+    utterances do not influence each other. So does training if `weight` is frozen.
     """
 
     MOMENTUM = 0.1
@@ -129,7 +129,7 @@ class BatchNorm(nn.Module):
         """valid (B, T) bool: the frames in the statistics."""
         wide = _at_least_float32(x)
         mean, variance = self.running_mean, self.running_var
-        if self.training:
+        if self.training and self.weight.requires_grad:
             count = valid.sum()
             mean, variance = valid_moments(wide, valid, count)
             self._track(mean.detach(), variance.detach(), count)

@@ -20,6 +20,7 @@ from asr.data import loader, splits
 from asr.data.batching import Batch, Item, collate, plan_evaluation
 from asr.data.corpus import Corpus, audio_remedy
 from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches
+from asr.data.manifest import check_row, read_rows
 from asr.data.tokenizer import (
     Tokenizer,
     checkpoint_metadata,
@@ -31,6 +32,9 @@ from asr.data.tokenizer import (
 from asr.decoding.alignment import diagonality, has_ctc_path, teacher_forced_attention
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError
+from asr.features import AudioError
+from asr.features.audio import audio_seconds
+from asr.features.augment import AudioFiles
 from asr.features.front_end import FrontEnd
 from asr.inference.decode import best_hypotheses, ctc_hypotheses, encode
 from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_scorer, save_inputs
@@ -75,9 +79,20 @@ class SpeechTask(Task):
 
     @cached_property
     def content(self) -> Content:
-        """Size and hash of the training and validation manifests; no audio is read."""
+        """Size and hash of the manifests of training, validation, noise and room responses; no
+        audio is read.
+        """
         corpora = {"train": self.epochs.utterances.corpus, "valid": self.validation.corpus}
-        return {
+        front_end, features = self.epochs.utterances.front_end, self.recipe.features
+        augmentation = {
+            f"features.{key}": {
+                "files": len(getattr(front_end, key).paths),
+                SHA256: sha256_of_files([path]),
+            }
+            for key in ("noise_files", "room_responses")
+            if (path := getattr(features, key))
+        }
+        return augmentation | {
             f"data.{role}": {
                 "utterances": len(corpus),
                 "seconds": round(float(corpus.seconds.sum()), 1),
@@ -186,6 +201,8 @@ def speech_task(
     print_first(note)
     # Longer files count as unreadable: a file without end must not end the run.
     front_end = build_front_end(recipe.features, data.max_seconds * 2)
+    front_end.noise_files = list_audio_files(recipe, "noise_files", "noise_probability")
+    front_end.room_responses = list_audio_files(recipe, "room_responses", "room_probability")
     if resume:
         tokenizer = load_tokenizer(run)
         if front_end.norm.needs_statistics:
@@ -232,6 +249,26 @@ def speech_task(
         checkpoint_metadata(tokenizer),
         data.max_unreadable,
     )
+
+
+def list_audio_files(recipe: SpeechRecipe, key: str, probability: str) -> AudioFiles | None:
+    """The audio of the manifest in features.KEY, if it names one.
+
+    Raises UserError for a faulty row and for a file whose header is not that of audio.
+    """
+    features, paths = recipe.features, []
+    if (manifest := getattr(features, key)) is None:
+        return None
+    try:
+        for line, row in read_rows(manifest, ("id", "audio")):
+            audio, where = row["audio"], f"{manifest}:{line}"
+            fields = row["id"], "", audio, row.get("seconds") or "1", ""
+            check_row(fields, manifest.parent, where, recipe.data.allow_outside_audio)
+            paths.append(manifest.parent / audio)
+            audio_seconds(paths[-1])
+    except (AudioError, UserError) as error:
+        raise UserError(f"features.{key}: {error}") from None
+    return AudioFiles(paths, features.sample_rate, getattr(features, probability))
 
 
 def check_ctc_lengths(

@@ -47,7 +47,10 @@ class NotSaved(UserError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint on disk; `loss` is the validation loss in nats, infinite if unknown."""
+    """One checkpoint on disk; `loss` ranks it, the lower the better, and is infinite if unknown.
+
+    It is the validation loss in nats, or that of train.early_stopping.metric.
+    """
 
     folder: Path
     step: int

@@ -101,7 +101,8 @@ def stop_at_nan(objective: nn.Module, state: TrainState, log: Callable[[str], No
         before, after = partial(tracer.before, path), partial(tracer.after, path)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
-        for weight, parameter in module.named_parameters(recurse=False):
+        named = module.named_parameters(recurse=False)
+        for weight, parameter in ((n, p) for n, p in named if p.requires_grad):
             what = f"the gradient of {weight} in the backward pass of {{}} is"
             parameter.register_hook(partial(tracer.check, path, what))
 

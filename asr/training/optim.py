@@ -11,15 +11,18 @@
 Every schedule warms up linearly over `warmup` steps. Steps are counted from 1.
 """
 
+import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
-from asr.config.schema import OptimizerConfig, ScheduleConfig
+from asr.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from asr.errors import UserError
 from asr.training import distributed
 from asr.training.losses import read
@@ -51,6 +54,19 @@ def tri_stage(lr: float, warmup: int, hold: float, floor: float) -> Schedule:
     return rate
 
 
+def cosine(lr: float, warmup: int, floor: float) -> Schedule:
+    """Up to lr, and along half a cosine over the whole run down to floor * lr at its end.
+
+    Loshchilov & Hutter 2017 (arXiv:1608.03983), eq. 5, without restarts.
+    """
+
+    def rate(step: int, progress: float) -> float:
+        fallen = (1.0 - math.cos(math.pi * min(progress, 1.0))) / 2
+        return lr * _ramp(step, warmup) * (1.0 - (1.0 - floor) * fallen)
+
+    return rate
+
+
 def _ramp(step: int, warmup: int) -> float:
     return min(step / warmup, 1.0) if warmup else 1.0
 
@@ -61,6 +77,8 @@ def make_schedule(config: ScheduleConfig, lr: float) -> Schedule:
         return noam(lr, config.warmup, config.width)
     if config.kind == "constant":
         return constant(lr, config.warmup)
+    if config.kind == "cosine":
+        return cosine(lr, config.warmup, config.floor)
     return tri_stage(lr, config.warmup, config.hold, config.floor)
 
 
@@ -101,16 +119,57 @@ def probable_cause(config: OptimizerConfig) -> str:
     return f"{verb} train.optimizer.{key} = {getattr(config, key):g} ({values})"
 
 
+def matching(model: nn.Module, pattern: str) -> Iterator[nn.Parameter]:
+    """The parameters whose names match, where * is any text. Tied ones have several names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if fnmatchcase(name, pattern):
+            yield parameter
+
+
+def check_patterns(model: nn.Module, config: TrainConfig) -> None:
+    """Raise UserError for a pattern that matches no parameter, and where all are frozen."""
+    factors = config.optimizer.lr_factors
+    for key, patterns in {"freeze": config.freeze, "optimizer.lr_factors": factors}.items():
+        for pattern in patterns:
+            if not any(True for _ in matching(model, pattern)):
+                hint = _nearest(pattern, [name for name, _ in model.named_parameters()])
+                raise UserError(f"train.{key}: no parameter has a name like {pattern!r}; {hint}")
+    frozen = {p for pattern in config.freeze for p in matching(model, pattern)}
+    if len(frozen) == len(list(model.parameters())):
+        raise UserError(f"train.freeze = {list(config.freeze)} leaves no parameter to train")
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    """Patterns and names that may have been meant."""
+    parts = [list(accumulate(name.split("."), "{}.{}".format)) for name in names]
+    known = dict.fromkeys([*(f"{part}.*" for p in parts for part in p[:-1]), *names])
+    near = " or ".join(difflib.get_close_matches(pattern, known, n=3))
+    first = ", ".join(dict.fromkeys(part[0] for part in parts))
+    return f"names begin with {first}" + (f". Did you mean {near}?" if near else "")
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude the parameters that match one of the patterns from training."""
+    for parameter in (p for pattern in patterns for p in matching(model, pattern)):
+        parameter.requires_grad_(False)
+
+
 def make_optimizer(config: OptimizerConfig, module: nn.Module) -> "optim.Optimizer | Muon":
-    """The optimizer of all trainable parameters; gains and biases are not decayed."""
-    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    """The optimizer of all parameters; gains and biases are not decayed.
+
+    Frozen ones are included, which without gradient take no step: a stage may train them.
+    """
+    factors: dict[nn.Parameter, float] = {}
+    for pattern, factor in config.lr_factors.items():
+        for parameter in matching(getattr(module, "model", module), pattern):
+            factors.setdefault(parameter, factor)
     if config.kind == "muon":
         hidden, others = [], []
-        for name, parameter in trainable.items():
+        for name, parameter in module.named_parameters():
             is_hidden_matrix = parameter.dim() == 2 and not ENDS.fullmatch(name)
             (hidden if is_hidden_matrix else others).append(parameter)
-        return Muon(config, hidden, others)
-    groups = _groups(config, list(trainable.values()))
+        return Muon(config, _groups(config, hidden, factors), _groups(config, others, factors))
+    groups = _groups(config, list(module.parameters()), factors)
     if config.kind == "schedule_free":
         from schedulefree import AdamWScheduleFree
 
@@ -121,11 +180,21 @@ def make_optimizer(config: OptimizerConfig, module: nn.Module) -> "optim.Optimiz
     return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _groups(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    decay = config.weight_decay
+def _groups(
+    config: OptimizerConfig,
+    parameters: Sequence[nn.Parameter],
+    factors: Mapping[nn.Parameter, float],
+) -> list[dict[str, Any]]:
+    """First matrices, then gains and biases; the factors change neither order nor numbers."""
+    ordered = sorted(parameters, key=lambda p: p.dim() <= 1)
+    grouped = groupby(ordered, lambda p: (p.dim() > 1, factors.get(p, 1.0)))
     return [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {
+            "params": list(group),
+            "weight_decay": config.weight_decay if decayed else 0.0,
+            "lr_factor": factor,
+        }
+        for (decayed, factor), group in grouped
     ]
 
 
@@ -135,11 +204,11 @@ class Muon:
     def __init__(
         self,
         config: OptimizerConfig,
-        hidden: Sequence[nn.Parameter],
-        others: Sequence[nn.Parameter],
+        hidden: list[dict[str, Any]],
+        others: list[dict[str, Any]],
     ) -> None:
         adamw = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-        self.parts: list[optim.Optimizer] = [optim.AdamW(_groups(config, others), **adamw)]
+        self.parts: list[optim.Optimizer] = [optim.AdamW(others or [{"params": []}], **adamw)]
         if hidden:
             decay = config.weight_decay
             muon = optim.Muon(hidden, config.lr, decay, adjust_lr_fn="match_rms_adamw")
@@ -187,8 +256,7 @@ def _step_by_shares(muon: optim.Muon) -> None:
     Making the matrices orthogonal can take a third of a training step. All ranks have the same
     momenta, because they have the same gradients.
     """
-    (group,) = muon.param_groups
-    used = [p for p in group["params"] if p.grad is not None]
+    used = [p for group in muon.param_groups for p in group["params"] if p.grad is not None]
     # Multiplications of one Newton-Schulz iteration, up to a factor.
     owners = distributed.assign_owners([max(p.shape) * min(p.shape) ** 2 for p in used])
     gradients = {
@@ -201,20 +269,26 @@ def _step_by_shares(muon: optim.Muon) -> None:
         parameter.grad = gradient
         state = muon.state[parameter]
         momentum = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
-        momentum.lerp_(gradient, 1 - group["momentum"])
+        momentum.lerp_(gradient, 1 - muon.param_groups[0]["momentum"])
     distributed.broadcast(used, owners)
 
 
 def load_moments(optimizer: "optim.Optimizer | Muon", state: dict[str, Any]) -> None:
-    """Load the moments of a state_dict, but not its betas, eps and decay, which the recipe sets.
+    """Load the moments of a state_dict, but not its betas, eps, decay and groups by factor of the
+    learning rate, which the recipe sets.
 
     Raises ValueError where they are not this optimizer's moments of these parameters.
     """
     groups = optimizer.state_dict()["param_groups"]
-    if [group["params"] for group in state["param_groups"]] != [g["params"] for g in groups]:
+    ours, theirs = (
+        [n for g in each for n in g["params"]] for each in (groups, state["param_groups"])
+    )
+    if ours != theirs:
         raise ValueError("optimizer: moments of other parameters")
-    for group, saved in zip(groups, state["param_groups"], strict=True):
-        group |= {key: _progress(key, saved.get(key)) for key in _PROGRESS if key in group}
+    saved = {n: group for group in state["param_groups"] for n in group["params"]}
+    for group in (group for group in groups if group["params"]):
+        before = saved[group["params"][0]]
+        group |= {key: _progress(key, before.get(key)) for key in _PROGRESS if key in group}
     known = {
         number: (parameter, _MOMENTS[kind_of(group)])
         for group, mapped in zip(optimizer.param_groups, groups, strict=True)

@@ -34,8 +34,9 @@ NOT_LEARNING = (
 # Keys that may change in the middle of a run: these, and those that set its end. train.init is read
 # at the start alone.
 HARMLESS = (
-    *NOT_LEARNING, "data.max_unreadable", "train.bad_steps", "train.epochs", "train.init",
-    "train.keep", "train.keep_best", "train.steps", "train.validate_every",
+    *NOT_LEARNING, "data.max_unreadable", "train.bad_steps", "train.early_stopping",
+    "train.epochs", "train.init", "train.keep", "train.keep_best", "train.steps",
+    "train.validate_every",
 )  # fmt: skip
 SHA256 = "sha256"
 
@@ -165,6 +166,12 @@ class ResumePoint:
             if force:
                 return {"recipe": f"the old one cannot be read ({error})"}
             raise UserError(f"{error} (of the run so far; --force ignores it)") from None
+        if (metric := old.train.metric) != recipe.train.metric:
+            raise UserError(
+                f"{self.run}: its checkpoints are ranked by {metric}, which cannot change to "
+                f"{recipe.train.metric}: restore train.early_stopping.metric, or choose another "
+                "--run; train.init can start it from this one's weights"
+            )
         return changes(old, recipe)
 
 

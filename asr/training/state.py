@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asr.config.schema import TrainConfig
+from asr.config.schema import EarlyStoppingConfig, TrainConfig
 from asr.io import open_file
 
 MAX_COUNT = 1 << 53
@@ -38,10 +38,35 @@ class TrainState:
     utterances: int = 0
     broken: int = 0  # unreadable utterances
     train_seconds: float = 0.0  # wall time of steps and loading
+    best: float = 0.0  # of train.early_stopping.metric; at best_step, 0 if there is none yet
+    best_step: int = 0
+    not_improved: int = 0  # validations since
+
+
+def rank_of(metric: str, value: float) -> float:
+    """By which checkpoints are ranked: the lower, the better."""
+    return -value if metric in ("accuracy", "diagonality") else value
+
+
+def count_validation(state: TrainState, config: EarlyStoppingConfig, value: float) -> None:
+    """Count a validation, in which the metric has this value, as an improvement or not."""
+    gain = rank_of(config.metric, state.best) - rank_of(config.metric, value)
+    if math.isfinite(value) and (not state.best_step or gain > config.min_delta):
+        state.best, state.best_step, state.not_improved = value, state.step, 0
+    else:
+        state.not_improved += 1
+
+
+def has_stopped_early(state: TrainState, config: TrainConfig) -> bool:
+    """Whether train.early_stopping has ended the run."""
+    early = config.early_stopping
+    return early is not None and state.not_improved >= early.patience
 
 
 def is_finished(state: TrainState, config: TrainConfig) -> bool:
-    """Whether the run has reached its last step or epoch."""
+    """Whether the run has stopped early, or reached its last step or epoch."""
+    if has_stopped_early(state, config):
+        return True
     if config.steps is not None:
         return state.step >= config.steps
     return state.epoch > config.epochs

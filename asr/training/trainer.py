@@ -54,10 +54,13 @@ from asr.training.resume import ResumePoint, changes, find_resume_point
 from asr.training.signals import Stop, Stopped
 from asr.training.state import (
     TrainState,
+    count_validation,
     due_stage,
+    has_stopped_early,
     is_finished,
     progress,
     random_state,
+    rank_of,
     restore_random_state,
 )
 from asr.training.task import Epochs, Task, TaskBatch
@@ -116,7 +119,8 @@ def sum_gradients(
     for batch in group:
         with autocast(device, precision):
             out = objective(batch)
-        out["objective"].total.backward()
+        if out["objective"].total.requires_grad:  # not where LayerDrop skips all that trains
+            out["objective"].total.backward()
         add(sums, out)
     return sums
 
@@ -155,7 +159,7 @@ def take_step(
     if step.finite:
         torch._foreach_mul_(gradients, min(1.0, config.clip / (norm + 1e-6)) / count)
         for settings in optimizer.param_groups:
-            settings["lr"] = lr
+            settings["lr"] = lr * settings.get("lr_factor", 1.0)
         optimizer.step()
     return step
 
@@ -229,6 +233,7 @@ class Training:
             elif state.step % self.config.save_every == 0 and state.step not in (0, self.saved):
                 self.save()
             if is_finished(state, self.config):
+                self.report_early_stop()
                 return
             stage = self.due_stage()
             if stage > state.stage and not self.stop.requested_on_any_rank():
@@ -357,6 +362,7 @@ class Training:
             self.log.scalars("valid", figures, step)
             self.log.info(f"step {step}  validation: {'  '.join(figure_texts(figures))}")
             self.alarm(figures.get("diagonality", 1.0))
+            self.count_validation(gather(figures)[0])  # rank 0 alone decodes
             self.write_checkpoint()
             release_memory()
         self.log.exclude(time.perf_counter() - begin)
@@ -401,6 +407,24 @@ class Training:
                 "more reduction, a lower lr."
             )
 
+    def count_validation(self, figures: Mapping[str, float]) -> None:
+        """For train.early_stopping. Raises UserError where the metric is not among the figures."""
+        if early := self.config.early_stopping:
+            if early.metric not in figures:
+                key = f"train.early_stopping.metric = {early.metric}"
+                raise UserError(f"{key}: the validation has {', '.join(figures)}; choose one")
+            count_validation(self.state, early, figures[early.metric])
+
+    def report_early_stop(self) -> None:
+        """Log why the run ends before its planned end, if it does."""
+        state, metric = self.state, self.config.metric
+        if has_stopped_early(state, self.config):
+            (best,) = figure_texts({metric: state.best})
+            self.log.info(
+                f"stopped early: {metric} has not improved for {state.not_improved} validations; "
+                f"best {best} at step {state.best_step}"
+            )
+
     def save(self) -> None:
         """Write a checkpoint of everything that a resume needs."""
         with self.weights.applied():
@@ -430,7 +454,9 @@ class Training:
             "metrics": self.metrics,
             "trackers": self.trackers,
         }
-        loss = self.metrics["valid/nll"] if self.validated == self.saved else math.inf
+        metric, loss = self.config.metric, math.inf
+        if self.validated == self.saved:
+            loss = rank_of(metric, self.metrics[f"valid/{metric}"])
         # The curves up to this step are on the disk before the checkpoint.
         self.log.flush()
         model, metadata = self.task.objective.model, self.task.metadata
@@ -459,11 +485,14 @@ class Training:
         make = pkgutil.resolve_name(TASKS[self.recipe.task])
         task = make(self.recipe, self.run, resume or not is_first(), stage, **self.parts)
         self.set_task(task)
+        for number in range(len(self.recipe.stages) + 1):
+            optim.check_patterns(self.task.objective.model, at_stage(self.recipe, number).train)
 
     def set_task(self, task: Task) -> None:
         """Train this task from now on."""
         self.task, self.config = task, task.recipe.train
         self.content = task.content  # now: the files may change during training
+        optim.freeze(task.objective.model, self.config.freeze)
         batches, share = task.epochs.plan(1).batches, task.max_unreadable
         distributed.check_share(len(batches))
         # Unreadable utterances an epoch: a share, but one in a corpus of any size.
@@ -524,16 +553,24 @@ class Training:
     def summary(self, resumed: bool) -> list[str]:
         """Lines on the model, the corpus, and a warmup that is longer than the run."""
         recipe, warmup = self.task.recipe, self.config.schedule.warmup
-        parameters = sum(p.numel() for p in self.task.objective.parameters())
         lines = [
             f"{'resuming' if resumed else 'training'} {recipe.run}: "
-            f"{parameters / 1e6:.2f} M parameters, {self.task.describe()}"
+            f"{self.count_parameters()}, {self.task.describe()}"
             f"{f', {world()} ranks' if world() > 1 else ''}"
         ]
         total = planned_steps(self.task.epochs, self.config, self.state)
         if total <= warmup:
             lines.append(f"all {total} steps are within train.schedule.warmup = {warmup}")
         return lines
+
+    def count_parameters(self) -> str:
+        """In millions; where some are frozen, also those that train."""
+        parameters = list(self.task.objective.parameters())
+        total = sum(p.numel() for p in parameters) / 1e6
+        trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
+        return f"{total:.2f} M parameters" + (
+            f", of which {trained:.2f} M train" if self.config.freeze else ""
+        )
 
     def due_stage(self) -> int:
         """The stage of the recipe that trains from the state's position on."""
@@ -545,8 +582,9 @@ class Training:
         before, now = (at_stage(self.recipe, n) for n in (self.state.stage, stage))
         self.state.stage = stage
         number = f"stage {stage + 1} of {len(self.recipe.stages) + 1}"
-        changed = ", ".join(changes(before, now).values())
-        return f"{number}, from epoch {self.state.epoch} on: {changed}"
+        changed = changes(before, now)
+        line = f"{number}, from epoch {self.state.epoch} on: {', '.join(changed.values())}"
+        return f"{line}; {self.count_parameters()}" if "train.freeze" in changed else line
 
     def begin_stage(self, stage: int) -> None:
         """Save, and resume with the settings of the next stage."""
