@@ -38,6 +38,7 @@ from asr.features.augment import AudioFiles
 from asr.features.front_end import FrontEnd
 from asr.inference.decode import best_hypotheses, ctc_hypotheses, encode
 from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_scorer, save_inputs
+from asr.io import sha256_of_files
 from asr.models.build import build_front_end, build_speech_model
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
