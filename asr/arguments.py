@@ -38,7 +38,7 @@ EXAMPLES = {
     },
 }
 MODULES = "python -m asr."
-RECIPE_KEY_FLAG = re.compile(r"--(\w+(?:\.\w+)+|seed)\b")
+RECIPE_KEY_FLAG = re.compile(r"^unrecognized arguments: .*?(--(\w+(?:\.\w+)+|seed)\b)")
 CONSOLE = "layernorm-asr"
 
 
@@ -104,7 +104,7 @@ class CommandParser(argparse.ArgumentParser):
         # parse_intermixed_args lists them as required.
         message = message.replace(", key.path=value", "")[:LONGEST]
         if dashed := RECIPE_KEY_FLAG.search(message):
-            raise UserError(f"{dashed[0]}: drop the --: keys of a recipe are {dashed[1]}=VALUE")
+            raise UserError(f"{dashed[1]}: drop the --: keys of a recipe are {dashed[2]}=VALUE")
         raise UserError(f"{message}; {self.prog} --help lists the arguments")
 
 

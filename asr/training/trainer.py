@@ -208,8 +208,8 @@ class Training:
     program has in place of the recipe's data and objective.
     """
 
-    def __init__(self, recipe: Recipe, run: Path, parts: Mapping[str, Any]) -> None:
-        self.recipe, self.run, self.parts = recipe, run, parts
+    def __init__(self, recipe: Recipe, run: Path, parts: Mapping[str, Any] | None = None) -> None:
+        self.recipe, self.run, self.parts = recipe, run, parts or {}
         self.state = TrainState()
         self.saved = self.validated = -1  # steps of the last checkpoint and the last validation
         self.metrics: dict[str, float] = {}  # of that validation
@@ -644,7 +644,7 @@ def train(
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
         distributed.check_device(recipe.train.device)  # before a corpus is made
-        training = Training(recipe, run, parts or {})
+        training = Training(recipe, run, parts)
         restarted = distributed.restarted_by_torchrun(run)
         messages = training.open(resume or restarted, force, overridden)
         state, config, stop = training.state, training.config, training.stop
