@@ -39,7 +39,10 @@ def test_it_runs_at_a_small_size(cells, tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"data", "runs"}
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"none_seed1", "ba_seed1"}
     printed = capsys.readouterr().out
-    assert "WER of test, second minus first: " in printed and r"\begin{tabular}" in printed
+    assert (
+        "WER of test, second minus first: " in printed
+        and r"\toprule" in names["comparison"].to_latex()
+    )
 
 
 def test_it_imports_little_more_than_the_entry(cells):

@@ -14,7 +14,7 @@ from asr.nn.norm import make_norm
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch):
-    for name in REGISTERED:
+    for name in list(REGISTERED):
         monkeypatch.delitem(REGISTERED, name)
     yield
     REGISTERED.clear()
