@@ -140,6 +140,7 @@ CHOICES = {
 
 
 class TestTraining:
+    @pytest.mark.slow
     @pytest.mark.parametrize("choice", CHOICES)
     def test_resuming_gives_the_same_bits(self, choice, tiny, tmp_path):
         constant = "train.schedule={kind: constant}"  # others depend on train.steps

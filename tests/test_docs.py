@@ -15,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from asr.config.language import LanguageRecipe
 from asr.config.loader import read_recipe
+from asr.config.registered import REGISTERED
 from asr.config.schema import SpeechRecipe
 from asr.images.config import ImageRecipe
 from asr.shipped import recipe_names
@@ -237,6 +238,7 @@ def test_the_examples_of_the_python_interface_run(page, fewest, tmp_path, monkey
     names = {}
     for block in blocks:
         exec(compile(block, f"docs/{page}.md", "exec"), names)  # the project's own pages
+    REGISTERED.clear()  # the norms of the example
 
 
 def test_the_example_of_the_layer_trains(capsys, monkeypatch):

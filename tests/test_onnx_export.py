@@ -27,6 +27,7 @@ from asr.models.las import LAS
 
 pytest.importorskip("onnxscript", reason="torch exports to ONNX by onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 
@@ -173,8 +174,7 @@ def front_end(kind=SlaneyMel, mvn="global", variance=True):
     return FrontEnd(kind(RATE, num_mel_bins=F), norm)
 
 
-others = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "pre"]
-every_model = pytest.mark.parametrize("case", ["las", "pre", *others], indirect=True)
+every_model = pytest.mark.parametrize("case", ["las", *MODELS], indirect=True)
 
 
 def close(actual, expected):
