@@ -272,6 +272,8 @@ def sweep(jobs: Sequence[SweepProcess], parallel: int, out: Path) -> int:
     waiting, running, failed = deque(jobs), [], {}
     done = sum(job.next_command() is None for job in jobs)
     print_line(f"{len(jobs)} runs in {out}, {done} of them done already")
+    if len(jobs) == 1:
+        print_line("no key has several values, so there is one run; a grid is KEY=a,b seed=1,2,3")
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
