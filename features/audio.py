@@ -9,6 +9,7 @@ Shapes: S samples, C channels.
 import math
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,13 @@ def from_samples(
     if waveform.ndim == 2:
         waveform = waveform.mean(dim=0 if shape[0] < shape[1] else 1)
     return resample(waveform, rate, sample_rate).clamp(-1.0, 1.0)
+
+
+def array_and_rate(audio: Any) -> tuple[np.ndarray, float]:
+    """Samples and rate in Hz of {"array": samples, "sampling_rate": Hz}, which Hugging Face's
+    decoders of audio have, too. Raises KeyError, IndexError, TypeError or ValueError for others.
+    """
+    return np.asarray(audio["array"]), float(audio["sampling_rate"])
 
 
 def _as_floats(samples: np.ndarray | Tensor, name: str) -> Tensor:

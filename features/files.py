@@ -7,6 +7,7 @@ from typing import IO
 
 AUDIO_SUFFIXES = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au"}
 FFMPEG_SUFFIXES = {".m4a", ".mp4", ".webm", ".mka", ".mkv"}  # features/containers.py
+RECORDING_SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
 
 
 def name_of(path: str | os.PathLike[str]) -> str:

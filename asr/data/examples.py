@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from asr.data.corpus import Corpus, ExampleAudio, Utterance
 from asr.errors import UserError
 from asr.features import AudioError
-from asr.features.audio import audio_seconds
+from asr.features.audio import array_and_rate, audio_seconds
 
 WANTED = (
     'a mapping with "audio" (a path, or {"array": samples, "sampling_rate": Hz}) and "text", and '
@@ -42,7 +40,7 @@ def corpus_of(examples: Examples, name: str) -> Corpus:
 
 
 def _utterance(examples: Examples, index: int, name: str) -> Utterance:
-    place, example = f"{name}[{index}]", examples[index]
+    where, example = f"{name}[{index}]", examples[index]
     try:
         audio, text = example["audio"], example["text"]
         if not isinstance(text, str):
@@ -50,9 +48,9 @@ def _utterance(examples: Examples, index: int, name: str) -> Utterance:
         seconds = example.get("seconds")
         seconds = _seconds(audio) if seconds is None else float(seconds)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        raise UserError(f"{place}: an example must be {WANTED}") from None
+        raise UserError(f"{where}: an example must be {WANTED}") from None
     except AudioError as error:
-        raise UserError(f"{place}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
     identity = str(example.get("id", index))
     speaker = str(example.get("speaker", identity))
     source = ExampleAudio(examples, index, name)
@@ -62,4 +60,5 @@ def _utterance(examples: Examples, index: int, name: str) -> Utterance:
 def _seconds(audio: Any) -> float:
     if isinstance(audio, str | Path):
         return audio_seconds(audio)
-    return max(np.shape(audio["array"])) / float(audio["sampling_rate"])
+    samples, rate = array_and_rate(audio)
+    return max(samples.shape) / rate

@@ -30,7 +30,7 @@ from asr.data.corpus import Corpus, ExampleAudio
 from asr.data.tokenizer import Tokenizer
 from asr.errors import KILLED, WorkerKilled, is_killed
 from asr.features import AudioError
-from asr.features.audio import from_samples
+from asr.features.audio import array_and_rate, from_samples
 from asr.features.front_end import FrontEnd
 from asr.features.normalize import MeanVarianceNorm
 from asr.io import usable_cores
@@ -135,8 +135,7 @@ def load_waveform(front_end: FrontEnd, audio: Path | ExampleAudio) -> Tensor:
     source = audio.read() if isinstance(audio, ExampleAudio) else audio
     if isinstance(source, str | Path):
         return front_end.load(source)
-    rate = front_end.sample_rate
-    return from_samples(source["array"], source["sampling_rate"], rate, str(audio))
+    return from_samples(*array_and_rate(source), front_end.sample_rate, str(audio))
 
 
 def utterance_generator(seed: int, epoch: int, name: str) -> torch.Generator:

@@ -27,7 +27,7 @@ from asr.decoding.scorer import Hypothesis, Scorer
 from asr.decoding.segmentation import LOWEST, SILENT, Segment, loudness, split_at_pauses
 from asr.errors import UserError, check_list, is_out_of_memory
 from asr.features import AudioError, NoSamples
-from asr.features.audio import from_samples
+from asr.features.audio import array_and_rate, from_samples
 from asr.features.files import name_of
 from asr.features.front_end import FrontEnd
 from asr.inference.decode import Encoded, attention, best_hypotheses, drop_hallucinations, encode
@@ -240,8 +240,8 @@ def _recording(audio: Audio, sample_rate: float | None) -> Recording:
     """Audio to decode. Raises UserError for what is neither a path nor samples."""
     if isinstance(audio, str | os.PathLike | np.ndarray | Tensor):
         return Recording(audio, sample_rate=sample_rate)
-    try:  # not only of mappings: Hugging Face's decoders of audio have these keys, too
-        samples, rate = np.asarray(audio["array"]), float(audio["sampling_rate"])
+    try:
+        samples, rate = array_and_rate(audio)
     except (KeyError, IndexError, TypeError, ValueError):
         wanted = 'a path, an array of samples, or {"array": samples, "sampling_rate": Hz}'
         raise UserError(f"audio of type {type(audio).__name__}: give {wanted}") from None

@@ -13,12 +13,11 @@ from tempfile import NamedTemporaryFile
 from typing import IO, NamedTuple
 
 from asr.errors import UserError
-from asr.features.files import AUDIO_SUFFIXES, FFMPEG_SUFFIXES, name_of
+from asr.features.files import RECORDING_SUFFIXES, name_of
 from asr.io import CHUNK
 
 STDIN = Path("-")
 MAX_STDIN = 4 << 30  # bytes: three days of MP3 at 128 kbit/s
-SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
 
 
 class Source(NamedTuple):
@@ -99,7 +98,9 @@ def _below(folder: Path, faults: dict[Path, str]) -> list[Source]:
     for root, folders, names in os.walk(folder, onerror=report):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         paths = (Path(root, name) for name in sorted(names) if not name.startswith("."))
-        found += [path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file()]
+        found += [
+            path for path in paths if path.suffix.lower() in RECORDING_SUFFIXES and path.is_file()
+        ]
     if not found and folder not in faults:
         faults[folder] = f"{name_of(folder)}: no audio file in this folder"
     return [Source(path, path, path.relative_to(folder)) for path in found]

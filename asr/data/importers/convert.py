@@ -35,7 +35,7 @@ from asr.errors import UserError, one_line, print_line, terminal
 from asr.features import AudioError
 from asr.features.audio import audio_seconds, decoded_seconds
 from asr.features.cut import audio_channels, cut_audio
-from asr.features.files import AUDIO_SUFFIXES, FFMPEG_SUFFIXES
+from asr.features.files import FFMPEG_SUFFIXES, RECORDING_SUFFIXES
 from asr.features.sound import open_audio
 from asr.io import atomic_writer, made_folder, usable_cores
 
@@ -49,7 +49,6 @@ TAR_BYTES = 1e9
 IN_FLIGHT = 8  # rows measured ahead, per thread
 SAMPLED = 10  # rows whose files show where relative paths start
 FOLDERS = ("", "clips", "wavs", "wav", "audio")  # below a corpus, in which its audio may be
-SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -262,7 +261,7 @@ def _refuse_faults(outputs: list[_Output]) -> None:
 
 
 def _has_suffix(audio: str) -> bool:
-    return os.path.splitext(audio)[1].lower() in SUFFIXES  # noqa: PTH122 (of every row)
+    return os.path.splitext(audio)[1].lower() in RECORDING_SUFFIXES  # noqa: PTH122 (of every row)
 
 
 def _find_audio(split: Split, root: str) -> tuple[str, str]:
@@ -278,7 +277,7 @@ def _find_audio(split: Split, root: str) -> tuple[str, str]:
         folder = os.path.normpath(os.path.join(base, below))  # noqa: PTH118
         for name in names:
             path = os.path.join(folder, name)  # noqa: PTH118
-            for suffix in ("",) if _has_suffix(name) else ("", *sorted(SUFFIXES)):
+            for suffix in ("",) if _has_suffix(name) else ("", *sorted(RECORDING_SUFFIXES)):
                 if os.path.isfile(path + suffix):  # noqa: PTH113
                     return folder, suffix
     return root, ""

@@ -23,7 +23,7 @@ from asr.data.importers.rows import (
     text_of,
 )
 from asr.errors import UserError, print_line
-from asr.features.files import AUDIO_SUFFIXES, FFMPEG_SUFFIXES
+from asr.features.files import RECORDING_SUFFIXES
 from asr.io import parse_json, read_small_file
 
 # The first of these is taken.
@@ -34,8 +34,6 @@ KINDS = {"wav", "wavs", "wav48", "audio", "clips", "txt", "text", "texts", "tran
 OTHER_TEXTS = re.compile(r"(readme|licen[cs]e|copying|metadata|speakers?|.*info)\b", re.IGNORECASE)
 TIMED = re.compile(r"\d+ \d+ \S+(\n\d+ \d+ \S+)*")  # HTK's labels
 MAX_TEXT = 1 << 18  # bytes
-
-SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
 
 Key = tuple[str, ...]  # a path without folders of KINDS and without its suffix
 
@@ -109,7 +107,7 @@ def _files(folder: Path) -> tuple[dict[Key, list[Path]], dict[Key, list[Path]]]:
             if name.startswith("."):
                 continue
             stem, suffix = os.path.splitext(name)  # noqa: PTH122 (a Path each costs seconds)
-            if suffix.lower() in SUFFIXES:
+            if suffix.lower() in RECORDING_SUFFIXES:
                 audio.setdefault((*parts, stem), []).append(Path(root, name))
             elif suffix := next((s for s in TEXT_SUFFIXES if name.lower().endswith(s)), ""):
                 texts.setdefault((*parts, name[: -len(suffix)]), []).append(Path(root, name))

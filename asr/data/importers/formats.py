@@ -21,7 +21,7 @@ from asr.data.importers import (
 )
 from asr.data.importers.rows import Split
 from asr.errors import UserError
-from asr.features.files import AUDIO_SUFFIXES, FFMPEG_SUFFIXES
+from asr.features.files import RECORDING_SUFFIXES
 
 FORMATS: dict[str, ModuleType] = {
     "kaldi": kaldi,
@@ -38,7 +38,7 @@ GENERAL: dict[str, ModuleType] = {"table": table, "folder": folder}
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar")
 SHOWN = 8  # suffixes in messages
 MAX_FILES = 1_000_000  # counted for a message
-MAX_FOLDERS = 20  # looked into for a message
+MAX_FOLDERS = 20  # searched for a message
 WITH_TEXT_COLUMN = ("table", "datasets")
 
 
@@ -63,7 +63,7 @@ def _unrecognised(source: Path) -> str:
     """What a source has, and what it lacks for the nearest format."""
     if source.is_file():
         suffix = source.suffix.lower()
-        if suffix in AUDIO_SUFFIXES | FFMPEG_SUFFIXES:
+        if suffix in RECORDING_SUFFIXES:
             return f"{source}: a recording; name its folder, or a table of recordings"
         if suffix in ARCHIVES:
             return f"{source}: an archive; unpack it, and name the folder"

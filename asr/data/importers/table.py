@@ -40,7 +40,7 @@ from asr.data.importers.rows import (
 )
 from asr.data.manifest import COLUMNS
 from asr.errors import UserError, print_line
-from asr.features.files import AUDIO_SUFFIXES, FFMPEG_SUFFIXES
+from asr.features.files import AUDIO_SUFFIXES, RECORDING_SUFFIXES
 from asr.io import read_json
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".json")
@@ -54,7 +54,6 @@ ID_KEYS = ("id", "utt_id", "utterance_id", "utt", "key")
 SECONDS_KEYS = ("seconds", "duration")
 START_KEYS, END_KEYS = ("start", "start_time", "offset"), ("end", "end_time")
 READ_KEYS = (ID_KEYS, SECONDS_KEYS, START_KEYS, END_KEYS)  # beside audio, text and speaker
-SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
 SPLIT_KEYS = ("split", "subset", "partition")
 METADATA = "metadata"  # audiofolder's name of a table, which says nothing of its content
 MAX_LIST = 1 << 28  # bytes of a JSON list, which is read as a whole
@@ -275,7 +274,7 @@ def _row(
 def _id(audio: str, start: float | None) -> str:
     """The path without its suffix, and the start of a part in milliseconds."""
     path = PurePosixPath(audio)
-    if path.suffix.lower() in SUFFIXES:
+    if path.suffix.lower() in RECORDING_SUFFIXES:
         path = path.with_suffix("")
     name = str(path).lstrip("/") if audio else ""
     return name if start is None else f"{name}-{round(1000 * start):07d}"
