@@ -640,6 +640,9 @@ def test_the_run_folder_has_the_vocabulary_that_is_used(tiny, commands, tmp_path
         assert read_recipe(tmp_path / "recipe.yaml").text == text
     line = commands.refused(train, tmp_path, "text.size=9", "--resume")
     assert "its recipe was another: text.size" in line
+    write_recipe(read_recipe("mnist_rows"), tmp_path / "recipe.yaml")
+    code, _, err = commands(train, tiny, "--run", tmp_path, *bpe[:2], "train.steps=2", "--resume")
+    assert code == 0, err
 
 
 def test_fine_tuning_reports_what_it_ignores_or_cannot_load(tiny, tiny_run, commands, tmp_path):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from asr.config.loader import as_yaml, flat, parse_recipe, read_recipe, validate
@@ -52,15 +53,20 @@ class ResumePoint:
         self.run, self.checkpoint, self.damaged = run, checkpoint, damaged
         self.state = read_training(checkpoint)
 
+    @cached_property
+    def begun_with(self) -> Recipe:
+        """The recipe in the checkpoint. Raises UserError for one of an older version."""
+        return parse_recipe(self.state["recipe"], f"{self.checkpoint.folder}: recipe")
+
     def as_asked(self, recipe: Recipe) -> Recipe:
         """The recipe with the section `text` that the run was begun with, where it has that of
         RUN/recipe.yaml, which is the vocabulary that is used.
         """
         with suppress(UserError):  # of an older version
             used = read_recipe(self.run / "recipe.yaml")
-            asked = parse_recipe(self.state["recipe"], "recipe")
-            if recipe.task != "images" and recipe.text == used.text:
-                return recipe.model_copy(update={"text": asked.text})
+            tasks = {recipe.task, used.task, self.begun_with.task}
+            if len(tasks) == 1 and "images" not in tasks and recipe.text == used.text:
+                return recipe.model_copy(update={"text": self.begun_with.text})
         return recipe
 
     def check_recipe(
@@ -137,7 +143,7 @@ class ResumePoint:
     def _rate_change(self, new: TrainConfig, batches: int) -> list[str]:
         """Of the old recipe only the end matters: the log names all other keys that changed."""
         try:
-            old = parse_recipe(self.state["recipe"], "recipe").train
+            old = self.begun_with.train
         except UserError:  # of an older version
             return []
         ends = {"steps": old.steps, "epochs": old.epochs}
@@ -158,10 +164,10 @@ class ResumePoint:
 
     def _changes(self, recipe: Recipe, force: bool) -> dict[str, str]:
         """Dotted key -> a line, for every key with another value now."""
-        if (text := self.state["recipe"]) == as_yaml(recipe):
+        if self.state["recipe"] == as_yaml(recipe):
             return {}
         try:
-            old = parse_recipe(text, f"{self.checkpoint.folder}: recipe")
+            old = self.begun_with
         except UserError as error:
             if force:
                 return {"recipe": f"the old one cannot be read ({error})"}
