@@ -31,6 +31,8 @@ class FeatureExtractor:
     """Base of all kinds: samples are cut into overlapping frames."""
 
     size: int
+    groups = 1  # of features within a frame that SpecAugment masks alike
+    max_samples: int | None = None  # of the longest waveform
 
     def __init__(
         self, sample_rate: int, frame_length: float, frame_shift: float, dither: float
@@ -41,6 +43,11 @@ class FeatureExtractor:
         if self.window < 2 or self.shift < 1:
             lengths = f"frame_length {frame_length} ms and frame_shift {frame_shift} ms"
             raise ValueError(f"{lengths} are too short at {sample_rate} Hz")
+
+    @property
+    def frame_seconds(self) -> float:
+        """Seconds from one frame to the next."""
+        return self.shift / self.sample_rate
 
     def num_frames(self, samples: int) -> int:
         """T for S samples; 0 if they do not fill one window."""
