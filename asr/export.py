@@ -37,11 +37,12 @@ def main() -> None:
     )
     add("--about", type=Path, metavar="TEXT.md", help=about)
     add("--license", metavar="ID", help="of the weights, for the card: cc-by-4.0, mit, ...")
+    add("--with-encoder", action="store_true", help="copy the pretrained encoder of its features")
     onnx = "write ONNX files and model.json instead of a run, see docs/onnx.md"
     add("--onnx", action="store_true", help=onnx)
     args = parser.parse()
     check_combination(args)
-    text = {"about": args.about, "licence": args.license}
+    text = {"about": args.about, "licence": args.license, "with_encoder": args.with_encoder}
     if args.onnx:
         export_onnx(args.run, args.overrides, args.to)
     elif args.push_to:
@@ -73,6 +74,7 @@ def push(
     to: Path | None = None,
     about: Path | None = None,
     licence: str | None = None,
+    with_encoder: bool = False,
 ) -> None:
     """Export the run, into a temporary folder unless `to` is given, and upload it to the hub."""
     from asr.inference.hub import check_repo, push_run
@@ -80,7 +82,7 @@ def push(
     check_repo(repo)
     with nullcontext() if to else TemporaryDirectory() as temporary:
         folder = to or Path(temporary) / repo.partition("/")[2]
-        export(run, overrides, folder, about, licence, f"hf:{repo}")
+        export(run, overrides, folder, about, licence, f"hf:{repo}", with_encoder)
         print(f"the run is at {push_run(folder, repo, private)}; load it as hf:{repo}")
 
 
@@ -91,13 +93,16 @@ def export(
     about: Path | None = None,
     licence: str | None = None,
     address: str = "THIS_FOLDER",
+    with_encoder: bool = False,
 ) -> None:
     """Write the exported run folder, whose card names it as `address`.
 
+    with_encoder: with the weights of a frozen encoder, which others find by its name otherwise.
     UserError, before anything is written, where it cannot be.
     """
     from asr.analysis.model_card import model_card
     from asr.inference.derived import WITHOUT_OTHERS, check_new_folder, write_run
+    from asr.inference.encoders import check_shared, copy_files, shared_name
     from asr.inference.load import load_run_recipe
     from asr.inference.recognition import Recognizer
     from asr.training.checkpoint import choose
@@ -106,6 +111,9 @@ def export(
     check_new_folder(to)
     recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS, "train.device=cpu"])
     checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
+    encoder = recognizer.front_end.extract.encoder if recipe.features.encoder else None
+    if encoder and recipe.features.train == "none" and not with_encoder:
+        check_shared(encoder.source)
     model = recognizer.model.half()
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
@@ -114,7 +122,11 @@ def export(
     steps = [checkpoint.step for checkpoint in checkpoints]
     name, smaller = to.resolve().name, exported_recipe(recipe, to)
     card = model_card(name, run, recipe, steps, parameters, about, licence, address)
+    if encoder:  # without the path of a folder
+        encoder.source = encoder.source._replace(name=shared_name(encoder.source.name))
     write_run(to, smaller, recognizer, None, best.step, best.loss, card)
+    if encoder and with_encoder and recipe.features.train == "none":
+        copy_files(encoder.source.folder, to)
     if recipe.decode.lm:
         print(f"without the language model {recipe.decode.lm}: pass it on as a separate run")
     for other in recipe.decode.ensemble:
@@ -139,9 +151,12 @@ def exported_recipe(recipe: "SpeechRecipe", to: Path) -> "Recipe":
     """The run's recipe without the paths of this machine."""
     from asr.config.loader import validate
     from asr.inference.derived import derived_recipe
+    from asr.inference.encoders import shared_name
 
     tree = derived_recipe(recipe, to)
     tree["data"] |= {"corpus": None, "train": None, "valid": None, "test": {}}
+    if encoder := tree["features"]["encoder"]:
+        tree["features"]["encoder"] = shared_name(encoder)
     tree["train"] |= {"init": None, "device": "auto", "trackers": []}
     tree["decode"] |= {"lm": None, "ensemble": []}
     return validate(tree, f"--to {to}")

@@ -120,6 +120,17 @@ def main() -> None:
     text = "also pack audio outside the manifest's folder"
     kind.add_argument("--outside", action="store_true", help=text)
 
+    about = inspect.getdoc(_features) or ""
+    kind = kinds.add_parser(
+        "features", help=about.partition("\n")[0].rstrip("."), description=about
+    )
+    kind.set_defaults(prepare=_features)
+    kind.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe, or a run folder")
+    text = "a split of the recipe, or a manifest; may be repeated (default: train and valid)"
+    kind.add_argument("--split", action="append", metavar="SPLIT", help=text)
+    text = "keys of the recipe, as for asr.train"
+    kind.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
+
     kind = add("spoken-numbers", _spoken_numbers)
     kind.add_argument("--seed", type=natural, default=1)
 
@@ -246,6 +257,36 @@ def _shards(args: argparse.Namespace) -> None:
     from asr.data.shards import pack
 
     _report(pack(args.manifest, args.to, args.megabytes, args.outside))
+
+
+def _features(args: argparse.Namespace) -> None:
+    """Features of a frozen pretrained encoder, computed once.
+
+    Training computes those of its splits itself, unless they are there; this computes them before,
+    for example on a machine with a GPU, or of a test split for several evaluations.
+    """
+    from asr.config.loader import read_recipe
+    from asr.config.schema import SpeechRecipe
+    from asr.data import splits
+    from asr.inference.encoders import cache_features, find_encoder, load_encoder
+    from asr.models.build import build_front_end
+    from asr.training.distributed import choose_device
+
+    path = args.recipe
+    recipe = read_recipe(path, args.overrides)
+    if not isinstance(recipe, SpeechRecipe) or recipe.features.kind != "encoder":
+        raise UserError(f"{path}: no recipe with features.kind=encoder, which this is for")
+    if recipe.features.train != "none":
+        raise UserError(f"{path}: features.train = {recipe.features.train}: of a trained encoder")
+    encoder = load_encoder(recipe.features, find_encoder(recipe.features))
+    data, device = recipe.data, choose_device(recipe.train.device)
+    front_end = build_front_end(recipe.features, data.max_seconds * 2, encoder)
+    for name in args.split or ("train", "valid"):
+        corpus = splits.load_split(data, name)
+        speeds = [1.0] if name != "train" else sorted({*recipe.features.speed_perturb})
+        if cache_features(corpus, front_end, speeds, data.workers, device) is None:
+            raise UserError(f"{corpus.path}: no folder can be written for its features")
+        print_line(f"{corpus.path}: the features of {len(corpus)} utterances are stored")
 
 
 def _spoken_numbers(args: argparse.Namespace) -> None:

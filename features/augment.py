@@ -53,9 +53,11 @@ class SpecAugment:
         if not 0.0 <= self.time_fraction <= 1.0:
             raise ValueError(f"time_fraction {self.time_fraction} must lie in 0 to 1")
 
-    def __call__(self, features: Tensor, generator: torch.Generator) -> Tensor:
-        """(T, F) -> (T, F), a copy."""
-        frames, size = features.shape
+    def __call__(
+        self, features: Tensor, generator: torch.Generator | None, groups: int = 1
+    ) -> Tensor:
+        """(T, F) -> (T, F), a copy. groups: equal parts of F, which the same masks cover."""
+        frames, size = len(features), features.size(1) // groups
         warp = torch.rand(2, generator=generator)
         time = torch.rand(self.time_masks, 2, generator=generator)
         freq = torch.rand(self.freq_masks, 2, generator=generator)
@@ -63,9 +65,10 @@ class SpecAugment:
             return features.clone()
         longest = min(self.time_width, int(self.time_fraction * frames))
         masked = _masks(time, longest, frames)[:, None]  # (T, 1)
-        masked = masked | _masks(freq, min(self.freq_width, size), size)  # (T, F)
+        masked_features = _masks(freq, min(self.freq_width, size), size).repeat(groups)
+        masked = (masked | masked_features).to(features.device)  # (T, F)
         warped = self._warp(features, *warp.tolist())
-        return warped.masked_fill(masked, float(features.mean()))
+        return warped.masked_fill(masked, float(features.detach().mean()))
 
     def _warp(self, features: Tensor, position: float, move: float) -> Tensor:
         """Move one frame by up to `time_warp` and stretch both sides to fit: (T, F) -> (T, F)."""

@@ -41,6 +41,11 @@ class FrontEnd:
         self.room_responses: AudioFiles | None = None
 
     @property
+    def frame_seconds(self) -> float:
+        """Seconds from one frame to the next."""
+        return self.extract.frame_seconds
+
+    @property
     def size(self) -> int:
         """F, features per frame."""
         return self.extract.size
@@ -64,16 +69,28 @@ class FrontEnd:
             return stream_container(path, demuxer, self.sample_rate)
         return stream_audio(path, self.sample_rate)
 
+    @property
+    def changes_audio(self) -> bool:
+        """Whether training changes the waveform at random, besides its speed."""
+        return self.noise is not None or bool(self.room_responses)
+
     def features_for_statistics(
         self, waveform: Tensor, speaker: str | None, speeds: Iterable[float]
     ) -> list[tuple[Tensor, str | None]]:
         """(S,) -> features (T, F) and their speaker, for the normalisation's statistics."""
-        changed = ((change_speed(waveform, speed), group_of(speaker, speed)) for speed in speeds)
-        return [(self.extract(audio), group) for audio, group in changed]
+        return [(self.raw(waveform, speed), group_of(speaker, speed)) for speed in speeds]
+
+    def raw(self, waveform: Tensor, speed: float = 1.0) -> Tensor:
+        """(S,) -> features (T, F) before normalisation, without randomness."""
+        return self.extract(change_speed(waveform, speed))
+
+    def normalised(self, raw: Tensor, speaker: str | None, speed: float = 1.0) -> Tensor:
+        """`raw` features (T, F) -> normalised ones. StatisticsError as in `self.norm`."""
+        return self.norm(raw, group_of(speaker, speed))
 
     def features(self, waveform: Tensor, speaker: str | None = None, speed: float = 1.0) -> Tensor:
         """(S,) -> (T, F) for evaluation, without randomness. StatisticsError as in `self.norm`."""
-        return self.norm(self.extract(change_speed(waveform, speed)), group_of(speaker, speed))
+        return self.normalised(self.raw(waveform, speed), speaker, speed)
 
     def at_speeds(
         self, waveform: Tensor, speaker: str | None, others: Sequence[float]
@@ -109,10 +126,17 @@ class FrontEnd:
             draw = float(torch.rand((), generator=generator))
             snr = lowest + draw * (highest - lowest)
             waveform = add_noise(waveform, snr, generator, self.noise_files)
-        features = self.norm(self.extract(waveform, generator=generator), group_of(speaker, speed))
+        raw = self.extract(waveform, generator=generator)
+        return self.masked(self.normalised(raw, speaker, speed), generator, views)
+
+    def masked(
+        self, features: Tensor, generator: torch.Generator, views: int = 1
+    ) -> tuple[Tensor, ...]:
+        """Normalised features (T, F) -> `views` times with masks, where training has some."""
         if self.spec_augment is None:
             return (features,) * views
-        return tuple(self.spec_augment(features, generator) for _ in range(views))
+        groups = self.extract.groups
+        return tuple(self.spec_augment(features, generator, groups) for _ in range(views))
 
 
 def group_of(speaker: str | None, speed: float) -> str | None:

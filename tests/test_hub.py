@@ -301,3 +301,39 @@ def test_metadata_that_are_none(tiny_run, commands, tmp_path):
         about.write_text(text)
         line = commands.refused(export, tiny_run, "--to", tmp_path / "to", "--about", about)
         assert line.startswith(f"--about {about}: ")
+
+
+def test_a_pretrained_encoder_is_downloaded_once(hub, tmp_path, capsys):
+    pytest.importorskip("transformers", reason="needs the extra encoders")
+    from tiny_encoders import make_encoder
+
+    from asr.config.schema import FeaturesConfig
+    from asr.inference.encoders import find_encoder, load_encoder
+
+    make_encoder(tmp_path / "hubert", "hubert")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "hubert").iterdir()}
+    hub.create("facebook/hubert")
+    sha = hub.commit("facebook/hubert", {**files, "pytorch_model.bin": b"pickle", "x.py": b""})
+    features = FeaturesConfig(kind="encoder", encoder="facebook/hubert")
+    source = find_encoder(features)
+    assert (source.name, source.licence) == (f"facebook/hubert@{sha}", "mit")
+    assert load_encoder(features, source).hidden_size == 24
+    assert not {"pytorch_model.bin", "x.py"} & set(contents(source.folder))
+    count = len(hub.downloads())
+    again = find_encoder(features.model_copy(update={"encoder": source.name}))
+    assert again == source and len(hub.downloads()) == count
+    hub.status = 503
+    assert find_encoder(features).folder == source.folder
+    assert "using the copy" in capsys.readouterr().err
+
+
+def test_an_encoder_whose_weights_are_a_pickle_is_refused(hub):
+    from asr.config.schema import FeaturesConfig
+    from asr.inference.encoders import find_encoder
+
+    hub.create("facebook/old")
+    hub.commit("facebook/old", {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
+    features = FeaturesConfig(kind="encoder", encoder="facebook/old")
+    with pytest.raises(UserError, match=r"no model\.safetensors .* pickle"):
+        find_encoder(features)
+    assert not hub.downloads()

@@ -127,6 +127,11 @@ def description(
     cost = read_cost(run, read_scalars(run, {HOURS, SECONDS})).at(max(steps))
     millions = f"{parameters / 1e6:.2f} M parameters"
     yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
+    if recipe.features.encoder:
+        facts = read_json(run / "encoder.json")
+        trained = "Its encoder was" if recipe.features.train != "none" else "Its features are"
+        licence = facts["licence"] or "not stated"
+        yield f"{trained} pretrained as {Path(facts['name']).name} (licence: {licence})."
     if cost and all(cost):
         hours, seconds = cost
         yield (

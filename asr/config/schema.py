@@ -76,6 +76,18 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def _one_line_error(message: str) -> WrapValidator:
+    """One error for a key with several forms, where pydantic reports one for each form."""
+
+    def check(value: Any, read: Callable[[Any], Any]) -> Any:
+        try:
+            return read(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(check)
+
+
 class DataConfig(Config):
     """Section `data:`: the manifests and how they are read."""
 
@@ -112,7 +124,22 @@ TRAINING_ONLY_FEATURES = {  # keys of FeaturesConfig
 class FeaturesConfig(Config):
     """Section `features:`: the acoustic front end, the same for every model."""
 
-    kind: Literal["logmel", "mfcc", "slaney"] = "logmel"  # slaney: librosa's log-mel
+    # slaney: librosa's log-mel; encoder: hidden states of a pretrained one (extra: encoders).
+    kind: Literal["logmel", "mfcc", "slaney", "encoder"] = "logmel"
+    # wav2vec 2.0, HuBERT, WavLM or Whisper: a folder, or NAME[@REVISION] on the Hugging Face Hub.
+    encoder: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    # encoder: the last layer's output, that of layer N, or a learned weighted sum of all layers
+    layer: Annotated[
+        Literal["last", "weighted"] | Annotated[int, Field(ge=0, le=100)],
+        _one_line_error("should be last, weighted, or the number of a layer from 0 on"),
+    ] = "last"
+    # encoder: layers that are trained with the model, `all` or the top N; none: computed once
+    train: Annotated[
+        Literal["none", "all"] | Annotated[int, Field(ge=1, le=100)],
+        _one_line_error("should be none, all, or the number of the top layers from 1 on"),
+    ] = "none"
+    gradient_checkpointing: bool = False  # encoder: less memory, more time for its training
+    project: Count | None = None  # size of a linear layer after the features; null: none
     sample_rate: Annotated[int, Field(ge=4000, le=48000)] = 16000  # Hz; audio is resampled to it
     mel_bins: Annotated[int, Field(ge=4, le=512)] = 80  # mel filters
     ceps: Annotated[int, Field(ge=1, le=512)] = 13  # mfcc: cepstral coefficients kept
@@ -133,6 +160,23 @@ class FeaturesConfig(Config):
     # Manifest of room impulse responses, with the columns id and audio, for training.
     room_responses: RecipePath | None = None
     room_probability: Weight = 0.5  # share of utterances with a response of room_responses
+
+    @model_validator(mode="after")
+    def _encoder_fits(self) -> "FeaturesConfig":
+        if self.kind != "encoder":
+            if self.encoder or self.layer != "last" or self.train != "none":
+                raise ValueError("features.encoder, layer and train need features.kind=encoder")
+            return self
+        if self.encoder is None:
+            raise ValueError("features.kind = encoder: set features.encoder=FOLDER or NAME")
+        if self.dither:
+            raise ValueError("features.dither is for log-mel and mfcc: set features.dither=0")
+        if self.train != "none" and self.mvn not in ("none", "utterance"):
+            raise ValueError(
+                f"features.mvn = {self.mvn} has no statistics of an encoder that is trained: set "
+                "features.mvn=utterance or none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _noise_has_its_level(self) -> "FeaturesConfig":
@@ -286,18 +330,6 @@ class LasConfig(Config):
         first = max(pyramid, default=1)
         check_intermediate_ctc(self.intermediate_ctc, self.ctc_weight, first, layers - 1, key)
         return self
-
-
-def _one_line_error(message: str) -> WrapValidator:
-    """One error for a key with several forms, where pydantic reports one for each form."""
-
-    def check(value: Any, read: Callable[[Any], Any]) -> Any:
-        try:
-            return read(value)
-        except ValidationError:
-            raise ValueError(message) from None
-
-    return WrapValidator(check)
 
 
 class WindowsConfig(Config):
@@ -728,6 +760,7 @@ STAGE_KEYS = {
 
 # Keys that a trained run may be decoded with other values of, besides decode and data.
 LATER_KEYS = {"train.device", "train.threads", "train.precision", "features.dither"}
+LATER_KEYS |= {"features.encoder"}  # the same weights elsewhere
 LATER_MVN = {"utterance", "speaker"}  # the same statistics, over less or more speech
 OF_TRAINING = TRAINING_ONLY_FEATURES | {*STAGE_KEYS["model"]}
 

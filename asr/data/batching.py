@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from asr.data.tokenizer import BLANK
 
 CHUNK = 1 << 20  # utterances converted to Python's numbers at a time
-FRAME_SECONDS = 0.01  # of the features
+FRAME_SECONDS = 0.01  # of log-mel features
 TOKEN_GRID = 8  # a batch on a grid of seconds is padded to a multiple of so many tokens, too
 
 
@@ -253,7 +253,11 @@ def halves(batch: Any, names: Sequence[str]) -> list[Any]:
     return parts
 
 
-def collate(examples: Sequence[Example | Broken | None], grid: float = 0.0) -> Batch:
+def collate(
+    examples: Sequence[Example | Broken | None],
+    grid: float = 0.0,
+    frame_seconds: float = FRAME_SECONDS,
+) -> Batch:
     """Pad examples to one batch; the broken ones go into `Batch.broken`.
 
     A `grid` above 0 pads to a multiple of so many seconds and of TOKEN_GRID tokens.
@@ -265,14 +269,14 @@ def collate(examples: Sequence[Example | Broken | None], grid: float = 0.0) -> B
     tokens = [example.tokens for example in good] or [torch.zeros(0, dtype=torch.long)]
     other_speeds = zip(*(example.other_speeds for example in good), strict=True)
     lengths = _lengths([example.features for example in good])
-    multiple = max(round(grid / FRAME_SECONDS), 1)
+    multiple = max(round(grid / frame_seconds), 1)
     return Batch(
         tuple(example.id for example in good),
         _pad(features, multiple),
         lengths,
         _pad(tokens, TOKEN_GRID if grid else 1),
         _lengths([example.tokens for example in good]),
-        int(lengths.sum()) * FRAME_SECONDS,
+        int(lengths.sum()) * frame_seconds,
         broken,
         tuple((_pad(speed), _lengths(speed)) for speed in other_speeds),
         _pad(second_view, multiple) if second_view else None,

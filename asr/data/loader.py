@@ -26,12 +26,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from asr.data.batching import Batch, Broken, EpochPlan, Example, Item, collate, plan_epoch
-from asr.data.corpus import Corpus, ExampleAudio
+from asr.data.corpus import Corpus, ExampleAudio, Utterance
+from asr.data.feature_cache import FeatureCache
 from asr.data.tokenizer import Tokenizer
 from asr.errors import KILLED, WorkerKilled, is_killed
 from asr.features import AudioError
 from asr.features.audio import array_and_rate, from_samples
-from asr.features.front_end import FrontEnd
+from asr.features.front_end import FrontEnd, group_of
 from asr.features.normalize import MeanVarianceNorm
 from asr.io import usable_cores
 
@@ -105,29 +106,52 @@ class UtteranceDataset(Dataset):
     other_speeds: Sequence[float] = ()  # further speeds at which evaluation reads every utterance
     views: int = 1  # 2 if training compares two maskings of each utterance
     skips: Callable[[FrontEnd, Tensor], bool] | None = None  # waveforms that evaluation leaves out
+    cache: FeatureCache | None = None  # features before normalisation
 
     def __len__(self) -> int:
         return len(self.corpus)
 
     def __getitem__(self, item: Item) -> Example | Broken | None:
-        utterance, front_end = self.corpus[item.index], self.front_end
-        speaker, other_speeds, second_view = utterance.speaker, (), ()
+        utterance = self.corpus[item.index]
         try:
-            waveform = load_waveform(front_end, utterance.audio)
             if item.epoch == 0:
-                if self.skips and self.skips(front_end, waveform):
+                views = self._evaluated(utterance)
+                if views is None:
                     return None
-                features, *other_speeds = front_end.at_speeds(waveform, speaker, self.other_speeds)
+                features, *other_speeds = views
+                second_view: Sequence[Tensor] = ()
             else:
-                random = utterance_generator(self.seed, item.epoch, utterance.id)
-                views = front_end.augmented(waveform, speaker, item.speed, random, self.views)
-                features, *second_view = views
+                features, *second_view = self._augmented(item, utterance)
+                other_speeds = []
         except AudioError as error:
             return Broken(utterance.id, str(error))
         if len(features) == 0:
             return Broken(utterance.id, f"{utterance.audio}: shorter than one frame")
         tokens = torch.tensor(self.tokenizer.encode(utterance.text), dtype=torch.long)
         return Example(utterance.id, features, tokens, other_speeds, *second_view)
+
+    def _evaluated(self, utterance: Utterance) -> Sequence[Tensor] | None:
+        """Features at speed 1 and at `other_speeds`; None for audio that is left out."""
+        front_end, speeds = self.front_end, (1.0, *self.other_speeds)
+        stored = read_stored(self.cache, utterance, speeds)
+        if self.skips or not stored:
+            waveform = load_waveform(front_end, utterance.audio)
+            if self.skips and self.skips(front_end, waveform):
+                return None
+        if not stored:
+            return front_end.at_speeds(waveform, utterance.speaker, self.other_speeds)
+        pairs = zip(stored, speeds, strict=True)
+        return [front_end.normalised(raw, utterance.speaker, speed) for raw, speed in pairs]
+
+    def _augmented(self, item: Item, utterance: Utterance) -> Sequence[Tensor]:
+        """Features for training, in `views`."""
+        front_end, speaker = self.front_end, utterance.speaker
+        random = utterance_generator(self.seed, item.epoch, utterance.id)
+        if stored := read_stored(self.cache, utterance, [item.speed]):
+            features = front_end.normalised(stored[0], speaker, item.speed)
+            return front_end.masked(features, random, self.views)
+        waveform = load_waveform(front_end, utterance.audio)
+        return front_end.augmented(waveform, speaker, item.speed, random, self.views)
 
 
 def load_waveform(front_end: FrontEnd, audio: Path | ExampleAudio) -> Tensor:
@@ -136,6 +160,14 @@ def load_waveform(front_end: FrontEnd, audio: Path | ExampleAudio) -> Tensor:
     if isinstance(source, str | Path):
         return front_end.load(source)
     return from_samples(*array_and_rate(source), front_end.sample_rate, str(audio))
+
+
+def read_stored(
+    cache: FeatureCache | None, utterance: Utterance, speeds: Sequence[float]
+) -> list[Tensor]:
+    """The stored features (T, F) at all these speeds; empty where one is missing."""
+    found = [cache.read(utterance.id, speed) for speed in speeds] if cache else []
+    return [] if any(raw is None for raw in found) else found
 
 
 def utterance_generator(seed: int, epoch: int, name: str) -> torch.Generator:
@@ -181,7 +213,9 @@ def load_batches(
         DataLoader(
             utterances,
             batch_sampler=batches,
-            collate_fn=partial(collate, grid=grid),
+            collate_fn=partial(
+                collate, grid=grid, frame_seconds=utterances.front_end.frame_seconds
+            ),
             num_workers=min(workers, usable_cores(), len(batches)),
             worker_init_fn=start_worker,
             pin_memory=torch.cuda.is_available(),
@@ -196,14 +230,24 @@ MEASURED = 30_000  # utterances, about a hundred hours: more would not move thei
 class _RawFeatures(Dataset):
     """Features (T, F) before normalisation, with their speaker; none if the audio is unreadable."""
 
-    def __init__(self, corpus: Corpus, front_end: FrontEnd, speeds: Sequence[float]) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        front_end: FrontEnd,
+        speeds: Sequence[float],
+        cache: FeatureCache | None,
+    ) -> None:
         self.corpus, self.front_end, self.speeds = corpus, front_end, speeds
+        self.cache = cache
 
     def __len__(self) -> int:
         return len(self.corpus)
 
     def __getitem__(self, index: int) -> list[tuple[Tensor, str | None]]:
         utterance = self.corpus[index]
+        if stored := read_stored(self.cache, utterance, self.speeds):
+            groups = [group_of(utterance.speaker, speed) for speed in self.speeds]
+            return list(zip(stored, groups, strict=True))
         try:
             waveform = load_waveform(self.front_end, utterance.audio)
         except AudioError:
@@ -212,7 +256,11 @@ class _RawFeatures(Dataset):
 
 
 def measure_statistics(
-    corpus: Corpus, front_end: FrontEnd, workers: int, speeds: Sequence[float]
+    corpus: Corpus,
+    front_end: FrontEnd,
+    workers: int,
+    speeds: Sequence[float],
+    cache: FeatureCache | None = None,
 ) -> None:
     """Add the readable utterances to the front end's normalisation, if it needs statistics.
 
@@ -223,7 +271,7 @@ def measure_statistics(
         return
     if front_end.norm.kind == "global":
         corpus, speeds = corpus.sample(MEASURED), (1.0,)
-    raw = _RawFeatures(corpus, front_end, speeds)
+    raw = _RawFeatures(corpus, front_end, speeds, cache)
     loader = DataLoader(
         raw,
         batch_size=16,
@@ -237,12 +285,16 @@ def measure_statistics(
 
 
 def with_split_statistics(
-    front_end: FrontEnd, corpus: Corpus, workers: int, speeds: Sequence[float]
+    front_end: FrontEnd,
+    corpus: Corpus,
+    workers: int,
+    speeds: Sequence[float],
+    cache: FeatureCache | None = None,
 ) -> FrontEnd:
     """The front end with the speaker statistics of this split alone, if it normalises by them."""
     if front_end.norm.kind != "speaker":
         return front_end
     by_speaker = copy(front_end)
     by_speaker.norm = MeanVarianceNorm("speaker", front_end.norm.variance)
-    measure_statistics(corpus, by_speaker, workers, speeds)
+    measure_statistics(corpus, by_speaker, workers, speeds, cache)
     return by_speaker

@@ -53,6 +53,7 @@ from asr.features import AudioError
 from asr.features.front_end import FrontEnd
 from asr.features.tar import member_of
 from asr.inference.decode import Encoded, attention, ctc_hypotheses, encode
+from asr.inference.encoders import stored_features
 from asr.inference.load import load_run_recipe
 from asr.inference.recognition import (
     Recognizer,
@@ -247,6 +248,7 @@ def read_batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -
         recipe.seed,
         other_speeds=recipe.decode.other_speeds,
         skips=has_no_speech,
+        cache=stored_features(chosen, recognizer.front_end),
     )
     plan = plan_evaluation(chosen.seconds, recipe.decode.batch_seconds)
     return load_batches(dataset, plan.batches, recipe.data.workers)

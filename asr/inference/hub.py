@@ -1,8 +1,9 @@
-"""Runs on the Hugging Face Hub: hf:USER/NAME[@REVISION], by the library huggingface_hub.
+"""Runs and pretrained encoders on the Hugging Face Hub, by the library huggingface_hub.
 
-A run is downloaded once, as plain files, into huggingface_hub's folder for other libraries:
+A run, hf:USER/NAME[@REVISION], or an encoder is downloaded once, as plain files, into
+huggingface_hub's folder for other libraries:
 
-    HF_HOME/assets/layernorm-asr/USER--NAME/runs/
+    HF_HOME/assets/layernorm-asr/USER--NAME/runs/        or encoders/
         COMMIT/         a run folder
         REVISION.ref    the commit of a branch, a tag or a commit, whose folder is complete
 
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -33,11 +34,20 @@ COMMIT = re.compile("[0-9a-f]{40}")
 TIMEOUT = 10.0  # seconds without an answer after which the hub counts as unreachable
 # The files that transcription needs. No others are downloaded: pickles, for example.
 NEEDED = re.compile(
-    r"recipe\.yaml|tokenizer\.(json|model)|features\.safetensors"
+    r"recipe\.yaml|tokenizer\.(json|model)|features\.safetensors|encoder\.json"
+    r"|encoder/((config|preprocessor_config)\.json|README\.md"
+    r"|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?)"
     r"|checkpoints/[0-9]{8,15}/(sha256\.json|model\.safetensors)"
 )
+ENCODER = re.compile(
+    r"(config|preprocessor_config)\.json|README\.md"
+    r"|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?"
+)
 # All that a run may consist of: a push deletes what the new run lacks.
-RUN_PATTERNS = ["recipe.yaml", "tokenizer.*", "features.safetensors", "checkpoints/*"]
+RUN_PATTERNS = [
+    "recipe.yaml", "tokenizer.*", "features.safetensors", "encoder.json", "encoder/*",
+    "checkpoints/*",
+]  # fmt: skip
 
 
 def is_on_hub(run: str | os.PathLike[str]) -> bool:
@@ -51,17 +61,47 @@ def local_run(run: str | os.PathLike[str]) -> Path:
     Raises UserError without the extra `hub`, for a repository that is missing, restricted, larger
     than the free disk or no run, and where it cannot be downloaded and there is no copy.
     """
-    return _copy(os.fspath(run)) if is_on_hub(run) else find_run(Path(run))
-
-
-def _copy(address: str) -> Path:
-    hub = import_hub(address)
+    if not is_on_hub(run):
+        return find_run(Path(run))
+    address = os.fspath(run)
     repo, at, revision = address.removeprefix(PREFIX).partition("@")
     if not NAME.fullmatch(repo) or (at and not REVISION.fullmatch(revision)):
         raise UserError(f"{address}: write hf:USER/NAME or hf:USER/NAME@REVISION")
+    required = "recipe.yaml", "tokenizer.json"
+    return _copy(address, repo, revision, "runs", NEEDED, required)
+
+
+def is_name(encoder: str) -> bool:
+    """Whether this is NAME or NAME@REVISION of a repository."""
+    repo, at, revision = encoder.partition("@")
+    return bool(NAME.fullmatch(repo) and (not at or REVISION.fullmatch(revision)))
+
+
+def download_encoder(name: str) -> tuple[Path, str]:
+    """NAME[@REVISION] of a pretrained encoder -> its folder, and NAME@COMMIT.
+
+    Raises UserError as local_run does.
+    """
+    repo, _, revision = name.partition("@")
+    address = f"features.encoder = {name}"
+    required = "config.json", "model.safetensors or model.safetensors.index.json"
+    folder = _copy(address, repo, revision, "encoders", ENCODER, required)
+    return folder, f"{repo}@{folder.name}"
+
+
+def _copy(
+    address: str,
+    repo: str,
+    revision: str,
+    kind: str,
+    wanted: re.Pattern[str],
+    required: Sequence[str],
+) -> Path:
+    """The folder of a copy of the wanted files, which is made or brought up to date."""
+    hub = import_hub(address)
     revision = revision or "main"
     assets = hub.constants.HF_ASSETS_CACHE
-    folder = hub.cached_assets_path(LIBRARY, repo, "runs", assets_dir=assets)
+    folder = hub.cached_assets_path(LIBRARY, repo, kind, assets_dir=assets)
     last = _complete(folder, revision)
     if last == revision:  # a commit, which never changes
         return folder / last
@@ -78,10 +118,27 @@ def _copy(address: str) -> Path:
         if not COMMIT.fullmatch(info.sha or ""):
             raise UserError(f"{address}: the hub names no commit")
         if not _complete(folder, info.sha):
-            _download(api, repo, address, folder / info.sha, info.siblings or [])
+            sizes = _sizes(address, info.siblings or [], wanted, required)
+            _download(api, repo, address, folder / info.sha, sizes)
         for name in (info.sha, revision):
             atomic_write(_reference(folder, name), info.sha)
     return folder / info.sha
+
+
+def _sizes(
+    address: str, files: Sequence[Any], wanted: re.Pattern[str], required: Sequence[str]
+) -> dict[str, int]:
+    """Names and sizes of the wanted files. UserError where a required one is not among them."""
+    sizes = {f.rfilename: f.size or 0 for f in files if wanted.fullmatch(f.rfilename)}
+    missing = [names for names in required if not set(names.split(" or ")) & set(sizes)]
+    if not missing:
+        return sizes
+    if wanted is NEEDED:
+        raise UserError(f"{address}: no {' and '.join(required)} in it, so it is no run")
+    pickled = any(f.rfilename.startswith("pytorch_model") for f in files)
+    reason = "; its weights are a pickle, which is not read: name a revision with safetensors, or"
+    reason += " convert it with transformers' save_pretrained and name that folder"
+    raise UserError(f"{address}: no {missing[0]} in it{reason * pickled}")
 
 
 def _reference(folder: Path, revision: str) -> Path:
@@ -95,14 +152,11 @@ def _complete(folder: Path, revision: str) -> str | None:
     return commit if COMMIT.fullmatch(commit) and (folder / commit).is_dir() else None
 
 
-def _download(api: Any, repo: str, address: str, copy: Path, files: list[Any]) -> None:
-    """Download the files of a run; continues an interrupted download.
+def _download(api: Any, repo: str, address: str, copy: Path, sizes: Mapping[str, int]) -> None:
+    """Download the files; continues an interrupted download.
 
-    UserError where it is no run, or larger than the free disk.
+    UserError where they are larger than the free disk.
     """
-    sizes = {f.rfilename: f.size or 0 for f in files if NEEDED.fullmatch(f.rfilename)}
-    if "recipe.yaml" not in sizes or "tokenizer.json" not in sizes:
-        raise UserError(f"{address}: no recipe.yaml and tokenizer.json in it, so it is no run")
     megabytes, free = sum(sizes.values()) / 1e6, shutil.disk_usage(copy.parent).free / 1e6
     if megabytes > free:
         raise UserError(f"{address}: {megabytes:.0f} MB, but {copy.parent} has room for {free:.0f}")

@@ -21,9 +21,16 @@ from asr.data.tokenizer import Tokenizer, checkpoint_metadata, load_tokenizer
 from asr.decoding.fusion import load_ngrams
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError
+from asr.features.encoder import EncoderFeatures, EncoderInputs
 from asr.features.front_end import FrontEnd
+from asr.inference.encoders import load_run_encoder, read_description, save_description
 from asr.io import check_run_folder
-from asr.models.build import build_front_end, build_language_model, build_speech_model
+from asr.models.build import (
+    build_front_end,
+    build_frontend,
+    build_language_model,
+    build_speech_model,
+)
 from asr.shipped import find_run
 from asr.training.checkpoint import MemoryLimit, choose, load_weights
 from asr.training.distributed import choose_device
@@ -66,7 +73,9 @@ def _check_later(run: Path, trained: Mapping[str, Any], now: Mapping[str, Any]) 
 
 def load_run_front_end(run: Path, recipe: SpeechRecipe) -> FrontEnd:
     """Audio to features, with global statistics; those of training speakers are not needed."""
-    front_end = build_front_end(recipe.features)
+    features = recipe.features
+    encoder = load_run_encoder(run, features) if features.kind == "encoder" else None
+    front_end = build_front_end(features, encoder=encoder)
     if front_end.norm.kind == "global":
         front_end.norm.load(run / STATISTICS)
     return front_end
@@ -75,12 +84,15 @@ def load_run_front_end(run: Path, recipe: SpeechRecipe) -> FrontEnd:
 def save_inputs(run: Path, tokenizer: Tokenizer, front_end: FrontEnd) -> None:
     """Vocabulary and statistics: with recipe and checkpoints all that transcription needs."""
     tokenizer.save(run)
+    if isinstance(front_end.extract, EncoderFeatures | EncoderInputs):
+        trained = isinstance(front_end.extract, EncoderInputs)
+        save_description(run, front_end.extract.encoder, trained)
     if front_end.norm.needs_statistics:
         front_end.norm.save(run / STATISTICS)
 
 
 def load_run_model(
-    run: Path, recipe: SpeechRecipe, features: int, tokenizer: Tokenizer
+    run: Path, recipe: SpeechRecipe, front_end: FrontEnd, tokenizer: Tokenizer
 ) -> tuple[nn.Module, list[int]]:
     """The mean of the checkpoints that the recipe's decode chooses, for evaluation; their steps.
 
@@ -88,7 +100,8 @@ def load_run_model(
     """
     chosen = choose(run, recipe.decode.checkpoint, recipe.decode.average)
     with MemoryLimit(chosen[0]):
-        model = build_speech_model(recipe.model, features, tokenizer.size)
+        frontend = build_frontend(recipe.features, front_end)
+        model = build_speech_model(recipe.model, front_end.size, tokenizer.size, frontend)
     load_weights(model, chosen, checkpoint_metadata(tokenizer))
     steps = [checkpoint.step for checkpoint in chosen]
     return model.to(choose_device(recipe.train.device)).eval(), steps
@@ -125,7 +138,9 @@ def load_ensemble(
             member = load_run_recipe(run, of_features).model_copy(update=of_first)
             if reason := _incompatibility(run, member, recipe, front_end, tokenizer):
                 raise UserError(f"{run}: {reason}")
-            model, _ = load_run_model(run, member, front_end.size, tokenizer)
+            trained = member.features.train != "none"  # each has its encoder's weights
+            whose = load_run_front_end(run, member) if trained else front_end
+            model, _ = load_run_model(run, member, whose, tokenizer)
         except UserError as error:
             raise UserError(f"decode.ensemble: {error}") from None
         models.append(model)
@@ -141,6 +156,10 @@ def _incompatibility(
     ours, theirs = (r.features.model_dump(exclude=TRAINING_ONLY_FEATURES) for r in (first, member))
     if changed := [f"features.{key}" for key in ours if ours[key] != theirs[key]]:
         return f"its {', '.join(changed)} differ from the first run's"
+    if isinstance(extract := front_end.extract, EncoderFeatures):
+        theirs = read_description(run)["sha256"]
+        if theirs != extract.encoder.source.sha256:
+            return "its features.encoder has other weights than the first run's"
     frames = torch.eye(front_end.size)
     if front_end.norm.kind == "global" and not torch.allclose(
         load_run_front_end(run, member).norm(frames), front_end.norm(frames)

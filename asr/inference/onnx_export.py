@@ -47,6 +47,11 @@ def write_onnx(recognizer: Recognizer, recipe: SpeechRecipe, to: Path) -> str:
     """
     _check_packages()
     features = recipe.features
+    if features.kind == "encoder":
+        raise UserError(
+            "--onnx: features.kind=encoder has no ONNX program; export the encoder with optimum, "
+            "and use asr.export without --onnx for the rest"
+        )
     if features.kind == "mfcc" or features.dither:
         setting = "features.kind=mfcc" if features.kind == "mfcc" else "features.dither"
         raise UserError(f"--onnx: {setting} has no ONNX program; log-mel without dither has")

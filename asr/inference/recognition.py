@@ -6,6 +6,7 @@ segments decoded in batches while more is read, and what fails together decoded 
 Shapes: B utterances, S samples, T memory frames, U tokens, V vocabulary.
 """
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asr.config.schema import DecodeConfig
+from asr.config.schema import DecodeConfig, SpeechRecipe
 from asr.data.batching import Batch, Example, collate, plan_evaluation
 from asr.data.tokenizer import Tokenizer, load_tokenizer
 from asr.decoding.alignment import has_ctc_path
@@ -88,9 +89,9 @@ class Recognizer:
         recipe = load_run_recipe(run, overrides)
         decode, tokenizer = recipe.decode, load_tokenizer(run)
         front_end = load_run_front_end(run, recipe)
-        model, steps = load_run_model(run, recipe, front_end.size, tokenizer)
+        model, steps = load_run_model(run, recipe, front_end, tokenizer)
         ensemble = load_ensemble(recipe, front_end, tokenizer, overrides)
-        seconds = decode.max_segment_seconds or max(1.0, recipe.data.max_seconds)
+        seconds = segment_seconds(recipe, front_end)
         lm = load_language_scorer(decode, tokenizer, choose_device(recipe.train.device))
         return cls(model, tokenizer, front_end, decode, seconds, lm, steps, ensemble)
 
@@ -160,6 +161,22 @@ class Recognizer:
         rate = self.front_end.sample_rate
         merged = merge_segments(recording.segments, recording.results, rate)
         return replace(merged, level=recording.level)
+
+
+def segment_seconds(recipe: SpeechRecipe, front_end: FrontEnd) -> float:
+    """The longest segment that is decoded at once.
+
+    Raises UserError for a decode.max_segment_seconds beyond what the features' encoder takes.
+    """
+    decode, samples = recipe.decode, front_end.extract.max_samples
+    longest = samples / front_end.sample_rate * min(decode.speeds) if samples else math.inf
+    seconds = decode.max_segment_seconds or min(max(1.0, recipe.data.max_seconds), longest)
+    if seconds > longest:
+        raise UserError(
+            f"decode.max_segment_seconds = {seconds:g}: {recipe.features.encoder} takes at most "
+            f"{longest:g} s; lower it"
+        )
+    return seconds
 
 
 def frame_seconds(recognizer: Recognizer) -> float:
@@ -377,7 +394,8 @@ def _decode_together(
     for part in parts:
         plain, *others = front_end.at_speeds(part.samples, part.recording.speaker, speeds)
         examples.append(Example("", plain, torch.zeros(0, dtype=torch.long), others))
-    return form(recognizer, *decode_batch(recognizer, collate(examples)))
+    batch = collate(examples, frame_seconds=front_end.frame_seconds)
+    return form(recognizer, *decode_batch(recognizer, batch))
 
 
 Item = TypeVar("Item")

@@ -32,6 +32,7 @@ from asr.nn.attention import (
     valid_mask,
 )
 from asr.nn.dropout import Dropout, draw_mask
+from asr.nn.frontend import Frontend
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, get_weights
 from asr.nn.subsampling import ConvSubsampling
@@ -237,9 +238,16 @@ class LAS(nn.Module):
     of the true one (Bengio et al. 2015).
     """
 
-    def __init__(self, features: int, vocabulary: int, config: LasConfig) -> None:
+    def __init__(
+        self,
+        features: int,
+        vocabulary: int,
+        config: LasConfig,
+        frontend: Frontend | None = None,
+    ) -> None:
         super().__init__()
-        self.listener = Listener(features, config.listener)
+        self.frontend = frontend
+        self.listener = Listener(frontend.size if frontend else features, config.listener)
         self.speller = Speller(vocabulary, self.listener.size, config)
         self.scheduled_sampling = config.speller.scheduled_sampling
         size = self.listener.size
@@ -255,11 +263,15 @@ class LAS(nn.Module):
         self, features: Tensor, lengths: Tensor
     ) -> tuple[Memory, list[Tensor]]:
         """As encode, and log-probabilities (B, T', V) of CTC's symbols by intermediate layers."""
+        if self.frontend is not None:
+            features, lengths = self.frontend(features, lengths)
         ctc = IntermediateCTC(self.intermediate_ctc, self.ctc_head, self.conditioning)
         return self.listener(features, lengths, ctc), ctc.log_probs
 
     def memory_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory (B,) for that many frames of features (B,)."""
+        if self.frontend is not None:
+            lengths = self.frontend.output_lengths(lengths)
         return self.listener.output_lengths(lengths)
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from asr.config.schema import EncoderDecoderConfig, TransformerConfig
 from asr.nn.attention import Memory, keeps_all, valid_mask
 from asr.nn.dropout import Dropout
+from asr.nn.frontend import Frontend
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
 from asr.nn.norm import WordEmbedding
 from asr.nn.positions import make_positions
@@ -58,8 +59,16 @@ class TransformerState(NamedTuple):
 class Transformer(nn.Module):
     """`features` F per frame, `vocabulary` V; one frame of memory for `reduction` input frames."""
 
-    def __init__(self, features: int, vocabulary: int, config: EncoderDecoderConfig) -> None:
+    def __init__(
+        self,
+        features: int,
+        vocabulary: int,
+        config: EncoderDecoderConfig,
+        frontend: Frontend | None = None,
+    ) -> None:
         super().__init__()
+        self.frontend = frontend
+        features = frontend.size if frontend else features
         size, counts = config.d_model, (config.encoder_layers, config.decoder_layers)
         scales = layer_scales(config.residual_scale, config.norm_position, *counts)
         drops = per_stack(config.layer_drop)
@@ -84,6 +93,8 @@ class Transformer(nn.Module):
 
     def memory_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory (B,) for that many frames of features (B,)."""
+        if self.frontend is not None:
+            lengths = self.frontend.output_lengths(lengths)
         return self.front.output_lengths(lengths)
 
     def encode(self, features: Tensor, lengths: Tensor) -> Memory:
@@ -94,6 +105,8 @@ class Transformer(nn.Module):
         self, features: Tensor, lengths: Tensor
     ) -> tuple[Memory, list[Tensor]]:
         """As encode, and log-probabilities (B, T', V) of CTC's symbols by intermediate layers."""
+        if self.frontend is not None:
+            features, lengths = self.frontend(features, lengths)
         x, lengths = self.front(features, lengths)
         valid = valid_mask(lengths, x.size(1), x.device)
         x = self.dropout(x * math.sqrt(x.size(-1)) + self.frame_positions(0, x.size(1)))

@@ -35,11 +35,14 @@ from asr.errors import UserError
 from asr.features import AudioError
 from asr.features.audio import audio_seconds
 from asr.features.augment import AudioFiles
+from asr.features.encoder import PretrainedEncoder
 from asr.features.front_end import FrontEnd
 from asr.inference.decode import best_hypotheses, ctc_hypotheses, encode
+from asr.inference.encoders import cache_features, find_encoder, load_encoder, load_run_encoder
 from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_scorer, save_inputs
 from asr.io import sha256_of_files
-from asr.models.build import build_front_end, build_speech_model
+from asr.models.build import build_front_end, build_frontend, build_speech_model
+from asr.nn.frontend import Frontend
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
 from asr.training.losses import SpeechObjective
@@ -66,7 +69,9 @@ class SpeechTask(Task):
     max_unreadable: float
 
     def as_used(self, recipe: SpeechRecipe) -> SpeechRecipe:
-        return recipe.model_copy(update={"text": self.recipe.text})
+        features = {"encoder": self.recipe.features.encoder}
+        features = recipe.features.model_copy(update=features)
+        return recipe.model_copy(update={"text": self.recipe.text, "features": features})
 
     def prepare(self, run: Path) -> None:
         save_inputs(run, self.validation.tokenizer, self.epochs.utterances.front_end)
@@ -147,7 +152,8 @@ class SpeechTask(Task):
 
     def health_batches(self) -> Iterator[Batch]:
         for number in range(min(INSPECTED, len(self.validation))):
-            batch = collate([self.validation[Item(number, 0, 1.0)]])
+            example = self.validation[Item(number, 0, 1.0)]
+            batch = collate([example], frame_seconds=self.validation.front_end.frame_seconds)
             if len(batch):
                 yield batch
 
@@ -161,7 +167,7 @@ class SpeechTask(Task):
         tokens = batch.tokens[row, : batch.token_lengths[row]].tolist()
         features = batch.features[row, : batch.lengths[row]].numpy()
         front_end, labels = self.validation.front_end, labels_of(tokens, self.validation.tokenizer)
-        seconds = len(features) * front_end.extract.shift / front_end.sample_rate
+        seconds = len(features) * front_end.frame_seconds
         attention = attention_picture(weights, labels, seconds, name)
         log.picture(f"valid_attention/{name}", attention, step)
         log.picture(f"valid_features/{name}", feature_picture(features, seconds, name), step)
@@ -201,9 +207,22 @@ def speech_task(
     training, note = splits.filter_by_duration(whole, data.min_seconds, data.max_seconds)
     print_first(note)
     # Longer files count as unreadable: a file without end must not end the run.
-    front_end = build_front_end(recipe.features, data.max_seconds * 2)
+    encoder = None
+    if recipe.features.kind == "encoder":
+        encoder = open_encoder(recipe, run if resume else None)
+        named = recipe.features.model_copy(update={"encoder": encoder.source.name})
+        recipe = recipe.model_copy(update={"features": named})
+    front_end = build_front_end(recipe.features, data.max_seconds * 2, encoder)
+    check_longest(recipe, front_end, every_speed[0])
     front_end.noise_files = list_audio_files(recipe, "noise_files", "noise_probability")
     front_end.room_responses = list_audio_files(recipe, "room_responses", "room_probability")
+    device = choose_device(recipe.train.device)
+    cache, valid_cache = (
+        cache_features(part, front_end, among, data.workers, device)
+        for part, among in ((training, every_speed), (valid, [1.0]))
+    )
+    if cache and front_end.changes_audio:
+        print_first("noise and rooms change the audio: its features are computed in every epoch")
     if resume:
         tokenizer = load_tokenizer(run)
         if front_end.norm.needs_statistics:
@@ -221,26 +240,38 @@ def speech_task(
         print_first(*lines)
         if front_end.norm.needs_statistics:
             print_first(f"measuring features for mvn: {recipe.features.mvn}")
-            loader.measure_statistics(training, front_end, data.workers, every_speed)
+            loader.measure_statistics(training, front_end, data.workers, every_speed, cache)
     for part in (training, valid):
         texts = part.sample(CHECKED_TEXTS).texts
         print_first(splits.check_vocabulary_coverage(texts, tokenizer, part.path))
     torch.manual_seed(recipe.seed)
-    objective = build_speech_objective(recipe, front_end.size, tokenizer.size, objective_class)
+    frontend = build_frontend(recipe.features, front_end)
+    objective = build_speech_objective(
+        recipe, front_end.size, tokenizer.size, objective_class, frontend
+    )
     check_ctc_lengths(recipe, training, tokenizer, front_end, objective, every_speed[-1])
     lm = load_language_scorer(recipe.decode, tokenizer, choose_device(recipe.train.device))
     train = recipe.train
     views = 2 if train.consistency else 1
     epochs = SpeechEpochs(
-        UtteranceDataset(training, front_end, tokenizer, recipe.seed, views=views),
+        UtteranceDataset(
+            training,
+            front_end,
+            tokenizer,
+            recipe.seed,
+            views=views,
+            cache=None if front_end.changes_audio else cache,
+        ),
         train.batch_seconds,
         speeds,
         train.short_first,
         data.workers,
         train.round_seconds,
     )
-    valid_front_end = loader.with_split_statistics(front_end, valid, data.workers, (1.0,))
-    validation = UtteranceDataset(valid, valid_front_end, tokenizer, recipe.seed)
+    valid_front_end = loader.with_split_statistics(
+        front_end, valid, data.workers, (1.0,), valid_cache
+    )
+    validation = UtteranceDataset(valid, valid_front_end, tokenizer, recipe.seed, cache=valid_cache)
     return SpeechTask(
         recipe,
         objective,
@@ -250,6 +281,26 @@ def speech_task(
         checkpoint_metadata(tokenizer),
         data.max_unreadable,
     )
+
+
+def open_encoder(recipe: SpeechRecipe, run: Path | None) -> PretrainedEncoder:
+    """The encoder of features.encoder, or of a run that is resumed."""
+    if run is not None:
+        return load_run_encoder(run, recipe.features)
+    return load_encoder(recipe.features, find_encoder(recipe.features))
+
+
+def check_longest(recipe: SpeechRecipe, front_end: FrontEnd, slowest: float) -> None:
+    """Raise UserError where training utterances may be longer than the encoder takes."""
+    if (samples := front_end.extract.max_samples) is None:
+        return
+    longest = samples / front_end.sample_rate * min(slowest, 1.0)
+    if recipe.data.max_seconds > longest:
+        at = f" at speed {slowest:g}" if slowest < 1.0 else ""
+        raise UserError(
+            f"data.max_seconds = {recipe.data.max_seconds:g}: {recipe.features.encoder} takes at "
+            f"most {longest:g} s{at}; set data.max_seconds={longest:g}"
+        )
 
 
 def list_audio_files(recipe: SpeechRecipe, key: str, probability: str) -> AudioFiles | None:
@@ -318,11 +369,12 @@ def build_speech_objective(
     features: int,
     vocabulary: int,
     kind: type[SpeechObjective] = SpeechObjective,
+    frontend: Frontend | None = None,
 ) -> SpeechObjective:
     """The model with its objective, on the recipe's device."""
     train, intermediate_ctc = recipe.train, recipe.model.intermediate_ctc
     objective = kind(
-        build_speech_model(recipe.model, features, vocabulary),
+        build_speech_model(recipe.model, features, vocabulary, frontend),
         recipe.model.ctc_weight,
         train.label_smoothing,
         train.guided_attention,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asr.config.cell import CellSettings
-from asr.data.batching import FRAME_SECONDS, Batch
+from asr.data.batching import Batch
 from asr.decoding.alignment import coverage, diagonality, teacher_forced_attention
 from asr.kernels import reference
 from asr.kernels.types import LayerInput, Weights
@@ -269,7 +269,8 @@ def attention(model: nn.Module, batch: Any) -> list[tuple[float, float]]:
     if not isinstance(batch, Batch):
         return []
     memory = model.encode(batch.features, batch.lengths)
-    seconds = FRAME_SECONDS * batch.features.size(1) / memory.states.size(1)  # of a frame of memory
+    frame = batch.seconds / int(batch.lengths.sum())  # seconds
+    seconds = frame * batch.features.size(1) / memory.states.size(1)  # of a frame of memory
     weights = teacher_forced_attention(model, memory, batch.tokens, batch.token_lengths)
     window = max(1, round(1 / seconds))
     return [(diagonality(w.numpy()), coverage(w[:-1], window)) for w in weights]

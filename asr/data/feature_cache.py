@@ -1,0 +1,159 @@
+"""Features of a frozen encoder, computed once and stored as float16 in one file for each manifest.
+
+    FOLDER/features.f16    frames (N, F), one utterance after another
+    FOLDER/index.tsv       of each utterance: id, audio file with size and time, speed, first frame,
+                           number of frames
+
+FOLDER is NAME.features/KEY beside NAME.tsv, or in the user's cache folder where that cannot be
+written; KEY stands for the encoder's weights, layer and sample rate. Both files only grow, the
+frames first, so an interrupted computation is continued, and an audio file that has changed is
+computed again. Reading maps the frames into memory, which the loader's processes share.
+
+N frames in all, F features per frame, S samples.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asr.data.corpus import Corpus, Utterance
+from asr.features.tar import member_of
+from asr.io import open_file, user_cache
+
+FRAMES, INDEX = "features.f16", "index.tsv"
+SYNC_SECONDS = 10.0  # between two additions to the index
+MAX_INDEX = 8 << 30  # bytes
+
+
+# Features (T, F) of an utterance at a speed; None for unreadable audio.
+Part = tuple[Utterance, float, Tensor | None]
+
+
+class Entry(NamedTuple):
+    """A line of the index."""
+
+    id: str
+    audio: str
+    size: int  # of the file, bytes
+    time: int  # of its last change, ns
+    speed: float
+    start: int  # frame
+    frames: int
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureCache:
+    """The stored features of a corpus, by utterance and speed."""
+
+    frames: np.ndarray  # (N, F) float16, memory-mapped
+    spans: dict[tuple[str, float], tuple[int, int]]  # id and speed -> first frame, frames
+
+    def read(self, utterance: str, speed: float) -> Tensor | None:
+        """Features (T, F), float32; None where they are not stored."""
+        if (utterance, speed) not in self.spans:
+            return None
+        start, frames = self.spans[utterance, speed]
+        return torch.from_numpy(self.frames[start : start + frames].astype(np.float32))
+
+
+def open_cache(corpus: Corpus, key: str, size: int) -> FeatureCache | None:
+    """What is stored of the corpus' features, of `size` values a frame; None where nothing is."""
+    for folder in cache_folders(corpus, key):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return read_cache(folder, corpus, size)
+    return None
+
+
+def cache_key(weights: str, layer: Any, sample_rate: int) -> str:
+    """The name of a cache's folder; weights: the checksum of the encoder."""
+    return hashlib.sha256(f"{weights} {layer} {sample_rate}".encode()).hexdigest()[:16]
+
+
+def cache_folders(corpus: Corpus, key: str) -> Iterator[Path]:
+    """Where the cache of a corpus may be."""
+    if corpus.path is None:
+        return
+    yield corpus.path.with_suffix(".features") / key
+    beside = hashlib.sha256(os.fsencode(corpus.path.absolute())).hexdigest()[:16]
+    yield user_cache() / "features" / beside / key
+
+
+def read_cache(folder: Path, corpus: Corpus, size: int) -> FeatureCache:
+    """Map the frames. Raises FileNotFoundError where there are none."""
+    frames = folder / FRAMES
+    count = frames.stat().st_size // (2 * size)
+    with open_file(folder / INDEX, MAX_INDEX) as file:
+        stored = {(e.id, e.speed): e for e in _entries(file) if e.start + e.frames <= count}
+    stamps = {utterance.id: _stamp(utterance) for utterance in corpus}
+    spans = {
+        (entry.id, entry.speed): (entry.start, entry.frames)
+        for entry in stored.values()
+        if (entry.audio, entry.size, entry.time) == stamps.get(entry.id)
+    }
+    shape = (count, size)
+    mapped = np.memmap(frames, np.float16, "r", shape=shape) if count else np.zeros(shape, "f2")
+    return FeatureCache(mapped, spans)
+
+
+def _entries(file: IO[bytes]) -> Iterator[Entry]:
+    """The complete lines of an index; a later one of the same key replaces an earlier one."""
+    for line in file:
+        fields = line.decode(errors="replace").rstrip("\n").split("\t")
+        with suppress(ValueError, TypeError):
+            name, audio, *numbers, speed, start, frames = fields
+            entry = Entry(name, audio, *map(int, numbers), float(speed), int(start), int(frames))
+            if line.endswith(b"\n") and entry.start >= 0 and entry.frames > 0:
+                yield entry
+
+
+def _stamp(utterance: Utterance) -> tuple[str, int, int] | None:
+    """The utterance's file, its size and time; None where it cannot be read."""
+    audio = str(utterance.audio)
+    member = member_of(audio)
+    try:
+        status = Path(member.tar if member else audio).stat()
+    except OSError:
+        return None
+    name = f"{Path(audio).name}" if member is None else audio.rpartition("/")[2]
+    return name, status.st_size, status.st_mtime_ns
+
+
+def append(folder: Path, size: int, parts: Iterable[Part]) -> None:
+    """Append frames, then the lines that name them, so that a line never lacks its frames."""
+    with (folder / FRAMES).open("r+b") as frames, (folder / INDEX).open("ab") as index:
+        start = frames.seek(0, os.SEEK_END) // (2 * size)
+        frames.truncate(frames.seek(2 * size * start))  # without a torn frame
+        index.write(b"\n")  # ends a torn line
+        lines: list[str] = []
+        last = time.monotonic()
+        try:
+            for utterance, speed, features in parts:
+                stamp = _stamp(utterance)
+                if features is None or not len(features) or stamp is None:
+                    continue
+                frames.write(features.numpy().tobytes())
+                entry = Entry(utterance.id, *stamp, speed, start, len(features))
+                lines.append("\t".join(map(str, entry)) + "\n")
+                start += len(features)
+                if time.monotonic() - last > SYNC_SECONDS:
+                    _flush(frames, index, lines)
+                    last = time.monotonic()
+        finally:
+            _flush(frames, index, lines)
+
+
+def _flush(frames: IO[bytes], index: IO[bytes], lines: list[str]) -> None:
+    frames.flush()
+    os.fsync(frames.fileno())
+    index.write("".join(lines).encode())
+    index.flush()
+    lines.clear()

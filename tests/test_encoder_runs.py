@@ -1,0 +1,246 @@
+"""Runs on the features of pretrained encoders: stored, learned, trained, passed on."""
+
+import os
+import shutil
+import time
+
+import pytest
+import soundfile
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra encoders")
+
+from tiny_encoders import make_encoder
+from tiny_speech import make_corpus, make_recipe
+
+from asr import evaluate, export, prepare, train, transcribe
+from asr.data import compute_features
+from asr.data.compute_features import make_cache
+from asr.data.corpus import read_manifest
+from asr.data.feature_cache import FRAMES, INDEX, open_cache
+from asr.errors import UserError
+from asr.features.augment import change_speed
+from asr.features.encoder import EncoderFeatures, PretrainedEncoder
+from asr.features.front_end import FrontEnd
+from asr.features.normalize import MeanVarianceNorm
+from asr.inference.recognition import Recognizer
+from asr.training.checkpoint import WEIGHTS, list_checkpoints
+
+CPU = torch.device("cpu")
+SPEEDS = (0.9, 1.0)
+KEYS = ["features.kind=encoder", "features.sample_rate=16000", "features.noise=null"]
+KEYS += ["train.epochs=1", "model.speller.scheduled_sampling=0"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder") / "wav2vec2"
+    make_encoder(folder, "wav2vec2")
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    make_corpus(folder)
+    make_recipe(folder)
+    return folder
+
+
+def trained(commands, corpus, encoder, run, *keys):
+    settings = [*KEYS, f"features.encoder={encoder}", *keys]
+    code, out, err = commands(train, corpus / "tiny.yaml", "--run", run, *settings)
+    assert code == 0, err
+    return out
+
+
+def stored_weights(run):
+    from safetensors.torch import load_file
+
+    return load_file(list_checkpoints(run)[-1].folder / WEIGHTS)
+
+
+# The cache
+
+
+@pytest.fixture
+def front_end(encoder):
+    return FrontEnd(EncoderFeatures(PretrainedEncoder(encoder), 16000), MeanVarianceNorm("none"))
+
+
+def live(front_end, utterance, speed):
+    return front_end.extract(change_speed(front_end.load(utterance.audio), speed))
+
+
+def check(cache, front_end, corpus):
+    for utterance in corpus:
+        for speed in SPEEDS:
+            assert torch.equal(cache.read(utterance.id, speed), live(front_end, utterance, speed))
+
+
+def test_stored_features_are_those_computed_from_the_audio(corpus, front_end):
+    part = read_manifest(corpus / "valid.tsv")
+    cache = make_cache(part, front_end, "key", SPEEDS, 0, CPU)
+    check(cache, front_end, part)
+    assert cache.read(part[0].id, 1.1) is None
+    check(open_cache(part, "key", front_end.size), front_end, part)
+    assert open_cache(part, "another", front_end.size) is None
+
+
+def test_an_interrupted_computation_is_continued(corpus, front_end, monkeypatch):
+    part = read_manifest(corpus / "valid.tsv")
+    computed = []
+
+    def counted(self, number, get=compute_features._Missing.__getitem__):
+        computed.append(number)
+        if len(computed) == 4:
+            raise KeyboardInterrupt
+        return get(self, number)
+
+    monkeypatch.setattr(compute_features._Missing, "__getitem__", counted)
+    with pytest.raises(KeyboardInterrupt):
+        make_cache(part, front_end, "key", SPEEDS, 0, CPU)
+    folder = corpus / "valid.features" / "key"
+    with (folder / FRAMES).open("ab") as frames:  # a torn frame, and a torn line
+        frames.write(b"x" * 11)
+    with (folder / INDEX).open("a") as index:
+        index.write("valid-2\tvalid-2.flac\t12")
+    cache = make_cache(part, front_end, "key", SPEEDS, 0, CPU)
+    assert len(computed) == 4 + len(part) * len(SPEEDS) - 3
+    check(cache, front_end, part)
+
+
+def test_changed_audio_is_computed_again(corpus, front_end):
+    part = read_manifest(corpus / "valid.tsv")
+    make_cache(part, front_end, "key", SPEEDS, 0, CPU)
+    path, later = part[1].audio, time.time() + 5
+    soundfile.write(path, soundfile.read(path)[0] / 2, 8000)
+    os.utime(path, (later, later))
+    assert open_cache(part, "key", front_end.size).read(part[1].id, 1.0) is None
+    cache = make_cache(part, front_end, "key", SPEEDS, 0, CPU)
+    check(cache, front_end, part)
+
+
+def test_unreadable_and_short_audio_is_not_stored(corpus, front_end):
+    part = read_manifest(corpus / "valid.tsv")
+    part[0].audio.write_bytes(b"no audio")
+    soundfile.write(part[1].audio, [0.1] * 5, 8000)
+    cache = make_cache(part, front_end, "key", (1.0,), 0, CPU)
+    assert [cache.read(u.id, 1.0) is None for u in part] == [True, True, False]
+
+
+def test_a_hostile_index_reads_nothing_outside_the_file(corpus, front_end):
+    part = read_manifest(corpus / "valid.tsv")
+    make_cache(part, front_end, "key", (1.0,), 0, CPU)
+    index = corpus / "valid.features" / "key" / INDEX
+    lines = [line.split("\t") for line in index.read_text().splitlines() if line]
+    bad = [(-5, 3), (0, 10**12), (10**15, 1), (0, -1), ("nan", 1)]
+    wrong = ["\t".join([*line[:5], *map(str, span)]) for line in lines for span in bad]
+    index.write_text("\n".join(["", "x", "\t\t\t\t\t\t", *wrong, ""]))
+    cache = open_cache(part, "key", front_end.size)
+    assert all(cache.read(u.id, 1.0) is None for u in part)
+
+
+def test_a_full_disk_is_an_error_before_the_computation(corpus, front_end, monkeypatch):
+    part = read_manifest(corpus / "valid.tsv")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    with pytest.raises(UserError, match="make room"):
+        make_cache(part, front_end, "key", (1.0,), 0, CPU)
+
+
+def test_features_are_computed_before_training(commands, corpus, encoder):
+    keys = [*KEYS, f"features.encoder={encoder}", "features.speed_perturb=[0.9,1.0]"]
+    recipe = corpus / "tiny.yaml"
+    code, _, err = commands(prepare, "features", recipe, *keys, "--split", "train")
+    assert code == 0, err
+    again = commands(prepare, "features", recipe, *keys, "--split", "train", "--split", "test")[1]
+    assert again.count("computing features of") == 1 and "test.tsv" in again
+    line = commands.refused(prepare, "features", recipe, "--split", "train")
+    assert "features.kind=encoder" in line
+
+
+# Training
+
+
+LEARNED = ("features.layer=weighted", "features.project=5")
+
+
+def test_training_reads_what_is_stored(commands, corpus, encoder, tmp_path, monkeypatch):
+    stored, computed = tmp_path / "stored", tmp_path / "computed"
+    out = trained(commands, corpus, encoder, stored, *LEARNED)
+    assert "computing features of" in out
+    again = trained(commands, corpus, encoder, tmp_path / "again", *LEARNED)
+    assert "computing features of" not in again
+    monkeypatch.setattr("asr.tasks.speech.cache_features", lambda *arguments: None)
+    trained(commands, corpus, encoder, computed, *LEARNED)
+    first, second = stored_weights(stored), stored_weights(computed)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first["frontend.layer_weights"].unique().numel() > 1  # they were trained
+    assert first["frontend.project.weight"].shape == (5, 24)
+    assert not any("encoder.model" in name for name in first)
+    # Evaluation with stored features, of `valid`, and without, of `test`; transcription.
+    for split in ("valid", "test"):
+        assert commands(evaluate, stored, "--split", split)[0] == 0
+    audio = corpus / "test-0.flac"
+    code, out, _ = commands(transcribe, stored, audio)
+    assert code == 0
+    # Another folder may have the same weights, but no others.
+    moved = shutil.copytree(encoder, tmp_path / "moved")
+    assert commands(transcribe, stored, audio, f"features.encoder={moved}")[1] == out
+    make_encoder(moved, "wav2vec2", seed=2)
+    line = commands.refused(transcribe, stored, audio, f"features.encoder={moved}")
+    assert "not the weights" in line
+    assert "no such folder" in commands.refused(transcribe, stored, audio, "features.encoder=x")
+    # Passed on with the encoder.
+    assert "--with-encoder" in commands.refused(export, stored, "--to", tmp_path / "small")
+    assert commands(export, stored, "--to", tmp_path / "small", "--with-encoder")[0] == 0
+    assert str(tmp_path) not in (tmp_path / "small" / "recipe.yaml").read_text()
+    assert str(encoder) not in (tmp_path / "small" / "encoder.json").read_text()
+    assert "licence: mit" in (tmp_path / "small" / "README.md").read_text()
+    assert commands(transcribe, tmp_path / "small", audio)[0] == 0
+    assert "--onnx" in commands.refused(export, stored, "--onnx", "--to", tmp_path / "onnx")
+
+
+def test_the_top_of_an_encoder_is_trained_with_the_model(commands, corpus, encoder, tmp_path):
+    run, mine = tmp_path / "run", shutil.copytree(encoder, tmp_path / "mine")
+    keys = ["features.train=2", "features.gradient_checkpointing=true", *LEARNED]
+    keys += ["train.optimizer.lr_factors={frontend.encoder.*: 0.5}", "train.epochs=2"]
+    trained(commands, corpus, mine, run, *keys)
+    shutil.rmtree(mine)
+    before, after = PretrainedEncoder(encoder).state_dict(), stored_weights(run)
+    changed = {n for n in before if not torch.equal(before[n], after[f"frontend.encoder.{n}"])}
+    assert changed and all("layers.1." in name or "layers.2." in name for name in changed)
+    audio = corpus / "test-0.flac"
+    code, _, err = commands(transcribe, run, audio)
+    assert code == 0, err
+    # Resumed to its end after another epoch: the encoder is that of the run.
+    code, _, err = commands(train, run / "recipe.yaml", "--run", run, "--resume", "train.epochs=3")
+    assert code == 0, err
+    assert commands(export, run, "--to", tmp_path / "small")[0] == 0
+    assert commands(transcribe, tmp_path / "small", audio)[0] == 0
+    model = Recognizer.load(run).model
+    assert not model.training
+
+
+def test_what_an_encoder_cannot_do_is_refused(commands, corpus, tmp_path, encoder):
+    whisper = tmp_path / "whisper"
+    make_encoder(whisper, "whisper")
+
+    def refused(*keys):
+        settings = dict(key.split("=", 1) for key in [*KEYS, *keys])
+        settings = [f"{key}={value}" for key, value in settings.items()]
+        return commands.refused(train, corpus / "tiny.yaml", "--run", tmp_path / "r", *settings)
+
+    assert "features.encoder" in refused()
+    assert "data.max_seconds=2.7" in refused(f"features.encoder={whisper}")
+    named = f"features.encoder={encoder}"
+    assert "sample_rate=16000" in refused(named, "features.sample_rate=8000")
+    assert "features.mvn" in refused(named, "features.train=all", "features.mvn=global")
+    assert "4" in refused(named, "features.train=4")
+    assert "features.dither" in refused(named, "features.dither=1")
+    assert "NAME[@REVISION]" in refused("features.encoder=nowhere")
+    assert not (tmp_path / "r").exists()
+    line = commands.refused(train, corpus / "tiny.yaml", "features.layer=2")
+    assert "features.kind=encoder" in line
