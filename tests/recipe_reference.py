@@ -45,7 +45,8 @@ UNBOUNDED = 1_000_000_000  # the largest value of integers without a practical l
 PLAIN = {bool: "bool", str: "text", Path: "path", type(None): "`null`"}
 
 
-Shown = dict[tuple[str, ...], str]  # a key with its cells, or a group -> the section that has it
+# A key with its cells, or a group -> the task and title of the section that has it.
+Shown = dict[tuple[str, ...], Any]
 
 
 def reference() -> str:
@@ -54,7 +55,8 @@ def reference() -> str:
     for title, recipe, keys in TASKS:
         own = keys or [key for key in recipe.model_fields if key not in TASKS[0][2]]
         lines += [f"## {title}", ""]
-        lines += _section("", title, recipe, {key: recipe.model_fields[key] for key in own}, shown)
+        fields = {key: recipe.model_fields[key] for key in own}
+        lines += _section("", title, title, recipe, fields, shown)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -69,15 +71,20 @@ def rows(recipe: type[Config], path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _section(
-    path: str, title: str, config: type[Config], fields: dict[str, FieldInfo], shown: Shown
+    path: str,
+    task: str,
+    title: str,
+    config: type[Config],
+    fields: dict[str, FieldInfo],
+    shown: Shown,
 ) -> Iterator[str]:
     """The table of a group's keys, then a section for each group within it.
 
-    Of three or more keys that an earlier section has with the same type, default and meaning,
-    only the names are given.
+    Of two or more keys that an earlier section has with the same type, default and meaning,
+    only the names are written.
     """
     plain = {k: f for k, f in fields.items() if not groups_in(f.annotation) or _is_optional(f)}
-    lines, found = {}, {}
+    lines, found, rows_of = {}, {}, {}
     for key, field in sorted(plain.items(), key=lambda item: item[0] != "kind"):
         cells = (
             type_text(field.annotation, field.metadata),
@@ -85,17 +92,21 @@ def _section(
             _markdown(meaning(config, key)),
         )
         lines[key] = f"| `{path}{key}` | {' | '.join(cells)} |"
-        if (where := shown.setdefault((key, *cells), title)) != title:
+        if key != "kind" and (where := shown.get((key, *cells))):
             found.setdefault(where, []).append(key)
-    repeated = {where: keys for where, keys in found.items() if len(keys) > 2}
+        rows_of[key] = (key, *cells)
+    repeated = {where: keys for where, keys in found.items() if len(keys) > 1}
     for keys in repeated.values():
         for key in keys:
             del lines[key]
+    for key in lines:
+        shown[rows_of[key]] = task, title
     if lines:
         head = ("| key | type | default | meaning |", "|---|---|---|---|")
         yield from (*head, *lines.values(), "")
-    for where, keys in repeated.items():
-        yield from (f"As in {where}: {', '.join(f'`{key}`' for key in keys)}.", "")
+    for (other, where), keys in repeated.items():
+        names = ", ".join(f"`{key}`" for key in keys)
+        yield from (f"As in {where}{'' if other == task else ' of speech'}: {names}.", "")
     for key, field in fields.items():
         groups = groups_in(field.annotation)
         for group in groups:
@@ -106,7 +117,7 @@ def _section(
             about = re.sub("^Section `.*?`: ", "", inspect.getdoc(group) or "")
             about = _markdown(about[:1].upper() + about[1:])
             yield from (f"### {inner}", "", about, "")
-            yield from _section(f"{path}{key}.", inner, group, group.model_fields, shown)
+            yield from _section(f"{path}{key}.", task, inner, group, group.model_fields, shown)
 
 
 def _is_optional(field: FieldInfo) -> bool:
