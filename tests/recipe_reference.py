@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -45,8 +45,8 @@ UNBOUNDED = 1_000_000_000  # the largest value of integers without a practical l
 PLAIN = {bool: "bool", str: "text", Path: "path", type(None): "`null`"}
 
 
-# A key with its cells, or a group -> the task and title of the section that has it.
-Shown = dict[tuple[str, ...], Any]
+Heading = tuple[str, str]  # titles of a task and of a section within it
+Shown = dict[tuple[str, ...], Any]  # a row, or a group -> where it is
 
 
 def reference() -> str:
@@ -55,8 +55,7 @@ def reference() -> str:
     for title, recipe, keys in TASKS:
         own = keys or [key for key in recipe.model_fields if key not in TASKS[0][2]]
         lines += [f"## {title}", ""]
-        fields = {key: recipe.model_fields[key] for key in own}
-        lines += _section("", title, title, recipe, fields, shown)
+        lines += _section("", (title, title), recipe, own, shown)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -71,53 +70,50 @@ def rows(recipe: type[Config], path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _section(
-    path: str,
-    task: str,
-    title: str,
-    config: type[Config],
-    fields: dict[str, FieldInfo],
-    shown: Shown,
+    path: str, where: Heading, config: type[Config], keys: Iterable[str], shown: Shown
 ) -> Iterator[str]:
-    """The table of a group's keys, then a section for each group within it.
-
-    Of two or more keys that an earlier section has with the same type, default and meaning,
-    only the names are written.
-    """
-    plain = {k: f for k, f in fields.items() if not groups_in(f.annotation) or _is_optional(f)}
-    lines, found, rows_of = {}, {}, {}
-    for key, field in sorted(plain.items(), key=lambda item: item[0] != "kind"):
-        cells = (
-            type_text(field.annotation, field.metadata),
-            default_text(field),
-            _markdown(meaning(config, key)),
-        )
-        lines[key] = f"| `{path}{key}` | {' | '.join(cells)} |"
-        if key != "kind" and (where := shown.get((key, *cells))):
-            found.setdefault(where, []).append(key)
-        rows_of[key] = (key, *cells)
-    repeated = {where: keys for where, keys in found.items() if len(keys) > 1}
-    for keys in repeated.values():
-        for key in keys:
-            del lines[key]
-    for key in lines:
-        shown[rows_of[key]] = task, title
-    if lines:
-        head = ("| key | type | default | meaning |", "|---|---|---|---|")
-        yield from (*head, *lines.values(), "")
-    for (other, where), keys in repeated.items():
-        names = ", ".join(f"`{key}`" for key in keys)
-        yield from (f"As in {where}{'' if other == task else ' of speech'}: {names}.", "")
-    for key, field in fields.items():
-        groups = groups_in(field.annotation)
+    """The table of a group's keys, then a section for each group within it."""
+    yield from _table(path, where, config, keys, shown)
+    for key in keys:
+        groups = groups_in(config.model_fields[key].annotation)
         for group in groups:
             inner = f"`{path}{key}`" + (f" (`kind: {kind_of(group)}`)" if len(groups) > 1 else "")
             if (path, key, repr(group)) in shown:
                 continue
             shown[path, key, repr(group)] = inner
-            about = re.sub("^Section `.*?`: ", "", inspect.getdoc(group) or "")
-            about = _markdown(about[:1].upper() + about[1:])
-            yield from (f"### {inner}", "", about, "")
-            yield from _section(f"{path}{key}.", task, inner, group, group.model_fields, shown)
+            text = re.sub("^Section `.*?`: ", "", inspect.getdoc(group) or "")
+            yield from (f"### {inner}", "", _markdown(text[:1].upper() + text[1:]), "")
+            within = where[0], inner
+            yield from _section(f"{path}{key}.", within, group, group.model_fields, shown)
+
+
+def _table(
+    path: str, where: Heading, config: type[Config], keys: Iterable[str], shown: Shown
+) -> Iterator[str]:
+    """A row for each key; the names of keys that an earlier table has, if there are two or more."""
+    fields = {key: config.model_fields[key] for key in keys}
+    plain = [k for k, f in fields.items() if not groups_in(f.annotation) or _is_optional(f)]
+    rows = {}
+    for key in sorted(plain, key=lambda key: key != "kind"):
+        field = fields[key]
+        types = type_text(field.annotation, field.metadata)
+        rows[key] = (key, types, default_text(field), _markdown(meaning(config, key)))
+    repeated: dict[Heading, list[str]] = {}
+    for key, row in rows.items():
+        if key != "kind" and row in shown:
+            repeated.setdefault(shown[row], []).append(key)
+    repeated = {other: names for other, names in repeated.items() if len(names) > 1}
+    for names in repeated.values():
+        for key in names:
+            del rows[key]
+    shown |= dict.fromkeys(rows.values(), where)
+    if rows:
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
+        yield from (f"| `{path}{key}` | {' | '.join(row[1:])} |" for key, row in rows.items())
+        yield ""
+    for (task, title), names in repeated.items():
+        other = "" if task == where[0] else " of speech"
+        yield from (f"As in {title}{other}: {', '.join(f'`{name}`' for name in names)}.", "")
 
 
 def _is_optional(field: FieldInfo) -> bool:
