@@ -18,7 +18,7 @@ def missing_run(run: Path, key: str = "") -> UserError:
 
 
 def train_command(run: Path) -> str:
-    """The command that trains a run: by its own recipe, by that of its name, or by any."""
+    """The command that trains a run: by its stored recipe, by that of its name, or by any."""
     stored = run / "recipe.yaml"
     if stored.is_file():
         return f"python -m asr.train {_quoted(stored)} --run {_quoted(run)} --resume"

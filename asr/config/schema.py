@@ -410,7 +410,7 @@ class TransformerLayersConfig(Config):
             )
         if position == "sub" and scale != 1.0:
             raise ValueError(
-                "model.norm_position = sub has its own scales: set model.residual_scale=1, or "
+                "model.norm_position = sub has fixed scales: set model.residual_scale=1, or "
                 "model.norm_position=pre"
             )
 
@@ -626,7 +626,7 @@ class TrainConfig(Config):
         if self.ema is not None:
             raise ValueError(
                 "train.ema is an average of the weights, and train.optimizer.kind = schedule_free "
-                "has its own average: set train.ema=null or train.optimizer.kind=adamw"
+                "averages them already: set train.ema=null or train.optimizer.kind=adamw"
             )
         if not self.optimizer.betas[0]:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The speech Transformer: an encoder over subsampled features, a decoder over tokens.
 
 Vaswani et al. 2017 (arXiv:1706.03762), with strided convolutions in front of the encoder as in
-Dong, Xu & Xu 2018. Both inputs are scaled by sqrt(E), given positions, and dropped out:
+Dong, Xu & Xu 2018. Both inputs are scaled by sqrt(E), get position encodings and dropout:
 
     encoder   dropout(sqrt(E) subsample(features) + positions) -> layers -> Memory
     decoder   dropout(sqrt(E) embed(tokens) + positions) -> layers -> logits

@@ -38,7 +38,7 @@ class Row:
     id: str
     audio: str  # a path, or the name of what `load` gives
     text: str
-    speaker: str = ""  # "": the utterance is its own speaker
+    speaker: str = ""  # "": a speaker of this utterance alone
     seconds: str = ""  # of the whole file, which is checked
     start: float | None = None  # seconds; None: of a file that should have the length `length`
     length: float | None = None  # seconds; None: to the end
@@ -67,9 +67,9 @@ class Split:
     more: tuple[str, ...] = field(default=())  # names of the columns beyond manifest.COLUMNS
 
 
-def text_of(about: Mapping[str, Any], *keys: str) -> str:
+def text_of(record: Mapping[str, Any], *keys: str) -> str:
     """The first value of these keys that is a text or a number, as text; "" if there is none."""
-    values = (about.get(key) for key in keys)
+    values = (record.get(key) for key in keys)
     found = (str(value) for value in values if isinstance(value, str | int | float))
     return next((text.strip() for text in found if text.strip()), "")
 
@@ -99,9 +99,9 @@ def split_of(name: str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
-def number_of(about: Mapping[str, Any], key: str) -> float | None:
+def number_of(record: Mapping[str, Any], key: str) -> float | None:
     """A time in seconds; None where the key is missing or null. Raises ValueError for another."""
-    value = about.get(key)
+    value = record.get(key)
     if value is None:
         return None
     try:
