@@ -18,7 +18,7 @@ from asr.features.normalize import MeanVarianceNorm
 SPEECH_MODELS = {
     "las": "asr.models.las:LAS",
     "transformer": "asr.models.transformer:Transformer",
-    "conformer": "asr.models.conformer:Conformer",
+    "conformer": "asr.models.transformer:Conformer",
 }
 LANGUAGE_MODELS = {
     "lstm": "asr.models.language_model:LSTMLanguageModel",

@@ -26,8 +26,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from asr.data.corpus import Utterance, link_audio, linked_folder
-from asr.data.importers.faults import FaultReport
-from asr.data.importers.rows import Fault, Row, Split
+from asr.data.importers.rows import Fault, FaultReport, Row, Split
 from asr.data.importers.text_normalization import TextNormalizer
 from asr.data.manifest import COLUMNS, check_names, join_fields, parse_seconds, seconds_field
 from asr.data.shards import TarWriter
