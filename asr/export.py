@@ -76,7 +76,7 @@ def push(
     licence: str | None = None,
     with_encoder: bool = False,
 ) -> None:
-    """Export the run, into a temporary folder unless `to` is given, and upload it to the hub."""
+    """Export the run, into a temporary folder without `to`, and upload it to the hub."""
     from asr.inference.hub import check_repo, push_run
 
     check_repo(repo)

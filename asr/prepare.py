@@ -86,9 +86,9 @@ def main() -> None:
     kinds.type = str  # the parser of a kind checks the arguments after it
 
     def add(
-        name: str, prepare: Callable[[argparse.Namespace], None], about: str = ""
+        name: str, prepare: Callable[[argparse.Namespace], None], text: str = ""
     ) -> argparse.ArgumentParser:
-        summary, _, description = (about or inspect.getdoc(prepare) or "").partition("\n\n")
+        summary, _, description = (text or inspect.getdoc(prepare) or "").partition("\n\n")
         kind = kinds.add_parser(name, help=summary.rstrip("."), description=description)
         kind.add_argument("--to", type=Path, required=True, metavar="DIR", help="output folder")
         kind.set_defaults(prepare=prepare)

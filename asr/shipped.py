@@ -1,11 +1,15 @@
-"""Recipes and trained runs that come with the package and have a name: demo, conformer.
+"""Recipes and trained runs that come with the package and have a name: demo, conformer; what to do
+where a run is not there.
 
 In a checkout they are in recipes/ and pretrained/ beside asr/; in a wheel, inside asr/. A file or
 folder of the user with the same name takes precedence.
 """
 
 import re
+import shlex
 from pathlib import Path
+
+from asr.errors import UserError
 
 PACKAGE = Path(__file__).parent
 RUNS = ("conformer", "las", "transformer")  # in pretrained/; a wheel has some of them (setup.cfg)
@@ -58,3 +62,28 @@ def not_installed(run: Path) -> str | None:
 def is_installed(run: Path) -> bool:
     """Whether the run is in the installed package; commands do not write there."""
     return PACKAGE in run.absolute().parents
+
+
+def missing_run(run: Path, key: str = "") -> UserError:
+    """The error for a run that is not there. key: the recipe's key that names it."""
+    name = f"{key} = {run}" if key else str(run)
+    if (below := Path("runs") / run).is_dir():
+        return UserError(f"{name}: there is no such run. Did you mean {below}?")
+    if elsewhere := not_installed(run):
+        return UserError(f"{name}: {elsewhere}")
+    return UserError(f"{name}: there is no such run. Make it with: {train_command(run)}")
+
+
+def train_command(run: Path) -> str:
+    """The command that trains a run: by its stored recipe, by that of its name, or by any."""
+    stored = run / "recipe.yaml"
+    if stored.is_file():
+        return f"python -m asr.train {_quoted(stored)} --run {_quoted(run)} --resume"
+    if run.name not in recipe_names():
+        return f"python -m asr.train RECIPE.yaml --run {_quoted(run)}"
+    where = "" if run == Path("runs", run.name) else f" --run {_quoted(run)}"
+    return f"python -m asr.train {run.name}{where}"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

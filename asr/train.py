@@ -15,7 +15,7 @@ def main() -> int:
         "SIGTERM, Ctrl-C or a closed terminal finish the step, save, and exit with code "
         f"{EXIT_STOPPED}; a second one ends the run at once. Exit code 2: one line of error. "
         "Several GPUs: torchrun --nproc-per-node N -m -- asr.train RECIPE --run DIR; without the --"
-        " torchrun takes --run for its own --run-path.",
+        " torchrun takes --run for its --run-path.",
     )
     recipe = "a recipe, the name of a shipped one (demo), or a run folder, to resume that run"
     parser.add_argument("recipe", type=Path, help=recipe)

@@ -63,7 +63,7 @@ def transcribe(
     args: argparse.Namespace,
     faults: dict[Path, str],
 ) -> None:
-    """Report the transcript of every source, or add it to `faults`. places: in --out, if given."""
+    """Report the transcript of every source, or add it to `faults`. places: in --out."""
     from asr.features.files import name_of
     from asr.inference.transcript import level_warning
 
@@ -119,7 +119,7 @@ def arguments() -> argparse.Namespace:
     parser = CommandParser(
         prog="python -m asr.transcribe",
         description="Transcribe audio files with a trained run.",
-        epilog="Keys of the run's recipe can be given among the files: decode.beam=8 ... "
+        epilog="Keys of the run's recipe may stand among the files: decode.beam=8 ... "
         "Exit code 2 if any file could not be read.",
     )
     add = parser.add_argument

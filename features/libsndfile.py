@@ -27,9 +27,6 @@ QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
 # search all of the file for the next page or frame, at a gigabyte per second.
 INDEXED = (b"RIFF", b"RF64", b"riff", b"fLaC", b"FORM")
 MAX_SEARCHED = 4 << 30  # bytes of such a file: three days at 128 kbit/s
-# Seconds of an Ogg Vorbis that are decoded before a part of it, since a seek into the last page of
-# a file, which has about a second, leads to another position.
-OGG_LEAD = 10.0
 
 
 STDERR = 2
@@ -85,16 +82,14 @@ class DecodedFile(soundfile.SoundFile):
         return False
 
     def seeks_exactly(self) -> bool:
-        """Whether samples are the same behind a seek. Opus may differ until the end of the file."""
-        return super().seekable() and self.subtype != "OPUS"
+        """Whether samples are the same behind a seek, which lossy decoders do not grant."""
+        return super().seekable() and self.format not in ("OGG", "MP3")
 
-    def seek_near(self, sample: int) -> int:
-        """Seek to a sample, or so far before it that it is decoded exactly; -> the distance."""
-        lead = round(OGG_LEAD * self.samplerate) if self.format == "OGG" else 0
-        begin = max(0, sample - lead)
-        if begin:
-            self.seek(begin)
-        return sample - begin
+    def starting_at(self, sample: int) -> "DecodedFile":
+        """The file, at a sample."""
+        if sample:
+            self.seek(sample)
+        return self
 
     def claimed_samples(self) -> float:
         """The number of samples by the header, also where the file has fewer; 0 without one."""

@@ -7,7 +7,6 @@ states another number of frames.
 
 import re
 import struct
-from array import array
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -29,12 +28,8 @@ SYNC = re.compile(rb"\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff][\x10-\xef]", re.DOTALL)
 TAGS = (b"TAG", b"APETAGEX", b"ID3", b"LYRICSBEGIN")  # what may follow the last frame
 CONFIRMED = 3  # frames in a row that are not other bytes by chance
 DECODER_DELAY = 529  # samples, beside the delay that the encoder states
-# A frame may refer to so many bytes of those before it (at most 511, of which a frame of 8 kbit/s
-# holds 3), and its filters reach over one frame. Frames are counted in groups: libmpg123 adds in an
-# order that repeats every 4 or 8 frames.
-GROUP = 8
-RESERVOIR_GROUPS = 12  # frames of MPEG-1 that refer to 511 bytes are larger
-OVERLAP = 2  # frames
+# Silent frames before the first: libmpg123 adds in an order that repeats every 4 or 8 frames.
+SILENT = 8
 
 
 class Frame(NamedTuple):
@@ -73,7 +68,7 @@ class Mp3Stream:
 
     header: bytes  # of its first frame
     frame: Frame
-    groups: array  # where every GROUP-th frame begins
+    begin: int  # of the first frame with samples
     end: int
     count: int  # frames
     stated: int  # frames by its Xing frame, 0 without
@@ -85,25 +80,14 @@ class Mp3Stream:
         """The number of samples (a channel), without delay and padding."""
         return max(0, self.count * self.frame.samples - self.delay - self.padding)
 
-    def starting_at(self, window: Window, sample: int) -> tuple[Stream, int]:
-        """A stream whose samples are exact from that one on, and its number there."""
-        position, size = self.delay + sample, self.frame.samples
-        group = max(0, position // size - OVERLAP) // GROUP
-        begin, skip = self.groups[group], position - group * GROUP * size
+    def whole(self) -> tuple[Stream, int]:
+        """The stream behind a head that states its length; the samples to drop at its start."""
+        size = self.end - self.begin
         if not self.frame.info:
-            return Stream(begin, self.end - begin), skip
-        head = _xing_head(self.header, self.count - group * GROUP, self._reservoir(window, group))
-        return Stream(begin, self.end - begin, head), skip + GROUP * size - DECODER_DELAY
-
-    def _reservoir(self, window: Window, group: int) -> bytes:
-        """The bytes that the first frames of a group may refer to: main data of those before it."""
-        position, data = self.groups[max(0, group - RESERVOIR_GROUPS)], b""
-        while position < self.groups[group]:
-            content = window.read_at(position, 2048)  # a frame of layer III has 1441 bytes at most
-            frame = _frame(content[:4])
-            data += content[frame.info + (0 if content[1] & 1 else 2) : frame.size]  # 2: checksum
-            position += frame.size
-        return data
+            return Stream(self.begin, size), self.delay
+        head = _xing_head(self.header, self.count)
+        skip = self.delay + SILENT * self.frame.samples - DECODER_DELAY
+        return Stream(self.begin, size, head), skip
 
 
 def mp3_streams(window: Window) -> list[Mp3Stream]:
@@ -128,7 +112,7 @@ def _walk(window: Window, position: int) -> Mp3Stream:
     if content := _xing_content(block, first):
         stated, delay, padding = _read_xing(content)
         position += first.size
-    kind, info, groups, count = first.kind, first.info, array("q"), 0
+    kind, info, begin, count = first.kind, first.info, position, 0
     while True:
         at = position - base
         if at + 64 > len(block) and base + len(block) < window.size:
@@ -138,13 +122,11 @@ def _walk(window: Window, position: int) -> Mp3Stream:
             break
         if info and block[at + info : at + info + 4] in XING and count:
             break
-        if not count % GROUP:
-            groups.append(position)
         count += 1
         position += frame.size
     if stated != count:  # the last frames are others
         padding = 0
-    return Mp3Stream(header, first, groups, position, count, stated, delay, padding)
+    return Mp3Stream(header, first, begin, position, count, stated, delay, padding)
 
 
 XING = (b"Xing", b"Info")
@@ -167,18 +149,14 @@ def _read_xing(content: bytes) -> tuple[int, int, int]:
     return frames, (both >> 12) + DECODER_DELAY, max(0, (both & 0xFFF) - DECODER_DELAY)
 
 
-def _xing_head(header: bytes, count: int, reservoir: bytes) -> bytes:
-    """A Xing frame for that many frames of layer III behind a silent group, which ends with bytes
-    to refer to. Behind a Xing frame libmpg123 drops DECODER_DELAY samples.
+def _xing_head(header: bytes, count: int) -> bytes:
+    """A Xing frame for that many frames of layer III, and silent frames, since behind a Xing frame
+    libmpg123 drops DECODER_DELAY samples.
     """
     header = bytes([0xFF, header[1] | 1, 0xE0 | header[2] & 0x0C, header[3]])  # no checksum
     frame = _frame(header)
-    xing = header.ljust(frame.info, b"\0") + XING[0] + struct.pack(">II", 1, count + GROUP)
-    silent = header.ljust(frame.size, b"\0")
-    last = header.ljust(frame.info, b"\0") + reservoir[frame.info - frame.size :].rjust(
-        frame.size - frame.info, b"\0"
-    )
-    return xing.ljust(frame.size, b"\0") + (GROUP - 1) * silent + last
+    xing = header.ljust(frame.info, b"\0") + XING[0] + struct.pack(">II", 1, count + SILENT)
+    return xing.ljust(frame.size, b"\0") + SILENT * header.ljust(frame.size, b"\0")
 
 
 def _next_frame(window: Window, position: int) -> int | None:

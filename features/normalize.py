@@ -71,7 +71,7 @@ class MeanVarianceNorm:
     kind        mean and variance of
     none        nothing: features stay as they are
     utterance   the utterance itself
-    speaker     all utterances added for its speaker; if there are none, or no speaker is given,
+    speaker     all utterances added for its speaker; if there are none, or no speaker is named,
                 the utterance itself
     global      all utterances added; StatisticsError while there are none
     """

@@ -203,7 +203,8 @@ class Sound:
         """All samples from `start` on, (S, C) with at most `values` at once, or all of them as a
         map of a file; the next block overwrites the one before. Raises AudioError.
         """
-        if start and not self._file.seeks_exactly():
+        self.search()
+        if start and (len(self._streams) > 1 or not self._file.seeks_exactly()):
             yield self._decoded(dtype)[start:]
             return
         length = max(1, min(self.samples(), int(values) // self.channels))
@@ -220,28 +221,20 @@ class Sound:
                 raise AudioError(f"{self.name}: broken, or shorter than its header claims")
 
     def _files(self, start: int) -> Iterator[tuple[DecodedFile, int, int]]:
-        """What is read from sample `start` on: files, the samples of each to be dropped before it
-        is exact, and how many are read then.
+        """What is read from sample `start` of the only stream on, or of all streams: files, the
+        samples of each to be dropped, and how many are read then.
         """
-        self.search()
-        if not self._streams or (start == 0 and is_read_whole(self._streams)):
-            yield self._file, self._file.seek_near(start), self._file.frames - start
+        if not self._streams or is_read_whole(self._streams):
+            yield self._file.starting_at(start), 0, self._file.frames - start
         elif self._file.format == "MP3":
             for stream in self._streams:
-                if start < stream.samples:
-                    part, skip = stream.starting_at(self._window, start)
-                    with self._open(part) as file:
-                        yield file, skip, stream.samples - start
-                start = max(0, start - stream.samples)
+                part, skip = stream.whole()
+                with self._open(part) as file:
+                    yield file, skip, stream.samples
         else:
             for stream in self._streams:
                 with self._open(stream) as file:
-                    if start and file.frames == UNKNOWN_SAMPLES and len(self._streams) > 1:
-                        what = "holds streams without a length, of which no part can be cut"
-                        raise AudioError(f"{self.name}: {what}; convert it to one FLAC or WAV")
-                    if start < file.frames:
-                        yield file, file.seek_near(start), file.frames - start
-                    start = max(0, start - file.frames)
+                    yield file.starting_at(start), 0, file.frames - start
 
     def _decoded(self, dtype: str) -> np.ndarray:
         """All samples (S, C), decoded once for all parts that are cut of a file."""
@@ -307,7 +300,7 @@ class Sound:
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-@lru_cache(maxsize=256)  # an index of an hour of MP3 has 140 kB
+@lru_cache(maxsize=256)
 def _streams_of(path: str, kind: str, version: tuple[int, ...]) -> Sequence[Stream | Mp3Stream]:
     """`find_streams` in a file, once for all of its parts that are cut. version: for the cache."""
     with ExitStack() as stack:

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,20 +21,19 @@ from asr.images.config import ImageRecipe
 
 HEAD = """# Recipe keys
 
-A recipe is a YAML file with the keys that differ from the defaults below. `base: OTHER.yaml` starts
-from another recipe beside this one; another `model.kind` replaces the base's model completely.
-The command line overrides any key: `python -m asr.train RECIPE.yaml seed=2 train.epochs=30`.
-Unknown keys and values out of bounds are errors. Relative paths are relative to the working
-directory. `python -m asr.recipe RECIPE.yaml` prints every key with its resolved value.
+A recipe is a YAML file with the keys that differ from these defaults. `base: OTHER.yaml`, beside
+it, or `base: demo`, a shipped recipe (`python -m asr.recipe --list`), starts from another; another
+`model.kind` replaces the base's model. The command line overrides any key:
+`python -m asr.train demo seed=2 train.epochs=30`. Unknown keys and values out of bounds are
+errors. Relative paths start from the working directory. `python -m asr.recipe RECIPE.yaml` prints
+every key, resolved.
 
-A recipe of `recipes/` has a name, in any folder: `python -m asr.train demo`, `base: demo`.
-`python -m asr.recipe --list` prints the names. Editors with the YAML language server (VS Code's
-extension YAML and others) complete and check the keys of a recipe whose first line is
-`# yaml-language-server: $schema=schema.json`, beside which `schema.json` is
-`recipes/schema.json` or the output of `python -m asr.recipe --schema`.
+Editors with the YAML language server complete and check the keys of a recipe whose first line is
+`# yaml-language-server: $schema=schema.json`, beside a copy of `recipes/schema.json`
+(`python -m asr.recipe --schema`).
 
-This page is written from the comments in `asr/config/` and `asr/images/config.py` by
-`python tests/recipe_reference.py`.
+Bounds are intervals: [0, 1) includes 0 but not 1. `python tests/recipe_reference.py` writes this
+page from the comments in `asr/config/` and `asr/images/config.py`.
 """
 TASKS = (
     ("Every task", Recipe, ("task", "run", "seed", "train", "stages")),
@@ -43,10 +42,11 @@ TASKS = (
     ("Images (`task: images`)", ImageRecipe, ()),
 )
 UNBOUNDED = 1_000_000_000  # the largest value of integers without a practical limit
-PLAIN = {bool: "`true` or `false`", str: "text", Path: "path", type(None): "`null`"}
+PLAIN = {bool: "bool", str: "text", Path: "path", type(None): "`null`"}
 
 
-Shown = dict[tuple[str, ...], str]  # a key with its cells, or a group -> the section that has it
+Heading = tuple[str, str]  # titles of a task and of a section within it
+Shown = dict[tuple[str, ...], Any]  # a row, or a group -> where it is
 
 
 def reference() -> str:
@@ -55,7 +55,7 @@ def reference() -> str:
     for title, recipe, keys in TASKS:
         own = keys or [key for key in recipe.model_fields if key not in TASKS[0][2]]
         lines += [f"## {title}", ""]
-        lines += _section("", title, recipe, {key: recipe.model_fields[key] for key in own}, shown)
+        lines += _section("", (title, title), recipe, own, shown)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -70,44 +70,50 @@ def rows(recipe: type[Config], path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _section(
-    path: str, title: str, config: type[Config], fields: dict[str, FieldInfo], shown: Shown
+    path: str, where: Heading, config: type[Config], keys: Iterable[str], shown: Shown
 ) -> Iterator[str]:
-    """The table of a group's keys, then a section for each group within it.
-
-    Of three or more keys that an earlier section has with the same type, default and meaning,
-    only the names are given.
-    """
-    plain = {k: f for k, f in fields.items() if not groups_in(f.annotation) or _is_optional(f)}
-    lines, found = {}, {}
-    for key, field in sorted(plain.items(), key=lambda item: item[0] != "kind"):
-        cells = (
-            type_text(field.annotation, field.metadata),
-            default_text(field),
-            _markdown(meaning(config, key)),
-        )
-        lines[key] = f"| `{path}{key}` | {' | '.join(cells)} |"
-        if (where := shown.setdefault((key, *cells), title)) != title:
-            found.setdefault(where, []).append(key)
-    repeated = {where: keys for where, keys in found.items() if len(keys) > 2}
-    for keys in repeated.values():
-        for key in keys:
-            del lines[key]
-    if lines:
-        head = ("| key | type and bounds | default | meaning |", "|---|---|---|---|")
-        yield from (*head, *lines.values(), "")
-    for where, keys in repeated.items():
-        yield from (f"As in {where}: {', '.join(f'`{key}`' for key in keys)}.", "")
-    for key, field in fields.items():
-        groups = groups_in(field.annotation)
+    """The table of a group's keys, then a section for each group within it."""
+    yield from _table(path, where, config, keys, shown)
+    for key in keys:
+        groups = groups_in(config.model_fields[key].annotation)
         for group in groups:
             inner = f"`{path}{key}`" + (f" (`kind: {kind_of(group)}`)" if len(groups) > 1 else "")
             if (path, key, repr(group)) in shown:
                 continue
             shown[path, key, repr(group)] = inner
-            about = re.sub("^Section `.*?`: ", "", inspect.getdoc(group) or "")
-            about = _markdown(about[:1].upper() + about[1:])
-            yield from (f"### {inner}", "", about, "")
-            yield from _section(f"{path}{key}.", inner, group, group.model_fields, shown)
+            text = re.sub("^Section `.*?`: ", "", inspect.getdoc(group) or "")
+            yield from (f"### {inner}", "", _markdown(text[:1].upper() + text[1:]), "")
+            within = where[0], inner
+            yield from _section(f"{path}{key}.", within, group, group.model_fields, shown)
+
+
+def _table(
+    path: str, where: Heading, config: type[Config], keys: Iterable[str], shown: Shown
+) -> Iterator[str]:
+    """A row for each key; the names of keys that an earlier table has, if there are two or more."""
+    fields = {key: config.model_fields[key] for key in keys}
+    plain = [k for k, f in fields.items() if not groups_in(f.annotation) or _is_optional(f)]
+    rows = {}
+    for key in sorted(plain, key=lambda key: key != "kind"):
+        field = fields[key]
+        types = type_text(field.annotation, field.metadata)
+        rows[key] = (key, types, default_text(field), _markdown(meaning(config, key)))
+    repeated: dict[Heading, list[str]] = {}
+    for key, row in rows.items():
+        if key != "kind" and row in shown:
+            repeated.setdefault(shown[row], []).append(key)
+    repeated = {other: names for other, names in repeated.items() if len(names) > 1}
+    for names in repeated.values():
+        for key in names:
+            del rows[key]
+    shown |= dict.fromkeys(rows.values(), where)
+    if rows:
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
+        yield from (f"| `{path}{key}` | {' | '.join(row[1:])} |" for key, row in rows.items())
+        yield ""
+    for (task, title), names in repeated.items():
+        other = "" if task == where[0] else " of speech"
+        yield from (f"As in {title}{other}: {', '.join(f'`{name}`' for name in names)}.", "")
 
 
 def _is_optional(field: FieldInfo) -> bool:
@@ -133,37 +139,37 @@ def type_text(annotation: Any, metadata: Any = ()) -> str:
         return "; or ".join(type_text(part) for part in parts)
     if origin in (tuple, list):
         if origin is tuple and parts[-1] is not Ellipsis:
-            return f"list of {len(parts)} ({type_text(parts[0])})"
-        return f"list of ({type_text(parts[0])})" + _bounds(metadata, "length ")
+            return f"list of {len(parts)}: {type_text(parts[0])}"
+        return f"list{_bounds(metadata, ' of length ')}: {type_text(parts[0])}"
     if origin is dict:
         if parts[1] is Any:
-            return "some keys of that section"
-        return f"mapping of names to ({type_text(parts[1])})"
+            return "keys of that section"
+        return f"name: {type_text(parts[1])}"
     if groups_in(annotation):
         return "keys below"
     if annotation in (int, float):
-        name = "integer" if annotation is int else "number"
-        return name + _bounds(metadata)
+        return annotation.__name__ + _bounds(metadata, " ")
     return PLAIN[annotation] + _pattern(metadata)
 
 
-def _bounds(metadata: Any, what: str = "") -> str:
+def _bounds(metadata: Any, before: str) -> str:
+    """` [1, 64]`, ` ≥ 1` or ` > 0`; "" without bounds."""
     actual = {
         name: getattr(one, name)
         for one in metadata
         for name in ("ge", "gt", "le", "lt", "min_length", "max_length")
         if getattr(one, name, None) is not None
     }
-    low = actual.get("ge", actual.get("min_length"))
-    high = actual.get("le", actual.get("max_length"))
-    high = None if high == UNBOUNDED else high
-    if low is not None and high is not None:
-        return f", {what}{_number(low)} to {_number(high)}"
-    words = [f"at least {_number(low)}"] if low is not None else []
-    words += [f"above {_number(actual['gt'])}"] if "gt" in actual else []
-    words += [f"at most {_number(high)}"] if high is not None else []
-    words += [f"below {_number(actual['lt'])}"] if "lt" in actual else []
-    return f", {what}{' and '.join(words)}" if words else ""
+    low = actual.get("ge", actual.get("min_length", actual.get("gt")))
+    high = actual.get("le", actual.get("max_length", actual.get("lt")))
+    if low is None and high is None:
+        return ""
+    if low is None:
+        return f"{before}{'<' if 'lt' in actual else '≤'} {_number(high)}"
+    if high is None or high >= UNBOUNDED:
+        return f"{before}{'>' if 'gt' in actual else '≥'} {_number(low)}"
+    left, right = "(" if "gt" in actual else "[", ")" if "lt" in actual else "]"
+    return f"{before}{left}{_number(low)}, {_number(high)}{right}"
 
 
 def _number(value: float) -> str:

@@ -39,10 +39,9 @@ from asr.images.models import Draw, RowClassifier
 from asr.images.task import BoundObjective, ClassObjective
 from asr.kernels import dispatch
 from asr.kernels.cuda.lstm import GraphCache, Recorded
-from asr.models.conformer import Conformer
 from asr.models.language_model import LSTMLanguageModel, TransformerLanguageModel
 from asr.models.las import LAS
-from asr.models.transformer import Transformer
+from asr.models.transformer import Conformer, Transformer
 from asr.tasks.language import LanguageObjective
 from asr.training import distributed, losses, trainer
 from asr.training.checkpoint import load_weights, read_training, save_checkpoint

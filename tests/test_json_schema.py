@@ -118,7 +118,7 @@ def test_schema_and_loader_agree_on_bounds(tmp_path):
 def test_keys_have_their_comment_as_description():
     groups = SCHEMA["$defs"]
     assert groups["LSTMLanguageModelConfig"]["properties"]["tied"]["description"] == (
-        "the output layer shares the embedding's weights"
+        "output layer and embedding share weights"
     )
     keys = [value for group in groups.values() for value in group["properties"].values()]
     explained = [value for value in keys if "description" in value or "$ref" in value]

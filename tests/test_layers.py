@@ -29,7 +29,7 @@ ORDER += [f"asr.{name}" for name in COMMANDS]
 NOT_IMPORTED = {
     "asr.errors": set(ORDER) - {"asr.features"},
     "asr.io": set(ORDER) - {"asr.errors"},
-    "asr.shipped": set(ORDER),
+    "asr.shipped": set(ORDER) - {"asr.errors"},
     "asr.config": set(ORDER) - {"asr.errors", "asr.io", "asr.shipped"},
     "asr.kernels": set(ORDER) - {"asr.errors", "asr.io", "asr.config"},
     "asr.nn": {"asr.features", "asr.io"},

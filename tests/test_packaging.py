@@ -83,9 +83,8 @@ import json, sys
 from pathlib import Path
 from asr.arguments import EXAMPLES
 from asr.config.loader import read_recipe
-from asr.config.missing_run import missing_run
 from asr.errors import UserError
-from asr.shipped import find_run
+from asr.shipped import find_run, missing_run
 found = {}
 for command, example in [pair for group in EXAMPLES.values() for pair in group.items()]:
     name = example.split()[0]

@@ -16,8 +16,8 @@ from asr.config.loader import (
     read_recipe,
     write_recipe,
 )
-from asr.config.missing_run import missing_run, train_command
 from asr.config.schema import SpeechRecipe
+from asr.shipped import missing_run, train_command
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PLAIN = "run: x\ndata: {train: a.tsv}\nmodel: {kind: las}\n"

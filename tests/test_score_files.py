@@ -27,11 +27,11 @@ def example():
 
 def test_evaluation_reads_back(tmp_path):
     folder = tmp_path / "evaluate" / "test"
-    about = {"checkpoint": "model.safetensors", "decode": {"beam": 8}}
-    write_evaluation(folder, example(), about, {"coverage": [0.5, 1, None, "x"]})
+    metadata = {"checkpoint": "model.safetensors", "decode": {"beam": 8}}
+    write_evaluation(folder, example(), metadata, {"coverage": [0.5, 1, None, "x"]})
     actual = read_evaluation(folder)
     assert actual.score == example()
-    assert actual.about == about
+    assert actual.metadata == metadata
     table = (folder / "hypotheses.tsv").read_text().splitlines()
     assert [row.split("\t")[-1] for row in table] == ["coverage", "0.5", "1", "None", "x"]
     assert sorted(path.name for path in folder.iterdir()) == [

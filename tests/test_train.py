@@ -80,6 +80,11 @@ def test_curves_images_and_texts_are_written(drawn, tiny, commands, tmp_path):
     meanings = explained.tensor_proto.string_val[0].decode()
     assert all(f"`{n}`" in meanings for n in scalars if not n.startswith("best/"))
     assert set(board.Tags()["images"]) == {"valid_attention/valid-0", "valid_features/valid-0"}
+    assert (
+        len(board.Images("valid_features/valid-0"))
+        == 1
+        < len(board.Images("valid_attention/valid-0"))
+    )
     (shown, *_) = board.Tensors("decoded/valid-0/text_summary")
     assert "reference: cb a" in shown.tensor_proto.string_val[0].decode()
     for name in ("train/nll", "valid/nll", "valid/wer"):

@@ -177,8 +177,8 @@ def evaluations(run: Path, steps: Sequence[int]) -> Iterator[tuple[str, dict[str
 
 def _rows(split: str, rates: Mapping[str, Any]) -> Iterator[str]:
     """A table row for the split and one for each of its groups (asr.evaluate --by)."""
-    about = rates["about"]
-    decode = about["decode"]
+    metadata = rates["about"]
+    decode = metadata["decode"]
     settings = [f"beam {decode['beam']}"]
     if decode.get("search") == "ctc":
         settings.append("CTC alone")
@@ -189,10 +189,10 @@ def _rows(split: str, rates: Mapping[str, Any]) -> Iterator[str]:
         settings.append(f"speeds {' '.join(f'{speed:g}' for speed in speeds)}")
     if others := decode.get("ensemble"):
         settings.append(f"{len(others)} more in an ensemble")
-    if missing := about.get("not_decoded"):
+    if missing := metadata.get("not_decoded"):
         settings.append(f"{missing} utterances not decoded, scored as empty")
-    parts = {", ".join(["all", *settings]): {**rates, **about}}
-    for column, groups in about["groups"].items():
+    parts = {", ".join(["all", *settings]): {**rates, **metadata}}
+    for column, groups in metadata["groups"].items():
         parts |= {f"{column} {name}": group for name, group in groups.items()}
     for name, part in parts.items():
         names = map(markdown_text, (split, name[:200]))

@@ -267,9 +267,9 @@ def _rates_without_words(file: Path) -> dict[str, Any]:
     return rates if isinstance(rates, dict) and "wer" not in rates else {}
 
 
-def _is_outdated(run: Path, about: Mapping[str, Any]) -> bool:
+def _is_outdated(run: Path, metadata: Mapping[str, Any]) -> bool:
     """Whether an evaluation used other checkpoints than it would now; False if unknown."""
-    decode, steps = about.get("decode"), about.get("steps")
+    decode, steps = metadata.get("decode"), metadata.get("steps")
     average = decode.get("average", 1) if isinstance(decode, dict) else None
     if type(average) is not int or steps is None or not list_checkpoints(run):
         return False
@@ -277,12 +277,12 @@ def _is_outdated(run: Path, about: Mapping[str, Any]) -> bool:
     return [checkpoint.step for checkpoint in now] != steps
 
 
-def evaluation_notes(run: Path, folder: Path, about: Mapping[str, Any]) -> list[str]:
+def evaluation_notes(run: Path, folder: Path, metadata: Mapping[str, Any]) -> list[str]:
     """What limits a comparison with the evaluation in `folder`."""
     notes = []
-    if _is_outdated(run, about):
+    if _is_outdated(run, metadata):
         notes.append(f"{folder}: of older checkpoints than the run has now; evaluate again.")
-    missing = about.get("not_decoded")
+    missing = metadata.get("not_decoded")
     if type(missing) is int and missing:
         notes.append(f"{folder}: {missing} utterances not decoded, scored as empty.")
     return notes
@@ -295,15 +295,15 @@ def unequal_decoding(*decoded: Mapping[str, str]) -> dict[str, list[str]]:
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
-def decode_settings(about: Mapping[str, Any]) -> dict[str, str]:
+def decode_settings(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The decode settings of an evaluation, and its overrides of the run's other settings."""
-    decode = about.get("decode")
+    decode = metadata.get("decode")
     settings = {}
     if isinstance(decode, dict):
         # An evaluation older than a setting used what is now its default; a removed one is ignored.
         defaults = DecodeConfig().model_dump(mode="json", exclude={"batch_seconds"})
         settings = {key: decode.get(key, default) for key, default in defaults.items()}
-    overrides = about.get("overrides")
+    overrides = metadata.get("overrides")
     changes = overrides if isinstance(overrides, list) else []
     other = [change.partition("=") for change in changes if isinstance(change, str)]
     settings |= {key: value for key, _, value in other if not key.startswith(("decode.", "data."))}
@@ -357,8 +357,8 @@ def read_setting_run(run: RunRecord, curve: str, notes: list[str]) -> SettingRun
         except UserError as error:
             notes.append(f"skipped: {error}.")
             continue
-        notes += evaluation_notes(run.folder, folder, evaluation.about)
-        scores[split], decoded[split] = evaluation.score, decode_settings(evaluation.about)
+        notes += evaluation_notes(run.folder, folder, evaluation.metadata)
+        scores[split], decoded[split] = evaluation.score, decode_settings(evaluation.metadata)
         figures[f"{WER_OF}{split}"] = evaluation.score.wer
     cost = read_cost(run.folder, run.curves)
     return SettingRun(run.name, seed, loss, run.curves[TRAIN], cost, scores, figures, decoded)

@@ -1,6 +1,6 @@
 """One evaluation as files: score.json, hypotheses.tsv and alignment.txt in one folder.
 
-score.json      rates (fractions), counts, intervals, speakers, confusions, and facts about the run;
+score.json      rates (fractions), counts, intervals, speakers, confusions, and metadata of the run;
                 written last, so if it exists the evaluation is complete
 hypotheses.tsv  one utterance per line: id, speaker, texts, counts, and columns of the caller
 alignment.txt   the utterances with the most errors, reference above hypothesis
@@ -48,19 +48,19 @@ class SavedEvaluation:
     """A stored evaluation, without the caller's columns."""
 
     score: Score
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
 
 def write_evaluation(
     folder: Path,
     score: Score,
-    about: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     columns: Mapping[str, Sequence[object]] | None = None,
     worst: int = 50,
 ) -> None:
     """Write the three files; after a crash each is the old or the new one.
 
-    about     JSON values, such as the checkpoint and the decode settings
+    metadata  JSON values, such as the checkpoint and the decode settings
     columns   more columns of hypotheses.tsv, such as health figures: one value per utterance
     worst     number of utterances in alignment.txt
     Raises UserError if a column has the wrong length or a TSV file cannot contain a name or value.
@@ -77,7 +77,7 @@ def write_evaluation(
     contents = {
         "hypotheses.tsv": _table(score, columns or {}),
         "alignment.txt": "\n".join([_summary(score, len(shown)), *shown]),
-        "score.json": json.dumps(_rates(score, confused, about or {}), indent=1) + "\n",
+        "score.json": json.dumps(_rates(score, confused, metadata or {}), indent=1) + "\n",
     }
     write_files(folder, contents)
 
@@ -99,8 +99,8 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
             interval_over=rates["interval_over"],
         )
         same = all(rates[name] == getattr(score, name) for name in COUNTS)
-        about = rates["about"]
-        if not isinstance(about, dict) or score.interval_over not in get_args(Units):
+        metadata = rates["about"]
+        if not isinstance(metadata, dict) or score.interval_over not in get_args(Units):
             raise TypeError("score.json: unknown values")
     except FileNotFoundError as error:
         raise UserError(f"{error.filename}: missing; run python -m asr.evaluate first") from None
@@ -109,7 +109,7 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
         raise UserError(f"{folder}: damaged evaluation ({reason}); evaluate again") from None
     if not same:
         raise UserError(f"{folder}: score.json and hypotheses.tsv do not agree; evaluate again")
-    return SavedEvaluation(score, about)
+    return SavedEvaluation(score, metadata)
 
 
 def evaluation_name(split: str) -> str:
@@ -132,7 +132,7 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < math.inf
 
 
-def _rates(score: Score, confused: Confusions, about: Mapping[str, Any]) -> dict[str, Any]:
+def _rates(score: Score, confused: Confusions, metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_counted(score),
         "wer_interval": score.wer_interval,
@@ -141,7 +141,7 @@ def _rates(score: Score, confused: Confusions, about: Mapping[str, Any]) -> dict
         "interval_level": LEVEL,
         "speakers": [{"speaker": s.speaker, **_counted(s)} for s in score.speakers],
         "confusions": asdict(confused),
-        "about": dict(about),
+        "about": dict(metadata),
     }
 
 

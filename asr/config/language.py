@@ -24,19 +24,19 @@ Texts = Annotated[tuple[RecipePath, ...], Field(min_length=1)]
 class LanguageDataConfig(Config):
     """Section `data:` of a language model: its texts and how they are read."""
 
-    # Built-in corpus. spoken-numbers is made in data/ when missing; librispeech-lm by asr.prepare.
+    # built in; spoken-numbers is made when missing, librispeech-lm by asr.prepare
     corpus: Literal["spoken-numbers", "librispeech-lm"] | None = None
-    train: Texts  # .txt or .txt.gz with one sentence a line, or manifests (.tsv)
-    valid: Texts  # likewise, of the validation split
-    max_bytes: Count = 2000  # longest training line, bytes of UTF-8; longer lines are skipped
-    batch_bytes: Count = 20_000  # bytes of padded text in one batch
-    workers: Annotated[int, Field(ge=0, le=256)] = 1  # loader processes; 0: the training process
+    train: Texts  # .txt or .txt.gz, one sentence a line, or manifests (.tsv)
+    valid: Texts  # likewise
+    max_bytes: Count = 2000  # longer training lines are skipped
+    batch_bytes: Count = 20_000  # padded bytes per batch
+    workers: Annotated[int, Field(ge=0, le=256)] = 1  # loader processes; 0: none
 
 
 class LanguageTextConfig(TextConfig):
-    """Section `text:` of a language model: the vocabulary of a run, or a new one from the texts."""
+    """Section `text:` of a language model."""
 
-    run: RecipePath | None = None  # a speech run's folder; its decode.lm can then name this run
+    run: RecipePath | None = None  # speech run whose vocabulary is used, for its decode.lm
 
 
 class LSTMLanguageModelConfig(LSTMConfig):
@@ -46,7 +46,7 @@ class LSTMLanguageModelConfig(LSTMConfig):
     layers: LayerCount = 2  # LSTM layers
     hidden: Count = 512  # LSTM units
     embedding: Count = 256  # size of a token's vector
-    tied: bool = False  # the output layer shares the embedding's weights
+    tied: bool = False  # output layer and embedding share weights
     dropout: Rate = 0.0  # on embeddings, between layers and before the output
     recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per sentence
 
@@ -57,7 +57,7 @@ class TransformerLanguageModelConfig(TransformerLayersConfig):
     kind: Literal["transformer"]  # selects the model
     layers: Depth = 6  # decoder layers
     residual_scale: Positive | Literal["deepnet"] = 1.0  # alpha in sublayer(x) + alpha * x
-    layer_drop: Rate = 0.0  # rate of LayerDrop
+    layer_drop: Rate = 0.0  # LayerDrop rate
 
     @model_validator(mode="after")
     def _residual_scale_fits(self) -> "TransformerLanguageModelConfig":

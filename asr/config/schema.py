@@ -91,17 +91,16 @@ def _one_line_error(message: str) -> WrapValidator:
 class DataConfig(Config):
     """Section `data:`: the manifests and how they are read."""
 
-    # Built-in corpus. spoken-numbers is made in data/ when missing; the others by asr.prepare.
+    # built in; spoken-numbers is made when missing, the others by asr.prepare
     corpus: Literal["spoken-numbers", "librispeech", "mini-librispeech"] | None = None
     train: RecipePath | None = None  # manifest of the training split
     valid: RecipePath | None = None  # manifest of the validation split
     test: dict[Name, RecipePath] = Field(default_factory=dict)  # split name -> manifest
-    allow_outside_audio: bool = False  # manifests may name audio outside their own folder
-    # Loader processes, at most as many as cores; 0: the training process.
-    workers: Annotated[int, Field(ge=0, le=256)] = 2
+    allow_outside_audio: bool = False  # manifests may name audio outside their folder
+    workers: Annotated[int, Field(ge=0, le=256)] = 2  # loader processes, at most one per core
     min_seconds: NotNegative = 0.1  # shorter training utterances are skipped
     max_seconds: Positive = 35.0  # longer training utterances are skipped
-    max_unreadable: Weight = 0.01  # share of unreadable training utterances that stops the run
+    max_unreadable: Weight = 0.01  # a larger share of unreadable training utterances is an error
 
 
 class SpecAugmentConfig(Config):
@@ -215,20 +214,19 @@ AS_TEXT = PlainSerializer(lambda norm: norm)
 class LSTMConfig(Config):
     """Keys of every LayerNorm-LSTM: where it is normalised, and which backend computes it."""
 
-    # Where the LSTM is normalised: docs/normalization.md.
+    # docs/normalization.md
     norm: Literal["none", "ba", "raw", "thesis", "per_gate", "cell", "joined"] = "ba"
-    # ba, per_gate, joined: what reads the normed c: nothing; the output; the output and the next
-    # step; the next step alone. null: what `norm` fixes.
+    # ba, per_gate, joined: what reads the normalised c: nothing, the output, both, or the next
+    # step; null: the default of `norm`
     cell_norm: Literal["none", "output", "carried", "state"] | None = None
-    hidden_norm: bool = False  # ba, per_gate, joined: the output h is normalised
-    # rms: the norms do not subtract the mean; for ba, per_gate, joined and cell.
+    hidden_norm: bool = False  # ba, per_gate, joined: normalise h
+    # ba, per_gate, joined, cell: rms does not subtract the mean
     norm_kind: Annotated[Literal["layer", "rms"], READ_NORM, AS_TEXT] = "layer"
-    # ba: initial gain of the norm of W_h h; 1.0 is as published, 0.1 trains faster:
-    # docs/experiments.md.
+    # ba: initial gain of the norm of W_h h; 1.0 as published, 0.1 trains faster
     recurrent_gain: Annotated[float, Field(gt=0.0, le=1000.0)] = 0.1
-    # of the norms; null: 1e-3 for raw and thesis, else 1e-5
+    # null: 1e-3 for raw and thesis, else 1e-5
     eps: Annotated[float, Field(ge=1e-30, le=1.0)] | None = None
-    # A row of zero variance: guard gives 0 with zero gradient, raw the textbook formula.
+    # rows of zero variance: guard gives 0 and gradient 0, raw the textbook formula
     zero_variance: Literal["guard", "raw"] = "guard"
     backend: Backend = "auto"  # implementation
 
@@ -250,7 +248,7 @@ class ListenerConfig(LSTMConfig):
     layers: LayerCount = 4  # LSTM layers
     hidden: Count = 256  # LSTM units per direction
     pyramid: tuple[LayerCount, ...] = (2, 3)  # layers, from 1, that read frames in pairs
-    convolution: Literal[1, 2, 4, 6, 8] = 1  # frame-rate reduction by convolutions before the LSTM
+    convolution: Literal[1, 2, 4, 6, 8] = 1  # reduction by strided convolutions before the LSTM
     dropout: Rate = 0.0  # after each layer
     recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per utterance
 
@@ -277,21 +275,21 @@ class SpellerConfig(LSTMConfig):
     embedding: Count = 128  # size of a token's vector
     dropout: Rate = 0.0  # on embeddings, after each layer and before the output
     recurrent_dropout: Rate = 0.0  # on the candidate g, one mask per utterance
-    # Probability of reading the model's own last token in training (Bengio et al. 2015).
+    # probability of feeding the predicted token in training (Bengio et al. 2015)
     scheduled_sampling: Rate = 0.0
-    tied: bool = False  # the output layer shares the embedding's weights
+    tied: bool = False  # output layer and embedding share weights
 
 
 class IntermediateCtcConfig(Config):
-    """Section `model.intermediate_ctc:`: CTC of encoder layers before the last one, by its head.
+    """Section `model.intermediate_ctc:`: CTC of inner encoder layers, by the same head.
 
     Lee & Watanabe 2021 (arXiv:2102.03216); with `self_conditioning` Nozaki & Komatsu 2021
     (arXiv:2104.02724).
     """
 
-    layers: Annotated[tuple[Depth, ...], Field(min_length=1)]  # encoder layers, from 1
-    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3  # share of the CTC loss, of their mean
-    self_conditioning: bool = True  # the layers after each of these read its predictions
+    layers: Annotated[tuple[Depth, ...], Field(min_length=1)]  # counted from 1
+    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3  # share of the CTC loss
+    self_conditioning: bool = True  # later layers read the predictions
 
 
 def check_intermediate_ctc(
@@ -313,14 +311,14 @@ def check_intermediate_ctc(
 class LasConfig(Config):
     """Section `model:` with `kind: las`: Listen, Attend and Spell."""
 
-    kind: Literal["las"]  # selects the model; a change replaces the whole section
+    kind: Literal["las"]  # selects the model
     listener: ListenerConfig = ListenerConfig()
-    # location: additive attention that also reads its past weights (Chorowski et al. 2015).
+    # location: additive, with past weights as input (Chorowski et al. 2015)
     attention: Literal["additive", "dot", "location"] = "location"
-    attention_size: Count = 128  # size in which queries and keys are compared
+    attention_size: Count = 128  # of queries and keys
     speller: SpellerConfig = SpellerConfig()
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
-    # null: CTC of the last layer alone. Layers before the pyramid's last one have other frames.
+    # null: none
     intermediate_ctc: IntermediateCtcConfig | None = None
 
     @model_validator(mode="after")
@@ -335,9 +333,9 @@ class LasConfig(Config):
 class WindowsConfig(Config):
     """Section `model.encoder_windows:`: initial Gaussian windows of the encoder's heads."""
 
-    # centre of each head's window after the query, frames
+    # one per head: centre minus the query's frame
     offsets: tuple[Annotated[float, Field(ge=-1e5, le=1e5)], ...]
-    width: Annotated[float, Field(ge=1e-3, le=1e5)]  # standard deviation of every window, frames
+    width: Annotated[float, Field(ge=1e-3, le=1e5)]  # standard deviation, frames
 
 
 class PerStack(Config):
@@ -387,23 +385,23 @@ class TransformerLayersConfig(Config):
     d_model: Count = 256  # size of the residual stream
     heads: Annotated[int, Field(ge=1, le=256)] = 4  # attention heads; must divide d_model
     feed_forward: Count = 1024  # hidden units of the feed-forward sublayers
-    # The norm of every sublayer, or what replaces it: docs/normalization.md.
+    # docs/normalization.md
     norm: Annotated[NormKind, READ_NORM, AS_TEXT, BeforeValidator(_batch_is_for_convolutions)] = (
         "layer"
     )
-    # Where it is: before or after each sublayer, or as docs/normalization.md describes.
+    # docs/normalization.md
     norm_position: Literal["pre", "post", "peri", "reordered", "hybrid", "sub"] = "pre"
-    depth_scaled: bool = False  # pre: the norm's output in layer l is divided by sqrt(l)
-    qk_norm: bool = False  # attention normalises its queries and keys
+    depth_scaled: bool = False  # pre: divide the norm's output in layer l by sqrt(l)
+    qk_norm: bool = False  # normalise queries and keys
     fixnorm: bool = False  # embedding vectors have length 1
-    tied: bool = False  # the output layer shares the embedding's weights
+    tied: bool = False  # output layer and embedding share weights
     activation: Literal["relu", "gelu", "swish"] = "relu"  # of the feed-forward sublayers
-    # Position encodings, added to the input; rope: rotary, within self-attention.
+    # position encoding; rope: rotary
     positions: Literal["sinusoidal", "rope"] = "sinusoidal"
-    dropout: Rate = 0.1  # on embedding + position and on every sublayer output
+    dropout: Rate = 0.1  # on inputs and sublayer outputs
     attention_dropout: Rate = 0.0  # on attention weights
     feed_forward_dropout: Rate = 0.0  # after the activation
-    drop_head: Rate = 0.0  # rate of DropHead
+    drop_head: Rate = 0.0  # DropHead rate
 
     @field_validator("heads")
     @classmethod
@@ -444,7 +442,7 @@ class TransformerLayersConfig(Config):
             )
         if position == "sub" and scale != 1.0:
             raise ValueError(
-                "model.norm_position = sub has its own scales: set model.residual_scale=1, or "
+                "model.norm_position = sub has fixed scales: set model.residual_scale=1, or "
                 "model.norm_position=pre"
             )
 
@@ -455,13 +453,13 @@ class EncoderDecoderConfig(TransformerLayersConfig):
     encoder_layers: Depth = 12  # encoder layers
     decoder_layers: Depth = 6  # decoder layers
     reduction: Literal[2, 4, 6, 8] = 4  # input frames per frame of memory
-    subsampling_channels: Count = 32  # of the convolutions before the encoder
+    subsampling_channels: Count = 32  # of the strided convolutions
     residual_scale: ResidualScale = 1.0  # alpha in sublayer(x) + alpha * x
-    layer_drop: LayerDropRate = 0.0  # rate of LayerDrop
-    # Norm within convolution modules; null: that of `norm`.
+    layer_drop: LayerDropRate = 0.0  # LayerDrop rate
+    # in convolution modules; null: as `norm`
     convolution_norm: Annotated[Literal[NormKind, "batch"] | None, READ_NORM, AS_TEXT] = None
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
-    intermediate_ctc: IntermediateCtcConfig | None = None  # null: CTC of the last layer alone
+    intermediate_ctc: IntermediateCtcConfig | None = None  # null: none
 
     @model_validator(mode="after")
     def _residual_scale_fits(self) -> "EncoderDecoderConfig":
@@ -487,10 +485,10 @@ OddKernel = Annotated[Kernel, AfterValidator(_check_odd)]
 class TransformerConfig(EncoderDecoderConfig):
     """Section `model:` with `kind: transformer`: the speech encoder-decoder."""
 
-    kind: Literal["transformer"]  # selects the model; a change replaces the whole section
-    # Gaussian windows, learned, on the encoder's self-attention; null: none.
+    kind: Literal["transformer"]  # selects the model
+    # learned Gaussian windows on the encoder's self-attention; null: none
     encoder_windows: WindowsConfig | None = None
-    # Kernel of a convolution module in each encoder layer, frames, odd; null: no such module.
+    # odd kernel of a convolution module in each encoder layer, frames; null: none
     encoder_convolution: OddKernel | None = None
 
     @field_validator("encoder_windows")
@@ -516,10 +514,10 @@ class TransformerConfig(EncoderDecoderConfig):
 class ConformerConfig(EncoderDecoderConfig):
     """Section `model:` with `kind: conformer`: a Conformer encoder, a Transformer decoder."""
 
-    kind: Literal["conformer"]  # selects the model; a change replaces the whole section
-    kernel: OddKernel = 15  # of the convolution modules, frames, odd
+    kind: Literal["conformer"]  # selects the model
+    kernel: OddKernel = 15  # of the convolution modules, odd, frames
     activation: Literal["relu", "gelu", "swish"] = "swish"  # of the feed-forward sublayers
-    positions: Literal["sinusoidal", "rope"] = "rope"  # position encodings
+    positions: Literal["sinusoidal", "rope"] = "rope"  # position encoding; rope: rotary
 
     @model_validator(mode="after")
     def _is_not_deepnet(self) -> "ConformerConfig":
@@ -534,17 +532,17 @@ class ConformerConfig(EncoderDecoderConfig):
 class OptimizerConfig(Config):
     """Section `train.optimizer:`: how the gradient changes the weights (asr/training/optim.py)."""
 
-    # adamw: decoupled weight decay; muon: orthogonal steps of matrices; schedule_free: AdamW with
-    # averaged weights, for train.schedule.kind = constant.
+    # muon: orthogonalised steps of matrices; schedule_free: AdamW with averaged weights, for a
+    # constant schedule
     kind: Literal["adam", "adamw", "muon", "schedule_free"] = "adam"
-    # peak learning rate; for `noam` the factor of the formula
+    # peak learning rate; for noam the factor
     lr: Annotated[float, Field(gt=0.0)] = 1e-3
-    betas: tuple[Rate, Rate] = (0.9, 0.999)  # decay of the first and second moments
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8  # added to the root of the second moment
-    # of matrices; gains and biases are not decayed
+    betas: tuple[Rate, Rate] = (0.9, 0.999)  # decay of both moments
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8  # of Adam
+    # of matrices alone
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    # Pattern of parameter names -> factor of their learning rate, {"encoder.*": 0.1}; of several
-    # that match a name the first counts.
+    # factors of the learning rate by patterns of parameter names; the first match counts:
+    # {"encoder.*": 0.1}
     lr_factors: dict[str, Positive] = Field(default_factory=dict)
 
 
@@ -554,7 +552,7 @@ class ScheduleConfig(Config):
     # after the warm-up
     kind: Literal["constant", "noam", "tri_stage", "cosine"] = "tri_stage"
     warmup: Natural = 200  # steps
-    hold: Weight = 0.5  # tri_stage: share of the run after which the rate falls
+    hold: Weight = 0.5  # tri_stage: share of the run before the decay
     floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05  # tri_stage, cosine: last rate / lr
     width: Count = 512  # noam: d_model in the formula
 
@@ -562,15 +560,15 @@ class ScheduleConfig(Config):
 class GuidedAttentionConfig(Config):
     """Section `train.guided_attention:`: loss on non-diagonal attention (Tachibana et al. 2018)."""
 
-    weight: Positive = 1.0  # factor, times 1 - model.ctc_weight like the cross-entropy
+    weight: Positive = 1.0  # factor beside the cross-entropy
     width: Annotated[float, Field(ge=1e-3, le=10.0)] = 0.2  # free band, share of the utterance
-    steps: Count = 1000  # the loss ends after this step
+    steps: Count = 1000  # last step with this loss
 
 
 class ConsistencyConfig(Config):
-    """Section `train.consistency:`: two augmented views of each utterance must agree.
+    """Section `train.consistency:`: equal outputs for two augmented views of each utterance.
 
-    A batch then takes twice the memory and time: halve batch_seconds.
+    Takes twice the memory and time: halve batch_seconds.
     """
 
     ctc: NotNegative = 0.2  # weight beside the CTC loss (Yao et al. 2024)
@@ -580,23 +578,20 @@ class ConsistencyConfig(Config):
 class AlarmConfig(Config):
     """Section `train.alarm:`: a warning when attention is not diagonal."""
 
-    steps: Natural = 3000  # first step of the check, made at every validation; 0: never
-    diagonality: Weight = 0.6  # the warning is logged below this value
+    steps: Natural = 3000  # first step that is checked; 0: never
+    diagonality: Weight = 0.6  # lowest without a warning
 
 
 class EarlyStoppingConfig(Config):
-    """Section `train.early_stopping:`: ends a run whose validation stops improving.
+    """Section `train.early_stopping:`: end a run whose validation stops improving."""
 
-    The figure also ranks checkpoints, for `train.keep_best` and `decode.checkpoint: best`.
-    """
-
-    # the figure, by its curve valid/METRIC; accuracy and diagonality should rise, the others fall
+    # the curve valid/METRIC; it also ranks checkpoints
     metric: Literal[
         "nll", "objective", "ctc", "wer", "ctc_wer", "accuracy", "diagonality",
         "perplexity", "word_perplexity",
     ] = "nll"  # fmt: skip
-    patience: Count = 5  # validations in a row without improvement that end the run
-    min_delta: NotNegative = 0.0  # a smaller change is no improvement; of wer 0.01 is 1 %
+    patience: Count = 5  # validations without improvement that end the run
+    min_delta: NotNegative = 0.0  # a smaller change is no improvement; wer 0.01 is 1 %
 
 
 class TrainConfig(Config):
@@ -604,41 +599,40 @@ class TrainConfig(Config):
 
     epochs: Count = 20  # passes over the training split
     steps: Count | None = None  # optimizer steps; overrides epochs
-    batch_seconds: Positive = 120.0  # seconds of padded audio in one batch
-    # Batches are padded to multiples of so many seconds, so that few shapes occur; 0: not.
+    batch_seconds: Positive = 120.0  # padded seconds per batch
+    # pad batches to multiples of so many seconds: fewer shapes; 0: never
     round_seconds: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     accumulate: Count = 1  # batches per step
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     clip: Positive = 5.0  # largest gradient norm
-    # Decay per step of an exponential moving average of the weights, which is validated, saved and
-    # decoded; null: none.
+    # decay per step of an exponential moving average of the weights; null: none
     ema: Rate | None = None
-    bad_steps: Count = 10  # consecutive steps without a finite gradient that stop the run
+    bad_steps: Count = 10  # consecutive steps without a finite gradient that end the run
     label_smoothing: Rate = 0.1  # probability spread over all tokens
     guided_attention: GuidedAttentionConfig | None = None  # null: none
     consistency: ConsistencyConfig | None = None  # null: none
-    short_first: bool = True  # the first epoch goes from the shortest utterance to the longest
+    short_first: bool = True  # sort the first epoch by length
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast
     device: Device = "auto"  # auto: GPU if any; cpu, cuda, cuda:N
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads; null: torch's choice
-    init: RecipePath | None = None  # folder of a run whose weights this one starts from
-    # Patterns of names of parameters that are not trained, ["encoder.*"].
+    init: RecipePath | None = None  # run whose weights this one starts from
+    # patterns of the names of parameters that are not trained, ["encoder.*"]
     freeze: tuple[str, ...] = ()
     validate_every: Count | None = None  # steps; null: once per epoch
     save_every: Count = 500  # steps
     keep: Count = 3  # latest checkpoints kept
-    # best checkpoints kept as well, by validation loss or train.early_stopping.metric
+    # best checkpoints kept too, by validation loss or train.early_stopping.metric
     keep_best: Count = 1
-    early_stopping: EarlyStoppingConfig | None = None  # null: the run goes to its planned end
+    early_stopping: EarlyStoppingConfig | None = None  # null: never
     log_every: Count = 20  # steps
-    # Experiment trackers besides TensorBoard: docs/sharing.md.
+    # besides TensorBoard: docs/sharing.md
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     samples: Natural = 4  # validation utterances shown in TensorBoard
     wer_utterances: Natural = 200  # validation utterances decoded for the WER curves
     alarm: AlarmConfig = AlarmConfig()
-    health: Natural = 0  # validations between measurements of gates, norms and attention; 0: never
-    debug: Literal["nan"] | None = None  # nan: stop at the first value that is not finite; slow
+    health: Natural = 0  # log gates, norms and attention every so many validations; 0: never
+    debug: Literal["nan"] | None = None  # nan: stop at the first non-finite value; slow
 
     @property
     def metric(self) -> str:
@@ -664,7 +658,7 @@ class TrainConfig(Config):
         if self.ema is not None:
             raise ValueError(
                 "train.ema is an average of the weights, and train.optimizer.kind = schedule_free "
-                "has its own average: set train.ema=null or train.optimizer.kind=adamw"
+                "averages them already: set train.ema=null or train.optimizer.kind=adamw"
             )
         if not self.optimizer.betas[0]:
             raise ValueError(
@@ -676,18 +670,16 @@ class TrainConfig(Config):
 class BeamConfig(Config):
     """Part of `decode:`: the beam search and its scores."""
 
-    beam: Annotated[int, Field(ge=1, le=1000)] = 1  # hypotheses kept at each step; 1: greedy
-    # Exponent alpha of Wu et al. 2016. Longer hypotheses have lower log-probabilities, the more so
-    # after label smoothing, which leaves <eos> some probability at every step. Greedy search
-    # ignores this key and token_reward.
+    beam: Annotated[int, Field(ge=1, le=1000)] = 1  # width; 1: greedy
+    # exponent alpha of Wu et al. 2016; no effect with beam 1
     length_penalty: Annotated[float, Field(ge=0.0, le=10.0)] = 0.6
-    # added to the score per token
+    # added to the score per token; no effect with beam 1
     token_reward: Annotated[float, Field(ge=-1000.0, le=1000.0)] = 0.0
     coverage_penalty: NotNegative = 0.0  # beta of Wu et al. 2016
-    # <eos> may end a hypothesis only if its log-probability is at least this factor times that of
-    # the best other token (Hannun et al. 2019); null: always.
+    # <eos> needs a log-probability of at least this factor times the best other token's (Hannun et
+    # al. 2019); null: no limit
     eos_threshold: Positive | None = 1.5
-    # Most tokens / frames of memory; 10 more tokens are allowed.
+    # longest hypothesis: this times the frames of memory, plus 10 tokens
     max_ratio: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     ctc_weight: Weight = 0.0  # share of the CTC prefix score (Watanabe et al. 2017)
 
@@ -695,26 +687,24 @@ class BeamConfig(Config):
 class DecodeConfig(BeamConfig):
     """Section `decode:`: from logits to text, by greedy or beam search."""
 
-    checkpoint: Literal["best", "last"] = "best"  # the checkpoints to use
-    average: Count = 1  # best or last checkpoints whose weights are averaged
-    batch_seconds: Positive = 240.0  # seconds of padded audio in one batch
-    search: Literal["beam", "ctc"] = "beam"  # ctc: prefix beam search on the CTC head alone
-    # Speed factors at which each utterance is encoded; the search averages the log-probabilities.
-    # Validation in training uses 1 alone.
+    checkpoint: Literal["best", "last"] = "best"  # ranked by train.early_stopping.metric
+    average: Count = 1  # best or last checkpoints to average
+    batch_seconds: Positive = 240.0  # padded seconds per batch
+    search: Literal["beam", "ctc"] = "beam"  # ctc: prefix beam search by the CTC head alone
+    # encode each utterance at these speeds and average the log-probabilities; not in training
     speeds: Annotated[tuple[Speed, ...], Field(min_length=1, max_length=20)] = (1.0,)
-    # Other runs, of the same vocabulary and features, whose log-probabilities join that average.
+    # runs of the same vocabulary and features whose log-probabilities join that average
     ensemble: Annotated[tuple[RecipePath, ...], Field(max_length=20)] = ()
     lm: RecipePath | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, binary)
     lm_weight: NotNegative = 0.3  # factor of the language model's log-probabilities
-    # N-grams: score added at the end of each word, or at each token. With a large lm_weight, `word`
-    # favours words that never end.
+    # n-grams: add the score at the end of each word, or at each token; with a large lm_weight
+    # `word` favours words that never end
     lm_unit: Literal["word", "token"] = "word"
-    # Longer audio is cut at pauses into segments of at most this length; null: data.max_seconds.
+    # longer audio is cut at pauses; null: data.max_seconds
     max_segment_seconds: Annotated[float, Field(ge=1.0, le=1e9)] | None = None
-    overlap: NotNegative = 2.0  # seconds shared by segments that are cut without a pause
-    # A decoder proposes a text for noise, music or a hum as well. It is dropped if the mean
-    # log-probability of its tokens is below this and the CTC head finds no text likelier; null, or
-    # without a CTC head: never.
+    overlap: NotNegative = 2.0  # seconds, of segments cut without a pause
+    # The text of noise or music is dropped where its mean log-probability per token is below this
+    # and the CTC head prefers no text; null: never.
     no_speech_log_prob: Annotated[float, Field(ge=-1000.0, le=0.0)] | None = -0.8
 
     @property
@@ -802,13 +792,13 @@ StageChanges = Annotated[dict[str, Any], AfterValidator(_check_stage_keys)]
 
 
 class StageConfig(Config):
-    """Part of `stages:`: keys of the recipe that have other values from a share of the run on."""
+    """Part of `stages:`: keys that change in the course of a run."""
 
     start: Annotated[float, Field(gt=0.0, lt=1.0)]  # share of the run; from the next epoch on
     # spec_augment, speed_perturb, noise, noise_probability, room_probability
     features: StageChanges = Field(default_factory=dict)
-    # dropout, recurrent_dropout, scheduled_sampling, layer_drop, drop_head, wherever the model has
-    # them: {listener: {dropout: 0.2}}
+    # dropout, recurrent_dropout, scheduled_sampling, layer_drop, drop_head: {listener: {dropout:
+    # 0.2}}
     model: StageChanges = Field(default_factory=dict)
     # accumulate, batch_seconds, clip, consistency, freeze, guided_attention, label_smoothing,
     # optimizer.lr, optimizer.lr_factors
@@ -822,7 +812,7 @@ class Recipe(Config):
     run: str  # folder under runs/
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # of weights, data order, dropout and masks
     train: TrainConfig = TrainConfig()
-    # Changes in the course of a run, in their order; each adds to those before it.
+    # in order; each adds to those before it
     stages: Annotated[tuple[StageConfig, ...], Field(max_length=20)] = ()
 
     @property

@@ -141,7 +141,7 @@ def _cuts(length: np.ndarray, cap: float) -> Iterator[int]:
     yield 0
     count, longest, index = 0, 0.0, 0
     for chunk in range(0, len(length), CHUNK):
-        # Python's own numbers: with numpy's this loop is ten times slower.
+        # Python's numbers: with numpy's this loop is ten times slower.
         for index, seconds in enumerate(length[chunk : chunk + CHUNK].tolist(), start=chunk):
             longest = max(longest, seconds)
             if count and longest * (count + 1) > cap:

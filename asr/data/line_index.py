@@ -163,11 +163,11 @@ def _gather(
 def _write(file: IO[bytes], blocks: Iterable[Block], source: tuple) -> None:
     """Text, padding to 8 bytes, ends, seconds, a description as JSON, its length, MAGIC."""
     ends, seconds = _gather(blocks, file.write)
-    about = {"source": source, "bytes": file.tell(), "lines": len(ends)}
+    header = {"source": source, "bytes": file.tell(), "lines": len(ends)}
     file.write(bytes(-file.tell() % 8))
     for array in (ends, seconds):  # tofile would not name the cause where the disk is full
         file.write(array.data)
-    description = json.dumps(about).encode()
+    description = json.dumps(header).encode()
     file.write(description + len(description).to_bytes(8, "little") + MAGIC)
 
 
@@ -175,10 +175,10 @@ def _mapped(index_path: Path, source: tuple) -> Lines | None:
     """The index at `index_path`; None if there is none, or of another source."""
     try:
         with open_file(index_path) as file:
-            about, end = _read_description(file)
-        size, count = int(about["bytes"]), int(about["lines"])
+            header, end = _read_description(file)
+        size, count = int(header["bytes"]), int(header["lines"])
         start, timed = size + -size % 8, dict(source)["timed"] * count
-        known = about["source"] == [list(pair) for pair in source]
+        known = header["source"] == [list(pair) for pair in source]
         if not known or min(size, count) < 1 or end != start + 8 * count + 4 * timed:
             return None
         # As plain arrays: every slice of a memmap costs microseconds.

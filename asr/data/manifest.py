@@ -2,9 +2,9 @@
 
     id  speaker  audio  seconds  text
 
-More columns are allowed and ignored. An utterance without a speaker is its own speaker. `audio` is
+More columns are ignored. An utterance without a speaker has one to itself. `audio` is
 relative to the manifest and must stay below its folder, so that an untrusted manifest cannot name a
-file of yours. That rule is about the text of the path: the owner of the folder may put a symbolic
+file of yours. That rule concerns the text of the path: the owner of the folder may put a symbolic
 link into it, as asr.prepare does (`NAME.audio` beside `NAME.tsv`). Ids and speakers have no control
 characters, and no line is longer than LONGEST.
 

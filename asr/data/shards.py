@@ -116,9 +116,9 @@ class TarWriter:
             self._open_next()
         name = f"{number:09d}{_suffix(utterance.audio, content)}"
         offset = self._add_file(name, content)
-        about = {"id": utterance.id, "speaker": utterance.speaker}
-        about |= {"seconds": utterance.seconds, "text": utterance.text}
-        self._add_file(f"{number:09d}.json", json.dumps(about, ensure_ascii=False).encode())
+        metadata = {"id": utterance.id, "speaker": utterance.speaker}
+        metadata |= {"seconds": utterance.seconds, "text": utterance.text}
+        self._add_file(f"{number:09d}.json", json.dumps(metadata, ensure_ascii=False).encode())
         return f"{self._path.name}/{name}@{offset}+{len(content)}"
 
     def _add_file(self, name: str, content: bytes) -> int:
@@ -148,7 +148,7 @@ def _in_the_way(path: Path) -> UserError:
 
 
 def _suffix(audio: Path, content: bytes) -> str:
-    """The file's own; a long name in another tar may have lost it, or have an odd one."""
+    """That of the file; a long name in another tar may have lost it, or have an odd one."""
     named = audio if member_of(audio) is None else Path(str(audio).rpartition("@")[0])
     ending = named.suffix.lower()
     return ending if re.fullmatch(r"\.[a-z0-9]{1,8}", ending) else SUFFIXES.get(content[:4], ".mp3")

@@ -140,7 +140,7 @@ class SentencePieces:
         """
         import sentencepiece
 
-        kept = [text for text in texts if text.strip(" ▁")]  # "▁" is its own mark for a space
+        kept = [text for text in texts if text.strip(" ▁")]  # sentencepiece writes "▁" for a space
         if not kept:
             raise UserError("data.train: every text is empty, no vocabulary can be made from it")
         marked = ["▁" + text.replace(" ", "▁") for text in kept]

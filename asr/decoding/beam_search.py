@@ -173,7 +173,7 @@ class Candidates(NamedTuple):
     def finish(
         self, places: Sequence[tuple[int, int]], scores: Sequence[float], covered: Sequence[float]
     ) -> list[Hypothesis]:
-        """The hypotheses (b, k) with EOS, given their scores and coverage penalties."""
+        """The hypotheses (b, k) with EOS, from their scores and coverage penalties."""
         b, k = indices(places, self.eos_scores.device).unbind(1)
         state, length = self.state, self.state.tokens.shape[2] - 1
         eos = torch.stack([each[b, k, EOS] for each in self.token_scores], dim=1)  # (N, S)

@@ -1,7 +1,7 @@
 """Scores of several models in one search: the mean of an ensemble, and n-gram language models.
 
-N-grams are read from ARPA files or kenlm's own (Heafield 2011; kenlm is the extra `lm`). Their unit
-is set, not guessed:
+N-grams are read from ARPA files or kenlm's binary ones (Heafield 2011; kenlm is the extra `lm`).
+Their unit is set, not guessed:
 
     word    A word's log-probability is added at the token that ends it: a space, a piece that
             begins a new word, or <eos>. All other tokens score 0. So a sentence scores exactly
@@ -44,7 +44,7 @@ class EnsembleState(NamedTuple):
 class Ensemble:
     """A Scorer: the mean of its members' log-probabilities.
 
-    Every member has its own memory of the same utterances, with any number of frames. What is
+    Every member has a memory of the same utterances, with any number of frames. What is
     impossible for one member, as a sentence longer than its frames for CTC, is so for all.
     """
 

@@ -22,10 +22,10 @@ GridSize = Annotated[int, Field(ge=2, le=64)]  # a grid of one point has no dist
 class ImageDataConfig(Config):
     """Section `data:` of the task images: the images and how they are read."""
 
-    # Folder of IDX files as `asr.prepare mnist` writes them; null: scikit-learn's 8 x 8 digits.
+    # IDX files of `asr.prepare mnist`; null: scikit-learn's 8 x 8 digits
     folder: RecipePath | None = None
-    valid: Annotated[float, Field(gt=0.0, le=0.5)] = 0.1  # the last share of the training images
-    pixels: Literal["grey", "binary"] = "grey"  # binary: sampled once, brightness is P(white)
+    valid: Annotated[float, Field(gt=0.0, le=0.5)] = 0.1  # last share of the training images
+    pixels: Literal["grey", "binary"] = "grey"  # binary: sampled once, P(white) = brightness
     batch: Count = 128  # images in one batch
     shift: Annotated[int, Field(ge=0, le=16)] = 0  # largest shift of a training image, pixels
 
@@ -52,9 +52,9 @@ class DrawConfig(Config):
     encoder: CellConfig = CellConfig()
     decoder: CellConfig = CellConfig()
     glimpses: Annotated[int, Field(ge=1, le=256)] = 64  # steps of reading and writing
-    latent: Count = 100  # size of the latent vector of one glimpse
-    read: GridSize = 2  # side of the grid that is read, filters
-    write: GridSize = 5  # side of the grid that is written, filters
+    latent: Count = 100  # latent size per glimpse
+    read: GridSize = 2  # side of the read grid, filters
+    write: GridSize = 5  # side of the written grid, filters
 
 
 class ImageRecipe(NonSpeechRecipe):

@@ -107,8 +107,8 @@ class Draw(nn.Module):
         inputs = 2 * config.read**2 + decoder
         cells = [(inputs, config.encoder), (latent, config.decoder)]
         self.encoder, self.decoder = (
-            LayerNormLSTMCell(size, own.hidden, norm=own.settings, backend=own.backend)
-            for size, own in cells
+            LayerNormLSTMCell(size, cell.hidden, norm=cell.settings, backend=cell.backend)
+            for size, cell in cells
         )
         self.to_latent = nn.Linear(encoder, 2 * latent)  # mean, log sigma
         self.to_read = nn.Linear(decoder, 5)

@@ -208,10 +208,10 @@ def _sha256s(run: Path, which: str, average: int) -> list[str]:
     return [sha256_of_files([checkpoint.folder / WEIGHTS]) for checkpoint in chosen]
 
 
-def open_folder(job: BulkJob, about: dict[str, Any]) -> None:
+def open_folder(job: BulkJob, settings: dict[str, Any]) -> None:
     """Create the folder of a job. Raises UserError where it has anything else in it."""
     digest = hashlib.sha256("\n".join(job.files).encode(errors="surrogateescape")).hexdigest()
-    mine = {**about, "list": digest, "files in a shard": job.size, "format": job.kind}
+    mine = {**settings, "list": digest, "files in a shard": job.size, "format": job.kind}
     path = job.out / "about.json"
     job.out.mkdir(parents=True, exist_ok=True)
     check_run_folder(job.out)  # nothing is read or written through a link in it
@@ -239,7 +239,7 @@ def transcribe_all(job: BulkJob, load: Callable[[], Recognizer], rank: int, rank
     """Transcribe what is not done yet, together with the other ranks -> exit code, 2 for failures.
 
     `load` is called only if there is work. Returns when every shard is done; on a file system
-    without locks, when the rank's own shards are.
+    without locks, when the rank's shards are.
     """
     progress = Progress(job, rank)
     if job.summary() and rank == 0:

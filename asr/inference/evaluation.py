@@ -102,7 +102,7 @@ class Evaluation:
     reasons: Mapping[str, str]  # utterance id -> why it was not decoded
     score: Score
     groups: Mapping[str, Mapping[str, Score]]
-    about: Mapping[str, Any]  # for score.json
+    metadata: Mapping[str, Any]  # for score.json
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class EvaluationSplit:
         decoded = [by_id.get(name, NOT_DECODED) for name in corpus.ids]
         result = score(corpus.texts, [d.text for d in decoded], corpus.ids, corpus.speakers)
         groups = {column: by_group(result, group_of) for column, group_of in self.labels.items()}
-        about = {
+        metadata = {
             "decode": recipe.decode.model_dump(mode="json"),
             "steps": recognizer.steps,
             "overrides": self.overrides,
@@ -157,9 +157,9 @@ class EvaluationSplit:
         }
         if recipe.model.ctc_weight:
             ctc = [d.ctc.text for d in decoded]
-            about["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
+            metadata["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
         title = title or f"{self.run.resolve().name}: {self.name}"
-        evaluation = Evaluation(title, corpus, decoded, reasons, result, groups, about)
+        evaluation = Evaluation(title, corpus, decoded, reasons, result, groups, metadata)
         return evaluation, recognizer
 
 
@@ -352,12 +352,12 @@ def evaluation_of_run(run: Path, name: str, corpus: Corpus) -> SavedEvaluation:
 
 def reservations(run: Path, saved: SavedEvaluation, now: Evaluation) -> list[str]:
     """What else than the models may cause a difference to the saved evaluation of `run`."""
-    unequal = unequal_decoding(decode_settings(saved.about), decode_settings(now.about))
+    unequal = unequal_decoding(decode_settings(saved.metadata), decode_settings(now.metadata))
     values = "; ".join(
         f"{key} {value} instead of {other}" for key, (other, value) in unequal.items()
     )
     notes = [f"not decoded alike, which may cause a difference: {values}"] if unequal else []
-    return notes + evaluation_notes(run, run / "evaluate", saved.about)
+    return notes + evaluation_notes(run, run / "evaluate", saved.metadata)
 
 
 def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures: int) -> None:
@@ -385,9 +385,9 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
         "length_ratio": [f"{one.length_ratio:.3f}" for one in health],
         "finished": ["yes" if utterance.finished else "no" for utterance in decoded],
     }
-    if "ctc_wer" in evaluation.about:
+    if "ctc_wer" in evaluation.metadata:
         columns["ctc"] = [utterance.ctc.text for utterance in decoded]
-    write_evaluation(folder, result, evaluation.about, columns)
+    write_evaluation(folder, result, evaluation.metadata, columns)
 
 
 @torch.no_grad()
@@ -414,7 +414,7 @@ def attention_uri(
 
 
 def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
-    about, decode = evaluation.about, evaluation.about["decode"]
+    metadata, decode = evaluation.metadata, evaluation.metadata["decode"]
     yield "checkpoint", f"{decode['checkpoint']}, of step {_steps(evaluation)}"
     yield "beam", f"{decode['beam']}{', CTC alone' * (decode['search'] == 'ctc')}"
     if decode["search"] == "beam":
@@ -426,11 +426,11 @@ def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
         yield "ensemble with", " ".join(decode["ensemble"])
     if decode["lm"] and decode["lm_weight"]:
         yield "language model", f"{decode['lm']}, weight {decode['lm_weight']}"
-    if about["wer_interval_over_speakers"]:
-        low, high = about["wer_interval_over_speakers"]
+    if metadata["wer_interval_over_speakers"]:
+        low, high = metadata["wer_interval_over_speakers"]
         yield "WER over speakers", f"{percent(low)} – {percent(high)}"
-    if "ctc_wer" in about:
-        yield "WER of CTC alone", percent(about["ctc_wer"])
+    if "ctc_wer" in metadata:
+        yield "WER of CTC alone", percent(metadata["ctc_wer"])
     yield "flagged", _flag_counts(_flags(evaluation)) or "none"
 
 
@@ -452,19 +452,19 @@ def _flag_counts(flags: Mapping[str, Sequence[str]]) -> str:
 
 
 def _steps(evaluation: Evaluation) -> str:
-    return " ".join(map(str, evaluation.about["steps"]))
+    return " ".join(map(str, evaluation.metadata["steps"]))
 
 
 def summary(evaluation: Evaluation) -> Iterator[str]:
     """The lines to print."""
-    result, about = evaluation.score, evaluation.about
-    average, count = about["decode"]["average"], len(about["steps"])
+    result, metadata = evaluation.score, evaluation.metadata
+    average, count = metadata["decode"]["average"], len(metadata["steps"])
     if count < average:
         yield (
             f"mean of {count} checkpoints (step {_steps(evaluation)}): the run has no more, "
             f"decode.average = {average} asks for more"
         )
-    if long := about["in_segments"]:
+    if long := metadata["in_segments"]:
         yield f"{long} utterances exceed decode.max_segment_seconds and are decoded in segments"
     for name, reason in evaluation.reasons.items():
         yield f"not decoded, scored as empty: {name}: {reason}"
@@ -472,7 +472,7 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
         yield f"audio that cannot be read: {audio_remedy(evaluation.corpus.path)}"
     remark = f" ({untrained(result.wer)})" if untrained(result.wer) else ""
     yield f"{evaluation.title}: WER {percent(result.wer)}, CER {percent(result.cer)}{remark}"
-    over_speakers = about["wer_interval_over_speakers"]
+    over_speakers = metadata["wer_interval_over_speakers"]
     intervals = {result.interval_over: result.wer_interval, "speakers": over_speakers}
     known = [f"{between(side)} over {units}" for units, side in intervals.items() if side]
     if known:

@@ -10,7 +10,6 @@ from torch import nn
 
 from asr.config.language import LanguageRecipe
 from asr.config.loader import flat, override, read_recipe
-from asr.config.missing_run import missing_run, train_command
 from asr.config.schema import (
     TRAINING_ONLY_FEATURES,
     DecodeConfig,
@@ -31,7 +30,7 @@ from asr.models.build import (
     build_language_model,
     build_speech_model,
 )
-from asr.shipped import find_run
+from asr.shipped import find_run, missing_run, train_command
 from asr.training.checkpoint import MemoryLimit, choose, load_weights
 from asr.training.distributed import choose_device
 

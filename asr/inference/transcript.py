@@ -76,7 +76,7 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 def merge_segments(
     segments: Sequence[Segment], transcripts: Sequence[Transcript | None], sample_rate: int
 ) -> Transcript:
-    """The transcripts of a recording's segments, each timed from its own start -> one of all.
+    """The transcripts of a recording's segments, each timed from its start -> one of all.
 
     None: without speech.
     """

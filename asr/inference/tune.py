@@ -3,7 +3,7 @@
 Every beam and CTC weight is decoded for its n best hypotheses, without a language model and with
 that of decode.lm. Re-scoring these n-bests tries penalties and the model's weight, thousands of
 combinations a second. Penalties also change which hypotheses a beam keeps, so the best few settings
-and the run's own are decoded again, and the best of these wins.
+and the run's settings are decoded again, and the best of these wins.
 """
 
 from collections import defaultdict
@@ -87,7 +87,7 @@ def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path
     yield from table([(*current, "WER", "CER errors", "how"), *map(_row, results)])
     written = save(run, recipe.decode, best.setting)
     values = written | {key: f"{value:g}" for key, value in best.setting.items()}
-    how = f"written to {run / 'recipe.yaml'}" if written else "the run's own settings stay the best"
+    how = f"written to {run / 'recipe.yaml'}" if written else "the run's settings stay the best"
     yield f"{how}: {' '.join(f'decode.{key}={value}' for key, value in values.items())}"
 
 
@@ -205,7 +205,7 @@ def rescore(
 def decode(
     recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, settings: Sequence[DecodeSetting]
 ) -> list[TunedSetting]:
-    """The errors of every setting's own search."""
+    """The errors of each setting's search."""
     every = nbests(recognizer, corpus, recipe, settings, {})
     firsts = [{name: ranked[:1] for name, ranked in nbest.items()} for nbest in every]
     return [

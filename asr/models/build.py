@@ -21,7 +21,7 @@ from asr.nn.frontend import Frontend
 SPEECH_MODELS = {
     "las": "asr.models.las:LAS",
     "transformer": "asr.models.transformer:Transformer",
-    "conformer": "asr.models.conformer:Conformer",
+    "conformer": "asr.models.transformer:Conformer",
 }
 LANGUAGE_MODELS = {
     "lstm": "asr.models.language_model:LSTMLanguageModel",

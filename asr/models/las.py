@@ -234,8 +234,8 @@ class Speller(nn.Module):
 class LAS(nn.Module):
     """A listener and a speller with the interface that every speech model has.
 
-    With probability `scheduled_sampling` the speller reads, in training, its own last token instead
-    of the true one (Bengio et al. 2015).
+    In training the speller reads, with probability `scheduled_sampling`, its last prediction
+    instead of the true token (Bengio et al. 2015).
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class LAS(nn.Module):
         return self.speller.select(state, rows)
 
     def _read(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs (B, U, H + E) and attention weights (B, U, T) over the given tokens."""
+        """Outputs (B, U, H + E) and attention weights (B, U, T) over the tokens."""
         sampled = self.training and self.scheduled_sampling > 0.0
         if not sampled and self.speller.can_run_sequence(memory, tokens):
             return self.speller.run_sequence(memory, tokens)
@@ -320,7 +320,7 @@ class LAS(nn.Module):
         return torch.cat(outputs, dim=1), torch.cat(weights, dim=1)
 
     def _sample(self, true: Tensor, output: Tensor) -> Tensor:
-        """The true token (B,), or with probability scheduled_sampling the speller's own choice."""
+        """The true token (B,), or with probability scheduled_sampling the speller's prediction."""
         predicted = self.speller.logits(output).squeeze(1).argmax(dim=-1)
         draws = torch.rand(len(true), device=true.device)
         return torch.where(draws < self.scheduled_sampling, predicted, true)

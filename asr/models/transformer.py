@@ -1,12 +1,13 @@
 """The speech Transformer: an encoder over subsampled features, a decoder over tokens.
 
 Vaswani et al. 2017 (arXiv:1706.03762), with strided convolutions in front of the encoder as in
-Dong, Xu & Xu 2018. Both inputs are scaled by sqrt(E), given positions, and dropped out:
+Dong, Xu & Xu 2018. Both inputs are scaled by sqrt(E), get position encodings and dropout:
 
     encoder   dropout(sqrt(E) subsample(features) + positions) -> layers -> Memory
     decoder   dropout(sqrt(E) embed(tokens) + positions) -> layers -> logits
 
-The encoder's output goes to every decoder layer. Where the norms sit: docs/normalization.md.
+The encoder's output goes to every decoder layer. Where the norms sit: docs/normalization.md. A
+Conformer (Gulati et al. 2020) has other encoder layers: asr/nn/conformer.py.
 With `intermediate_ctc` some encoder layers predict CTC's symbols from N(x), with N the last norm of
 the encoder: asr/nn/intermediate_ctc.py.
 
@@ -20,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asr.config.schema import EncoderDecoderConfig, TransformerConfig
+from asr.config.schema import ConformerConfig, EncoderDecoderConfig, TransformerConfig
 from asr.nn.attention import Memory, keeps_all, valid_mask
+from asr.nn.conformer import conformer_stack
 from asr.nn.dropout import Dropout
 from asr.nn.frontend import Frontend
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
@@ -180,3 +182,12 @@ class Transformer(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         x = self.decoder.last_norm(x)
         return self.words.logits(x) if self.output is None else self.output(x)
+
+
+class Conformer(Transformer):
+    """A Transformer whose encoder has the Conformer's layers."""
+
+    @staticmethod
+    def make_encoder(config: ConformerConfig, scales: LayerScales, layer_drop: float) -> Stack:
+        """The encoder's layers."""
+        return conformer_stack(config, config.encoder_layers, scales, layer_drop)

@@ -380,7 +380,7 @@ class LayerNormLSTM(nn.Module):
         return output, (h, c)
 
     def _initial_state(self, batch: tuple[int, ...], hx: State | None, x: Tensor) -> State:
-        """The given state, checked, or zeros: (L * D, *batch, H)."""
+        """The state, checked, or zeros: (L * D, *batch, H)."""
         shape = self.num_layers * self.directions, *batch, self.hidden_size
         own = self.weight_hh_l0
         if hx is None:

@@ -229,7 +229,7 @@ class WordEmbedding(nn.Module):
 
     def __init__(self, vocabulary: int, size: int, fixnorm: bool) -> None:
         super().__init__()
-        # Rows of length about 1: inputs of unit variance, and tied logits that start moderate.
+        # Rows of length near 1: inputs of unit variance, and tied logits that start moderate.
         self.weight = nn.Parameter(torch.randn(vocabulary, size) * size**-0.5)
         self.fixnorm = fixnorm
 

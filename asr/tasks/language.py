@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from asr.config.language import LanguageDataConfig, LanguageRecipe
 from asr.config.loader import at_stage
-from asr.config.missing_run import missing_run
 from asr.data import splits
 from asr.data.text_corpus import SentenceBatch, SentenceEpochs, Sentences, read_lines
 from asr.data.tokenizer import (
@@ -26,7 +25,7 @@ from asr.errors import UserError
 from asr.inference.load import load_init_tokenizer
 from asr.io import sha256_of_files
 from asr.models.build import build_language_model
-from asr.shipped import find_run
+from asr.shipped import find_run, missing_run
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
 from asr.training.losses import Objective, Perplexity, Sum, cross_entropy, shift

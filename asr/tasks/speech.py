@@ -5,7 +5,7 @@ pictures of features and attention and the decoded texts.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -67,6 +67,7 @@ class SpeechTask(Task):
     lm: Scorer | None
     metadata: dict[str, str]
     max_unreadable: float
+    drawn: set[str] = field(default_factory=set)  # utterances whose features were logged
 
     def as_used(self, recipe: SpeechRecipe) -> SpeechRecipe:
         features = {"encoder": self.recipe.features.encoder}
@@ -170,7 +171,9 @@ class SpeechTask(Task):
         seconds = len(features) * front_end.frame_seconds
         attention = attention_picture(weights, labels, seconds, name)
         log.picture(f"valid_attention/{name}", attention, step)
-        log.picture(f"valid_features/{name}", feature_picture(features, seconds, name), step)
+        if name not in self.drawn:  # once: they are the same in every validation
+            self.drawn.add(name)
+            log.picture(f"valid_features/{name}", feature_picture(features, seconds, name), step)
 
     def _texts(self, log: Log, step: int, texts: dict[str, str], ctc_texts: dict[str, str]) -> None:
         for utterance in self.validation.corpus[: self.recipe.train.samples]:

@@ -28,9 +28,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from asr.config.missing_run import train_command
 from asr.errors import UserError
 from asr.io import check_run_folder, open_file, read_json, sha256_of_files, sync
+from asr.shipped import train_command
 from asr.training.state import check_archive, check_training
 
 WEIGHTS = "model.safetensors"

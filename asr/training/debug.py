@@ -36,7 +36,7 @@ def dump_bad_batch(folder: Path, group: Sequence[TaskBatch], objective: nn.Modul
     """Write batches, weights and a report on non-finite values into a folder; -> a sentence on it.
 
     The folder is RUN/bad_batches/STEP. The parameters must still hold the gradients of the step.
-    Each rank writes its own batches, rank 0 the weights.
+    Each rank writes its batches, rank 0 the weights.
     """
     suffix = "" if is_first() else f"-rank{rank()}"
     group = [batch for batch in group if len(batch)]  # the others were unreadable
@@ -50,7 +50,7 @@ def dump_bad_batch(folder: Path, group: Sequence[TaskBatch], objective: nn.Modul
             torch.save([_plain(batch) for batch in group], file)
         report = printable("\n".join(_report(group, objective)) + "\n")
         atomic_write(folder / f"report{suffix}.txt", report)
-    # torch has its own message for a full disk
+    # torch raises another message for a full disk
     except (OSError, RuntimeError, UserError) as error:
         return f"The bad batches could not be saved: {why_unwritten(error, folder)}."
     return (

@@ -1,6 +1,6 @@
 """Distributed training: the processes (ranks) that torchrun starts train one model.
 
-Every rank reads its own batches; after the backward pass the gradients of all ranks are summed.
+Every rank reads different batches; after the backward pass the gradients of all ranks are summed.
 This is done outside of the backward pass, unlike in DistributedDataParallel: a rank may have no
 batch in the last step of an epoch, split one that does not fit in memory or skip layers, and the
 sum still is that of one process over the same batches.
@@ -131,7 +131,7 @@ def _connect(backend: str, number: int, count: int) -> dist.Store:
         raise UserError("environment: MASTER_ADDR is not set: start the processes with torchrun")
     port = _environment_number("MASTER_PORT", None, 1, 65535)
     try:
-        if number == 0:  # its own address; the others wait until rank 0 has one
+        if number == 0:  # the address of rank 0; the others wait until rank 0 has one
             socket.getaddrinfo(address, port)
         store = next(dist.rendezvous("env://"))[0]
         store = dist.PrefixStore(new_key_prefix(store, number, count), store)
@@ -299,7 +299,7 @@ def add_gradients(module: nn.Module) -> None:
 
 
 def assign_owners(costs: Sequence[float]) -> list[int]:
-    """For each piece of work the rank that does it, such that all have about the same to do."""
+    """For each piece of work the rank that does it, so that all have nearly the same to do."""
     loads, chosen = [0.0] * world(), [0] * len(costs)
     for piece in sorted(range(len(costs)), key=lambda i: -costs[i]):
         chosen[piece] = loads.index(min(loads))

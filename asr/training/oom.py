@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 SHAPES = 64
 # With rounded lengths all shapes recur, and compiling one again takes longer than a step.
 SHAPES_ROUNDED = 16384
-SHAPES_DECODING = 1024  # oneDNN's own
+SHAPES_DECODING = 1024  # oneDNN's default
 CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 

@@ -21,7 +21,7 @@ MEANINGS = {
     "and guided attention, weighted",
     _BOTH.format("ctc"): "CTC loss in nats per token",
     "train/intermediate_ctc": "`model.intermediate_ctc`: mean CTC loss of those layers",
-    _BOTH.format("accuracy"): "share of tokens predicted correctly, given the correct tokens "
+    _BOTH.format("accuracy"): "share of tokens predicted correctly after the correct tokens "
     "before them",
     "train/off_diagonal": "guided attention: the share of attention far from the diagonal",
     "train/decoder_symmetric_kl, train/ctc_symmetric_kl": "`train.consistency`: symmetric KL "

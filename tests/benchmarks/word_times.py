@@ -47,13 +47,13 @@ class TimedEngine(Engine):
         self.words: dict[int, float] = {}  # position in the text -> seconds
         super().__init__()
 
-    def _hear(self, samples: object, count: int, events: int | None) -> int:
-        place = events
-        while place and (event := Event.from_address(place)).type:
+    def _receive(self, samples: object, count: int, events: int | None) -> int:
+        event_at = events
+        while event_at and (event := Event.from_address(event_at)).type:
             if event.type == WORD:
                 self.words.setdefault(event.text_position, event.audio_position / 1000)
-            place += ctypes.sizeof(Event)
-        return super()._hear(samples, count, events)
+            event_at += ctypes.sizeof(Event)
+        return super()._receive(samples, count, events)
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
 def spoken(engine: TimedEngine, text: str, voice: str) -> tuple[str, list[float], np.ndarray]:
     """A text, the start of each of its words in seconds, and the samples."""
     engine.words.clear()
-    samples = engine.say(text.lower(), voice, 160, 50).astype(np.float32) / 32768
+    samples = engine.synthesise(text.lower(), voice, 160, 50).astype(np.float32) / 32768
     places, at = [], 1
     for word in text.split():
         places.append(at)

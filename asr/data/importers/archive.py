@@ -1,8 +1,8 @@
 """Read tars and unpack archives that may be damaged or made to do harm.
 
-Unpack: only folders and plain files, only below the given folder, and only up to a size: no links,
+Unpack: only folders and plain files, only below that folder, and only up to a size: no links,
 devices or sparse files, no absolute or climbing names, no name twice. Rights and owners in the
-archive are ignored. tarfile's own `filter="data"` is not in every Python 3.10 and limits no size.
+archive are ignored. tarfile's `filter="data"` is not in every Python 3.10 and limits no size.
 """
 
 import gzip

@@ -3,7 +3,7 @@
 Rows are read, measured and written one after another, in bounded memory: a million rows cost their
 ids, and a number each for audio and text. Relative paths start from the folder in which the first
 files exist. Audio that is a whole file stays where it is; NAME.audio becomes a link to its folder.
-Parts of files, single channels and audio inside the corpus' own files go into NAME-*.tar
+Parts of files, single channels and audio inside files of the corpus go into NAME-*.tar
 (shards.py), parts as FLAC of the same rate. Nothing is written if a row is faulty, unless such rows
 are to be skipped.
 """
@@ -26,8 +26,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from asr.data.corpus import Utterance, link_audio, linked_folder
-from asr.data.importers.faults import FaultReport
-from asr.data.importers.rows import Fault, Row, Split
+from asr.data.importers.rows import Fault, FaultReport, Row, Split
 from asr.data.importers.text_normalization import TextNormalizer
 from asr.data.manifest import COLUMNS, check_names, join_fields, parse_seconds, seconds_field
 from asr.data.shards import TarWriter
@@ -104,7 +103,7 @@ class _Levels:
                 )
         if self.low <= self.high <= self.low + SILENT:  # none if nothing was decoded
             value = (self.high + self.low) / 2
-            raise ValueError(f"holds no sound: all samples are about {value:.3g}")
+            raise ValueError(f"holds no sound: all samples are near {value:.3g}")
 
 
 class _Output:
@@ -222,7 +221,7 @@ def convert(
     """Write TO/NAME.tsv for each split -> their paths. Prints faults to standard error.
 
     Raises UserError if a row is faulty, unless options.skip_bad; if a split has no valid row, or is
-    the only one and has fewer hours than options.hours; and if a manifest would replace its own
+    the only one and has fewer hours than options.hours; and if a manifest would replace its
     table. Then nothing is written but the lists of faults.
     """
     names = [split.name for split in splits]

@@ -64,18 +64,18 @@ def _split(name: str, dataset: Any, location: Path, text_column: str | None) -> 
     # for. Other columns are skipped before flatten, which fails on some types and renames others.
     part = dataset.select_columns([audio, *kept])
     encoded = part.cast_column(audio, Audio(decode=False)).flatten()
-    about = encoded.select_columns([f"{audio}.path", *kept])
+    rows = encoded.select_columns([f"{audio}.path", *kept])
     contents = encoded.select_columns([f"{audio}.bytes"])
     return Split(
-        name, location, location, partial(_rows, about, contents, f"{audio}.path", text, location)
+        name, location, location, partial(_rows, rows, contents, f"{audio}.path", text, location)
     )
 
 
 def _rows(
-    about: Any, contents: Any, path_column: str, text_column: str, location: Path
+    rows: Any, contents: Any, path_column: str, text_column: str, location: Path
 ) -> Iterator[Row]:
     names: Counter[str] = Counter()
-    for number, record in enumerate(about, start=1):
+    for number, record in enumerate(rows, start=1):
         path = record[path_column] or ""
         name = text_of(record, "id")
         name = name or _numbered(PurePosixPath(path).stem or f"{location.name}-{number}", names)

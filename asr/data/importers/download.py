@@ -1,7 +1,7 @@
 """Download large files over TLS, resumed after a broken connection, and verified.
 
 Content stays in NAME.part until its MD5 is the published one, and is only then renamed. So a file
-under its own name is complete, and repeating the command resumes (HTTP ranges: RFC 9110, section
+under its final name is complete, and repeating the command resumes (HTTP ranges: RFC 9110, section
 14).
 """
 

@@ -124,12 +124,12 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
             continue
         text = min(texts[key], key=_preference)
         try:
-            about = _description(text)
+            record = _description(text)
         except ValueError as error:
             yield Fault(text, 0, str(error))
         else:
-            speaker = text_of(about, *SPEAKER_KEYS) or speaker
-            yield Row(text, 0, name, str(path.relative_to(folder)), about["text"], speaker)
+            speaker = text_of(record, *SPEAKER_KEYS) or speaker
+            yield Row(text, 0, name, str(path.relative_to(folder)), record["text"], speaker)
     with_text = {path.parent for key in audio.keys() & texts.keys() for path in texts[key]}
     for key in sorted(texts.keys() - audio.keys()):
         path = texts[key][0]
@@ -154,12 +154,12 @@ def _description(path: Path) -> dict[str, Any]:
             raise ValueError("has times as of HTK; a file with the text alone is needed")
         return {"text": " ".join(content.split())}
     try:
-        about = parse_json(content)
+        record = parse_json(content)
     except ValueError:
-        about = None
-    if not isinstance(about, dict):
+        record = None
+    if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    about = {key_of(name): value for name, value in about.items()}
-    if not any(key in about for key in TEXT_KEYS):
-        raise ValueError(f"has none of {', '.join(TEXT_KEYS)}; it has {', '.join(about)[:200]}")
-    return {**about, "text": text_of(about, *TEXT_KEYS)}
+    record = {key_of(name): value for name, value in record.items()}
+    if not any(key in record for key in TEXT_KEYS):
+        raise ValueError(f"has none of {', '.join(TEXT_KEYS)}; it has {', '.join(record)[:200]}")
+    return {**record, "text": text_of(record, *TEXT_KEYS)}

@@ -16,9 +16,9 @@ MIN_SPEAKERS = 10  # with fewer, one of them is too much to hold out
 
 
 def hold_out(manifest: Path, share: float) -> tuple[Path, str]:
-    """Move about `share` of the utterances of NAME.tsv to NAME-valid.tsv -> its path, and a report.
+    """Move nearly `share` of the utterances of NAME.tsv to NAME-valid.tsv -> its path; a report.
 
-    They are those of whole speakers, of the manifest's own where there are MIN_SPEAKERS. Raises
+    They are those of whole speakers where the manifest has MIN_SPEAKERS of them. Raises
     UserError if one of the two would be empty.
     """
     speakers, are_named = Counter(), False
@@ -57,7 +57,7 @@ def shared_texts(train: Path, valid: Path) -> str:
 
 
 def _choose(counts: Counter[str], share: float) -> set[str]:
-    """Names with about `share` of the utterances in an order by their hashes, else the smallest."""
+    """Names, by their hashes, with nearly `share` of the utterances, else the smallest."""
     rest, chosen = share * counts.total(), set()
     for name in sorted(counts, key=lambda name: sha256(name.encode()).digest()):
         if rest >= counts[name] / 2:

@@ -42,8 +42,8 @@ def _manifests(source: Path) -> list[Path]:
     return [p for p in paths if p.name.endswith(ENDINGS) and _is_cut(first_object(p))]
 
 
-def _is_cut(about: Mapping[str, Any]) -> bool:
-    return str(about.get("type", "")).endswith("Cut") or about.keys() >= {"id", "supervisions"}
+def _is_cut(record: Mapping[str, Any]) -> bool:
+    return str(record.get("type", "")).endswith("Cut") or record.keys() >= {"id", "supervisions"}
 
 
 def _name(path: Path) -> str:

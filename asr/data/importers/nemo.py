@@ -38,10 +38,10 @@ def _rows(manifest: Path) -> Iterator[Row | Fault]:
     return rows_of(manifest, json_records(manifest), partial(_row, manifest))
 
 
-def _row(manifest: Path, line: int, about: dict[str, Any]) -> Iterator[Row]:
-    start, length = number_of(about, "offset"), number_of(about, "duration")
-    audio, text = text_of(about, "audio_filepath"), text_of(about, "text")
+def _row(manifest: Path, line: int, record: dict[str, Any]) -> Iterator[Row]:
+    start, length = number_of(record, "offset"), number_of(record, "duration")
+    audio, text = text_of(record, "audio_filepath"), text_of(record, "text")
     # The same file may be in several lines, each with another offset.
-    name = text_of(about, "id", "utt_id") or f"{manifest.stem}-{line}"
-    speaker = text_of(about, *SPEAKER_KEYS)
+    name = text_of(record, "id", "utt_id") or f"{manifest.stem}-{line}"
+    speaker = text_of(record, *SPEAKER_KEYS)
     yield Row(manifest, line, name, audio, text, speaker, "", start or None, length)

@@ -97,16 +97,16 @@ def _wrong_width(count: int, width: int, delimiter: str) -> str:
 def json_records(path: Path) -> Iterator[Record | Fault]:
     """The objects of JSON lines. Raises UserError as manifest.open_table does."""
     for number, line in numbered_lines(path):
-        about = _parse(line)
-        if about is None:
+        record = _parse(line)
+        if record is None:
             yield Fault(path, number, "not a JSON object; one is expected in every line")
         else:
-            yield number, about
+            yield number, record
 
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
-        about = parse_json(line)
+        record = parse_json(line)
     except ValueError:
         return None
-    return about if isinstance(about, dict) else None
+    return record if isinstance(record, dict) else None

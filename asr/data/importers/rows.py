@@ -1,4 +1,4 @@
-"""Rows: utterances as their corpus describes them, before any check.
+"""Rows: utterances as their corpus describes them, before any check; and the faults of an import.
 
 Every importer is a module with two functions, and convert.py makes manifests of what they give:
 
@@ -8,12 +8,15 @@ Every importer is a module with two functions, and convert.py makes manifests of
 
 import math
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asr.errors import UserError, print_line
+from asr.errors import UserError, one_line, print_line
+from asr.io import atomic_write
 
 # Usual names of columns; none is a standard.
 SPEAKER_KEYS = ("speaker", "speaker_id", "spk", "spk_id", "client_id", "speaker_name")
@@ -38,7 +41,7 @@ class Row:
     id: str
     audio: str  # a path, or the name of what `load` gives
     text: str
-    speaker: str = ""  # "": the utterance is its own speaker
+    speaker: str = ""  # "": a speaker of this utterance alone
     seconds: str = ""  # of the whole file, which is checked
     start: float | None = None  # seconds; None: of a file that should have the length `length`
     length: float | None = None  # seconds; None: to the end
@@ -67,9 +70,9 @@ class Split:
     more: tuple[str, ...] = field(default=())  # names of the columns beyond manifest.COLUMNS
 
 
-def text_of(about: Mapping[str, Any], *keys: str) -> str:
+def text_of(record: Mapping[str, Any], *keys: str) -> str:
     """The first value of these keys that is a text or a number, as text; "" if there is none."""
-    values = (about.get(key) for key in keys)
+    values = (record.get(key) for key in keys)
     found = (str(value) for value in values if isinstance(value, str | int | float))
     return next((text.strip() for text in found if text.strip()), "")
 
@@ -99,9 +102,9 @@ def split_of(name: str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
-def number_of(about: Mapping[str, Any], key: str) -> float | None:
+def number_of(record: Mapping[str, Any], key: str) -> float | None:
     """A time in seconds; None where the key is missing or null. Raises ValueError for another."""
-    value = about.get(key)
+    value = record.get(key)
     if value is None:
         return None
     try:
@@ -111,3 +114,51 @@ def number_of(about: Mapping[str, Any], key: str) -> float | None:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{key} is {value!r}; it must be 0 or more, and finite")
     return number
+
+
+SHOWN = 10  # faults; of more the counts by kind, the first, and a file with all
+# What differs between faults of one kind: what is quoted or in brackets, and numbers.
+_VARIABLE = re.compile(r"""(?:"[^"]*"|'(?:[^'\\]|\\.)*'|\([^)]*\)|[-+]?\d[\d.,e]*)""")
+
+
+class FaultReport:
+    """The faults of one split: `add` each, then `show` them on standard error."""
+
+    def __init__(self) -> None:
+        self.faults: list[tuple[str, int, str]] = []  # file, line, message
+        self.kinds: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self.faults)
+
+    @property
+    def messages(self) -> list[str]:
+        """A line for each fault, in the order of files and lines."""
+        return [
+            one_line(f"{file}:{line}: {message}" if line else f"{file}: {message}")
+            for file, line, message in sorted(self.faults)
+        ]
+
+    def add(self, row: Row | Fault, message: str, path: str = "") -> None:
+        """Add a fault of a row. path: of its audio, which the kind leaves out."""
+        self.faults.append((str(row.file), row.line, message))
+        text = message.removeprefix(f"{path}: ") if path else message
+        self.kinds[_VARIABLE.sub("...", text)[:200]] += 1
+
+    def show(self, file: Path, skipped: bool) -> None:
+        """Print them. file: for all of more than SHOWN, removed where there are fewer."""
+        messages = self.messages
+        if len(messages) <= SHOWN:
+            file.unlink(missing_ok=True)
+            for line in messages:
+                print(f"skipped: {line}" if skipped else line, file=sys.stderr)
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, "".join(f"{line}\n" for line in messages))
+        lines = [f"{len(self):,} rows are {'skipped' if skipped else 'faulty'}:"]
+        lines += [f"{count:9,}  {kind}" for kind, count in self.kinds.most_common(SHOWN)]
+        if len(self.kinds) > SHOWN:
+            rest = sum(count for _, count in self.kinds.most_common()[SHOWN:])
+            lines.append(f"{rest:9,}  of {len(self.kinds) - SHOWN} other kinds")
+        lines += [f"the first {SHOWN}:", *messages[:SHOWN], f"all of them: {file}"]
+        print("\n".join(lines), file=sys.stderr)

@@ -131,7 +131,7 @@ def _list(path: Path) -> list[dict[str, Any]]:
         found = read_json(path, MAX_LIST)
     except (ValueError, OSError, UserError):
         return []
-    return [about for about in found if isinstance(about, dict)] if isinstance(found, list) else []
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def candidates(source: Path) -> list[Table]:
@@ -220,16 +220,16 @@ def _names(table: Table, audio: str, source: Path, tables: list[Table]) -> dict[
         return {name if alone else f"{name}-{stem}": None}
     rest = folder if stem == METADATA else stem
     records = (found for found in table.records() if not isinstance(found, Fault))
-    names = {_split_of(about, audio) for _, about in records}
+    names = {_split_of(record, audio) for _, record in records}
     if names <= {""}:
         return {rest: None}
     return {name or rest: name for name in sorted(names)}
 
 
-def _split_of(about: dict[str, Any], audio: str) -> str:
+def _split_of(record: dict[str, Any], audio: str) -> str:
     """The split that a row names: "" if none."""
-    first = next(iter(PurePosixPath(text_of(about, audio)).parts), "")
-    return split_of(text_of(about, *SPLIT_KEYS)) or SPLITS.get(first.lower(), "")
+    first = next(iter(PurePosixPath(text_of(record, audio)).parts), "")
+    return split_of(text_of(record, *SPLIT_KEYS)) or SPLITS.get(first.lower(), "")
 
 
 def _rows(
@@ -245,29 +245,29 @@ def _row(
     more: tuple[str, ...],
     split: str | None,
     line: int,
-    about: dict[str, Any],
+    record: dict[str, Any],
 ) -> Iterator[Row]:
-    if split is not None and _split_of(about, audio_key) != split:
+    if split is not None and _split_of(record, audio_key) != split:
         return
-    audio = text_of(about, audio_key)
+    audio = text_of(record, audio_key)
     if WINDOWS.match(audio):
         raise ValueError(f"audio {audio!r} is a path of Windows; write it relative to the table")
     audio = audio.replace("\\", "/")
-    start, length = _part(about)
-    seconds = "" if start is not None else text_of(about, *SECONDS_KEYS).replace(",", ".")
-    key = next((key for key in ID_KEYS if key in about), None)
-    name = text_of(about, key) if key else _id(audio, start)
+    start, length = _part(record)
+    seconds = "" if start is not None else text_of(record, *SECONDS_KEYS).replace(",", ".")
+    key = next((key for key in ID_KEYS if key in record), None)
+    name = text_of(record, key) if key else _id(audio, start)
     yield Row(
         table.path,
         line,
         name,
         audio,
-        text_of(about, text_key),
-        text_of(about, *SPEAKER_KEYS),
+        text_of(record, text_key),
+        text_of(record, *SPEAKER_KEYS),
         seconds,
         start,
         length,
-        more=tuple(" ".join(str(about[key]).split()) for key in more),
+        more=tuple(" ".join(str(record[key]).split()) for key in more),
     )
 
 
@@ -280,18 +280,18 @@ def _id(audio: str, start: float | None) -> str:
     return name if start is None else f"{name}-{round(1000 * start):07d}"
 
 
-def _part(about: dict[str, Any]) -> tuple[float | None, float | None]:
+def _part(record: dict[str, Any]) -> tuple[float | None, float | None]:
     """Start and length of the part of the file that is spoken; None: of all of it."""
-    start, end = (_time(about, keys) for keys in (START_KEYS, END_KEYS))
+    start, end = (_time(record, keys) for keys in (START_KEYS, END_KEYS))
     if start is None and end is None:
         return None, None
     start = start or 0.0
-    length = _time(about, SECONDS_KEYS) if end is None else end - start
+    length = _time(record, SECONDS_KEYS) if end is None else end - start
     if length is not None and length <= 0:
         raise ValueError(f"the part from {start:g} to {start + length:g} s has no length")
     return start, length
 
 
-def _time(about: dict[str, Any], keys: tuple[str, ...]) -> float | None:
-    text = text_of(about, *keys).replace(",", ".")  # a spreadsheet's point may be a comma
+def _time(record: dict[str, Any], keys: tuple[str, ...]) -> float | None:
+    text = text_of(record, *keys).replace(",", ".")  # a spreadsheet's point may be a comma
     return number_of({keys[0]: text}, keys[0]) if text else None

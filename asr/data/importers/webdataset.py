@@ -69,8 +69,8 @@ def _samples(tar: Path) -> Iterator[Row | Fault]:
 
 def _row(entries: TarReader, files: list[tarfile.TarInfo], tar: Path, number: int, key: str) -> Row:
     """Raises ValueError for a sample that cannot be an utterance."""
-    audio, about = _audio(files), _description(entries, files)
-    text = about.get("text", "")
+    audio, fields = _audio(files), _description(entries, files)
+    text = fields.get("text", "")
     if audio is None or not text.strip():
         raise ValueError(f"has no {'text' if audio else 'audio'}")
     # The name in the block right before the content, which holds only a part of a long name.
@@ -79,8 +79,8 @@ def _row(entries: TarReader, files: list[tarfile.TarInfo], tar: Path, number: in
     if header.size != audio.size:
         raise ValueError("its audio is too large for a plain header")
     location = f"{tar.name}/{header.name}@{audio.offset_data}+{audio.size}"
-    name, speaker = (" ".join(about.get(field, "").split()) for field in ("id", "speaker"))
-    seconds = about.get("seconds", about.get("duration", ""))
+    name, speaker = (" ".join(fields.get(field, "").split()) for field in ("id", "speaker"))
+    seconds = fields.get("seconds", fields.get("duration", ""))
     return Row(tar, number, name or f"{tar.stem}-{key}", location, text, speaker, seconds)
 
 
@@ -96,7 +96,7 @@ def _audio(files: list[tarfile.TarInfo]) -> tarfile.TarInfo | None:
 
 def _description(tar: TarReader, files: list[tarfile.TarInfo]) -> dict[str, str]:
     """The contents of the sample's .txt and .json. Raises ValueError if one cannot be read."""
-    about: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for member in files:
         kind = _split(member.name)[1]
         if kind in TEXT:
@@ -106,16 +106,16 @@ def _description(tar: TarReader, files: list[tarfile.TarInfo]) -> dict[str, str]
                 content = b"".join(tar.content(member)).decode("utf-8-sig")
             except UnicodeDecodeError as error:
                 raise ValueError(f"its .{kind} is not UTF-8 text ({error.reason})") from None
-            about |= {"text": content} if kind == "txt" else _parse(content)
-    return about
+            fields |= {"text": content} if kind == "txt" else _parse(content)
+    return fields
 
 
 def _parse(content: str) -> dict[str, str]:
     try:
-        about = parse_json(content)
+        fields = parse_json(content)
     except ValueError:
         raise ValueError("its .json cannot be read as JSON") from None
-    items = about.items() if isinstance(about, dict) else ()
+    items = fields.items() if isinstance(fields, dict) else ()
     return {key: str(value) for key, value in items if isinstance(value, str | int | float)}
 
 

@@ -49,13 +49,13 @@ def _rows(path: Path) -> Iterator[Row | Fault]:
     return rows_of(path, json_records(path), partial(_row, path))
 
 
-def _row(path: Path, line: int, about: dict[str, Any]) -> Iterator[Row]:
-    start, end, length = number_of(about, "start"), number_of(about, "end"), None
+def _row(path: Path, line: int, record: dict[str, Any]) -> Iterator[Row]:
+    start, end, length = number_of(record, "start"), number_of(record, "end"), None
     if end is not None:
         start = start or 0.0
         length = end - start
         if length <= 0:
             raise ValueError(f"the segment from {start:g} to {end:g} s has no length")
-    name, audio, text = (text_of(about, key) for key in ("key", "wav", "txt"))
-    speaker = text_of(about, *SPEAKER_KEYS)
+    name, audio, text = (text_of(record, key) for key in ("key", "wav", "txt"))
+    speaker = text_of(record, *SPEAKER_KEYS)
     yield Row(path, line, name, audio, text, speaker, "", start, length)
