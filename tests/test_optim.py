@@ -11,6 +11,7 @@ from asr.config.loader import validate
 from asr.config.schema import OptimizerConfig, TrainConfig
 from asr.errors import UserError
 from asr.tasks.speech import build_speech_objective
+from asr.training import distributed
 from asr.training.optim import (
     check_patterns,
     constant,
@@ -19,6 +20,7 @@ from asr.training.optim import (
     load_moments,
     make_optimizer,
     noam,
+    orthogonal,
     tri_stage,
 )
 
@@ -133,7 +135,9 @@ class TwoLayers(nn.Module):
 class TestMuon:
     CONFIG = OptimizerConfig(kind="muon", lr=0.03, betas=(0.8, 0.9), weight_decay=0.2)
 
-    def test_hidden_matrices_take_orthogonal_steps_and_the_rest_those_of_adamw(self):
+    def test_hidden_matrices_take_orthogonal_steps_and_the_rest_those_of_adamw(self, monkeypatch):
+        # torch's Muon computes in bf16 on every CPU.
+        monkeypatch.setattr(distributed, "computes_bf16", lambda device: True)
         ours, _ = trained(lambda m: make_optimizer(self.CONFIG, m), TwoLayers())
         settings = {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.0}
 
@@ -152,6 +156,22 @@ class TestMuon:
 
         theirs, _ = trained(Both, TwoLayers())
         torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+    @pytest.mark.parametrize("shape", [(13, 7), (7, 13), (11, 11)])
+    @pytest.mark.parametrize("fast", [True, False])
+    def test_a_direction_is_nearly_orthogonal(self, monkeypatch, shape, fast):
+        """Jordan et al. 2024: the singular vectors of the matrix, singular values near 1."""
+        monkeypatch.setattr(distributed, "computes_bf16", lambda device: fast)
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        settings = optim.Muon([torch.nn.Parameter(matrix)]).param_groups[0]
+        direction = orthogonal(matrix, settings)
+        assert direction.dtype == (torch.bfloat16 if fast else torch.float32)
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        inner = u.T @ direction.float() @ v.T
+        values = inner.diag()
+        assert (values > 0.3).all() and (values < 1.5).all()
+        error = (inner - values.diag()).abs().max()
+        assert error < (0.1 if fast else 1e-4)
 
     @pytest.mark.parametrize(
         "model",

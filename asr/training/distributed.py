@@ -179,6 +179,11 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def computes_bf16(device: torch.device) -> bool:
+    """Whether bf16 is fast there: on a CPU, with instructions for it."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def new_key_prefix(store: dist.Store, number: int, count: int) -> str:
     """A key prefix of this launch, the same on all `count` ranks; called by rank `number`.
 

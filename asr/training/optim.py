@@ -199,7 +199,7 @@ def _groups(
 
 
 class Muon:
-    """torch's Muon for the hidden matrices and AdamW for the rest, with the state of one."""
+    """Muon for the hidden matrices and AdamW for the rest, with the state of one."""
 
     def __init__(
         self,
@@ -250,27 +250,45 @@ class Muon:
             first += len(numbers)
 
 
+@torch.no_grad()
 def _step_by_shares(muon: optim.Muon) -> None:
-    """One update of all its weights; each rank computes a share of them for all.
+    """One update of all its weights as torch's; each rank computes a share of them for all.
 
     Making the matrices orthogonal can take a third of a training step. All ranks have the same
     momenta, because they have the same gradients.
     """
-    used = [p for group in muon.param_groups for p in group["params"] if p.grad is not None]
+    used = [(p, group) for group in muon.param_groups for p in group["params"]]
+    used = [(p, group) for p, group in used if p.grad is not None]
     # Multiplications of one Newton-Schulz iteration, up to a factor.
-    owners = distributed.assign_owners([max(p.shape) * min(p.shape) ** 2 for p in used])
-    gradients = {
-        p: p.grad for p, owner in zip(used, owners, strict=True) if owner != distributed.rank()
-    }
-    for parameter in gradients:
-        parameter.grad = None  # so that torch's Muon leaves it out
-    muon.step()
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
+    owners = distributed.assign_owners([max(p.shape) * min(p.shape) ** 2 for p, _ in used])
+    for (parameter, group), owner in zip(used, owners, strict=True):
+        gradient, decay = parameter.grad, group["momentum"]
         state = muon.state[parameter]
         momentum = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
-        momentum.lerp_(gradient, 1 - muon.param_groups[0]["momentum"])
-    distributed.broadcast(used, owners)
+        momentum.lerp_(gradient, 1 - decay)
+        if owner == distributed.rank():
+            direction = orthogonal(gradient.lerp(momentum, decay), group)
+            scale = 0.2 * math.sqrt(max(parameter.shape))  # the step size of AdamW
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(direction, alpha=-group["lr"] * scale)
+    distributed.broadcast([p for p, _ in used], owners)
+
+
+def orthogonal(matrix: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """(M, N) -> nearly U V^T of its singular value decomposition, by Newton-Schulz iterations.
+
+    As torch's Muon, whose ns_coefficients, ns_steps and eps are the settings, in bf16; but float32
+    on a CPU without bf16 instructions, where bf16 takes twenty times as long.
+    """
+    a, b, c = settings["ns_coefficients"]
+    x = matrix.to(torch.bfloat16 if distributed.computes_bf16(matrix.device) else torch.float32)
+    turned = x.size(0) > x.size(1)
+    x = x.T if turned else x
+    x = x / x.norm().clamp(min=settings["eps"])
+    for _ in range(settings["ns_steps"]):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if turned else x
 
 
 def load_moments(optimizer: "optim.Optimizer | Muon", state: dict[str, Any]) -> None:

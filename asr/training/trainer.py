@@ -553,12 +553,18 @@ class Training:
     def summary(self, resumed: bool) -> list[str]:
         """Lines on the model, the corpus, and a warmup that is longer than the run."""
         recipe, warmup = self.task.recipe, self.config.schedule.warmup
+        device = next(self.task.objective.parameters()).device
         lines = [
             f"{'resuming' if resumed else 'training'} {recipe.run}: "
             f"{self.count_parameters()}, {self.task.describe()}"
             f"{f', {world()} ranks' if world() > 1 else ''}"
         ]
         total = planned_steps(self.task.epochs, self.config, self.state)
+        if self.config.precision == "bf16" and not distributed.computes_bf16(device):
+            lines.append(
+                "this CPU has no instructions for train.precision = bf16, which it computes slowly: "
+                "set train.precision=fp32"
+            )
         if total <= warmup:
             lines.append(f"all {total} steps are within train.schedule.warmup = {warmup}")
         return lines
