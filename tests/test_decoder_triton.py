@@ -139,6 +139,12 @@ for batch in batches:
     ours = check.decoder_results(decoder.run_decoder, *batch, CELLS["joined"], torch.float64)
     assert all(torch.equal(*pair) for pair in zip(ours, judge))
 assert recorded == ["_run_forward", "_run_backward"], recorded
+
+cache.recorded.clear()  # what a validation in inference mode records serves training
+batch = batches[0]
+with torch.inference_mode():
+    decoder.run_decoder(*batch, CELLS["joined"], torch.float64)
+assert check.decoder_results(decoder.run_decoder, *batch, CELLS["joined"], torch.float64)
 """
 ATTEND = """
 for kind, K in (("location", 3), ("additive", 1), ("dot", 2)):
@@ -155,6 +161,24 @@ for kind, K in (("location", 3), ("additive", 1), ("dot", 2)):
         judge = reference.attend(given, constants.valid)
     torch.testing.assert_close(ours, judge, rtol=1e-12, atol=1e-12)
 """
+STEP = """
+for norm in ("ba", "raw", "none", "per_gate output rms", "joined hidden rms"):
+    sizes = SMALL._replace(B=3)
+    _, (w,), _ = doubled(check.random_decoder(CELLS[norm], sizes, CPU))
+    draw = torch.Generator().manual_seed(1)
+    x, h, c, mask = (
+        torch.randn(3, n, generator=draw, dtype=torch.float64) for n in (8, 5, 5, 5)
+    )
+    for drop in (None, mask):
+        given = x, (h, c), drop, w, CELLS[norm]
+        judge = reference.step(*given)
+        tracked = decoder.step(*given, torch.float64)
+        assert all(torch.equal(*pair) for pair in zip(tracked, judge))
+        assert tracked[0].requires_grad
+        with torch.no_grad():
+            ours = decoder.step(*given, torch.float64)
+        torch.testing.assert_close(ours, judge, rtol=1e-12, atol=1e-12)
+"""
 SPELLER = """
 from asr.models.las import Speller
 from asr.nn.attention import Memory
@@ -170,11 +194,14 @@ for kind in ("location", "dot"):
     judge = all_of(other, step_by_step, states, valid, tokens)
     torch.testing.assert_close(actual, judge, rtol=1e-10, atol=1e-10)
     assert not ours.can_run_sequence(Memory(states, valid), tokens[:, :0])  # an empty target
+    with torch.no_grad():  # by the kernels of a search
+        searched = step_by_step(ours, Memory(states, valid), tokens)
+    torch.testing.assert_close(searched, judge[:2], rtol=1e-10, atol=1e-10)
 """
 COUNT = """
 def launches(products, norm, dropout, layers):
     counts = []
-    for U in (1, 3):
+    for U in (2, 4):
         sizes = DecoderSizes(U=U, B=2, T=7, E=5, M=3, H=5, A=3, C=2, W=5, layers=layers)
         batch = check.random_decoder(CELLS[norm], sizes, CPU, dropout)
         calls.clear()
@@ -187,10 +214,29 @@ def launches(products, norm, dropout, layers):
 
 rounded_up(1, 1, 1)
 for products in (torch.float32, torch.bfloat16):
-    assert launches(products, "ba", True, 1) == [8, 10], launches(products, "ba", True, 1)
-    assert launches(products, "joined", False, 1) == [7, 9]
+    assert launches(products, "ba", True, 1) == [8, 9], launches(products, "ba", True, 1)
+    assert launches(products, "joined", False, 1) == [7, 8]
     layer = [b - a for a, b in zip(*(launches(products, "ba", True, n) for n in (1, 2)))]
     assert layer == [5, 5], layer
+
+from asr.kernels import dispatch
+from asr.nn.attention import Memory
+from test_decoder_kernel import drawn, speller
+
+dispatch.is_traced = lambda *tensors: False  # but for counting, operators would be kept
+sizes = 2, 6, 2, 5, 5, 3, 3
+states, valid, _ = drawn(sizes, torch.float32)
+for norm in ("ba", "joined hidden rms"):
+    ours = speller(sizes, norm=norm, backend="cuda", dtype=torch.float32).eval()
+    with torch.no_grad():
+        state = ours.start(Memory(states, valid))
+        state = ours.select(state, torch.tensor([[0, 0, 0], [1, 1, 1]]))  # three hypotheses
+        tokens = torch.ones(2, 3, dtype=torch.long)
+        ours.advance(state, tokens)  # fills caches
+        calls.clear()
+        with Computing():
+            ours.advance(state, tokens)
+    assert len(calls) <= 12, calls
 """
 COMPILE = """
 from asr.config.cell import CellSettings
@@ -225,7 +271,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "program",
-    [EXACT, PADDING + MISUSE + HALF + ATTEND, GRAPH, SPELLER, COUNTING + COUNT],
+    [EXACT, PADDING + MISUSE + HALF + ATTEND + STEP, GRAPH, SPELLER, COUNTING + COUNT],
     ids=["exact", "others", "graph", "speller", "count"],
 )
 def test_the_decoder_in_triton(program):

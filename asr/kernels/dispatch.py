@@ -79,6 +79,7 @@ def _cpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 _ON_GPU = {
+    "step": cuda_decoder.step,
     "covers_attention": cuda_decoder.covers_attention,
     "attend": cuda_decoder.attend,
     "decoder": cuda_decoder.run_decoder,
@@ -327,8 +328,9 @@ class Kernels:
     ) -> DecoderOutput:
         """All steps of a decoder along known tokens, where covers_decoder allows it."""
         weight = cells[0].weight_hh
-        run = self._backend(weight).decoder
-        return run(inputs, cells, constants, self.settings, _product_dtype(weight))
+        run, products = self._backend(weight).decoder, _product_dtype(weight)
+        with torch.autocast(weight.device.type, enabled=False):
+            return run(inputs, cells, constants, self.settings, products)
 
     def _backend(self, weight: Tensor, batch: LayerInput | None = None) -> Backend:
         """The backend for weights like `weight`, of a layer with this batch or of single steps."""

@@ -1,10 +1,11 @@
 """LAS's decoder along known tokens, and single steps of its search, by cuBLAS and Triton.
 
-As asr/kernels/cpu/decoder.py, on an NVIDIA GPU. The loop over the tokens is recorded once as a CUDA
-graph and replayed, forward and backward (asr/kernels/cuda/lstm.py). A token's step in one layer is
+The functions of asr/kernels/cpu/decoder.py on an NVIDIA GPU. The loop over the tokens is recorded
+once as a CUDA graph and replayed, forward and backward (asr/kernels/cuda/lstm.py). A token's step
+in one layer is
 
-    forward    W_c c_{u-1}, W_h h_{u-1}, input's part of the gates, cell, W_q s_u, energies,
-               softmax and context; with dropout one more
+    forward    W_c c_{u-1}, W_h h_{u-1}, input's part of the gates, cell, dropout, W_q s_u,
+               energies, softmax and context
     backward   weights, energies, sum over tiles, W_q, dropout and sum, cell, norm of the input's
                part, W_h, W_x
 
@@ -28,19 +29,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from asr.config.cell import CellSettings
+from asr.kernels import reference
 from asr.kernels.cuda import lstm
+from asr.kernels.deferred import deferred_linear
 from asr.kernels.double_backward import refuse_operators
 from asr.kernels.types import (
     AttentionInput,
     DecoderConstants,
     DecoderInput,
     DecoderOutput,
+    State,
     Weights,
     check_decoder,
     check_shape,
 )
 
-TOKENS, UTTERANCES, FRAMES = 16, 8, 32  # each is rounded up to a multiple
+TOKENS, UTTERANCES, FRAMES = 32, 8, 64  # each is rounded up to a multiple
 BLOCK_T, BLOCK_E, BLOCK_R = 16, 128, 256  # frames of a tile; elements; frames of a row
 MOST_A, MOST_TAPS = 1024, 256  # which a tile of frames has room for in registers
 REMEDY = "use backend='reference', model.speller.backend in a recipe"
@@ -136,7 +140,8 @@ class _Decoder(torch.autograd.Function):
         flat = [*ctx.saved_tensors, *(d.contiguous() for d in upstream)]
         loop = functools.partial(_run_backward, ctx.plan)
         key = lstm.graph_key(ctx.plan, "decoder backward", *flat)
-        return None, None, *lstm.replay(key, loop, *flat)
+        with torch.autocast(flat[0].device.type, enabled=False):
+            return None, None, *lstm.replay(key, loop, *flat)
 
 
 # The attention ----------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ class _Attention:
         self.kind = 1 if v is None else 0 if conv is None else 2
         self.C, self.W = (1, 1) if conv is None else conv.shape[::2]
         self.v = keys if v is None else v
-        self.place = keys if place is None else place.t().contiguous()
+        self.place = keys if place is None else place
         self.conv = keys if conv is None else conv
         self.tiles = -(-self.T // BLOCK_T)
         self.block_a = 1 << max(4, (self.A - 1).bit_length())
@@ -230,9 +235,9 @@ class _Attention:
 
         triton_attention.attention_backward[(self.B, self.tiles)](
             self.keys, query, self.v, self.place, self.conv, *past, self.valid, weights,
-            sums.dalpha, sums.dkeys, sums.parts, sums.dv, sums.dplace, sums.dlocation, self.B,
-            self.T, self.A, self.C, self.W, self.scale, BLOCK_R=BLOCK_R, BLOCK_A=self.block_a,
-            num_warps=self.warps, **self.sizes,
+            sums.dalpha, sums.dkeys, sums.parts, sums.dv, sums.dplace, sums.dconv, sums.dlocation,
+            self.B, self.T, self.A, self.C, self.W, self.scale, BLOCK_R=BLOCK_R,
+            BLOCK_A=self.block_a, num_warps=self.warps, **self.sizes,
         )  # fmt: skip
         triton_attention.sum_tiles[(self.B,)](
             sums.parts, sums.dquery, self.tiles, self.B, self.A, BLOCK_A=self.block_a
@@ -250,6 +255,7 @@ class _Slopes(NamedTuple):
     dquery: Tensor  # (B, A)
     dv: Tensor  # (tiles, B, A)
     dplace: Tensor  # (tiles, B, C, A)
+    dconv: Tensor  # (tiles, B, C, 2, W)
     dlocation: Tensor  # (C, B, T)
 
 
@@ -281,6 +287,47 @@ def attend(inputs: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | Non
 
 
 # One cell ---------------------------------------------------------------------------------------
+
+
+def step(
+    x: Tensor,
+    state: State,
+    mask: Tensor | None,
+    weights: Weights,
+    settings: CellSettings,
+    products: torch.dtype,
+) -> State:
+    """One time step, for a search: x (B, I), state of two (B, H) -> the next state.
+
+    Where a gradient may be asked for, by torch's operators.
+    """
+    if torch.is_grad_enabled():
+        half = products != weights.bias_hh.dtype
+        with torch.autocast(x.device.type, products if half else None, enabled=half):
+            return reference.step(x, state, mask, weights, settings)
+    from asr.kernels.cuda import triton_step
+
+    (B, H), (h, c) = state[0].shape, (part.contiguous() for part in state)
+    with torch.cuda.device_of(x):
+        ax = deferred_linear(x, weights.weight_ih, products)[None]
+        ah = deferred_linear(h, weights.weight_hh, products)
+        vectors = lstm.stacked_vectors([weights])
+        gates, bias = torch.empty_like(ax), None if settings.norms_sum else vectors[1]
+        lstm.norm_forward(
+            settings, settings.gates == "split", ax, None, weights.gain_ih, bias, gates
+        )
+        h_next, c_next, raw, raw_h = (torch.empty_like(h) for _ in range(4))
+        triton_step.forward_step[(B,)](
+            gates, ah, h, c, h if mask is None else mask.contiguous(), _ones(B, x.device), *vectors,
+            h_next, h_next, c_next, raw, raw_h, 0, B, H, HALF=False,
+            **lstm.step_options(settings, H, mask),
+        )  # fmt: skip
+    return h_next, c_next
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(B: int, device: torch.device) -> Tensor:
+    return torch.ones(B, dtype=torch.int64, device=device)
 
 
 class _Steps(NamedTuple):
@@ -479,9 +526,9 @@ def _run_backward(plan: Plan, *flat: Tensor | None) -> tuple[Tensor | None, ...]
     dkept = doutput if keep is None else doutput * keep[-1]
     for s in reversed(range(len(query))):
         now = sums._replace(
-            dcontext=sums.dcontext[s], dquery=sums.dquery[s], dlocation=sums.dlocation[s]
+            dcontext=sums.dcontext[s], dquery=sums.dquery[s], dlocation=sums.dlocation[s % 2]
         )
-        later = sums.dlocation[s + 1]
+        later = sums.dlocation[(s + 1) % 2]
         attention.backward_weights(dcontext[s], passes[0].dx, dweights[s], later, now)
         attention.backward(query[s], (weights[s], totals[s]), weights[s + 1], now)
         torch.mm(now.dquery, to_query, out=dqueried)
@@ -497,21 +544,20 @@ def _run_backward(plan: Plan, *flat: Tensor | None) -> tuple[Tensor | None, ...]
                 dh = torch.mul(dh, keep[number, s], out=passes[number].dh)
             passes[number].run(s, dh)
     of_cells = _cell_gradients(plan, read, passes, contexts)
-    of_inputs = _input_gradients(plan, read, passes, sums, (weights, totals))
+    of_inputs = _input_gradients(plan, read, passes, sums, weights)
     return *of_inputs, *(g for gradients in of_cells for g in gradients)
 
 
 def _empty_slopes(attention: _Attention, query: Tensor, contexts: Tensor) -> _Slopes:
-    """With those of dcontext, dquery and dlocation that have a row for each step."""
-    S, B, A = query.shape
-    T, C, tiles, new = attention.T, attention.C, attention.tiles, contexts.new_empty
+    """With those of dcontext and dquery that have a row for each step, and dlocation of two."""
+    _, B, A = query.shape
+    T, C, W, tiles = attention.T, attention.C, attention.W, attention.tiles
     C = C if attention.kind == 2 else 0
-    zeros = contexts.new_zeros
-    dlocation = new(S + 1, C, B, T)
-    dlocation[S] = 0.0
+    new, zeros = contexts.new_empty, contexts.new_zeros
     return _Slopes(
         zeros(B, T), torch.empty_like(contexts[1:]), new(B, T), zeros(B, T, A), new(tiles, B, A),
-        torch.empty_like(query), zeros(tiles, B, A), zeros(tiles, B, C, A), dlocation,
+        torch.empty_like(query), zeros(tiles, B, A), zeros(tiles, B, C, A),
+        zeros(tiles, B, C, 2, W), zeros(2, C, B, T),
     )  # fmt: skip
 
 
@@ -544,26 +590,18 @@ def _input_gradients(
     read: Read,
     passes: list[_CellBackward],
     sums: _Slopes,
-    past: tuple[Tensor, Tensor],
+    weights: Tensor,
 ) -> DecoderInput:
     inputs, keep = read.inputs, read.constants.keep
     M, kind = inputs.embedded.shape[2], inputs.states.dtype
     output = _outputs(passes[-1].cell.steps, None if keep is None else keep[-1])
-    weights, totals = past
     alphas = weights[1:].permute(1, 2, 0)  # (B, T, S)
-    dplace = dconv = None
-    if inputs.conv is not None:
-        dplace = sums.dplace.sum((0, 1)).t()
-        frames = torch.stack([weights[:-1], totals[:-1]], dim=2).flatten(0, 1)  # (S * B, 2, T)
-        slopes = sums.dlocation[:-1].transpose(1, 2).flatten(0, 1)  # (S * B, C, T)
-        reach = inputs.conv.shape[2] // 2
-        dconv = torch.nn.grad.conv1d_weight(frames, inputs.conv.shape, slopes, padding=reach)
     return DecoderInput(
         _product(passes[0].dax, read.cells[0].weight_ih[:, :M], plan).to(kind),
         _product(alphas, sums.dcontext.transpose(0, 1), plan).to(kind),
         sums.dkeys,
         _rows_product(sums.dquery, output, plan).to(kind),
         None if inputs.v is None else sums.dv.sum((0, 1))[None],
-        dplace,
-        dconv,
+        None if inputs.conv is None else sums.dplace.sum((0, 1)).t(),
+        None if inputs.conv is None else sums.dconv.sum((0, 1)),
     )

@@ -28,7 +28,7 @@ from asr.kernels.types import MODES, LayerInput, LayerOutput, Weights
 
 Steps = Callable[..., tuple[Tensor | None, ...]]
 MOST = 64  # graphs kept; each holds the memory of its loop
-MEMORY_SHARE = 0.2  # of the GPU's memory that all kept graphs may hold
+MEMORY_SHARE = 0.3  # of the GPU's memory that all kept graphs may hold
 BUCKET = 32  # frames
 WHAT, REMEDY = "the LSTM's CUDA backend", "use backend='python'"  # for what it refuses
 PROGRAMS = 264  # of a kernel that sums over all rows: two for each multiprocessor of an H100
@@ -62,7 +62,10 @@ class GraphCache:
     ) -> tuple[Tensor | None, ...]:
         """loop(*inputs); `key` identifies all shapes, dtypes, devices and options."""
         if key not in self.recorded:
-            self.recorded[key] = self.record(loop, [t if t is None else t.clone() for t in inputs])
+            # Tensors of inference mode could not be written outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                buffers = [t if t is None else t.clone() for t in inputs]
+                self.recorded[key] = self.record(loop, buffers)
             self._drop_first(room)
         self.recorded.move_to_end(key)
         recorded = self.recorded[key]
@@ -518,11 +521,19 @@ def _in_time_order(hs: Tensor, at: Tensor, T: int) -> Tensor:
 
 
 def stacked_vectors(weights: list[Weights]) -> list[Tensor]:
-    """gain_h, bias (D, 4H), gain_c, bias_c, gain_hidden and bias_hidden (D, H) of all directions;
-    ones where the settings have none.
+    """gain_h, bias (D, 4H), gain_c, bias_c, gain_hidden and bias_hidden (D, H) of all directions.
+
+    Where the settings have no gain_h it is ones; what else they lack is no kernel's to read.
     """
-    ones = weights[0].bias_ih.new_ones(len(weights), 4 * weights[0].weight_hh.shape[1])
-    names = ("gain_recurrent", "gain_c", "bias_c", "gain_hidden", "bias_hidden")
-    gains, *of_states = ([getattr(w, name) for w in weights] for name in names)
-    columns = (gains, [w.bias_ih + w.bias_hh for w in weights], *of_states)
-    return [ones if column[0] is None else torch.stack(column) for column in columns]
+    bias = _stack([w.bias_ih + w.bias_hh for w in weights])
+    gain = [w.gain_recurrent for w in weights]
+    vectors = [torch.ones_like(bias) if gain[0] is None else _stack(gain), bias]
+    for name in ("gain_c", "bias_c", "gain_hidden", "bias_hidden"):
+        column = [getattr(w, name) for w in weights]
+        vectors.append(bias.detach() if column[0] is None else _stack(column))
+    return vectors
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    """As torch.stack, without a copy of a single part."""
+    return torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)

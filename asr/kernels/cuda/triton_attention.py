@@ -3,7 +3,7 @@
 
 Formulas: asr/nn/attention.py. Frames are divided into tiles of BLOCK_T; one program computes all A
 elements of the energies' sums in its tile. KIND 0: additive, 1: dot products, 2: additive with the
-location, C filters of W taps over the last weights and their sum. `place` is U transposed, (C, A).
+location, C filters of W taps over the last weights and their sum. place: U, (A, C).
 
 A row of queries belongs to the utterance row // K. valid: bytes, 0 in frames that are not read, so
 that padding may hold NaN. Weights of a row without a frame are 0. The matrices keys, states and
@@ -47,7 +47,7 @@ def summed(
         before = window(past_total, row, t, w, T, W, real, 1)
         for c in range(C):
             feature = filtered(recent, before, conv, c, w, W)
-            total += feature[:, None] * tl.load(place + c * A + a, a < A, 0.0)[None, :]
+            total += feature[:, None] * tl.load(place + a * C + c, a < A, 0.0)[None, :]
     return total
 
 
@@ -172,13 +172,14 @@ def attention_backward_weights(
 @triton.jit(do_not_specialize=["T"])
 def attention_backward(
     keys, query, v, place, conv, past_weights, past_total, valid, weights, dalpha, dkeys, dquery,
-    dv, dplace, dlocation, B, T, A, C, W, scale, KIND: tl.constexpr, BLOCK_R: tl.constexpr,
+    dv, dplace, dconv, dlocation, B, T, A, C, W, scale, KIND: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Program (utterance, tile): the gradients of the weights -> those of what the energies read.
 
-    Added to those of later steps: dkeys (B, T, A) and, of each tile, dv (tiles, B, A) and dplace
-    (tiles, B, C, A). Of this step: dquery (tiles, B, A), and dlocation (C, B, T) of the features.
+    Added to those of later steps: dkeys (B, T, A) and, of each tile, dv (tiles, B, A), dplace
+    (tiles, B, C, A) and dconv (tiles, B, C, 2, W). Of this step: dquery (tiles, B, A), and
+    dlocation (C, B, T) of the features.
     """
     b = tl.program_id(0).to(tl.int64)
     kind = dalpha.dtype.element_ty
@@ -222,8 +223,13 @@ def attention_backward(
             at = (tile * C + c) * A + a
             of_place = tl.load(dplace + at, a < A, 0.0) + tl.sum(feature[:, None] * d, 0)
             tl.store(dplace + at, of_place, a < A)
-            d_feature = tl.sum(d * tl.load(place + c * A + a, a < A, 0.0)[None, :], 1)
+            d_feature = tl.sum(d * tl.load(place + a * C + c, a < A, 0.0)[None, :], 1)
             tl.store(dlocation + (c * B + b) * T + t, d_feature, t < T)
+            of_recent = dconv + (tile * C + c) * 2 * W + w
+            d_taps = tl.sum(d_feature[:, None] * recent, 0)
+            tl.store(of_recent, tl.load(of_recent, w < W, 0.0) + d_taps, w < W)
+            d_taps = tl.sum(d_feature[:, None] * before, 0)
+            tl.store(of_recent + W, tl.load(of_recent + W, w < W, 0.0) + d_taps, w < W)
 
 
 @triton.jit
