@@ -251,10 +251,13 @@ for module in (triton_norm, triton_step, triton_attention):
     for name in KERNELS:
         if name in vars(module):
             setattr(module, name, Compiling(vars(module)[name]))
-ATTENTION = {"location": 256, "additive": 40, "dot": 1024}  # the size of each
-for kind, A in ATTENTION.items():
+decoder.UTTERANCES = 1
+ones = DecoderSizes(U=1, B=1, T=1, E=1, M=1, H=1, A=1, C=1, W=1, layers=1)  # constants in Triton
+some = DecoderSizes(U=1, B=2, T=5, H=24, layers=1)
+kinds = {"location": 256, "additive": 40, "dot": 1024}
+large = [some._replace(kind=kind, A=A) for kind, A in kinds.items()]
+for sizes in (ones, *large):
     for products in (torch.bfloat16, torch.float32):
-        sizes = DecoderSizes(U=1, B=2, T=5, H=24, A=A, layers=1, kind=kind)
         batch = check.random_decoder(CellSettings("ba"), sizes, torch.device("cpu"), True)
         check.decoder_results(decoder.run_decoder, *batch, CellSettings("ba"), products)
 assert {name for name, *_ in compiled} == set(KERNELS)

@@ -139,6 +139,10 @@ class Compiling:
     def launch(self, *args, num_warps=4, **named):
         named = dict(zip(self.kernel.arg_names, args, strict=False)) | named
         fixed = {name: value for name, value in named.items() if name.isupper() and len(name) > 1}
+        for parameter in self.kernel.params:  # as a launch does
+            value = named[parameter.name]
+            if isinstance(value, int) and value == 1 and not parameter.do_not_specialize:
+                fixed[parameter.name] = 1
         kinds = {name: kind_of(value) for name, value in named.items()}
         kinds |= dict.fromkeys(fixed, "constexpr")
         if (key := (self.kernel.fn.__name__, *fixed.values(), *kinds.values())) in compiled:
