@@ -197,6 +197,20 @@ for kind in ("location", "dot"):
     with torch.no_grad():  # by the kernels of a search
         searched = step_by_step(ours, Memory(states, valid), tokens)
     torch.testing.assert_close(searched, judge[:2], rtol=1e-10, atol=1e-10)
+
+# The same with autocast, in training, in a search, and in single steps with gradients.
+ours, other = (speller(sizes, "location", "ba", n, 2, torch.float32) for n in ("cuda", "reference"))
+judge = all_of(other, step_by_step, *drawn(sizes, torch.float32))
+with torch.autocast("cpu", torch.bfloat16):
+    trained = all_of(ours, Speller.run_sequence, *drawn(sizes, torch.float32))
+    sampled = all_of(ours, step_by_step, *drawn(sizes, torch.float32))
+    with torch.no_grad():
+        states, valid, tokens = drawn(sizes, torch.float32)
+        searched = step_by_step(ours, Memory(states, valid), tokens)
+bound = 8 * 3 * 2**-9
+assert 1e-5 < max(errors(trained, judge)) < bound, errors(trained, judge)
+assert 1e-5 < max(errors(searched, judge[:2])) < bound, errors(searched, judge)
+assert max(errors(sampled, judge)) < 2 * bound, errors(sampled, judge)  # energies in bf16, too
 """
 COUNT = """
 def launches(products, norm, dropout, layers):
