@@ -173,8 +173,7 @@ def test_dropout_between_the_steps():
     expected = torch.cat(expected, 1)
 
     attend, embedded = ours.attend, ours.embedding(tokens).transpose(0, 1)
-    matrices = attend.to_query.weight, *attend.energy_weights()
-    given = types.DecoderInput(embedded, states, attend.keys(memory), *matrices)
+    given = types.DecoderInput(embedded, states, attend.keys(memory), *attend.matrices())
     first = torch.eye(T, dtype=torch.float64)[0].expand(B, T)
     fixed = types.DecoderConstants(valid, first, masks, keep)
     weights = [types.Weights(**dict(cell.named_parameters())) for cell in ours.cells]

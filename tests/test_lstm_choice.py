@@ -23,7 +23,7 @@ from asr.config.cell import PRESETS, CellSettings
 from asr.config.schema import LasConfig, ListenerConfig, LSTMConfig, SpellerConfig
 from asr.errors import UserError
 from asr.kernels import check, dispatch, python
-from asr.kernels.cpu import compiler
+from asr.kernels.cpu import compiler, decoder
 from asr.kernels.cuda import cluster
 from asr.models.build import config_errors
 from asr.models.las import LAS
@@ -144,10 +144,15 @@ class StandInGpu:
             monkeypatch.setitem(dispatch.BACKENDS, name, backend)
         monkeypatch.setattr(cluster, "missing", lambda: None)
         monkeypatch.setattr(dispatch, "fault", self.fault)
+        monkeypatch.setattr(dispatch, "decoder_fault", self.decoder_fault)
 
     def fault(self, layer, settings, products, shape, device):
         self.checked.append(shape)
         return self.faults.get(layer)
+
+    def decoder_fault(self, run, settings, products, device):
+        self.checked.append("decoder")
+        return self.faults.get(run)
 
     def choose(self, name="auto", settings=BA, products=torch.bfloat16, shape=(2, 512, 32)):
         device = torch.device("cuda:0")
@@ -166,8 +171,9 @@ def warnings_in(caplog):
 def test_the_rule_of_auto_on_a_gpu(gpu, monkeypatch, caplog):
     assert gpu.choose() == "cluster"
     assert gpu.choose(shape=(2, 513, 32)) == gpu.choose(products=torch.float32) == "cuda"
-    assert gpu.choose(shape=None) == "python"  # single steps
-    assert gpu.choose() == "cluster" and len(gpu.checked) == 3  # each once
+    assert gpu.choose(shape=None) == "cuda"  # decoders and single steps
+    assert gpu.choose() == "cluster" and len(gpu.checked) == 4  # each once
+    assert gpu.checked[-1] == "decoder"
     monkeypatch.setattr(cluster, "missing", lambda: "an older GPU")
     assert gpu.choose(shape=(2, 256, 32)) == "cuda"
     assert not caplog.records
@@ -190,6 +196,9 @@ def test_auto_takes_no_backend_of_a_gpu_that_fails_its_check(gpu, caplog):
     assert gpu.choose(shape=(2, 512, 64)) == "python"
     reasons += "; 'cuda' fails its check on cuda:0: no compiler"
     assert warnings_in(caplog)[1:] == [f"the LSTM's slower backend 'python' is used: {reasons}"]
+    gpu.faults[dispatch.BACKENDS["cuda"].decoder] = "a wrong decoder"
+    assert gpu.choose(shape=None) == "python"
+    assert warnings_in(caplog)[-1].endswith("'cuda' fails its check on cuda:0: a wrong decoder")
     gpu.checked.clear()
     assert gpu.choose("cluster") == "cluster" and not gpu.checked  # as requested
 
@@ -246,6 +255,23 @@ def test_the_check_compares_values_and_gradients(layer, reason):
         with context():
             assert check.fault(layer, BA, torch.float32, SHAPE, HERE_IS) == reason
     assert torch.equal(torch.get_rng_state(), before)  # training draws the same
+
+
+def scaled_decoder(factor):
+    def run(inputs, cells, constants, settings, products):
+        found = decoder.run_decoder(inputs, cells, constants, settings, products)
+        return found._replace(context=found.context * factor)
+
+    return run
+
+
+@CPU
+@pytest.mark.parametrize("norm", ["ba", "per_gate"])
+def test_the_check_of_a_decoder(norm):
+    for factor, reason in ((1.0, None), (1.01, "a result differs from the reference by 0.01")):
+        settings = CellSettings(norm)
+        found = check.decoder_fault(scaled_decoder(factor), settings, torch.float32, HERE_IS)
+        assert found is reason or found.startswith(reason)
 
 
 def test_bf16_passes_its_bound_of_the_check_and_not_that_of_fp32():

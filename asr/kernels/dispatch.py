@@ -10,7 +10,7 @@ one warning; a backend requested by name that cannot run at all is an error.
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from asr.config.cell import CellSettings
 from asr.errors import UserError
 from asr.kernels import python, reference, tracing
-from asr.kernels.check import fault
+from asr.kernels.check import decoder_fault, fault
 from asr.kernels.cpu import compiler, decoder, lstm, operator
 from asr.kernels.cuda import cluster
+from asr.kernels.cuda import decoder as cuda_decoder
 from asr.kernels.cuda import lstm as cuda
 from asr.kernels.deferred import LoopMatrix, autocast_dtype
 from asr.kernels.tracing import is_traced
@@ -46,6 +47,10 @@ def _none(*_: object) -> None:
     return None
 
 
+def _never(*_: object) -> bool:
+    return False
+
+
 class Backend(NamedTuple):
     """The functions of one backend; those that a backend lacks are torch's operators."""
 
@@ -54,7 +59,9 @@ class Backend(NamedTuple):
     missing: Callable[[], str | None] = _none  # why not on this machine
     obstacle: Callable[[torch.device, torch.dtype], str | None] = _none  # why not on such weights
     step: Callable[..., State] = reference.step
-    attend: Callable[..., tuple[Tensor, Tensor]] | None = None
+    # Does it compute such attention? See `Kernels.covers_decoder`. The next two are then not None.
+    covers_attention: Callable[..., bool] = _never
+    attend: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     decoder: Callable[..., DecoderOutput] | None = None
 
 
@@ -71,6 +78,12 @@ def _cpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+_ON_GPU = {
+    "step": cuda_decoder.step,
+    "covers_attention": cuda_decoder.covers_attention,
+    "attend": cuda_decoder.attend,
+    "decoder": cuda_decoder.run_decoder,
+}
 BACKENDS = {
     backend.name: backend
     for backend in (
@@ -82,11 +95,12 @@ BACKENDS = {
             compiler.obstacle,
             _cpu_obstacle,
             lstm.step,
+            decoder.covers_attention,
             decoder.attend,
             decoder.run_decoder,
         ),
-        Backend("cuda", cuda.layer, cuda.missing, cuda.obstacle),
-        Backend("cluster", cluster.layer, cluster.missing, cuda.obstacle),
+        Backend("cuda", cuda.layer, cuda.missing, cuda.obstacle, **_ON_GPU),
+        Backend("cluster", cluster.layer, cluster.missing, cuda.obstacle, **_ON_GPU),
     )
 }
 SLOWER = {"cluster": "cuda", "cuda": "python", "cpu": "python", "python": "reference"}
@@ -126,23 +140,27 @@ def choose_backend(
 ) -> Backend:
     """The backend for weights on that device, of that dtype; `products` is that of the products.
 
-    shape: of a layer on a GPU, D, H and a power of 2 of at least B; None elsewhere. There "auto"
-    takes a backend only if it computes a small layer as `reference` does.
+    shape: of a layer on a GPU, D, H and a power of 2 of at least B; None elsewhere, and for a
+    decoder or a single step. On a GPU "auto" takes a backend only if it computes a small layer, or
+    a small decoder, as `reference` does.
     Raises UserError where the named backend cannot run.
     """
     chosen, reasons = name, []
     if name == "auto":
         chosen = "cpu" if device.type == "cpu" else "python"
-        if device.type == "cuda" and shape:
+        if device.type == "cuda":
             reason = cluster.missing() or limit("cluster", settings, products, shape)
-            chosen = "cuda" if reason else "cluster"
+            chosen = "cuda" if reason or not shape else "cluster"
     while True:
         backend = BACKENDS[chosen]
         reason = limit(chosen, settings, products, shape)
         if reason is None and (reason := backend.obstacle(device, dtype)) and chosen == name:
             raise UserError(f"backend {name!r} of the LSTM cannot run: {reason}")
         if reason is None and name == "auto" and chosen in ("cluster", "cuda"):
-            reason = fault(backend.layer, settings, products, shape, device)
+            if shape:
+                reason = fault(backend.layer, settings, products, shape, device)
+            else:
+                reason = decoder_fault(backend.decoder, settings, products, device)
             reason = reason and f"{chosen!r} fails its check on {device}: {reason}"
         if reason is None:
             break
@@ -264,35 +282,45 @@ class Kernels:
             mask = None if mask is None else mask.to(weight.dtype)
             return backend.step(x, (h, c), mask, weights, self.settings, products)
 
-    @_untraced
-    def attend(self, inputs: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | None:
+    def attend(self, inputs: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor]:
         """One attention step: valid (B, T) -> its weights and the new total, each (B, K, T).
 
-        None where the backend does not cover it: dot products, other devices and dtypes.
         Raises UserError where the named backend cannot run, ValueError for a wrong shape.
         """
-        v, others = inputs.v, (inputs.keys, inputs.past_weights, inputs.past_total)
-        if v is None or is_traced(v) or not _fit(v, *others):
+        result = self._attend(inputs, valid)
+        return reference.attend(inputs, valid) if result is None else result
+
+    @_untraced
+    def _attend(self, inputs: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | None:
+        """None where the backend does not cover it."""
+        keys, query, v, *past, place, conv = inputs
+        like = keys if v is None else v
+        if is_traced(like) or not _fit(like, keys, *past):
             return None
-        backend = self._backend(v)
-        if backend.attend is None:
+        backend = self._backend(like)
+        if not backend.covers_attention(keys.shape[2], v, place, conv):
             return None
-        return backend.attend(inputs._replace(query=inputs.query.to(inputs.keys.dtype)), valid)
+        return backend.attend(inputs._replace(query=query.to(keys.dtype)), valid)
 
     @_untraced
     def covers_decoder(
-        self, weight: Tensor, states: Tensor, v: Tensor | None, modules: Iterable[nn.Module]
+        self,
+        weight: Tensor,
+        states: Tensor,
+        matrices: Sequence[Tensor | None],
+        modules: Iterable[nn.Module],
     ) -> bool:
         """Can `decoder` replace single steps? To be asked before the caller draws dropout masks.
 
-        weight: one of the cells'; states (B, T, E): the memory; v: see AttentionInput; modules: all
-        that a step calls. Raises UserError as `attend`.
+        weight: one of the cells'; states (B, T, E): the memory; matrices: weight_query, v, place
+        and conv of DecoderInput; modules: all that a step calls. Raises UserError as `attend`.
         """
-        if any(map(has_hooks, modules)) or v is None or is_traced(v):
+        if any(map(has_hooks, modules)) or is_traced(weight):
             return False
-        if not _fit(weight, states, v):
+        weight_query, *others = matrices
+        if not _fit(weight, states, *(t for t in matrices if t is not None)):
             return False
-        return self._backend(weight).decoder is not None
+        return self._backend(weight).covers_attention(len(weight_query), *others)
 
     @_untraced
     def decoder(
@@ -300,8 +328,9 @@ class Kernels:
     ) -> DecoderOutput:
         """All steps of a decoder along known tokens, where covers_decoder allows it."""
         weight = cells[0].weight_hh
-        run = self._backend(weight).decoder
-        return run(inputs, cells, constants, self.settings, _product_dtype(weight))
+        run, products = self._backend(weight).decoder, _product_dtype(weight)
+        with torch.autocast(weight.device.type, enabled=False):
+            return run(inputs, cells, constants, self.settings, products)
 
     def _backend(self, weight: Tensor, batch: LayerInput | None = None) -> Backend:
         """The backend for weights like `weight`, of a layer with this batch or of single steps."""

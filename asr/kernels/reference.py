@@ -28,6 +28,7 @@ Padding is never read: the valid frames are packed by time step, the longest utt
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,7 +39,16 @@ from torch.nn import functional
 from asr.config.cell import CellSettings
 from asr.config.registered import REGISTERED, RegisteredNorm
 from asr.kernels.deferred import deferred_linear
-from asr.kernels.types import LayerInput, LayerOutput, State, Weights
+from asr.kernels.types import (
+    AttentionInput,
+    DecoderConstants,
+    DecoderInput,
+    DecoderOutput,
+    LayerInput,
+    LayerOutput,
+    State,
+    Weights,
+)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -239,3 +249,66 @@ def layer(
 ) -> LayerOutput:
     """All directions of one layer, one after the other; products as autograd and autocast do."""
     return run_packed(batch, weights, functools.partial(run_direction, settings))
+
+
+def attend(inputs: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """One attention step (asr/nn/attention.py): valid (B, T) -> weights and total, (B, K, T)."""
+    keys, query, v, *_ = inputs
+    if v is None:
+        energy = query @ keys.transpose(1, 2) / math.sqrt(keys.size(-1))  # (B, K, T)
+    else:
+        energy = _energy(_energy_sum(inputs), v)
+    weights = energy.masked_fill(~valid.unsqueeze(1), -torch.inf).softmax(dim=-1)
+    return weights, inputs.past_total + weights
+
+
+def _energy_sum(inputs: AttentionInput) -> Tensor:
+    """(B, K, T, A), the largest tensor of a search.
+
+    Added in place, since allocating memory for each sum takes longer than the sums.
+    """
+    query, keys = inputs.query.unsqueeze(2), inputs.keys.unsqueeze(1)
+    if inputs.conv is None:
+        return query + keys
+    B, K, T = inputs.past_weights.shape
+    weights = torch.stack([inputs.past_weights, inputs.past_total], dim=2).view(B * K, 2, T)
+    features = functional.conv1d(weights, inputs.conv, padding=inputs.conv.size(2) // 2)
+    location = functional.linear(features.transpose(1, 2), inputs.place).view(B, K, T, -1)
+    return location.add_(keys).add_(query)
+
+
+def _energy(summed: Tensor, v: Tensor) -> Tensor:
+    """v . tanh(summed), (B, K, T, A) -> (B, K, T), up to a constant that softmax cancels.
+
+    tanh(x) = 2 sigmoid(2 x) - 1; on a CPU torch's sigmoid takes a sixth of the time of tanh.
+    In half precision the sigmoid would round small x to 0.
+    """
+    if summed.device.type == "cpu" and summed.dtype in (torch.float32, torch.float64):
+        return 2 * functional.linear(summed.mul_(2).sigmoid_(), v).squeeze(-1)
+    return functional.linear(summed.tanh_(), v).squeeze(-1)
+
+
+def run_decoder(
+    inputs: DecoderInput,
+    cells: list[Weights],
+    constants: DecoderConstants,
+    settings: CellSettings,
+) -> DecoderOutput:
+    """All steps of a decoder, one after the other (asr/models/las.py), to check others against."""
+    embedded, states, keys, weight_query, *matrices = inputs
+    B, H = len(states), weight_query.shape[1]
+    state = [(states.new_zeros(B, H), states.new_zeros(B, H)) for _ in cells]
+    context, past = states.new_zeros(B, states.shape[2]), (constants.first[:, None],) * 2
+    steps = []
+    for u in range(len(embedded)):
+        x = torch.cat([embedded[u], context], dim=1)
+        for number, (w, mask) in enumerate(zip(cells, constants.masks, strict=True)):
+            state[number] = step(x, state[number], mask, w, settings)
+            x = state[number][0]
+            x = x if constants.keep is None else x * constants.keep[number, u]
+        query = functional.linear(x, weight_query)[:, None]
+        v, place, conv = matrices
+        past = attend(AttentionInput(keys, query, v, *past, place, conv), constants.valid)
+        context = (past[0] @ states).squeeze(1)
+        steps.append((x, context, past[0].squeeze(1)))
+    return DecoderOutput(*map(torch.stack, zip(*steps, strict=True)))

@@ -8,6 +8,7 @@ The gates have nn.LSTM's order i, f, g, o along a dimension of 4H.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from asr.config.cell import CellSettings
@@ -112,7 +113,7 @@ class DecoderInput(NamedTuple):
     states: Tensor  # (B, T, E)
     keys: Tensor  # (B, T, A)
     weight_query: Tensor  # (A, H)
-    v: Tensor  # (1, A)
+    v: Tensor | None  # (1, A), None in dot-product attention
     place: Tensor | None  # (A, C), None without location
     conv: Tensor | None  # (C, 2, W), None without location
 
@@ -132,3 +133,27 @@ class DecoderOutput(NamedTuple):
     output: Tensor  # (U, B, H)
     context: Tensor  # (U, B, E)
     weights: Tensor  # (U, B, T)
+
+
+def check_decoder(inputs: DecoderInput, cells: list[Weights], constants: DecoderConstants) -> None:
+    """Raises ValueError for a wrong shape or dtype. Kernels would not notice."""
+    (U, B, M), (_, T, E) = inputs.embedded.shape, inputs.states.shape
+    A, H = inputs.weight_query.shape
+    C, _, W = (1, 2, 1) if inputs.conv is None else inputs.conv.shape
+    shapes = [(U, B, M), (B, T, E), (B, T, A), (A, H), (1, A), (A, C), (C, 2, W)]
+    parts = [*zip(DecoderInput._fields, inputs, shapes, strict=True)]
+    parts += [("valid", constants.valid, (B, T)), ("first", constants.first, (B, T))]
+    parts.append(("keep", constants.keep, (len(cells), U, B, H)))
+    for index, (w, mask) in enumerate(zip(cells, constants.masks, strict=True)):
+        parts.append((f"weight_ih of cell {index}", w.weight_ih, (4 * H, H if index else M + E)))
+        parts.append((f"weight_hh of cell {index}", w.weight_hh, (4 * H, H)))
+        parts.append((f"mask of cell {index}", mask, (B, H)))
+    for name, tensor, shape in parts:
+        if tensor is None:
+            continue
+        check_shape(name, tensor, shape)
+        dtype = torch.bool if name == "valid" else inputs.states.dtype
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; expected {dtype}")
+        if 0 in shape:
+            raise ValueError(f"{name} has shape {shape}: no tokens or no frames")

@@ -188,16 +188,15 @@ class Speller(nn.Module):
     def can_run_sequence(self, memory: Memory, tokens: Tensor) -> bool:
         """Does one kernel call compute all steps? Not where a module's hooks must see each step."""
         modules = [self.embedding, self.dropout, *self.cells.modules(), *self.attend.modules()]
-        cell, v = self.cells[0], self.attend.energy_weights()[0]
-        covered = cell.kernels.covers_decoder(cell.weight_hh, memory.states, v, modules)
+        cell, matrices = self.cells[0], self.attend.matrices()
+        covered = cell.kernels.covers_decoder(cell.weight_hh, memory.states, matrices, modules)
         return tokens.numel() > 0 and covered
 
     def run_sequence(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """All steps at once: tokens (B, U) -> [s_u, c_u] (B, U, H + E), weights (B, U, T)."""
         (B, U), attend, cell = tokens.shape, self.attend, self.cells[0]
         embedded = self.dropout(self.embedding(tokens)).transpose(0, 1)
-        matrices = attend.to_query.weight, *attend.energy_weights()
-        inputs = DecoderInput(embedded, memory.states, attend.keys(memory), *matrices)
+        inputs = DecoderInput(embedded, memory.states, attend.keys(memory), *attend.matrices())
         masks = tuple(cell.dropout_mask(B) for cell in self.cells)
         rate = self.dropout.rate if self.dropout.training else 0.0
         keep = draw_mask(embedded, (len(self.cells), U, B, cell.hidden_size), rate)

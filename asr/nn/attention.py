@@ -9,14 +9,14 @@ With query s, memory h_t, past weights alpha and their running sum:
     weights = softmax of e over the valid frames
 
 We differ once: location-aware attention also reads the running sum of the weights, which separates
-a repeated word from a new one. On a CPU, asr/kernels/cpu/attention.h computes the same in C++.
+a repeated word from a new one. asr/kernels computes it: in torch's operators (reference.py), in C++
+(cpu/attention.h) and in Triton (cuda/triton_attention.py).
 
 B utterances, K hypotheses per utterance, T frames of memory, E encoder size, Q query size,
 A attention size. Keys V h_t are computed once per utterance; its hypotheses share them.
 Masks are called `valid`; True means real.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -67,8 +67,7 @@ class Attention(nn.Module):
     """Weights over the memory for a query.
 
     `filters` and `reach` (frames to each side) are for location-aware attention.
-    `backend` as for an LSTM (asr/kernels/dispatch.py): cpu, or auto if that selects cpu, computes
-    in C++; all others use torch's operators.
+    `backend` as for an LSTM (asr/kernels/dispatch.py).
     Raises ValueError for an unknown kind, or a backend that does not exist or cannot run.
     """
 
@@ -109,47 +108,20 @@ class Attention(nn.Module):
         Each row of weights sums to 1 over the valid frames.
         """
         query = self.to_query(query)  # (B, K, A)
-        v, location, conv = self.energy_weights()
-        inputs = AttentionInput(keys, query, v, *past, location, conv)
-        if (result := self.kernels.attend(inputs, valid)) is not None:
-            return AttentionState(*result)
-        if self.kind == "dot":
-            energy = query @ keys.transpose(1, 2) / math.sqrt(keys.size(-1))  # (B, K, T)
-        else:
-            energy = self._energy(self._sum(query, keys, past))
-        weights = energy.masked_fill(~valid.unsqueeze(1), -torch.inf).softmax(dim=-1)
-        return AttentionState(weights, past.total + weights)
+        _, v, place, conv = self.matrices()
+        inputs = AttentionInput(keys, query, v, *past, place, conv)
+        return AttentionState(*self.kernels.attend(inputs, valid))
 
-    def energy_weights(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """v (1, A), U (A, C), F (C, 2, W) for C filters of W taps; None if the kind has none."""
-        if self.kind == "dot":
-            return None, None, None
-        if self.kind == "additive":
-            return self.to_energy.weight, None, None
-        return self.to_energy.weight, self.to_place.weight, self.conv.weight
-
-    def _sum(self, query: Tensor, keys: Tensor, past: AttentionState) -> Tensor:
-        """query (B, K, A), keys (B, T, A) -> (B, K, T, A), the largest tensor of a search.
-
-        Added in place, since allocating memory for each sum takes longer than the sums.
+    def matrices(self) -> tuple[Tensor | None, ...]:
+        """W (A, Q), v (1, A), U (A, C), F (C, 2, W) for C filters of W taps; None if the kind has
+        none.
         """
-        query, keys = query.unsqueeze(2), keys.unsqueeze(1)
+        W = self.to_query.weight
+        if self.kind == "dot":
+            return W, None, None, None
         if self.kind == "additive":
-            return query + keys
-        B, K, T = past.weights.shape
-        weights = torch.stack([past.weights, past.total], dim=2).view(B * K, 2, T)
-        location = self.to_place(self.conv(weights).transpose(1, 2)).view(B, K, T, -1)
-        return location.add_(keys).add_(query)
-
-    def _energy(self, summed: Tensor) -> Tensor:
-        """v . tanh(summed), (B, K, T, A) -> (B, K, T), up to a constant that softmax cancels.
-
-        tanh(x) = 2 sigmoid(2 x) - 1; on a CPU torch's sigmoid takes a sixth of the time of tanh.
-        In half precision the sigmoid would round small x to 0.
-        """
-        if summed.device.type == "cpu" and summed.dtype in (torch.float32, torch.float64):
-            return 2 * self.to_energy(summed.mul_(2).sigmoid_()).squeeze(-1)
-        return self.to_energy(summed.tanh_()).squeeze(-1)
+            return W, self.to_energy.weight, None, None
+        return W, self.to_energy.weight, self.to_place.weight, self.conv.weight
 
 
 def initial_attention(memory: Memory) -> AttentionState:

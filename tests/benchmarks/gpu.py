@@ -1,16 +1,19 @@
-"""All figures of one GPU in one run: checks, LSTM kernels, training steps, searches.
+"""All figures of one GPU: checks, the decoder of LAS, training steps, searches, LSTM kernels.
 
     python tests/benchmarks/gpu.py --json gpu.json                # under eight minutes on one GPU
+    python tests/benchmarks/gpu.py --json las.json --only decoder training     # a part of it
     python tests/benchmarks/gpu.py --json tiny.json --tiny        # its own check, also on a CPU
 
-Checks come first; one that fails is printed, stored, and sets the exit code to 1, as does a section
-that ends with an error. A section that runs out of its share of --seconds skips the rest, which the
-table and the JSON file name. The file is written after each section. Triton's kernels are compiled
-by several processes into its cache before the first check. No network is used: the corpus of the
-training steps is noise in FLAC files with random texts, at the lengths of LibriSpeech and with as
-many tokens a second (5.5 of 500 BPE units; LibriSpeech 5.4); its files repeat up to 100 hours. The
-sections checks and lstm need torch and triton only; training and search need the packages of
-setup.cfg and are skipped without them.
+The most important sections come first. A check that fails is printed, stored, and sets the exit
+code to 1, as does a section that ends with an error. A section that runs out of its share of
+--seconds skips the rest, which the table and the JSON file name. The file is written after each
+section. Triton's kernels are compiled by several processes into its cache before the first check.
+No network is used: the corpus of the training steps is noise in FLAC files with random texts, at
+the lengths of LibriSpeech and with as many tokens a second (5.5 of 500 BPE units; LibriSpeech 5.4);
+its files repeat up to 100 hours. The sections checks, decoder and lstm need torch and triton only;
+training and search need the packages of setup.cfg and are skipped without them. Launches are calls
+of the CUDA runtime that start a kernel or a graph, kernels are those that run, as the profiler
+lists both.
 
 Times are medians of ROUNDS passes between events of the device, over two sets of random inputs,
 after a warm-up that includes compiling and recording; graphs that a layer has recorded are freed
@@ -47,12 +50,14 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from asr.config.cell import CellSettings  # noqa: E402
-from asr.kernels import check, dispatch  # noqa: E402
+from asr.kernels import check, dispatch, reference  # noqa: E402
+from asr.kernels.check import DecoderSizes  # noqa: E402
 from asr.kernels.cuda import cluster  # noqa: E402
+from asr.kernels.types import AttentionInput  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Share of the time after which each section ends, and all before it.
-SHARES = {"checks": 0.2, "lstm": 0.58, "training": 0.86, "search": 1.0}
+SHARES = {"checks": 0.2, "decoder": 0.3, "training": 0.55, "search": 0.7, "lstm": 1.0}
 KEY = (512, 32, 400)  # H, B, T at which all norms are compared
 NORMS = {
     **{norm: CellSettings(norm) for norm in ("ba", "none", "joined", "per_gate", "raw", "cell")},
@@ -102,8 +107,9 @@ def main() -> int:
     torch.manual_seed(0)
     RATES.update(machine())
     results: dict[str, Any] = {"machine": RATES, "skipped": {}, "errors": {}, "seconds": {}}
-    sections = {"checks": checks, "lstm": lstm, "training": training, "search": search}
-    for name in options.only:
+    sections = {"checks": checks, "decoder": decoder, "training": training}
+    sections |= {"search": search, "lstm": lstm}
+    for name in [name for name in SHARES if name in options.only]:
         start = time.monotonic()
         budget = Budget(begin + SHARES[name] * options.seconds, [])
         try:
@@ -186,6 +192,14 @@ def checks(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
     general = masked_attention, ctc_gradient, waits_of_a_step
     rows = [passed(run.__name__, run) for run in general]
     norms = dict(islice(NORMS.items(), 3 if tiny else None))
+    for (norm, settings), (name, sizes), precision in product(
+        norms.items(), decoders(tiny).items(), precisions_of_decoder()
+    ):
+        what = f"decoder: {name}, {norm}, {precision}"
+        if (norm in ("ba", "none") or name == "location") and budget.allows(what):
+            rows.append(passed(what, partial(decoder_error, settings, sizes, precision)))
+    for name, sizes in decoders(tiny).items():
+        rows.append(passed(f"search step: {name}", partial(search_step_error, sizes)))
     for (norm, settings), precision in product(norms.items(), BOUNDS):
         for backend in ["python", *ours_in(precision, KEY[0])]:
             name = f"{backend}: {norm}, {precision}"
@@ -209,6 +223,10 @@ def compile_kernels() -> None:
 
 def compile_share(number: int, count: int) -> None:
     """Run the kernels of every count-th job once; errors show in the checks."""
+    decoder_jobs = list(product(NORMS, decoders(False).values(), BOUNDS))
+    for norm, sizes, precision in decoder_jobs[number::count]:
+        with suppress(Exception):
+            decoder_error(NORMS[norm], sizes, precision)
     jobs = list(product(NORMS, BOUNDS, KEY[:1]))
     jobs += product(("ba", "none"), BOUNDS, (256, 1024))
     for norm, precision, H in jobs[number::count]:
@@ -262,16 +280,83 @@ def layer_error(backend: str, case: Case) -> float:
     judge_batch = batch._replace(x=doubled(x), h=batch.h.double(), c=batch.c.double())
     ours = run_layer(dispatch.BACKENDS[backend].layer, case, batch, weights, padding)
     judge = run_layer(dispatch.BACKENDS["reference"].layer, exact, judge_batch, wide, padding)
-    errors = [
-        float((a.double() - b).norm() / b.norm().clamp_min(1e-9))
-        for a, b in zip(ours, judge, strict=True)
-    ]
-    worst = float("nan") if any(error != error for error in errors) else max(errors)
-    return worst / BOUNDS["bf16" if case.products == torch.bfloat16 else "fp32"]
+    return worst_error(ours, judge) / BOUNDS["bf16" if case.products == torch.bfloat16 else "fp32"]
 
 
 def doubled(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_()
+
+
+def decoders(tiny: bool) -> dict[str, DecoderSizes]:
+    """Sizes to check; `location` has those of recipes/librispeech100.yaml."""
+    small = DecoderSizes()
+    kinds = {"additive, one frame": small._replace(U=2, T=1, kind="additive")}
+    kinds |= {"dot": small._replace(kind="dot")} if decoder_backend() == "cuda" else {}
+    kinds["one token, one utterance"] = small._replace(U=1, B=1, T=2)
+    if tiny:
+        return {"location": small._replace(U=2, T=37)} | kinds
+    full = DecoderSizes(U=7, B=19, T=353, E=1024, M=256, H=512, A=256, layers=1)
+    kinds["A 1024, T 1003"] = small._replace(A=1024, T=1003, E=130)
+    return {"location": full} | kinds
+
+
+def decoder_backend() -> str:
+    return "cuda" if DEVICE.type == "cuda" else "cpu"
+
+
+def precisions_of_decoder() -> list[str]:
+    return list(BOUNDS) if DEVICE.type == "cuda" else ["fp32"]
+
+
+def decoder_error(settings: CellSettings, sizes: DecoderSizes, precision: str) -> float:
+    """The largest relative error of results and gradients, per bound; padding holds NaN.
+
+    The speller's backend is compared with the reference in float64, with dropout.
+    """
+    inputs, cells, constants = check.random_decoder(settings, sizes, DEVICE, dropout=True)
+    wide = [
+        type(part)(*(t if t is None else doubled(t) for t in part)) for part in (inputs, *cells)
+    ]
+    exact = constants._replace(
+        first=constants.first.double(),
+        masks=tuple(m.double() for m in constants.masks),
+        keep=constants.keep.double(),
+    )
+    judge = check.decoder_results(reference.run_decoder, wide[0], wide[1:], exact, settings)
+    if DEVICE.type == "cuda":
+        with torch.no_grad():
+            for part in (inputs.states, inputs.keys):
+                part[~constants.valid] = torch.nan
+    run = dispatch.BACKENDS[decoder_backend()].decoder
+    ours = check.decoder_results(run, inputs, cells, constants, settings, DTYPES[precision])
+    return worst_error(ours, judge) / BOUNDS[precision]
+
+
+def worst_error(ours: list[Tensor], judge: list[Tensor]) -> float:
+    """The largest relative error, NaN where one is."""
+    errors = [
+        float((a.double() - b).norm() / b.norm().clamp_min(1e-9))
+        for a, b in zip(ours, judge, strict=True)
+    ]
+    return float("nan") if any(error != error for error in errors) else max(errors)
+
+
+@torch.no_grad()
+def search_step_error(sizes: DecoderSizes) -> float:
+    """Attention of three hypotheses and a cell's step against the reference, per bound."""
+    settings, K = CellSettings("ba"), 3
+    inputs, (w, *_), constants = check.random_decoder(settings, sizes, DEVICE)
+    (B, T, A), H = inputs.keys.shape, sizes.H
+    query, past = torch.randn(B, K, A, device=DEVICE), torch.rand(2, B, K, T, device=DEVICE) / T
+    given = AttentionInput(inputs.keys, query, inputs.v, *past, inputs.place, inputs.conv)
+    x, h, c = (torch.randn(B * K, n, device=DEVICE) for n in (w.weight_ih.shape[1], H, H))
+    backend = dispatch.BACKENDS[decoder_backend()]
+    ours = [*backend.attend(given, constants.valid)]
+    ours += backend.step(x, (h, c), None, w, settings, torch.float32)
+    wide = [type(part)(*(t if t is None else t.double() for t in part)) for part in (given, w)]
+    judge = [*reference.attend(wide[0], constants.valid)]
+    judge += reference.step(x.double(), (h.double(), c.double()), None, wide[1], settings)
+    return worst_error(ours, judge) / BOUNDS["fp32"]
 
 
 def fresh_inputs(case: Case, T: int) -> tuple[Any, list[Any]]:
@@ -397,6 +482,67 @@ def small_las() -> tuple[nn.Module, Any, Any]:
     batch = Batch(("a", "b", "c"), features, sizes[0], tokens, sizes[1], 1.0)
     objective = SpeechObjective(model, 0.3, 0.1).to(DEVICE)
     return objective, batch.to(DEVICE), TrainConfig(precision="bf16")
+
+
+# The decoder of LAS -----------------------------------------------------------------------------
+
+
+def decoder(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
+    """All steps of the speller of recipes/librispeech100.yaml, without and with backward."""
+    sizes = DecoderSizes(U=80, B=37, T=350, E=1024, M=256, H=512, A=256, layers=1)
+    sizes = DecoderSizes(U=3, T=37) if tiny else sizes
+    rows = []
+    for precision, learns in product(precisions_of_decoder(), (True, False)):
+        for name in (decoder_backend(), "reference"):
+            what = f"decoder {name} {precision} {'forward+backward' if learns else 'forward'}"
+            if not budget.allows(what):
+                continue
+            batch = check.random_decoder(CellSettings("ba"), sizes, DEVICE, dropout=True)
+            run = partial(decoder_pass, name, precision, learns, batch)
+            run()
+            took = statistics.median(seconds(run) for _ in range(3 if name == "reference" else 7))
+            counts = launches_of(run)
+            rows.append(
+                {"name": what, "ms": 1e3 * took, "peak_mib": peak_mib(run)}
+                | {f"{key}_per_token": count / sizes.U for key, count in counts.items()}
+            )
+            dispatch.release_memory()
+    return rows
+
+
+def decoder_pass(name: str, precision: str, learns: bool, batch: check.Decoder) -> object:
+    settings = CellSettings("ba")
+    if name == "reference":  # the steps as a model computes them, but for deferred gradients
+        run, options = reference.run_decoder, (settings,)
+    else:
+        run, options = dispatch.BACKENDS[name].decoder, (settings, DTYPES[precision])
+    half = name == "reference" and precision == "bf16"
+    with torch.set_grad_enabled(learns):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=half):
+            found = run(*batch, *options)
+        if not learns:
+            return found
+        inputs, cells, _ = batch
+        learned = [t for part in (inputs, *cells) for t in part if t is not None]
+        return torch.autograd.grad(sum(part.square().sum() for part in found), learned)
+
+
+def launches_of(run: Callable[[], object]) -> dict[str, int]:
+    """Calls that start kernels or graphs, and kernels that run; none on a CPU."""
+    if DEVICE.type == "cpu":
+        run()
+        return {}
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    counts = {"launches": 0, "kernels": 0}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            counts["kernels"] += 1
+        elif "Launch" in event.name and event.name.startswith("cu"):
+            counts["launches"] += 1
+    return counts
 
 
 # LSTM layers ------------------------------------------------------------------------------------
@@ -555,8 +701,16 @@ HOURS, STEP_SECONDS = 100, 12  # of the artificial corpus; of training with the 
 RECIPES = {"las": "", "transformer": "_transformer", "conformer": "_conformer"}
 SMALL = {
     "las": ["model.listener.hidden=8", "model.speller.hidden=8", "model.attention_size=8"],
-    "transformer": ["model.encoder_layers=2", "model.decoder_layers=1"],
-    "conformer": ["model.encoder_layers=2", "model.decoder_layers=1"],
+    "transformer": [
+        "model.encoder_layers=2",
+        "model.decoder_layers=1",
+        "model.intermediate_ctc=null",
+    ],
+    "conformer": [
+        "model.encoder_layers=2",
+        "model.decoder_layers=1",
+        "model.intermediate_ctc=null",
+    ],
 }
 
 
@@ -653,7 +807,8 @@ def steps_of(family: str, precision: str, folder: Path, tiny: bool) -> dict[str,
     busy = sum(kernel_seconds(lambda batch=batch: take([batch.to(DEVICE)])) for batch in held)
     peak = peak_mib(lambda: take([held[0].to(DEVICE)]))
     parameters = sum(p.numel() for p in task.objective.parameters())
-    return {
+    parts = breakdown(task, optimizer, held[0].to(DEVICE)) if family == "las" else {}
+    return parts | {
         "family": family,
         "precision": precision,
         "parameters": parameters,
@@ -665,6 +820,49 @@ def steps_of(family: str, precision: str, folder: Path, tiny: bool) -> dict[str,
         "peak_mib": peak,
         "host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
+
+
+def breakdown(task: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
+    """Time of each part of a step of LAS in ms, medians, and launches per token of the speller."""
+    from asr.training import losses, trainer
+
+    objective, model = task.objective.train(), task.objective.model
+    inputs, targets = losses.shift(batch.tokens, batch.token_lengths)
+    frames = model.memory_lengths(batch.lengths)
+    cut: Any = None  # the memory, detached
+    found: dict[str, list[float]] = {}
+
+    def timed(name: str, run: Callable[[], Any]) -> Any:
+        results = []
+        found.setdefault(name, []).append(1e3 * seconds(lambda: results.append(run())))
+        return results[0]
+
+    def speller() -> Tensor:
+        return objective.decoder_loss(cut, inputs, targets)[1]["objective"].total
+
+    def ctc() -> Tensor:
+        labels = frames, batch.tokens, batch.token_lengths
+        return losses.ctc_loss(model.ctc(cut).float(), *labels)
+
+    def forward(run: Callable[[], Any]) -> Callable[[], Any]:
+        def in_precision() -> Any:
+            with trainer.autocast(DEVICE, task.recipe.train.precision):
+                return run()
+
+        return in_precision
+
+    for _ in range(5):
+        objective.zero_grad(set_to_none=True)
+        memory = timed("listener", forward(partial(model.encode, batch.features, batch.lengths)))
+        cut = memory._replace(states=memory.states.detach().requires_grad_())
+        for name, run in (("speller", speller), ("CTC", ctc)):
+            timed(f"{name} backward", timed(name, forward(run)).backward)
+        timed("listener backward", partial(memory.states.backward, cut.states.grad))
+        timed("optimiser", optimizer.step)
+    medians = {name: statistics.median(times[1:]) for name, times in found.items()}
+    counts = launches_of(lambda: forward(speller)().backward())
+    per_token = {f"{key}_per_token": n / inputs.shape[1] for key, n in counts.items()}
+    return {"parts_ms": medians, "tokens": inputs.shape[1], **per_token}
 
 
 def wait_for_device() -> float:
@@ -736,7 +934,14 @@ def table_lines(results: dict[str, Any]) -> Iterator[str]:
             f"{shape:38} {row['name']:24} {row['ms']:9.3f} ms  {row['ratio']:6.2f} x nn.LSTM  "
             f"floor {row['floor_ms']:.3f}  {row['peak_mib']:.0f} MiB"
         )
+    for row in results.get("decoder", []):
+        counts = "  ".join(f"{row[key]:.1f} {key}" for key in row if key.endswith("per_token"))
+        yield f"{row['name']:44} {row['ms']:9.3f} ms  {row['peak_mib']:.0f} MiB  {counts}"
     for row in results.get("training", []):
+        if "parts_ms" in row:
+            parts = "  ".join(f"{name} {took:.1f}" for name, took in row["parts_ms"].items())
+            per_token = row.get("launches_per_token", 0.0)
+            yield f"  parts of a step in ms: {parts}; {per_token:.1f} launches a token"
         yield (
             f"training {row['family']} {row['precision']}: {row['audio_hours_per_hour']:.0f} h/h, "
             f"without loader {row['without_loader']:.0f}, "

@@ -22,6 +22,7 @@ from asr.kernels.types import (
     DecoderInput,
     DecoderOutput,
     Weights,
+    check_decoder,
     check_shape,
 )
 
@@ -37,6 +38,11 @@ class AttentionCall(ctypes.Structure):
         *fields(c_void_p, "keys query v place conv past_weights past_total valid weights total"),
         *fields(c_void_p, "dweights dtotal dkeys dquery dv dplace dconv dpast_weights dpast_total"),
     )
+
+
+def covers_attention(A: int, v: Tensor | None, *_: Tensor | None) -> bool:
+    """Not dot products, which have no v."""
+    return v is not None
 
 
 def attend(inputs: AttentionInput, valid: Tensor) -> Pair:
@@ -144,37 +150,13 @@ def run_decoder(
     products: dtype of the matrix products.
     Raises ValueError where a shape or dtype does not fit, compiler.BuildError without kernels.
     """
-    _check_decoder(inputs, cells, constants)
+    check_decoder(inputs, cells, constants)
     inputs = DecoderInput(*(t if t is None else t.contiguous() for t in inputs))
     valid, first = constants.valid.contiguous(), constants.first.contiguous()
     flat = [w for cell in cells for w in cell if w is not None]
     constants = constants._replace(valid=valid, first=first)
     kind = library.kind_of_products(inputs.states, products)
     return DecoderOutput(*_Decoder.apply(cells, constants, settings, kind, *inputs, *flat))
-
-
-def _check_decoder(inputs: DecoderInput, cells: list[Weights], constants: DecoderConstants) -> None:
-    """C++ does not check shapes and dtypes."""
-    (U, B, M), (_, T, E) = inputs.embedded.shape, inputs.states.shape
-    A, H = inputs.weight_query.shape
-    C, _, W = (1, 2, 1) if inputs.conv is None else inputs.conv.shape
-    shapes = [(U, B, M), (B, T, E), (B, T, A), (A, H), (1, A), (A, C), (C, 2, W)]
-    parts = [*zip(DecoderInput._fields, inputs, shapes, strict=True)]
-    parts += [("valid", constants.valid, (B, T)), ("first", constants.first, (B, T))]
-    parts.append(("keep", constants.keep, (len(cells), U, B, H)))
-    for index, (w, mask) in enumerate(zip(cells, constants.masks, strict=True)):
-        parts.append((f"weight_ih of cell {index}", w.weight_ih, (4 * H, H if index else M + E)))
-        parts.append((f"weight_hh of cell {index}", w.weight_hh, (4 * H, H)))
-        parts.append((f"mask of cell {index}", mask, (B, H)))
-    for name, tensor, shape in parts:
-        if tensor is None:
-            continue
-        check_shape(name, tensor, shape)
-        dtype = torch.bool if name == "valid" else inputs.states.dtype
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} is {tensor.dtype}; expected {dtype}")
-        if 0 in shape:
-            raise ValueError(f"{name} has shape {shape}: no tokens or no frames")
 
 
 class _Decoder(torch.autograd.Function):

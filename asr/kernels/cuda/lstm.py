@@ -26,9 +26,9 @@ from asr.config.cell import CellSettings
 from asr.kernels.double_backward import refuse_operators
 from asr.kernels.types import MODES, LayerInput, LayerOutput, Weights
 
-Steps = Callable[..., tuple[Tensor, ...]]
+Steps = Callable[..., tuple[Tensor | None, ...]]
 MOST = 64  # graphs kept; each holds the memory of its loop
-MEMORY_SHARE = 0.2  # of the GPU's memory that all kept graphs may hold
+MEMORY_SHARE = 0.3  # of the GPU's memory that all kept graphs may hold
 BUCKET = 32  # frames
 WHAT, REMEDY = "the LSTM's CUDA backend", "use backend='python'"  # for what it refuses
 PROGRAMS = 264  # of a kernel that sums over all rows: two for each multiprocessor of an H100
@@ -37,13 +37,17 @@ PROGRAMS = 264  # of a kernel that sums over all rows: two for each multiprocess
 class Recorded(NamedTuple):
     graph: "torch.cuda.CUDAGraph"
     inputs: list[Tensor | None]
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor | None, ...]
+    pool: int = 0  # bytes that the recording reserved, its outputs among them
 
     @property
     def bytes(self) -> int:
-        """Memory of its inputs and outputs; the rest of a loop is small."""
-        held = (*self.inputs, *self.outputs)
-        return sum(t.untyped_storage().nbytes() for t in held if t is not None)
+        """Memory of its inputs, its outputs and what else its loop needs."""
+        inputs, outputs = (
+            sum(t.untyped_storage().nbytes() for t in held if t is not None)
+            for held in (self.inputs, self.outputs)
+        )
+        return inputs + max(outputs, self.pool)
 
 
 class GraphCache:
@@ -55,10 +59,13 @@ class GraphCache:
 
     def replay(
         self, key: Hashable, loop: Steps, room: float, *inputs: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         """loop(*inputs); `key` identifies all shapes, dtypes, devices and options."""
         if key not in self.recorded:
-            self.recorded[key] = self.record(loop, [t if t is None else t.clone() for t in inputs])
+            # Tensors of inference mode could not be written outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                buffers = [t if t is None else t.clone() for t in inputs]
+                self.recorded[key] = self.record(loop, buffers)
             self._drop_first(room)
         self.recorded.move_to_end(key)
         recorded = self.recorded[key]
@@ -66,7 +73,8 @@ class GraphCache:
             if buffer is not None:
                 buffer.copy_(value)
         recorded.graph.replay()
-        return tuple(out.clone() for out in recorded.outputs)  # the next replay overwrites them
+        # The next replay overwrites them.
+        return tuple(out if out is None else out.clone() for out in recorded.outputs)
 
     def _drop_first(self, room: float) -> None:
         held = sum(recorded.bytes for recorded in self.recorded.values())
@@ -74,7 +82,7 @@ class GraphCache:
             held -= self.recorded.popitem(last=False)[1].bytes
 
 
-def replay(key: Hashable, loop: Steps, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+def replay(key: Hashable, loop: Steps, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
     """loop(*inputs), on a GPU from a graph, unless the caller records one itself."""
     device = inputs[0].device
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
@@ -99,13 +107,15 @@ def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
         # thread_local: by default the calls of other threads, such as the one that pins batches,
         # would end the recording.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved()
             outputs = loop(*inputs)
+            pool = torch.cuda.memory_reserved() - before
     except RuntimeError as error:
         # torch does not restore the stream where the recording's end fails, which also raises
         # another error.
         torch.cuda.set_stream(current)
         raise error.__context__ or error from None
-    return Recorded(graph, inputs, outputs)
+    return Recorded(graph, inputs, outputs, pool)
 
 
 @functools.cache
@@ -138,14 +148,16 @@ class CudaPlan(NamedTuple):
     dtype: torch.dtype  # of the products
     loops: Loops
 
-    def options(self, H: int, mask: Tensor | None) -> dict[str, Any]:
-        """The keyword arguments of both Triton kernels of a step."""
-        block = 1 << max(4, (H - 1).bit_length())
-        return {"eps": self.settings.eps, "BLOCK": block} | kernel_options(self.settings, mask)
 
-    def for_hidden(self, like: Tensor) -> Tensor:
-        """A new tensor for each step's h before its norm; without that norm nothing reads it."""
-        return like.new_empty(like.shape if self.settings.hidden_norm else (len(like), 4))
+def step_options(settings: CellSettings, H: int, mask: Tensor | None) -> dict[str, Any]:
+    """The keyword arguments of both Triton kernels of a step."""
+    block = 1 << max(4, (H - 1).bit_length())
+    return {"eps": settings.eps, "BLOCK": block} | kernel_options(settings, mask)
+
+
+def for_hidden(settings: CellSettings, like: Tensor) -> Tensor:
+    """A new tensor for each step's h before its norm; without that norm nothing reads it."""
+    return like.new_empty(like.shape if settings.hidden_norm else (len(like), 4))
 
 
 def kernel_options(settings: CellSettings, mask: Tensor | None) -> dict[str, int]:
@@ -163,7 +175,7 @@ def kernel_options(settings: CellSettings, mask: Tensor | None) -> dict[str, int
 
 class Recurrence(torch.autograd.Function):
     """gates (S, D, B, 4H), weight (D, 4H, H), h, c (D, B, H), mask (D, B, H) or None, lengths
-    (B,), six vectors as in _vectors -> h of all steps (S, D, B, H), final h, c.
+    (B,), six vectors as in stacked_vectors -> h of all steps (S, D, B, H), final h, c.
     """
 
     @staticmethod
@@ -194,7 +206,7 @@ def _forward(
     plan: CudaPlan, _learns: bool, *inputs: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     loop = functools.partial(_run_forward, plan)
-    hs, cs, *saved = replay(_key(plan, "forward", *inputs), loop, *inputs)
+    hs, cs, *saved = replay(graph_key(plan, "forward", *inputs), loop, *inputs)
     return hs, cs, tuple(saved)
 
 
@@ -212,8 +224,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor | None]]:
     inputs = (gates, weight, cs, *saved, mask, lengths, *vectors, *upstream)
     loop = functools.partial(_run_backward, plan)
-    dh, dc, dz, dah, *normed = replay(_key(plan, "backward", *inputs), loop, *inputs)
-    dvectors = _vector_gradients(plan.settings, needed, gates, *saved, dz, *normed)
+    dh, dc, dz, dah, *normed = replay(graph_key(plan, "backward", *inputs), loop, *inputs)
+    dvectors = vector_gradients(plan.settings, needed, gates, *saved, dz, *normed)
     return dh, dc, dah.to(dz.dtype) if plan.settings.norms_sum else dz, dah, dvectors
 
 
@@ -236,9 +248,9 @@ def _run_forward(
     half = plan.dtype != gates.dtype
     factor = h.to(plan.dtype)  # of the next product: h, rounded where it must be
     ah, raw = torch.empty_like(gates, dtype=plan.dtype), gates.new_empty(S, D, B, H)
-    raw_h = plan.for_hidden(raw)
+    raw_h = for_hidden(plan.settings, raw)
     across = weight.transpose(1, 2).to(plan.dtype).contiguous()
-    options = plan.options(H, mask)
+    options = step_options(plan.settings, H, mask)
     for s in range(S):
         torch.bmm(factor if half else hs[s], across, out=ah[s])
         triton_step.forward_step[(D * B,)](
@@ -267,10 +279,10 @@ def _run_backward(
     S, D, B, _ = gates.shape
     H = dh.shape[-1]
     dz, dah = torch.empty_like(gates), torch.empty_like(ah)
-    dnormed, dhidden = torch.empty_like(raw), plan.for_hidden(raw)
+    dnormed, dhidden = torch.empty_like(raw), for_hidden(plan.settings, raw)
     passing, dc, weight = dh.clone(), dc.clone(), weight.to(plan.dtype).contiguous()
     through_w = torch.zeros_like(dh, dtype=plan.dtype)
-    options = plan.options(H, mask)
+    options = step_options(plan.settings, H, mask)
     for s in reversed(range(S)):
         triton_step.backward_step[(D * B,)](
             gates[s], ah[s], cs[s], raw[s], raw_h[s], cs if mask is None else mask, lengths,
@@ -281,7 +293,7 @@ def _run_backward(
     return passing.add_(through_w), dc, dz, dah, dnormed, dhidden
 
 
-def _vector_gradients(
+def vector_gradients(
     settings: CellSettings,
     needed: tuple[bool, ...],
     gates: Tensor,
@@ -292,7 +304,7 @@ def _vector_gradients(
     dnormed: Tensor,
     dhidden: Tensor,
 ) -> list[Tensor | None]:
-    """Gradients of the six vectors of _vectors, None where the settings have none."""
+    """Gradients of the six vectors of stacked_vectors, None where the settings have none."""
     found: list[Tensor | None] = []
     added = gates if settings.norms_sum else None
     parts = 4 if settings.gates == "per_gate" else 1
@@ -317,11 +329,11 @@ def _affine_gradients(
         for first in range(0, N, size):
             part = (slice(None), d, slice(None), slice(first, first + size))
             inputs = x[part], None if added is None else added[part], None, dy[part], None
-            sums[:, d, first : first + size] = _norm_backward(settings, True, *inputs)
+            sums[:, d, first : first + size] = norm_backward(settings, True, *inputs)
     return sums[0], sums[1]
 
 
-def _key(plan: CudaPlan, name: str, *tensors: Tensor | None) -> tuple[Any, ...]:
+def graph_key(plan: Hashable, name: str, *tensors: Tensor | None) -> tuple[Any, ...]:
     return plan, name, *(t if t is None else (tuple(t.shape), t.dtype, t.device) for t in tensors)
 
 
@@ -368,7 +380,7 @@ def run_loops(batch: LayerInput, weights: list[Weights], plan: CudaPlan) -> Laye
         mask = None if batch.mask is None else batch.mask.contiguous()
         state = batch.h.contiguous(), batch.c.contiguous()
         fixed = (torch.stack([w.weight_hh for w in weights]), *state, mask, lengths)
-        hs, h, c = Recurrence.apply(plan, gates, *fixed, *_vectors(weights))
+        hs, h, c = Recurrence.apply(plan, gates, *fixed, *stacked_vectors(weights))
         return LayerOutput(_in_time_order(hs, at, T), h, c)
 
 
@@ -409,7 +421,8 @@ class InputPart(torch.autograd.Function):
         for d, product in enumerate(products):
             gain = None if gains is None else gains[d]
             bias = None if settings.norms_sum else biases[d]  # else the bias follows the sum
-            _norm_forward(settings, settings.gates == "split", product, gain, bias, gates[:, d])
+            normed = settings.gates == "split"
+            norm_forward(settings, normed, product, None, gain, bias, gates[:, d])
         return gates
 
     @staticmethod
@@ -421,31 +434,36 @@ class InputPart(torch.autograd.Function):
         for d, product in enumerate(products):
             gain = None if gains is None else gains[d]
             inputs = product, None, gain, dgates[:, d], dproducts[d]
-            sums[:, d] = _norm_backward(settings, settings.gates == "split", *inputs)
+            sums[:, d] = norm_backward(settings, settings.gates == "split", *inputs)
         dgains = None if gains is None else sums[0]
         return None, dgains, None if settings.norms_sum else sums[1], *dproducts
 
 
-def _norm_forward(
+def norm_forward(
     settings: CellSettings,
     normed: bool,
     x: Tensor,
+    added: Tensor | None,
     gain: Tensor | None,
     bias: Tensor | None,
     y: Tensor,
 ) -> None:
-    """y = gain N(x) + bias, without the norm where not `normed`: x, y (S, B, N), gain, bias (N)."""
+    """y = gain N(x + added) + bias, without the norm where not `normed`.
+
+    x, added, y (S, B, N), gain, bias (N); x and added have the same strides.
+    """
     from asr.kernels.cuda import triton_norm
 
     S, B, N = x.shape
     triton_norm.norm_rows_forward[(S * B,)](
-        x, x if gain is None else gain, x if bias is None else bias, y, B, N, *x.stride()[:2],
-        *y.stride()[:2], settings.eps, NORM=normed, RMS=settings.norm_kind == "rms",
-        GAIN=gain is not None, BIAS=bias is not None, **_row_options(N),
+        x, x if added is None else added, x if gain is None else gain, x if bias is None else bias,
+        y, B, N, *x.stride()[:2], *y.stride()[:2], settings.eps, NORM=normed,
+        RMS=settings.norm_kind == "rms", GAIN=gain is not None, BIAS=bias is not None,
+        ADD=added is not None, **_row_options(N),
     )  # fmt: skip
 
 
-def _norm_backward(
+def norm_backward(
     settings: CellSettings,
     normed: bool,
     x: Tensor,
@@ -458,18 +476,32 @@ def _norm_backward(
 
     x, added, dy, dx (S, B, N); x, added and dx have the same strides.
     """
+    sums = dy.new_empty(2, min(x.shape[:2].numel(), PROGRAMS), x.shape[2])
+    launch_norm_backward(settings, normed, x, added, gain, dy, dx, sums)
+    return sums.sum(1)
+
+
+def launch_norm_backward(
+    settings: CellSettings,
+    normed: bool,
+    x: Tensor,
+    added: Tensor | None,
+    gain: Tensor | None,
+    dy: Tensor,
+    dx: Tensor | None,
+    sums: Tensor | None,
+) -> None:
+    """As norm_backward, with the sums of each program (2, programs, N), or dx alone."""
     from asr.kernels.cuda import triton_norm
 
     S, B, N = x.shape
-    programs = min(S * B, PROGRAMS)
-    sums = dy.new_empty(2, programs, N)
-    triton_norm.norm_rows_backward[(programs,)](
+    dgain, dbias = (dy, dy) if sums is None else sums
+    triton_norm.norm_rows_backward[(S * B if sums is None else sums.shape[1],)](
         x, x if added is None else added, x if gain is None else gain, dy,
-        x if dx is None else dx, *sums, S * B, B, N, *x.stride()[:2], *dy.stride()[:2],
+        x if dx is None else dx, dgain, dbias, S * B, B, N, *x.stride()[:2], *dy.stride()[:2],
         settings.eps, NORM=normed, RMS=settings.norm_kind == "rms", GAIN=gain is not None,
-        ADD=added is not None, DX=dx is not None, **_row_options(N),
+        ADD=added is not None, DX=dx is not None, SUMS=sums is not None, **_row_options(N),
     )  # fmt: skip
-    return sums.sum(1)
 
 
 def _row_options(N: int) -> dict[str, int]:
@@ -488,12 +520,20 @@ def _in_time_order(hs: Tensor, at: Tensor, T: int) -> Tensor:
     return torch.cat(parts, dim=-1).view(B, T, D * H)
 
 
-def _vectors(weights: list[Weights]) -> list[Tensor]:
-    """gain_h, bias (D, 4H), gain_c, bias_c, gain_hidden and bias_hidden (D, H) of all directions;
-    ones where the settings have none.
+def stacked_vectors(weights: list[Weights]) -> list[Tensor]:
+    """gain_h, bias (D, 4H), gain_c, bias_c, gain_hidden and bias_hidden (D, H) of all directions.
+
+    Where the settings have no gain_h it is ones; what else they lack is no kernel's to read.
     """
-    ones = weights[0].bias_ih.new_ones(len(weights), 4 * weights[0].weight_hh.shape[1])
-    names = ("gain_recurrent", "gain_c", "bias_c", "gain_hidden", "bias_hidden")
-    gains, *of_states = ([getattr(w, name) for w in weights] for name in names)
-    columns = (gains, [w.bias_ih + w.bias_hh for w in weights], *of_states)
-    return [ones if column[0] is None else torch.stack(column) for column in columns]
+    bias = _stack([w.bias_ih + w.bias_hh for w in weights])
+    gain = [w.gain_recurrent for w in weights]
+    vectors = [torch.ones_like(bias) if gain[0] is None else _stack(gain), bias]
+    for name in ("gain_c", "bias_c", "gain_hidden", "bias_hidden"):
+        column = [getattr(w, name) for w in weights]
+        vectors.append(bias.detach() if column[0] is None else _stack(column))
+    return vectors
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    """As torch.stack, without a copy of a single part."""
+    return torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)

@@ -15,16 +15,18 @@ from asr.kernels.cuda.triton_step import norm, norm_backward
 
 @triton.jit
 def norm_rows_forward(
-    x, gain, bias, y, B, N, x_outer, x_inner, y_outer, y_inner, eps,
+    x, added, gain, bias, y, B, N, x_outer, x_inner, y_outer, y_inner, eps,
     NORM: tl.constexpr, RMS: tl.constexpr, GAIN: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program computes one row."""
+    """One program computes one row. ADD: the rows are x + added, of the same layout."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     real = j < N
-    value = tl.load(x + row // B * x_outer + row % B * x_inner + j, real, 0.0)
-    value = value.to(y.dtype.element_ty)
+    at = row // B * x_outer + row % B * x_inner + j
+    value = tl.load(x + at, real, 0.0).to(y.dtype.element_ty)
+    if ADD:
+        value += tl.load(added + at, real, 0.0).to(y.dtype.element_ty)
     if NORM:
         value, _1 = norm(value, real, N, eps, RMS)
     if GAIN:
@@ -38,11 +40,11 @@ def norm_rows_forward(
 def norm_rows_backward(
     x, added, gain, dy, dx, dgain, dbias, rows, B, N, x_outer, x_inner, y_outer, y_inner, eps,
     NORM: tl.constexpr, RMS: tl.constexpr, GAIN: tl.constexpr, ADD: tl.constexpr,
-    DX: tl.constexpr, BLOCK: tl.constexpr,
+    DX: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dgain and dbias (programs, N): the sums over the rows of each program.
+    """SUMS: dgain and dbias (programs, N), the sums over the rows of each program.
 
-    ADD: the rows are x + added, of the same layout. DX: also the gradient of x, in its layout.
+    ADD: the rows are x + added, of the same layout. DX: the gradient of x, in its layout.
     """
     j = tl.arange(0, BLOCK)
     real = j < N
@@ -65,6 +67,7 @@ def norm_rows_backward(
             if NORM:
                 d = norm_backward(d, normed, scale, real, N, RMS)
             tl.store(dx + at, d.to(dx.dtype.element_ty), real)
-    at = tl.program_id(0) * N + j
-    tl.store(dgain + at, gain_sum, real)
-    tl.store(dbias + at, bias_sum, real)
+    if SUMS:
+        at = tl.program_id(0) * N + j
+        tl.store(dgain + at, gain_sum, real)
+        tl.store(dbias + at, bias_sum, real)
