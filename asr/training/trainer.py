@@ -562,7 +562,7 @@ class Training:
         total = planned_steps(self.task.epochs, self.config, self.state)
         if self.config.precision == "bf16" and not distributed.computes_bf16(device):
             lines.append(
-                "this CPU has no instructions for train.precision = bf16, which it computes slowly: "
+                "train.precision = bf16 is slow on this CPU, which has no instructions for it: "
                 "set train.precision=fp32"
             )
         if total <= warmup:
