@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from asr.arguments import CommandParser, call_of, last_of_each, positive, run_folder
 from asr.errors import UserError, one_line, run_command
 from asr.io import atomic_write
+from asr.shipped import find_run, run_names
 
 if TYPE_CHECKING:
     from asr.inference.recognition import Recognizer
@@ -40,6 +41,7 @@ def main() -> int:
         )
     if not files:
         raise UserError("no audio: name files, folders, - or --list FILES")
+    from asr.analysis.model_card import rates_in_card
     from asr.inference.recognition import Recognizer
     from asr.inference.sources import open_sources, targets
 
@@ -50,6 +52,8 @@ def main() -> int:
             raise UserError(f"{kind} makes a file of each recording: add --out FOLDER")
         places = targets(sources) if args.out else {}
         recognizer = Recognizer.load(args.run, overrides)
+        if args.run in map(find_run, map(Path, run_names())):  # which its user has not evaluated
+            print(f"{args.run.name}: {rates_in_card(args.run)}", file=sys.stderr, flush=True)
         transcribe(recognizer, sources, places, args, faults)
     for reason in faults.values():
         print(f"error: {one_line(reason)}", file=sys.stderr, flush=True)

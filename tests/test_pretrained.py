@@ -1,10 +1,14 @@
 """The pretrained runs of the project: size, integrity and error rate."""
 
+import re
+import shutil
 from pathlib import Path
 
 import jiwer
 import pytest
+import soundfile
 
+from asr import transcribe
 from asr.data.corpus import read_manifest
 from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import WEIGHTS, is_sound, list_checkpoints
@@ -34,3 +38,16 @@ def test_it_recognises_unseen_speakers(name, shared):
     recognizer = Recognizer.load(ROOT / "pretrained" / name, ["decode.speeds=[1.0]"])
     hypotheses = [recognizer(utterance.audio).text for utterance in some]
     assert jiwer.cer([utterance.text for utterance in some], hypotheses) < MOST
+
+
+def test_a_shipped_model_states_its_error_rate_once(commands, tiny_run, tmp_path, monkeypatch):
+    """The value in its card's table; no line for a run of the user's, whatever its name."""
+    soundfile.write(tmp_path / "a.wav", [0.1] * 16000, 16000)
+    code, _, err = commands(transcribe, "conformer", tmp_path / "a.wav", tmp_path / "a.wav")
+    assert code == 0
+    card = (ROOT / "pretrained" / "conformer" / "README.md").read_text(encoding="utf-8")
+    (rate,) = re.findall(r"\n\| test-clean \| all.*?\| ([0-9.]+) % \|", card)
+    assert err.count("WER") == 2 and f"WER {float(rate):.1f} % on test-clean" in err
+    shutil.copytree(tiny_run, tmp_path / "las")
+    monkeypatch.chdir(tmp_path)
+    assert "WER" not in commands(transcribe, "las", "a.wav")[2]

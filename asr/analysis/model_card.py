@@ -115,6 +115,19 @@ def evaluation_result(corpus: str | None, split: str, rates: Mapping[str, Any]) 
     return {"task": dict(TASK), "dataset": dataset, "metrics": metrics}
 
 
+def rates_in_card(run: Path) -> str:
+    """The word error rates in the metadata of a run's README.md, in one line."""
+    head = read_small_file(run / "README.md").split("---")[1]
+    (model,) = yaml.safe_load(head)["model-index"]
+    rates = [
+        f"WER {rate['value']:.1f} % on {result['dataset']['name']}"
+        for result in model["results"]
+        for rate in result["metrics"]
+        if rate["type"] == "wer"
+    ]
+    return f"{', '.join(rates)}; limits: {run / 'README.md'}"
+
+
 def description(
     run: Path,
     recipe: SpeechRecipe,
