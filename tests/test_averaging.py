@@ -174,7 +174,7 @@ class TestTraining:
             (["train.optimizer.kind=schedule_free"], "schedule.kind = tri_stage: set train.sched"),
             (
                 [*CHOICES["schedule_free"], "train.ema=0.9"],
-                "train.ema is .* schedule_free has its own average: set train.ema=null",
+                "train.ema is .* schedule_free averages .*: set train.ema=null",
             ),
             ([*CHOICES["schedule_free"], "train.optimizer.betas=[0,0.9]"], r"betas\[0\] above 0"),
         ],
