@@ -119,6 +119,7 @@ def test_another_sample_rate_is_refused(encoders):
         EncoderFeatures(PretrainedEncoder(encoders["hubert"][0]), 8000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wav2vec2_stable", "wavlm", "whisper"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_top_layers_are_trained(encoders, kind, checkpointing):

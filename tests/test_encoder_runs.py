@@ -166,6 +166,7 @@ def test_features_are_computed_before_training(commands, corpus, encoder):
 LEARNED = ("features.layer=weighted", "features.project=5")
 
 
+@pytest.mark.slow
 def test_training_reads_what_is_stored(commands, corpus, encoder, tmp_path, monkeypatch):
     stored, computed = tmp_path / "stored", tmp_path / "computed"
     out = trained(commands, corpus, encoder, stored, *LEARNED)
@@ -203,6 +204,7 @@ def test_training_reads_what_is_stored(commands, corpus, encoder, tmp_path, monk
     assert "--onnx" in commands.refused(export, stored, "--onnx", "--to", tmp_path / "onnx")
 
 
+@pytest.mark.slow
 def test_the_top_of_an_encoder_is_trained_with_the_model(commands, corpus, encoder, tmp_path):
     run, mine = tmp_path / "run", shutil.copytree(encoder, tmp_path / "mine")
     keys = ["features.train=2", "features.gradient_checkpointing=true", *LEARNED]
