@@ -134,6 +134,20 @@ def read_small_file(path: Path, limit: int = 16 << 20) -> str:
     return content.decode()
 
 
+def read_front_matter(path: Path) -> tuple[Any, str]:
+    """The YAML between two lines of --- at the start of a text, {} if there is none, and the rest.
+
+    Raises UserError as open_file does, ValueError or yaml.YAMLError for what cannot be read.
+    """
+    import yaml  # here, since few commands read one
+
+    text = read_small_file(path).strip()
+    if not text.startswith("---\n"):
+        return {}, text
+    head, _, rest = text.removeprefix("---\n").partition("\n---")
+    return yaml.safe_load(head), rest.strip()
+
+
 def read_json(path: Path, limit: int = 16 << 20) -> Any:
     """The value of a JSON file. Raises UserError as open_file does, ValueError as parse_json."""
     return parse_json(read_small_file(path, limit))

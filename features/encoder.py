@@ -47,6 +47,7 @@ MAX_POSITIONS = 100_000
 # Training options of the models themselves: SpecAugment is ours, and a skipped layer would leave
 # a weighted sum without one of its terms.
 CONFIG = {"apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0}
+WINDOW = 400  # samples that a frame covers at least, of all these models
 HALF_MAX = torch.finfo(torch.float16).max
 
 
@@ -235,20 +236,27 @@ def _recorded(blocks: Iterable[nn.Module], states: list[Tensor]) -> Iterator[Non
             hook.remove()
 
 
-class EncoderFeatures(FeatureExtractor):
+class EncoderExtractor(FeatureExtractor):
+    """Base of both: ValueError for another sample rate than the encoder's."""
+
+    def __init__(self, encoder: PretrainedEncoder, sample_rate: int, shift: int) -> None:
+        if sample_rate != encoder.sample_rate:
+            rate = encoder.sample_rate
+            raise ValueError(f"sample_rate = {sample_rate}: the encoder needs sample_rate={rate}")
+        self.sample_rate, self.dither = sample_rate, 0.0
+        self.window, self.shift = WINDOW, shift
+        self.encoder, self.max_samples = encoder, encoder.max_samples
+
+
+class EncoderFeatures(EncoderExtractor):
     """Hidden states of a frozen encoder as features: (S,) -> (T, L * F).
 
-    They are rounded to float16, as feature_cache stores them. ValueError as PretrainedEncoder, and
-    for another sample rate than the encoder's.
+    They are rounded to float16, as feature_cache stores them.
     """
 
     def __init__(self, encoder: PretrainedEncoder, sample_rate: int) -> None:
-        check_rate(encoder, sample_rate)
-        milliseconds = 1000 / sample_rate
-        super().__init__(sample_rate, 400 * milliseconds, encoder.shift * milliseconds, 0.0)
-        self.encoder = encoder.eval()
+        super().__init__(encoder.eval(), sample_rate, encoder.shift)
         self.size, self.groups = encoder.count * encoder.hidden_size, encoder.count
-        self.max_samples = encoder.max_samples
 
     def num_frames(self, samples: int) -> int:
         """T for S samples; 0 if they do not fill a frame."""
@@ -264,19 +272,12 @@ class EncoderFeatures(FeatureExtractor):
         return states[0].clamp(-HALF_MAX, HALF_MAX).half().float().cpu()
 
 
-class EncoderInputs(FeatureExtractor):
-    """What an encoder within the model reads: (S,) -> (T', F').
-
-    ValueError for another sample rate than the encoder's.
-    """
+class EncoderInputs(EncoderExtractor):
+    """What an encoder within the model reads: (S,) -> (T', F')."""
 
     def __init__(self, encoder: PretrainedEncoder, sample_rate: int) -> None:
-        check_rate(encoder, sample_rate)
-        milliseconds = 1000 / sample_rate
-        shift = encoder.input_shift
-        super().__init__(sample_rate, 400 * milliseconds, shift * milliseconds, 0.0)
-        self.encoder, self.size = encoder, encoder.input_size
-        self.max_samples = encoder.max_samples
+        super().__init__(encoder, sample_rate, encoder.input_shift)
+        self.size = encoder.input_size
 
     def num_frames(self, samples: int) -> int:
         """T' for S samples; 0 if they do not fill a frame of the encoder."""
@@ -305,13 +306,6 @@ def train_top(encoder: PretrainedEncoder, top: int | Literal["all"], checkpointi
         model = encoder.model  # the second name is that of versions before 5.24
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def check_rate(encoder: PretrainedEncoder, sample_rate: int) -> None:
-    """Raises ValueError for another sample rate than the encoder's."""
-    if sample_rate != encoder.sample_rate:
-        rate = encoder.sample_rate
-        raise ValueError(f"sample_rate = {sample_rate}: the encoder needs sample_rate={rate}")
 
 
 def _valid(lengths: Tensor, x: Tensor) -> Tensor:

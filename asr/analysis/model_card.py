@@ -15,7 +15,7 @@ from asr.analysis.runs import HOURS, SECONDS, read_cost
 from asr.analysis.wer import between, percent
 from asr.config.schema import SpeechRecipe
 from asr.errors import UserError
-from asr.io import read_json, read_small_file
+from asr.io import read_front_matter, read_json
 
 TASK = {"type": "automatic-speech-recognition", "name": "Automatic Speech Recognition"}
 # data.corpus -> the data set's name on the Hugging Face Hub
@@ -65,16 +65,12 @@ def read_about(path: Path) -> tuple[dict[str, Any], list[str]]:
     Raises UserError if the file cannot be read.
     """
     try:
-        text = read_small_file(path).strip()
-        if not text.startswith("---\n"):
-            return {}, [text, ""]
-        head, _, text = text.removeprefix("---\n").partition("\n---")
-        metadata = yaml.safe_load(head)
+        metadata, text = read_front_matter(path)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"--about {path}: cannot be read ({error})") from None
     if not isinstance(metadata, dict):
         raise UserError(f"--about {path}: its metadata must be keys with values (language: en)")
-    return metadata, [text.strip(), ""]
+    return metadata, [text, ""]
 
 
 def card_metadata(
@@ -117,8 +113,8 @@ def evaluation_result(corpus: str | None, split: str, rates: Mapping[str, Any]) 
 
 def rates_in_card(run: Path) -> str:
     """The word error rates in the metadata of a run's README.md, in one line."""
-    head = read_small_file(run / "README.md").split("---")[1]
-    (model,) = yaml.safe_load(head)["model-index"]
+    metadata, _ = read_front_matter(run / "README.md")
+    (model,) = metadata["model-index"]
     rates = [
         f"WER {rate['value']:.1f} % on {result['dataset']['name']}"
         for result in model["results"]

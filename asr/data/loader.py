@@ -131,7 +131,7 @@ class UtteranceDataset(Dataset):
         return Example(utterance.id, features, tokens, other_speeds, *second_view)
 
     def _evaluated(self, utterance: Utterance) -> Sequence[Tensor] | None:
-        """Features at speed 1 and at `other_speeds`; None for audio that is left out."""
+        """Features at speed 1 and at `other_speeds`; None for audio that is skipped."""
         front_end, speeds = self.front_end, (1.0, *self.other_speeds)
         stored = read_stored(self.cache, utterance, speeds)
         if self.skips or not stored:

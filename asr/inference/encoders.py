@@ -6,7 +6,6 @@ in the checkpoints, only what describes it.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from asr.features.encoder import (
 )
 from asr.features.front_end import FrontEnd
 from asr.inference.hub import download_encoder, is_name
-from asr.io import read_json, read_small_file, sha256_of_files
+from asr.io import read_front_matter, read_json, sha256_of_files
 
 DESCRIPTION, FOLDER = "encoder.json", "encoder"
 DESCRIBED = ("config.json", "preprocessor_config.json", "README.md")
@@ -164,13 +163,8 @@ def _key(front_end: FrontEnd) -> str | None:
 def licence(folder: Path) -> str:
     """The licence in the metadata of README.md; empty where there is none."""
     try:
-        text = read_small_file(folder / "README.md")
-    except (OSError, ValueError, UserError):
-        return ""
-    head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    try:
-        facts = yaml.safe_load(head[1]) if head else None
-    except yaml.YAMLError:
+        facts, _ = read_front_matter(folder / "README.md")
+    except (OSError, ValueError, UserError, yaml.YAMLError):
         return ""
     found = facts.get("license") if isinstance(facts, dict) else None
     return found if isinstance(found, str) else ""

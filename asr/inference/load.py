@@ -20,7 +20,7 @@ from asr.data.tokenizer import Tokenizer, checkpoint_metadata, load_tokenizer
 from asr.decoding.fusion import load_ngrams
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError
-from asr.features.encoder import EncoderFeatures, EncoderInputs
+from asr.features.encoder import EncoderExtractor, EncoderFeatures, EncoderInputs
 from asr.features.front_end import FrontEnd
 from asr.inference.encoders import load_run_encoder, read_description, save_description
 from asr.io import check_run_folder
@@ -83,7 +83,7 @@ def load_run_front_end(run: Path, recipe: SpeechRecipe) -> FrontEnd:
 def save_inputs(run: Path, tokenizer: Tokenizer, front_end: FrontEnd) -> None:
     """Vocabulary and statistics: with recipe and checkpoints all that transcription needs."""
     tokenizer.save(run)
-    if isinstance(front_end.extract, EncoderFeatures | EncoderInputs):
+    if isinstance(front_end.extract, EncoderExtractor):
         trained = isinstance(front_end.extract, EncoderInputs)
         save_description(run, front_end.extract.encoder, trained)
     if front_end.norm.needs_statistics:

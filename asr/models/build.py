@@ -48,14 +48,18 @@ def build_front_end(
     encoder: that of features.encoder. One that is trained is a part of the model, and so are
     normalisation and masks of its output.
     """
-    masks, mvn = features.spec_augment, features.mvn
-    if features.train != "none":
-        masks, mvn = None, "none"
     with config_errors("features"):
-        augment = masks and SpecAugment(**masks.model_dump())
-        norm = MeanVarianceNorm(mvn, features.mvn_variance)
+        norm, augment = _norm_and_masks(features)
+        if features.train != "none":
+            norm, augment = MeanVarianceNorm("none"), None
         extract = build_extractor(features, encoder)
         return FrontEnd(extract, norm, augment, features.noise, max_seconds)
+
+
+def _norm_and_masks(features: FeaturesConfig) -> tuple[MeanVarianceNorm, SpecAugment | None]:
+    masks = features.spec_augment
+    augment = masks and SpecAugment(**masks.model_dump())
+    return MeanVarianceNorm(features.mvn, features.mvn_variance), augment
 
 
 def build_extractor(
@@ -86,8 +90,7 @@ def build_frontend(features: FeaturesConfig, front_end: FrontEnd) -> Frontend | 
         return None
     if encoder is None:
         return Frontend(front_end.size, layers=layers, project=features.project)
-    norm = MeanVarianceNorm(features.mvn, features.mvn_variance)
-    masks = features.spec_augment and SpecAugment(**features.spec_augment.model_dump())
+    norm, masks = _norm_and_masks(features)
     return Frontend(
         layers * encoder.hidden_size,
         encoder,

@@ -220,12 +220,13 @@ def speech_task(
     front_end.noise_files = list_audio_files(recipe, "noise_files", "noise_probability")
     front_end.room_responses = list_audio_files(recipe, "room_responses", "room_probability")
     device = choose_device(recipe.train.device)
-    cache, valid_cache = (
-        cache_features(part, front_end, among, data.workers, device)
-        for part, among in ((training, every_speed), (valid, [1.0]))
-    )
-    if cache and front_end.changes_audio:
-        print_first("noise and rooms change the audio: its features are computed in every epoch")
+    valid_cache = cache_features(valid, front_end, [1.0], data.workers, device)
+    if front_end.changes_audio:
+        cache = None
+        if valid_cache:
+            print_first("noise and rooms change the audio: its features are computed in each epoch")
+    else:
+        cache = cache_features(training, front_end, every_speed, data.workers, device)
     if resume:
         tokenizer = load_tokenizer(run)
         if front_end.norm.needs_statistics:
@@ -263,7 +264,7 @@ def speech_task(
             tokenizer,
             recipe.seed,
             views=views,
-            cache=None if front_end.changes_audio else cache,
+            cache=cache,
         ),
         train.batch_seconds,
         speeds,
