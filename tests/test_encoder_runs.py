@@ -122,6 +122,29 @@ def test_changed_audio_is_computed_again(corpus, front_end):
     check(cache, front_end, part)
 
 
+def test_copied_audio_is_not_computed_again(corpus, front_end, monkeypatch):
+    part = read_manifest(corpus / "valid.tsv")
+    make_cache(part, front_end, "key", SPEEDS, 0, CPU)
+    for utterance in part:  # the content stays, or changes at the same size
+        later = time.time() + 5
+        if utterance.id == part[1].id:
+            utterance.audio.write_bytes(utterance.audio.read_bytes()[:-2] + b"\0\1")
+        os.utime(utterance.audio, (later, later))
+    added = []
+    monkeypatch.setattr(compute_features, "_add", lambda *args: added.extend(args[2]))
+    cache = make_cache(part, front_end, "key", SPEEDS, 0, CPU)
+    assert [(u.id, speed) for u, speed in added] == [(part[1].id, speed) for speed in SPEEDS]
+    assert [cache.read(u.id, 1.0) is None for u in part] == [u.id == part[1].id for u in part]
+
+
+def test_audio_too_long_for_the_encoder_is_not_read(corpus, front_end, monkeypatch):
+    part = read_manifest(corpus / "valid.tsv")
+    longest = max(part, key=lambda utterance: utterance.seconds)
+    front_end.extract.max_samples = round(longest.seconds * front_end.sample_rate) - 1
+    cache = make_cache(part, front_end, "key", (1.0,), 0, CPU)
+    assert [cache.read(u.id, 1.0) is None for u in part] == [u.id == longest.id for u in part]
+
+
 def test_unreadable_and_short_audio_is_not_stored(corpus, front_end):
     part = read_manifest(corpus / "valid.tsv")
     part[0].audio.write_bytes(b"no audio")
@@ -136,8 +159,8 @@ def test_a_hostile_index_reads_nothing_outside_the_file(corpus, front_end):
     index = corpus / "valid.features" / "key" / INDEX
     lines = [line.split("\t") for line in index.read_text().splitlines() if line]
     bad = [(-5, 3), (0, 10**12), (10**15, 1), (0, -1), ("nan", 1)]
-    wrong = ["\t".join([*line[:5], *map(str, span)]) for line in lines for span in bad]
-    index.write_text("\n".join(["", "x", "\t\t\t\t\t\t", *wrong, ""]))
+    wrong = ["\t".join([*line[:6], *map(str, span)]) for line in lines for span in bad]
+    index.write_text("\n".join(["", "x", "\t\t\t\t\t\t\t", *wrong, ""]))
     cache = open_cache(part, "key", front_end.size)
     assert all(cache.read(u.id, 1.0) is None for u in part)
 

@@ -3,6 +3,7 @@
 S samples, T frames, F features per frame.
 """
 
+import math
 import os
 import shutil
 import time
@@ -21,6 +22,7 @@ from asr.data.feature_cache import (
     Part,
     append,
     cache_folders,
+    find_copies,
     open_cache,
     read_cache,
 )
@@ -48,7 +50,7 @@ def make_cache(
     no frame are not stored. Raises UserError where the disk has no room or cannot be written.
     """
     cache = open_cache(corpus, key, front_end.size)
-    if cache and not _missing(cache, corpus, speeds):
+    if cache and not _missing(cache, front_end, corpus, speeds):
         return cache
     for folder in cache_folders(corpus, key):
         try:
@@ -61,8 +63,11 @@ def make_cache(
             (folder / FRAMES).touch()
             (folder / INDEX).touch()
             cache = read_cache(folder, corpus, front_end.size)
-            wanted = _missing(cache, corpus, speeds)
             try:
+                missing = _missing(cache, front_end, corpus, speeds)
+                find_copies(folder, front_end.size, [utterance for utterance, _ in missing])
+                cache = read_cache(folder, corpus, front_end.size)
+                wanted = _missing(cache, front_end, corpus, speeds)
                 _add(folder, front_end, wanted, workers, device)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
@@ -70,8 +75,17 @@ def make_cache(
     return None
 
 
-def _missing(cache: FeatureCache, corpus: Corpus, speeds: Sequence[float]) -> list[Wanted]:
-    return [(u, speed) for speed in speeds for u in corpus if (u.id, speed) not in cache.spans]
+def _missing(
+    cache: FeatureCache, front_end: FrontEnd, corpus: Corpus, speeds: Sequence[float]
+) -> list[Wanted]:
+    """What is not stored of all that is short enough for the encoder."""
+    longest = (front_end.extract.max_samples or math.inf) / front_end.sample_rate  # seconds
+    return [
+        (utterance, speed)
+        for speed in speeds
+        for utterance in corpus
+        if utterance.seconds / speed <= longest and (utterance.id, speed) not in cache.spans
+    ]
 
 
 class _Missing(Dataset):

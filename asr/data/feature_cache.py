@@ -1,13 +1,14 @@
 """Features of a frozen encoder, computed once and stored as float16 in one file for each manifest.
 
     FOLDER/features.f16    frames (N, F), one utterance after another
-    FOLDER/index.tsv       of each utterance: id, audio file with size and time, speed, first frame,
-                           number of frames
+    FOLDER/index.tsv       of each utterance: id, audio file with size, time and checksum, speed,
+                           first frame, number of frames
 
 FOLDER is NAME.features/KEY beside NAME.tsv, or in the user's cache folder where that cannot be
 written; KEY stands for the encoder's weights, layer and sample rate. Both files only grow, the
 frames first, so an interrupted computation is continued, and an audio file that has changed is
-computed again. Reading maps the frames into memory, which the loader's processes share.
+computed again; one that was only copied, and has another time, is not. Reading maps the frames
+into memory, which the loader's processes share.
 
 N frames in all, F features per frame, S samples.
 """
@@ -15,6 +16,7 @@ N frames in all, F features per frame, S samples.
 import hashlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,8 +28,9 @@ import torch
 from torch import Tensor
 
 from asr.data.corpus import Corpus, Utterance
-from asr.features.tar import member_of
-from asr.io import open_file, user_cache
+from asr.errors import UserError
+from asr.features.tar import PackedError, member_of, read_member
+from asr.io import open_file, sha256_of_files, user_cache
 
 FRAMES, INDEX = "features.f16", "index.tsv"
 SYNC_SECONDS = 10.0  # between two additions to the index
@@ -45,6 +48,7 @@ class Entry(NamedTuple):
     audio: str
     size: int  # of the file, bytes
     time: int  # of its last change, ns
+    checksum: str  # SHA256 of its content, the first 16 digits
     speed: float
     start: int  # frame
     frames: int
@@ -91,12 +95,10 @@ def read_cache(folder: Path, corpus: Corpus, size: int) -> FeatureCache:
     """Map the frames. Raises FileNotFoundError where there are none."""
     frames = folder / FRAMES
     count = frames.stat().st_size // (2 * size)
-    with open_file(folder / INDEX, MAX_INDEX) as file:
-        stored = {(e.id, e.speed): e for e in _entries(file) if e.start + e.frames <= count}
     stamps = {utterance.id: _stamp(utterance) for utterance in corpus}
     spans = {
         (entry.id, entry.speed): (entry.start, entry.frames)
-        for entry in stored.values()
+        for entry in _stored(folder, count)
         if (entry.audio, entry.size, entry.time) == stamps.get(entry.id)
     }
     shape = (count, size)
@@ -104,13 +106,38 @@ def read_cache(folder: Path, corpus: Corpus, size: int) -> FeatureCache:
     return FeatureCache(mapped, spans)
 
 
+def find_copies(folder: Path, size: int, wanted: Iterable[Utterance]) -> None:
+    """Enter the present time of the wanted utterances whose audio has the stored content."""
+    count = (folder / FRAMES).stat().st_size // (2 * size)
+    stored = defaultdict(list)
+    for entry in _stored(folder, count):
+        stored[entry.id].append(entry)
+    with (folder / INDEX).open("ab") as index:
+        lines = [b"\n"]  # ends a torn line
+        for utterance in {u.id: u for u in wanted}.values():
+            if not (entries := stored[utterance.id]) or not (stamp := _stamp(utterance)):
+                continue
+            same = [e for e in entries if (e.audio, e.size) == stamp[:2]]
+            checksum = _checksum(utterance) if same else None
+            lines += [_line(e._replace(time=stamp[2])) for e in same if e.checksum == checksum]
+        index.write(b"".join(lines))
+
+
+def _stored(folder: Path, count: int) -> Iterable[Entry]:
+    """The entries of an index within the first `count` frames."""
+    with open_file(folder / INDEX, MAX_INDEX) as file:
+        entries = {(e.id, e.speed): e for e in _entries(file) if e.start + e.frames <= count}
+    return entries.values()
+
+
 def _entries(file: IO[bytes]) -> Iterator[Entry]:
     """The complete lines of an index; a later one of the same key replaces an earlier one."""
     for line in file:
         fields = line.decode(errors="replace").rstrip("\n").split("\t")
         with suppress(ValueError, TypeError):
-            name, audio, *numbers, speed, start, frames = fields
-            entry = Entry(name, audio, *map(int, numbers), float(speed), int(start), int(frames))
+            name, audio, size, at, checksum, speed, start, frames = fields
+            file_stamp = int(size), int(at), checksum
+            entry = Entry(name, audio, *file_stamp, float(speed), int(start), int(frames))
             if line.endswith(b"\n") and entry.start >= 0 and entry.frames > 0:
                 yield entry
 
@@ -127,22 +154,37 @@ def _stamp(utterance: Utterance) -> tuple[str, int, int] | None:
     return name, status.st_size, status.st_mtime_ns
 
 
+def _line(entry: Entry) -> bytes:
+    return ("\t".join(map(str, entry)) + "\n").encode()
+
+
+def _checksum(utterance: Utterance) -> str | None:
+    """Of the content of the utterance's file; None where it cannot be read."""
+    audio = str(utterance.audio)
+    try:
+        if member := member_of(audio):
+            return hashlib.sha256(read_member(member)).hexdigest()[:16]
+        return sha256_of_files([Path(audio)])[:16]
+    except (OSError, PackedError, UserError):
+        return None
+
+
 def append(folder: Path, size: int, parts: Iterable[Part]) -> None:
     """Append frames, then the lines that name them, so that a line never lacks its frames."""
     with (folder / FRAMES).open("r+b") as frames, (folder / INDEX).open("ab") as index:
         start = frames.seek(0, os.SEEK_END) // (2 * size)
         frames.truncate(frames.seek(2 * size * start))  # without a torn frame
         index.write(b"\n")  # ends a torn line
-        lines: list[str] = []
+        lines: list[bytes] = []
         last = time.monotonic()
         try:
             for utterance, speed, features in parts:
-                stamp = _stamp(utterance)
-                if features is None or not len(features) or stamp is None:
+                stamp, checksum = _stamp(utterance), _checksum(utterance)
+                if features is None or not len(features) or not stamp or not checksum:
                     continue
                 frames.write(features.numpy().tobytes())
-                entry = Entry(utterance.id, *stamp, speed, start, len(features))
-                lines.append("\t".join(map(str, entry)) + "\n")
+                entry = Entry(utterance.id, *stamp, checksum, speed, start, len(features))
+                lines.append(_line(entry))
                 start += len(features)
                 if time.monotonic() - last > SYNC_SECONDS:
                     _flush(frames, index, lines)
@@ -151,9 +193,9 @@ def append(folder: Path, size: int, parts: Iterable[Part]) -> None:
             _flush(frames, index, lines)
 
 
-def _flush(frames: IO[bytes], index: IO[bytes], lines: list[str]) -> None:
+def _flush(frames: IO[bytes], index: IO[bytes], lines: list[bytes]) -> None:
     frames.flush()
     os.fsync(frames.fileno())
-    index.write("".join(lines).encode())
+    index.write(b"".join(lines))
     index.flush()
     lines.clear()
