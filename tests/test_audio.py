@@ -418,6 +418,7 @@ def test_damaged_files_give_samples_or_a_clear_error(tmp_path, kind):
     assert refused > 0
 
 
+@pytest.mark.slow
 def test_a_long_file_is_measured_with_the_memory_of_one_block(tmp_path):
     """A small file may contain hours of silence, and a table may list many such files."""
     seconds, rate = 2400, 16_000
@@ -618,6 +619,7 @@ ENCODERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed")
 def test_durations_of_files_written_by_encoders_and_to_a_pipe(tmp_path):
     """The judge is the number of samples that went in."""

@@ -157,6 +157,7 @@ class TestTraining:
         weights, others = (load_file(c.folder / "model.safetensors") for c in (last, again))
         assert same(weights, others)
 
+    @pytest.mark.slow
     def test_the_checkpoint_has_the_average_and_the_trained_weights(self, tiny, tmp_path):
         more = ["train.ema=0.6", "train.steps=4"]
         train(read_recipe(tiny, more), tmp_path / "ema")

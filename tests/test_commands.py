@@ -98,6 +98,7 @@ def completions(line, folder):
     return (folder / "found").read_text().split("\n")
 
 
+@pytest.mark.slow
 def test_the_shell_completes_commands_keys_and_values(tmp_path):
     (tmp_path / "mine.yaml").write_text("base: demo_transformer\nrun: mine\n")
     (tmp_path / "runs" / "x").mkdir(parents=True)

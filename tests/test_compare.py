@@ -426,6 +426,7 @@ def test_runs_of_one_name_in_two_sweeps_are_two(tmp_path, commands):
     assert [row[0] for row in rows(text, "Runs that are not counted")] == ["seed=3"]
 
 
+@pytest.mark.slow
 def test_long_setting_names_have_letters_where_two_share_a_row(drawn, tmp_path, commands):
     """The figure, which labels its levels beside the lines, has the full names."""
     for norm in ("none", "ba"):
@@ -508,6 +509,7 @@ def test_one_run_alone(drawn, tmp_path, commands, monkeypatch):
     assert (tmp_path / "compare" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_long_names_are_spelled_out_once(drawn, tmp_path, commands):
     many = ["model.listener.dropout=0.2", "model.speller.dropout=0.3", "train.optimizer.lr=0.01"]
     many += ["features.mel_bins=40", "train.batch_seconds=30", "model.attention_size=96"]

@@ -244,6 +244,7 @@ def with_long(tiny, tmp_path):
     return tmp_path / "long" / "long.tsv"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), (SPEEDS, "decode.beam=2")], ids=["once", "at three speeds"])
 def test_long_utterances_are_decoded_as_by_transcribe(
     more, with_long, tiny_run, commands, tmp_path

@@ -81,6 +81,7 @@ def scalars(run):
     return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}, events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_run_gives_the_perplexity_of_its_model(commands, folder, kind):
     run = folder / "run"

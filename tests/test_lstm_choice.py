@@ -390,6 +390,7 @@ def load_with_slow_compiler(built, calls):
     compiler.load()
 
 
+@pytest.mark.slow
 @CPU
 def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
     arguments = (compiler._compiled(), tmp_path / "calls")

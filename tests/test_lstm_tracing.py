@@ -116,6 +116,7 @@ def test_torch_func(lstm):
     torch.testing.assert_close(slope, (sides[0] - sides[1]) / (2 * step), atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FakeTensorMode reads it
 def test_fake_functional_and_meta_tensors_reach_no_kernel(lstm):
     x, cell = torch.randn(3, 5, 3), LayerNormLSTMCell(3, 7)

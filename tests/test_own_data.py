@@ -42,6 +42,7 @@ def assert_equal(one, other):
         torch.testing.assert_close(tensor, weights(other)[name], atol=0, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_list", [False, True])
 def test_a_dataset_trains_as_its_manifest(as_list, tiny, tmp_path):
     """Samples in memory, or a list of examples that name files; also resumed."""
@@ -97,6 +98,7 @@ class WithTwice(SpeechObjective):
         return sums | {"objective": Sum(2 * loss, count), "twice": Sum(2 * loss.detach(), count)}
 
 
+@pytest.mark.slow
 def test_an_objective_of_the_program(tiny, tmp_path):
     run = asr.api.train(tiny, STEPS, tmp_path / "run", objective=WithTwice)
     plain = asr.api.train(tiny, STEPS, tmp_path / "plain")

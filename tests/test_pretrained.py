@@ -30,6 +30,7 @@ def test_it_is_small_and_complete_and_has_a_card(name):
         assert text in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FINALISTS)
 def test_it_recognises_unseen_speakers(name, shared):
     """Character errors by jiwer; on all of dev they are 14, 17 and 18 %."""

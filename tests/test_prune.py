@@ -134,6 +134,7 @@ def test_training_resumes_from_a_pruned_run(tiny, run, commands, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_averaged_weights_of_the_unpruned_model_are_not_resumed(tiny, commands, tmp_path):
     whole, half = tmp_path / "whole", tmp_path / "half"
     overrides = [f"{MODEL}}}", "train.steps=2", "train.ema=0.5"]

@@ -199,6 +199,7 @@ def resident_megabytes():
     return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+@pytest.mark.slow
 def test_hours_of_silence_are_not_held(tmp_path, monkeypatch):
     """A FLAC of 4 MB may have them; a good file before and after it is transcribed."""
     soundfile.write(tmp_path / "a.wav", spoken(["abc"], 0.3)[0], RATE)

@@ -153,6 +153,7 @@ def test_a_stage_of_the_command_line_is_named_so(tiny):
         read_recipe(tiny, ["stages=[{start: 0.5, model: {dropout: 0.2}}]"])
 
 
+@pytest.mark.slow
 def test_speeds_of_every_stage_are_measured_and_checked_at_the_start(tiny, commands, tmp_path):
     faster = staged(0.5, features={"speed_perturb": [1.0, 1.3]})
     run = tmp_path / "run"

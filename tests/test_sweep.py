@@ -340,6 +340,7 @@ def test_a_link_in_place_of_a_run_or_of_the_lock_is_refused(tiny, commands, tmp_
     assert not (tmp_path / "made").exists() and not list((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.slow
 def test_a_training_interrupted_by_ctrl_c_may_end_its_step(tmp_path, monkeypatch):
     (job,) = sleepers(tmp_path, 1, monkeypatch, LONG_STEP)
     assert job.start(1)

@@ -126,6 +126,7 @@ def test_both_have_the_points_of_tensorboard_also_after_a_resume(tiny, places):
     check_run_folder(run)  # wandb makes links, but not in here
 
 
+@pytest.mark.slow
 @ours
 def test_a_server_that_is_gone_is_reported_once(places, monkeypatch):
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
@@ -141,6 +142,7 @@ def test_a_server_that_is_gone_is_reported_once(places, monkeypatch):
     assert line.startswith("mlflow: ") and line.endswith("; the run continues without it")
 
 
+@pytest.mark.slow
 @ours
 def test_wandb_without_a_login_is_reported(places, monkeypatch, tmp_path):
     pytest.importorskip("wandb", reason="needs the extra wandb").teardown()

@@ -144,6 +144,7 @@ def last_weights(run):
     return load_file(list_checkpoints(run)[-1].folder / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adam", "muon", "schedule_free"])
 def test_frozen_parts_and_rates_by_part_resume_bit_for_bit(
     kind, tiny, commands, tmp_path, monkeypatch
@@ -196,6 +197,7 @@ def killed_at(patch, step):
     patch.setattr(trainer.Training, "write_checkpoint", killer)
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_the_run_and_more_patience_continues_it(
     tiny, commands, tmp_path, monkeypatch
 ):
@@ -252,6 +254,7 @@ def rooms(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_noise_and_rooms_from_files_do_not_depend_on_workers_and_resume(
     rooms, tiny, tiny_run, commands, tmp_path, monkeypatch
 ):
@@ -311,6 +314,7 @@ def test_a_pattern_of_a_stage_is_checked_at_the_start(tiny, commands, tmp_path):
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_frozen_batch_norm_keeps_its_statistics(tiny, commands, tmp_path):
     """Also in a run with the nan checks, whose hooks want gradients."""
     model = "{kind: conformer, d_model: 8, heads: 2, feed_forward: 11, encoder_layers: 2, "
@@ -343,6 +347,7 @@ def test_a_run_is_not_resumed_to_an_end_before_its_last_step(tiny, tiny_run, com
     assert "3 epochs are done, more than train.epochs = 2" in line
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_more_epochs_change_is_logged(tiny, tiny_run, commands, tmp_path):
     """Where the rate had fallen to its end; the log has the settings that keep it."""
     shutil.copytree(tiny_run, tmp_path / "run")
@@ -361,6 +366,7 @@ def test_a_learning_rate_that_more_epochs_change_is_logged(tiny, tiny_run, comma
     assert [rates[step] for step in (6, 7, 8, 9)] == pytest.approx([0.0005] * 4)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_replaced_from_the_one_before_it(
     tiny, tiny_run, commands, tmp_path
 ):

@@ -148,6 +148,7 @@ def test_the_planted_weight_is_found_saved_and_decodes_without_errors(tiny_run, 
     assert [recognizer(u.audio).text for u in corpus] == texts
 
 
+@pytest.mark.slow
 def test_a_language_model_that_does_not_help_is_not_written(tiny_run, commands, tmp_path):
     run, lm = tmp_path / "run", tmp_path / "lm"
     shutil.copytree(tiny_run, run)
