@@ -6,6 +6,7 @@ evaluation every time.
 Shapes: S samples, T frames, F features per frame.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -44,6 +45,11 @@ class FrontEnd:
     def frame_seconds(self) -> float:
         """Seconds from one frame to the next."""
         return self.extract.frame_seconds
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest waveform that the features' encoder takes; infinite: any."""
+        return (self.extract.max_samples or math.inf) / self.sample_rate
 
     @property
     def size(self) -> int:

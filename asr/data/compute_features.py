@@ -3,7 +3,6 @@
 S samples, T frames, F features per frame.
 """
 
-import math
 import os
 import shutil
 import time
@@ -62,10 +61,8 @@ def make_cache(
         with lock_file(folder / "lock", None):
             (folder / FRAMES).touch()
             (folder / INDEX).touch()
-            cache = read_cache(folder, corpus, front_end.size)
             try:
-                missing = _missing(cache, front_end, corpus, speeds)
-                find_copies(folder, front_end.size, [utterance for utterance, _ in missing])
+                find_copies(folder, corpus, front_end.size)
                 cache = read_cache(folder, corpus, front_end.size)
                 wanted = _missing(cache, front_end, corpus, speeds)
                 _add(folder, front_end, wanted, workers, device)
@@ -79,12 +76,12 @@ def _missing(
     cache: FeatureCache, front_end: FrontEnd, corpus: Corpus, speeds: Sequence[float]
 ) -> list[Wanted]:
     """What is not stored of all that is short enough for the encoder."""
-    longest = (front_end.extract.max_samples or math.inf) / front_end.sample_rate  # seconds
     return [
         (utterance, speed)
         for speed in speeds
         for utterance in corpus
-        if utterance.seconds / speed <= longest and (utterance.id, speed) not in cache.spans
+        if utterance.seconds / speed <= front_end.longest
+        and (utterance.id, speed) not in cache.spans
     ]
 
 

@@ -106,20 +106,21 @@ def read_cache(folder: Path, corpus: Corpus, size: int) -> FeatureCache:
     return FeatureCache(mapped, spans)
 
 
-def find_copies(folder: Path, size: int, wanted: Iterable[Utterance]) -> None:
-    """Enter the present time of the wanted utterances whose audio has the stored content."""
+def find_copies(folder: Path, corpus: Corpus, size: int) -> None:
+    """Enter the present time of audio that has another one than is stored, but the content."""
     count = (folder / FRAMES).stat().st_size // (2 * size)
     stored = defaultdict(list)
     for entry in _stored(folder, count):
         stored[entry.id].append(entry)
+    lines = [b"\n"]  # ends a torn line
+    for utterance in corpus:
+        if not (entries := stored[utterance.id]) or not (stamp := _stamp(utterance)):
+            continue
+        name, file_size, now = stamp
+        moved = [e for e in entries if (e.audio, e.size) == (name, file_size) and e.time != now]
+        checksum = _checksum(utterance) if moved else None
+        lines += [_line(e._replace(time=now)) for e in moved if e.checksum == checksum]
     with (folder / INDEX).open("ab") as index:
-        lines = [b"\n"]  # ends a torn line
-        for utterance in {u.id: u for u in wanted}.values():
-            if not (entries := stored[utterance.id]) or not (stamp := _stamp(utterance)):
-                continue
-            same = [e for e in entries if (e.audio, e.size) == stamp[:2]]
-            checksum = _checksum(utterance) if same else None
-            lines += [_line(e._replace(time=stamp[2])) for e in same if e.checksum == checksum]
         index.write(b"".join(lines))
 
 
@@ -150,7 +151,7 @@ def _stamp(utterance: Utterance) -> tuple[str, int, int] | None:
         status = Path(member.tar if member else audio).stat()
     except OSError:
         return None
-    name = f"{Path(audio).name}" if member is None else audio.rpartition("/")[2]
+    name = Path(audio).name if member is None else audio.rpartition("/")[2]
     return name, status.st_size, status.st_mtime_ns
 
 
@@ -179,8 +180,10 @@ def append(folder: Path, size: int, parts: Iterable[Part]) -> None:
         last = time.monotonic()
         try:
             for utterance, speed, features in parts:
+                if features is None or not len(features):
+                    continue
                 stamp, checksum = _stamp(utterance), _checksum(utterance)
-                if features is None or not len(features) or not stamp or not checksum:
+                if not stamp or not checksum:
                     continue
                 frames.write(features.numpy().tobytes())
                 entry = Entry(utterance.id, *stamp, checksum, speed, start, len(features))

@@ -6,7 +6,6 @@ segments decoded in batches while more is read, and what fails together decoded 
 Shapes: B utterances, S samples, T memory frames, U tokens, V vocabulary.
 """
 
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -168,8 +167,8 @@ def segment_seconds(recipe: SpeechRecipe, front_end: FrontEnd) -> float:
 
     Raises UserError for a decode.max_segment_seconds beyond what the features' encoder takes.
     """
-    decode, samples = recipe.decode, front_end.extract.max_samples
-    longest = samples / front_end.sample_rate * min(decode.speeds) if samples else math.inf
+    decode = recipe.decode
+    longest = front_end.longest * min(decode.speeds)
     seconds = decode.max_segment_seconds or min(max(1.0, recipe.data.max_seconds), longest)
     if seconds > longest:
         raise UserError(

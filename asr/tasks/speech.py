@@ -296,9 +296,7 @@ def open_encoder(recipe: SpeechRecipe, run: Path | None) -> PretrainedEncoder:
 
 def check_longest(recipe: SpeechRecipe, front_end: FrontEnd, slowest: float) -> None:
     """Raise UserError where training utterances may be longer than the encoder takes."""
-    if (samples := front_end.extract.max_samples) is None:
-        return
-    longest = samples / front_end.sample_rate * min(slowest, 1.0)
+    longest = front_end.longest * min(slowest, 1.0)
     if recipe.data.max_seconds > longest:
         at = f" at speed {slowest:g}" if slowest < 1.0 else ""
         raise UserError(
