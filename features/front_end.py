@@ -40,6 +40,12 @@ class FrontEnd:
         self.spec_augment, self.noise, self.max_seconds = spec_augment, noise, max_seconds
         self.noise_files: AudioFiles | None = None  # None: white noise
         self.room_responses: AudioFiles | None = None
+        self.encoder_norm: MeanVarianceNorm | None = None  # of an encoder within the model
+
+    @property
+    def corpus_norm(self) -> MeanVarianceNorm:
+        """The normalisation that may have statistics of the corpus."""
+        return self.encoder_norm or self.norm
 
     @property
     def frame_seconds(self) -> float:

@@ -57,10 +57,11 @@ class Moments:
 
     def normalise(self, features: Tensor, variance: bool) -> Tensor:
         """(T, F) -> (T, F) in the dtype of `features`."""
-        centred = features.double() - self.mean
+        mean = self.mean.to(features.device)
+        centred = features.double() - mean
         if variance:
-            std = (self.squares / self.count).sqrt()
-            constant = std <= CONSTANT * self.mean.abs()  # also where both are 0
+            std = (self.squares / self.count).sqrt().to(features.device)
+            constant = std <= CONSTANT * mean.abs()  # also where both are 0
             centred = (centred / std.masked_fill(constant, 1.0)).masked_fill(constant, 0.0)
         return centred.to(features.dtype)
 

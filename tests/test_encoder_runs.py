@@ -23,6 +23,7 @@ from asr.features.augment import change_speed
 from asr.features.encoder import EncoderFeatures, PretrainedEncoder
 from asr.features.front_end import FrontEnd
 from asr.features.normalize import MeanVarianceNorm
+from asr.inference.load import STATISTICS
 from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import WEIGHTS, list_checkpoints
 
@@ -249,6 +250,27 @@ def test_the_top_of_an_encoder_is_trained_with_the_model(commands, corpus, encod
     assert not model.training
 
 
+@pytest.mark.slow
+def test_a_trained_encoder_continues_from_a_frozen_one_with_its_statistics(
+    commands, corpus, encoder, tmp_path
+):
+    frozen, run = tmp_path / "frozen", tmp_path / "run"
+    trained(commands, corpus, encoder, frozen, "features.mvn=global")
+    # At a rate of almost 0 the weights stay, and losses are those of the frozen encoder.
+    keys = ["features.mvn=global", "features.train=all", f"train.init={frozen}"]
+    trained(commands, corpus, encoder, run, *keys, "train.optimizer.lr=1e-30")
+    first, second = (list_checkpoints(each)[-1].loss for each in (frozen, run))
+    assert second == pytest.approx(first, rel=1e-3)  # stored features are float16
+    assert commands(evaluate, run, "--split", "valid")[0] == 0
+    (run / STATISTICS).unlink()
+    assert STATISTICS in commands.refused(evaluate, run, "--split", "valid")
+    other = tmp_path / "other"
+    make_encoder(other, "wav2vec2", seed=3)
+    keys += [*KEYS, f"features.encoder={other}"]
+    line = commands.refused(train, corpus / "tiny.yaml", "--run", tmp_path / "new", *keys)
+    assert "train.init" in line and str(encoder) in line and str(other) in line
+
+
 def test_what_an_encoder_cannot_do_is_refused(commands, corpus, tmp_path, encoder):
     whisper = tmp_path / "whisper"
     make_encoder(whisper, "whisper")
@@ -262,7 +284,7 @@ def test_what_an_encoder_cannot_do_is_refused(commands, corpus, tmp_path, encode
     assert "data.max_seconds=2.7" in refused(f"features.encoder={whisper}")
     named = f"features.encoder={encoder}"
     assert "sample_rate=16000" in refused(named, "features.sample_rate=8000")
-    assert "features.mvn" in refused(named, "features.train=all", "features.mvn=global")
+    assert "features.mvn" in refused(named, "features.train=all", "features.mvn=speaker")
     assert "4" in refused(named, "features.train=4")
     assert "features.dither" in refused(named, "features.dither=1")
     assert "NAME[@REVISION]" in refused("features.encoder=nowhere")

@@ -170,10 +170,10 @@ class FeaturesConfig(Config):
             raise ValueError("features.kind = encoder: set features.encoder=FOLDER or NAME")
         if self.dither:
             raise ValueError("features.dither is for log-mel and mfcc: set features.dither=0")
-        if self.train != "none" and self.mvn not in ("none", "utterance"):
+        if self.train != "none" and self.mvn == "speaker":
             raise ValueError(
-                f"features.mvn = {self.mvn} has no statistics of an encoder that is trained: set "
-                "features.mvn=utterance or none"
+                "features.mvn = speaker has no statistics of an encoder that is trained: set "
+                "features.mvn=utterance, global or none"
             )
         return self
 

@@ -28,6 +28,7 @@ from asr.features.encoder import (
 from asr.features.front_end import FrontEnd
 from asr.inference.hub import download_encoder, is_name
 from asr.io import read_front_matter, read_json, sha256_of_files
+from asr.shipped import find_run
 
 DESCRIPTION, FOLDER = "encoder.json", "encoder"
 DESCRIBED = ("config.json", "preprocessor_config.json", "README.md")
@@ -97,6 +98,20 @@ def read_description(run: Path) -> dict[str, str]:
         return {key: str(found[key]) for key in ("name", "sha256", "licence")}
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(f"{path}: cannot be read; the run needs it to find its encoder") from None
+
+
+def check_init_encoder(init: Path, encoder: Source) -> None:
+    """Raise UserError where train.init was trained on another encoder, or on none."""
+    run, used = find_run(init), "features without an encoder"
+    if (run / DESCRIPTION).exists():
+        facts = read_description(run)
+        if facts["sha256"] == encoder.sha256:
+            return
+        used = facts["name"]
+    raise UserError(
+        f"train.init = {init}: trained on {used}, not on features.encoder = {encoder.name}; set "
+        "one of them so that it fits the other"
+    )
 
 
 def save_description(run: Path, encoder: PretrainedEncoder, trained: bool) -> None:

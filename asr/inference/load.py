@@ -75,8 +75,8 @@ def load_run_front_end(run: Path, recipe: SpeechRecipe) -> FrontEnd:
     features = recipe.features
     encoder = load_run_encoder(run, features) if features.kind == "encoder" else None
     front_end = build_front_end(features, encoder=encoder)
-    if front_end.norm.kind == "global":
-        front_end.norm.load(run / STATISTICS)
+    if front_end.corpus_norm.kind == "global":
+        front_end.corpus_norm.load(run / STATISTICS)
     return front_end
 
 
@@ -86,8 +86,8 @@ def save_inputs(run: Path, tokenizer: Tokenizer, front_end: FrontEnd) -> None:
     if isinstance(front_end.extract, EncoderExtractor):
         trained = isinstance(front_end.extract, EncoderInputs)
         save_description(run, front_end.extract.encoder, trained)
-    if front_end.norm.needs_statistics:
-        front_end.norm.save(run / STATISTICS)
+    if front_end.corpus_norm.needs_statistics:
+        front_end.corpus_norm.save(run / STATISTICS)
 
 
 def load_run_model(

@@ -49,17 +49,20 @@ def build_front_end(
     normalisation and masks of its output.
     """
     with config_errors("features"):
-        norm, augment = _norm_and_masks(features)
-        if features.train != "none":
-            norm, augment = MeanVarianceNorm("none"), None
+        norm = MeanVarianceNorm(features.mvn, features.mvn_variance)
         extract = build_extractor(features, encoder)
-        return FrontEnd(extract, norm, augment, features.noise, max_seconds)
+        if features.train == "none":
+            return FrontEnd(extract, norm, _masks(features), features.noise, max_seconds)
+        front_end = FrontEnd(
+            extract, MeanVarianceNorm("none"), noise=features.noise, max_seconds=max_seconds
+        )
+        front_end.encoder_norm = norm
+        return front_end
 
 
-def _norm_and_masks(features: FeaturesConfig) -> tuple[MeanVarianceNorm, SpecAugment | None]:
+def _masks(features: FeaturesConfig) -> SpecAugment | None:
     masks = features.spec_augment
-    augment = masks and SpecAugment(**masks.model_dump())
-    return MeanVarianceNorm(features.mvn, features.mvn_variance), augment
+    return masks and SpecAugment(**masks.model_dump())
 
 
 def build_extractor(
@@ -90,12 +93,12 @@ def build_frontend(features: FeaturesConfig, front_end: FrontEnd) -> Frontend | 
         return None
     if encoder is None:
         return Frontend(front_end.size, layers=layers, project=features.project)
-    norm, masks = _norm_and_masks(features)
+    masks = _masks(features)
     return Frontend(
         layers * encoder.hidden_size,
         encoder,
         layers,
-        norm if features.mvn != "none" else None,
+        front_end.encoder_norm if features.mvn != "none" else None,
         partial(masks, generator=None, groups=layers) if masks else None,
         features.project,
     )

@@ -4,10 +4,11 @@ The report has word error rates of the attention decoder and of CTC, and for a f
 pictures of features and attention and the decoded texts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from asr.config.schema import LasConfig, SpeechRecipe
 from asr.data import loader, splits
 from asr.data.batching import Batch, Item, collate, plan_evaluation
 from asr.data.corpus import Corpus, audio_remedy
+from asr.data.feature_cache import FeatureCache
 from asr.data.loader import SpeechEpochs, UtteranceDataset, load_batches
 from asr.data.manifest import check_row, read_rows
 from asr.data.tokenizer import (
@@ -35,10 +37,17 @@ from asr.errors import UserError
 from asr.features import AudioError
 from asr.features.audio import audio_seconds
 from asr.features.augment import AudioFiles
-from asr.features.encoder import PretrainedEncoder
+from asr.features.encoder import EncoderFeatures, PretrainedEncoder
 from asr.features.front_end import FrontEnd
 from asr.inference.decode import best_hypotheses, ctc_hypotheses, encode
-from asr.inference.encoders import cache_features, find_encoder, load_encoder, load_run_encoder
+from asr.inference.encoders import (
+    cache_features,
+    check_init_encoder,
+    find_encoder,
+    load_encoder,
+    load_run_encoder,
+    stored_features,
+)
 from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_scorer, save_inputs
 from asr.io import sha256_of_files
 from asr.models.build import build_front_end, build_frontend, build_speech_model
@@ -54,6 +63,7 @@ INSPECTED = 4  # utterances for train.health
 VOCABULARY_UTTERANCES = 300_000
 CHECKED_LENGTHS = 100_000
 CHECKED_TEXTS = 1000
+MEASURED_BY_ENCODER = 1000  # about five minutes of a core where nothing is stored
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class SpeechTask(Task):
     metadata: dict[str, str]
     max_unreadable: float
     drawn: set[str] = field(default_factory=set)  # utterances whose features were logged
+    pretrained: ClassVar[str] = "frontend.encoder."  # train.init may be a run with it frozen
 
     def as_used(self, recipe: SpeechRecipe) -> SpeechRecipe:
         features = {"encoder": self.recipe.features.encoder}
@@ -229,11 +240,13 @@ def speech_task(
         cache = cache_features(training, front_end, every_speed, data.workers, device)
     if resume:
         tokenizer = load_tokenizer(run)
-        if front_end.norm.needs_statistics:
-            front_end.norm.load(run / STATISTICS)
+        if front_end.corpus_norm.needs_statistics:
+            front_end.corpus_norm.load(run / STATISTICS)
     else:
         if init := recipe.train.init:
             tokenizer = load_init_tokenizer(init)
+            if encoder is not None:
+                check_init_encoder(init, encoder.source)
             reason = f"the vocabulary is that of train.init = {init}"
             text, lines = used_text(recipe.text, tokenizer, reason)
         else:
@@ -242,9 +255,9 @@ def speech_task(
             text, lines = used_text(recipe.text, tokenizer)
         recipe = recipe.model_copy(update={"text": text})
         print_first(*lines)
-        if front_end.norm.needs_statistics:
+        if front_end.corpus_norm.needs_statistics:
             print_first(f"measuring features for mvn: {recipe.features.mvn}")
-            loader.measure_statistics(training, front_end, data.workers, every_speed, cache)
+            measure_statistics(training, front_end, data.workers, every_speed, cache, device)
     for part in (training, valid):
         texts = part.sample(CHECKED_TEXTS).texts
         print_first(splits.check_vocabulary_coverage(texts, tokenizer, part.path))
@@ -292,6 +305,26 @@ def open_encoder(recipe: SpeechRecipe, run: Path | None) -> PretrainedEncoder:
     if run is not None:
         return load_run_encoder(run, recipe.features)
     return load_encoder(recipe.features, find_encoder(recipe.features))
+
+
+def measure_statistics(
+    corpus: Corpus,
+    front_end: FrontEnd,
+    workers: int,
+    speeds: Sequence[float],
+    cache: FeatureCache | None,
+    device: torch.device,
+) -> None:
+    """Give the normalisation the statistics of the corpus.
+
+    Those of an encoder within the model are of its output before training.
+    """
+    if front_end.encoder_norm is not None:
+        extract = EncoderFeatures(front_end.extract.encoder.to(device), front_end.sample_rate)
+        front_end = FrontEnd(extract, front_end.encoder_norm, max_seconds=front_end.max_seconds)
+        cache, workers = stored_features(corpus, front_end), 0
+        corpus = corpus.sample(MEASURED_BY_ENCODER)
+    loader.measure_statistics(corpus, front_end, workers, speeds, cache)
 
 
 def check_longest(recipe: SpeechRecipe, front_end: FrontEnd, slowest: float) -> None:

@@ -205,10 +205,14 @@ def choose(run: Path, which: str, average: int) -> list[Checkpoint]:
 
 
 def load_weights(
-    module: nn.Module, checkpoints: Sequence[Checkpoint], metadata: dict[str, str]
+    module: nn.Module,
+    checkpoints: Sequence[Checkpoint],
+    metadata: dict[str, str],
+    pretrained: str | None = None,
 ) -> None:
     """Load the mean of the checkpoints' weights into the module.
 
+    pretrained: prefix of tensors that keep their values where a checkpoint has none of them.
     Raises UserError where a file is damaged, or of another model or vocabulary (`metadata`).
     """
     mean: dict[str, Tensor] = {}
@@ -220,8 +224,8 @@ def load_weights(
         summed = (checkpoint.folder / SUMS).exists() and path.stat().st_size <= most
         if summed and not is_sound(checkpoint, [WEIGHTS]):
             raise UserError(f"{path}: damaged, its checksum differs; take another checkpoint")
-        with _checked_weights(checkpoint, module, metadata) as file:
-            for name in _tensors(module):
+        with _checked_weights(checkpoint, module, metadata, pretrained) as file:
+            for name in file.keys():  # noqa: SIM118
                 weight = file.get_tensor(name).double() / len(checkpoints)
                 mean[name] = mean[name] + weight if name in mean else weight
     tensors = module.state_dict()
@@ -259,7 +263,10 @@ class MemoryLimit(TorchFunctionMode):
 
 @contextmanager
 def _checked_weights(
-    checkpoint: Checkpoint, module: nn.Module, metadata: Mapping[str, str]
+    checkpoint: Checkpoint,
+    module: nn.Module,
+    metadata: Mapping[str, str],
+    pretrained: str | None = None,
 ) -> Iterator[Any]:
     """The weights of a checkpoint, whose names and shapes are those of the module."""
     path = checkpoint.folder / WEIGHTS
@@ -270,7 +277,11 @@ def _checked_weights(
                 if stored.get(name) != value:
                     was = str(stored.get(name))[:80]
                     raise UserError(f"{path}: of another {name} ({was}, here {value})")
-            _check_shapes(module, {name: file.get_slice(name) for name in file.keys()}, path)  # noqa: SIM118
+            weights = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            tensors = _tensors(module)
+            if pretrained and not any(name.startswith(pretrained) for name in weights):
+                tensors = {n: t for n, t in tensors.items() if not n.startswith(pretrained)}
+            _check_shapes(tensors, weights, path)
             yield file
     except (OSError, SafetensorError) as error:
         reason = _first_line(error)[:200]
@@ -300,8 +311,8 @@ def unreadable(checkpoint: Checkpoint, error: Exception) -> UserError:
     return UserError(f"{path}: cannot be read as a training state ({reason})")
 
 
-def _check_shapes(module: nn.Module, weights: Mapping[str, Any], path: Path) -> None:
-    shapes = {name: list(tensor.shape) for name, tensor in _tensors(module).items()}
+def _check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], path: Path) -> None:
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     wrong = [
         name
         for name in weights.keys() & shapes.keys()

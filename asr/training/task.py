@@ -48,6 +48,8 @@ class Task(Protocol):
     metadata: dict[str, str]  # metadata of a checkpoint; to load it, they must be equal
     content: Content  # fingerprint of the training and validation data
     max_unreadable: float = 0.0  # share of the corpus that may be unreadable
+    # Prefix of weights that are not from train.init where that run has none of them.
+    pretrained: ClassVar[str | None] = None
 
     def describe(self) -> str:
         """The corpus in a few words."""

@@ -546,7 +546,7 @@ class Training:
         """Prepare a new run: the weights of `train.init`, and the task's files."""
         if init := self.recipe.train.init:
             best = choose(find_run(init), "best", 1)
-            load_weights(self.task.objective.model, best, self.task.metadata)
+            load_weights(self.task.objective.model, best, self.task.metadata, self.task.pretrained)
         if is_first():
             self.task.prepare(self.run)
 
