@@ -11,7 +11,8 @@ section. Triton's kernels are compiled by several processes into its cache befor
 No network is used: the corpus of the training steps is noise in FLAC files with random texts, at
 the lengths of LibriSpeech and with as many tokens a second (5.5 of 500 BPE units; LibriSpeech 5.4);
 its files repeat up to 100 hours. The sections checks, decoder and lstm need torch and triton only;
-training and search need the packages of setup.cfg and are skipped without them. Launches are calls
+training, peers and search need the packages of setup.cfg, peers also speechbrain 1.1.2 for its own
+rows, and are skipped without them. Launches are calls
 of the CUDA runtime that start a kernel or a graph, kernels are those that run, as the profiler
 lists both.
 
@@ -57,7 +58,7 @@ from asr.kernels.types import AttentionInput  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Share of the time after which each section ends, and all before it.
-SHARES = {"checks": 0.2, "decoder": 0.3, "training": 0.55, "search": 0.7, "lstm": 1.0}
+SHARES = {"checks": 0.2, "decoder": 0.3, "training": 0.5, "peers": 0.6, "search": 0.75, "lstm": 1.0}
 KEY = (512, 32, 400)  # H, B, T at which all norms are compared
 NORMS = {
     **{norm: CellSettings(norm) for norm in ("ba", "none", "joined", "per_gate", "raw", "cell")},
@@ -108,7 +109,7 @@ def main() -> int:
     RATES.update(machine())
     results: dict[str, Any] = {"machine": RATES, "skipped": {}, "errors": {}, "seconds": {}}
     sections = {"checks": checks, "decoder": decoder, "training": training}
-    sections |= {"search": search, "lstm": lstm}
+    sections |= {"peers": peers, "search": search, "lstm": lstm}
     for name in [name for name in SHARES if name in options.only]:
         start = time.monotonic()
         budget = Budget(begin + SHARES[name] * options.seconds, [])
@@ -865,6 +866,65 @@ def breakdown(task: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
     return {"parts_ms": medians, "tokens": inputs.shape[1], **per_token}
 
 
+def peers(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
+    """Steps of LAS and Transformer of librispeech100's size, and of SpeechBrain's modules.
+
+    Without a loader, CTC and SpecAugment: 32 utterances of 12 s, 66 tokens, cross-entropy, Adam.
+    """
+    import las
+    import transformer
+
+    rows = []
+    sizes = las.SMALL._replace(T=1200, B=32, U=66, layers=4, hidden=512, embedding=256)
+    wide = transformer.SMALL._replace(T=1200, B=32, U=66, width=256, feed_forward=1024)
+    wide = wide._replace(encoder=18, decoder=6)
+    if tiny:
+        sizes, wide = las.SMALL._replace(B=2, T=40, U=3), transformer.SMALL._replace(B=2, T=40, U=3)
+    builders = {
+        "las ba": partial(las.ours, sizes, "ba"),
+        "las none": partial(las.ours, sizes, "none"),
+        "las SpeechBrain": partial(las.speechbrain, sizes),
+        "transformer": partial(transformer.ours, wide),
+        "transformer SpeechBrain": partial(transformer.speechbrain, wide),
+    }
+    for name, build in builders.items():
+        shape = wide if name.startswith("transformer") else sizes
+        try:
+            if budget.allows(name):
+                rows.append({"name": name, **step_of(build, shape)})
+        except ImportError as error:
+            budget.skipped.append(f"{name}: {error}")
+    return rows
+
+
+def step_of(build: Callable[[], Any], sizes: Any) -> dict[str, Any]:
+    """Time and memory of a step in bf16 on random features and tokens."""
+    model, forward = build()
+    model.to(DEVICE).train()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4, fused=True)
+    features = torch.randn(sizes.B, sizes.T, sizes.F, device=DEVICE)
+    tokens = torch.randint(4, sizes.V, (sizes.B, sizes.U + 2), device=DEVICE)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            logits = forward(features, tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(3):  # compiles and records
+        step()
+    took = statistics.median(seconds(step) for _ in range(ROUNDS))
+    return {
+        "ms": 1e3 * took,
+        "audio_hours_per_hour": sizes.B * sizes.T / 100 / took,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "gpu_busy": kernel_seconds(step) / took,
+        "peak_mib": peak_mib(step),
+    }
+
+
 def wait_for_device() -> float:
     """The time when all that was launched has ended."""
     if DEVICE.type == "cuda":
@@ -947,6 +1007,12 @@ def table_lines(results: dict[str, Any]) -> Iterator[str]:
             f"without loader {row['without_loader']:.0f}, "
             f"loader {100 * row['loader_share']:.0f} %, GPU busy {100 * row['gpu_busy']:.0f} %, "
             f"{row['peak_mib']:.0f} MiB, host {row['host_mib']:.0f} MiB, {row['steps']} steps"
+        )
+    for row in results.get("peers", []):
+        yield (
+            f"step {row['name']:24} {row['ms']:9.1f} ms  {row['audio_hours_per_hour']:.0f} h/h  "
+            f"{row['parameters'] / 1e6:.1f} M  GPU busy {100 * row['gpu_busy']:.0f} %  "
+            f"{row['peak_mib']:.0f} MiB"
         )
     for row in results.get("search", []):
         yield (

@@ -17,11 +17,27 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from interleave import resident, speechbrain_front, take_turns, train_on_request
 
-B, T, F, U, V = 8, 600, 80, 30, 500
-AUDIO_SECONDS = B * T / 100
+
+class Sizes(NamedTuple):
+    """Of a batch, and of the models."""
+
+    B: int = 8
+    T: int = 600
+    F: int = 80
+    U: int = 30
+    V: int = 500
+    layers: int = 2
+    hidden: int = 256
+    attention: int = 256
+    embedding: int = 128
+
+
+SMALL = Sizes()
+AUDIO_SECONDS = SMALL.B * SMALL.T / 100
 
 
 def main() -> None:
@@ -64,56 +80,67 @@ def work(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    parameters, forward = ours(options) if options.worker == "ours" else speechbrain()
-    optimizer = torch.optim.Adam(parameters, 1e-4)
-    train_on_request(optimizer, forward, (B, T, F), V, U, options.steps, resident())
+    if options.worker == "ours":
+        model, run = ours(SMALL, options.norm, options.backend)
+    else:
+        model, run = speechbrain(SMALL)
+
+    def forward(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        bf16 = options.precision == "bf16" and options.worker == "ours"
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return run(features, tokens).float()
+
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    features = SMALL.B, SMALL.T, SMALL.F
+    train_on_request(optimizer, forward, features, SMALL.V, SMALL.U, options.steps, resident())
 
 
-def ours(options: argparse.Namespace) -> tuple[list, Callable]:
+def ours(sizes: Sizes, norm: str, backend: str = "auto") -> tuple[Any, Callable]:
+    """The module, and the logits (B, U + 1, V) of features and tokens."""
     import torch
 
     from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig
     from asr.models.las import LAS
 
-    cells = {"norm": options.norm, "backend": options.backend}
-    listener = ListenerConfig(layers=2, hidden=256, pyramid=(), convolution=4, **cells)
-    parts = {"listener": listener, "speller": SpellerConfig(hidden=256, embedding=128, **cells)}
-    model = LAS(F, V, LasConfig(kind="las", attention_size=256, ctc_weight=0.0, **parts))
-    lengths = torch.full((B,), T)
-
-    def forward(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
-            return model.decode(model.encode(features, lengths), tokens).float()
-
-    return list(model.parameters()), forward
+    cells = {"norm": norm, "backend": backend, "hidden": sizes.hidden}
+    listener = ListenerConfig(layers=sizes.layers, pyramid=(), convolution=4, **cells)
+    parts = {"listener": listener, "speller": SpellerConfig(embedding=sizes.embedding, **cells)}
+    config = LasConfig(kind="las", attention_size=sizes.attention, ctc_weight=0.0, **parts)
+    model = LAS(sizes.F, sizes.V, config)
+    lengths = torch.full((sizes.B,), sizes.T)
+    return model, lambda features, tokens: model.decode(model.encode(features, lengths), tokens)
 
 
-def speechbrain() -> tuple[list, Callable]:
+def speechbrain(sizes: Sizes) -> tuple[Any, Callable]:
+    """As ours."""
     import torch
     from speechbrain.nnet.RNN import LSTM, AttentionalRNNDecoder
 
+    B, T, F, _, V, layers, hidden, attention, embedded = sizes
     front = speechbrain_front((B, T, F), 32)
-    encoder = LSTM(256, input_size=F // 4 * 32, num_layers=2, bidirectional=True, dropout=0.1)
+    encoder = LSTM(
+        hidden, input_size=F // 4 * 32, num_layers=layers, bidirectional=True, dropout=0.1
+    )
     decoder = AttentionalRNNDecoder(
         rnn_type="lstm",
         attn_type="location",
-        hidden_size=256,
-        attn_dim=256,
+        hidden_size=hidden,
+        attn_dim=attention,
         num_layers=1,
-        enc_dim=512,
-        input_size=128,
+        enc_dim=2 * hidden,
+        input_size=embedded,
         channels=10,
         kernel_size=100,
     )
-    embedding, output = torch.nn.Embedding(V, 128), torch.nn.Linear(256, V)
+    embedding, output = torch.nn.Embedding(V, embedded), torch.nn.Linear(hidden, V)
     modules = torch.nn.ModuleList([front, encoder, decoder, embedding, output])
-    lengths = torch.ones(B)  # relative lengths
 
     def forward(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         memory, _ = encoder(front(features).flatten(2))
+        lengths = torch.ones(B, device=features.device)  # relative lengths
         return output(decoder(embedding(tokens), memory, lengths)[0])
 
-    return list(modules.parameters()), forward
+    return modules, forward
 
 
 if __name__ == "__main__":

@@ -23,12 +23,29 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from interleave import resident, speechbrain_front, take_turns, train_on_request
 
-BATCH, FRAMES, MELS, VOCABULARY, TOKENS = 8, 600, 80, 500, 30
-SIZE, HEADS, FEED_FORWARD, ENCODER, DECODER, CHANNELS = 144, 4, 576, 4, 2, 32
-SECONDS = BATCH * FRAMES / 100  # audio in a batch, frames of 10 ms
+
+class Sizes(NamedTuple):
+    """Of a batch, and of the models."""
+
+    B: int = 8
+    T: int = 600
+    F: int = 80
+    U: int = 30
+    V: int = 500
+    width: int = 144
+    heads: int = 4
+    feed_forward: int = 576
+    encoder: int = 4
+    decoder: int = 2
+    channels: int = 32
+
+
+SMALL = Sizes()
+SECONDS = SMALL.B * SMALL.T / 100  # audio in a batch, frames of 10 ms
 
 
 def main() -> None:
@@ -80,16 +97,17 @@ def work(name: str, conformer: bool, steps: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if name == "speechbrain":
-        parameters, forward = speechbrain(conformer)
+        model, forward = speechbrain(SMALL, conformer)
     else:
-        parameters, forward = ours(conformer, name)
+        model, forward = ours(SMALL, conformer, name)
     held = resident()
-    optimizer = torch.optim.Adam(parameters, 1e-4)
-    shape = (BATCH, FRAMES, MELS)
-    train_on_request(optimizer, forward, shape, VOCABULARY, TOKENS, steps, held)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    shape = SMALL.B, SMALL.T, SMALL.F
+    train_on_request(optimizer, forward, shape, SMALL.V, SMALL.U, steps, held)
 
 
-def ours(conformer: bool, setting: str) -> tuple[list, Callable]:
+def ours(sizes: Sizes, conformer: bool = False, setting: str = "") -> tuple[Any, Callable]:
+    """The module, and the logits (B, U + 1, V) of features and tokens."""
     import torch
     import yaml
 
@@ -101,12 +119,12 @@ def ours(conformer: bool, setting: str) -> tuple[list, Callable]:
     kind = "conformer" if conformer else "transformer"
     config = (ConformerConfig if conformer else TransformerConfig)(
         kind=kind,
-        d_model=SIZE,
-        heads=HEADS,
-        feed_forward=FEED_FORWARD,
-        encoder_layers=ENCODER,
-        decoder_layers=DECODER,
-        subsampling_channels=CHANNELS,
+        d_model=sizes.width,
+        heads=sizes.heads,
+        feed_forward=sizes.feed_forward,
+        encoder_layers=sizes.encoder,
+        decoder_layers=sizes.decoder,
+        subsampling_channels=sizes.channels,
         dropout=0.1,
         attention_dropout=0.1,
         feed_forward_dropout=0.1,
@@ -114,27 +132,26 @@ def ours(conformer: bool, setting: str) -> tuple[list, Callable]:
         ctc_weight=0,
         **more,
     )
-    model = build_speech_model(config, MELS, VOCABULARY)
-    lengths = torch.full((BATCH,), FRAMES)
-    return list(model.parameters()), lambda features, tokens: model.decode(
-        model.encode(features, lengths), tokens
-    )
+    model = build_speech_model(config, sizes.F, sizes.V)
+    lengths = torch.full((sizes.B,), sizes.T)
+    return model, lambda features, tokens: model.decode(model.encode(features, lengths), tokens)
 
 
-def speechbrain(conformer: bool) -> tuple[list, Callable]:
+def speechbrain(sizes: Sizes, conformer: bool = False) -> tuple[Any, Callable]:
+    """As ours."""
     import torch
     from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
     from speechbrain.nnet.activations import Swish
 
-    front = speechbrain_front((BATCH, FRAMES, MELS), CHANNELS)
+    front = speechbrain_front((sizes.B, sizes.T, sizes.F), sizes.channels)
     model = TransformerASR(
-        VOCABULARY,
-        MELS // 4 * CHANNELS,
-        d_model=SIZE,
-        nhead=HEADS,
-        num_encoder_layers=ENCODER,
-        num_decoder_layers=DECODER,
-        d_ffn=FEED_FORWARD,
+        sizes.V,
+        sizes.F // 4 * sizes.channels,
+        d_model=sizes.width,
+        nhead=sizes.heads,
+        num_encoder_layers=sizes.encoder,
+        num_decoder_layers=sizes.decoder,
+        d_ffn=sizes.feed_forward,
         dropout=0.1,
         activation=Swish if conformer else torch.nn.GELU,
         encoder_module="conformer" if conformer else "transformer",
@@ -143,12 +160,14 @@ def speechbrain(conformer: bool) -> tuple[list, Callable]:
         normalize_before=True,
         causal=False,
     )
-    output = torch.nn.Linear(SIZE, VOCABULARY)
+    output = torch.nn.Linear(sizes.width, sizes.V)
     modules = torch.nn.ModuleList([front, model, output])
-    lengths = torch.ones(BATCH)  # relative lengths
-    return list(modules.parameters()), lambda features, tokens: output(
-        model(front(features), tokens, lengths, pad_idx=0)[1]
-    )
+
+    def forward(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        lengths = torch.ones(len(features), device=features.device)  # relative lengths
+        return output(model(front(features), tokens, lengths, pad_idx=0)[1])
+
+    return modules, forward
 
 
 if __name__ == "__main__":
