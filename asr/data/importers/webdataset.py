@@ -6,14 +6,12 @@ such as times, may merge several recordings into one sample, which is skipped: i
 assigned.
 """
 
-import math
 import tarfile
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path, PurePosixPath
 
-from asr.data.importers.archive import ArchiveError, TarReader, short
 from asr.data.importers.rows import Fault, Row, Split
 from asr.errors import UserError
 from asr.features.tar import BLOCK
@@ -44,7 +42,7 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
     for tar in sorted(folder.glob("*.tar")):
         try:
             yield from _samples(tar)
-        except (ArchiveError, OSError) as error:
+        except (tarfile.TarError, OSError) as error:
             reason = getattr(error, "strerror", None) or error
             damaged.append(f"{tar}: damaged, or no uncompressed tar: {reason}")
     if damaged:
@@ -52,30 +50,40 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
 
 
 def _samples(tar: Path) -> Iterator[Row | Fault]:
-    """Raises ArchiveError or OSError."""
-    with open_file(tar) as file:
-        entries = TarReader(file, math.inf)
-        members = (member for member in entries if member.isreg() and not member.issparse())
-        samples = groupby(members, key=lambda member: _split(member.name)[0])
+    """Raises TarError or OSError."""
+    with open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as entries:
+        samples = groupby(_files(entries), key=lambda member: _split(member.name)[0])
         for number, (key, files) in enumerate(samples, start=1):
             try:
                 if len(key) > MAX_NAME:
                     raise ValueError(f"its name is longer than {MAX_NAME} characters")
-                sample = list(islice(files, MAX_KINDS))
-                yield _row(entries, sample, tar, number, key)
+                yield _row(entries, list(islice(files, MAX_KINDS)), tar, number, key)
             except ValueError as error:
-                yield Fault(tar, number, f"sample {short(key)}: {error}")
+                yield Fault(tar, number, f"sample {key[:200]!r}: {error}")
 
 
-def _row(entries: TarReader, files: list[tarfile.TarInfo], tar: Path, number: int, key: str) -> Row:
+def _files(entries: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The files in a tar. Raises ReadError where it is damaged."""
+    for member in entries:
+        if member.isreg() and not member.issparse():
+            yield member
+        entries.members.clear()  # tarfile remembers all that it has read
+    entries.fileobj.seek(entries.offset)
+    if entries.fileobj.read(BLOCK).strip(b"\0"):  # tarfile takes a damaged header for the end
+        raise tarfile.ReadError(f"has no valid header at byte {entries.offset}")
+
+
+def _row(
+    entries: tarfile.TarFile, files: list[tarfile.TarInfo], tar: Path, number: int, key: str
+) -> Row:
     """Raises ValueError for a sample that cannot be an utterance."""
     audio, fields = _audio(files), _description(entries, files)
     text = fields.get("text", "")
     if audio is None or not text.strip():
         raise ValueError(f"has no {'text' if audio else 'audio'}")
     # The name in the block right before the content, which holds only a part of a long name.
-    entries.file.seek(audio.offset_data - BLOCK)
-    header = tarfile.TarInfo.frombuf(entries.file.read(BLOCK), "utf-8", "surrogateescape")
+    entries.fileobj.seek(audio.offset_data - BLOCK)
+    header = tarfile.TarInfo.frombuf(entries.fileobj.read(BLOCK), "utf-8", "surrogateescape")
     if header.size != audio.size:
         raise ValueError("its audio is too large for a plain header")
     location = f"{tar.name}/{header.name}@{audio.offset_data}+{audio.size}"
@@ -94,7 +102,7 @@ def _audio(files: list[tarfile.TarInfo]) -> tarfile.TarInfo | None:
     return files[recordings[0]] if recordings else None
 
 
-def _description(tar: TarReader, files: list[tarfile.TarInfo]) -> dict[str, str]:
+def _description(tar: tarfile.TarFile, files: list[tarfile.TarInfo]) -> dict[str, str]:
     """The contents of the sample's .txt and .json. Raises ValueError if one cannot be read."""
     fields: dict[str, str] = {}
     for member in files:
@@ -103,7 +111,7 @@ def _description(tar: TarReader, files: list[tarfile.TarInfo]) -> dict[str, str]
             if member.size > MAX_TEXT:
                 raise ValueError(f"its .{kind} has more than {MAX_TEXT} bytes")
             try:
-                content = b"".join(tar.content(member)).decode("utf-8-sig")
+                content = tar.extractfile(member).read().decode("utf-8-sig")
             except UnicodeDecodeError as error:
                 raise ValueError(f"its .{kind} is not UTF-8 text ({error.reason})") from None
             fields |= {"text": content} if kind == "txt" else _parse(content)
