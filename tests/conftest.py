@@ -105,11 +105,11 @@ def tiny_run(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def large_manifests(tmp_path, monkeypatch) -> None:
-    """Every manifest counts as large: it is read in blocks of a few lines and has an index."""
+    """Every manifest counts as large: it is read in blocks of a few rows and has an index."""
     from asr.data import line_index, manifest
 
     monkeypatch.setattr(line_index, "SMALL", 0)
-    monkeypatch.setattr(manifest, "BLOCK", 100)
+    monkeypatch.setattr(manifest, "BLOCK", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asr.data import corpus as corpora
 from asr.data import line_index, loader, splits
-from asr.data import manifest as manifests
 from asr.data.corpus import Corpus, Utterance, link_audio, read_manifest, write_manifest
 from asr.data.line_index import Lines, open_lines
 from asr.data.manifest import COLUMNS, is_outside, read_blocks, read_rows, write_rows
@@ -72,6 +69,7 @@ def test_spreadsheet_marks_and_line_ends_are_read(tmp_path):
         (HEADER, "empty"),
         (HEADER + "\n  \n", "empty"),
         ("id\taudio\ttext\na\tb\tc\n", "no column speaker, seconds"),
+        ("text\t" + HEADER, "column text appears twice; rename or remove one of them"),
         (HEADER + ROW + "b2\tbert\tb2.wav\t7\n", ":3: 4 fields where the header has 5"),
         (HEADER + ROW + "b2\tbert\tb2.wav\t7\tA\tB\n", ":3: 6 fields where the header has 5"),
         (HEADER + ROW + "\n" + ROW, ":4: id 'a1' is already in line 2"),
@@ -103,14 +101,6 @@ def test_audio_outside_the_folder_is_refused_unless_allowed(tmp_path, audio):
     message = refusal(path)
     assert ":2:" in message and repr(audio) in message and "asr.prepare table" in message
     assert read_manifest(path, allow_outside=True)[0].audio == tmp_path / audio
-
-
-def test_rows_outside_the_folder_are_counted(tmp_path):
-    rows = [ROW, ROW.replace("clips", "/etc").replace("a1", "b1"), ROW.replace("clips", "..")]
-    rows = [row.replace(row.split("\t")[0], f"u{n}", 1) for n, row in enumerate(rows)]
-    message = refusal(manifest(tmp_path, HEADER + "".join(rows)))
-    assert ":3: if you trust this table, data.allow_outside_audio=true" in message
-    assert message.endswith("is outside the manifest's folder, in one of 2 such rows")
 
 
 def test_an_absolute_path_below_the_folder_is_inside(tmp_path):
@@ -251,23 +241,19 @@ def test_a_changed_table_is_read_again(large):
     assert read_manifest(large)[3].text == "WORD Ç3"
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b"asrindex", bytes(40), b"{}" + bytes(6) + b"asrindex"], ids="abcd"
-)
-def test_a_damaged_index_is_rebuilt(large, damage):
+def test_an_incomplete_index_is_rebuilt(large):
     read_manifest(large)
     file = large.with_name("train.tsv.index")
-    for content in (damage, file.read_bytes()[:-1], file.read_bytes()[9:]):
-        file.write_bytes(content)
+    for size in (99, file.stat().st_size - 1):
+        os.truncate(file, size)
         assert list(read_manifest(large)) == one_by_one(large)
 
 
-def test_damage_inside_an_index_is_reported(large):
-    corpus = read_manifest(large)
-    file = large.with_name("train.tsv.index")
-    file.write_bytes(file.read_bytes().replace(b"\ts1\t", b" s1\xff"))
-    with pytest.raises(UserError, match=r"train.tsv.index: damaged; remove it"):
-        list(corpus)
+def test_an_index_replaces_no_other_file(large):
+    index = large.with_name("train.tsv.index")
+    index.write_bytes(b"not an index" * 99)
+    assert list(read_manifest(large)) == one_by_one(large)
+    assert index.read_bytes() == b"not an index" * 99
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -308,7 +294,7 @@ def test_an_interrupted_write_of_an_index_leaves_nothing(large, monkeypatch):
 
 def test_processes_share_the_file(large, monkeypatch):
     def opened():
-        return open_lines(large, ".index", lambda: read_blocks(large, False), timed=True)
+        return open_lines(large, ".index", lambda: read_blocks(large, False))
 
     rows = opened()
     sent = pickle.dumps(rows)
@@ -330,43 +316,13 @@ def test_a_forged_index_cannot_name_files_outside_the_folder(large):
     trusting = read_manifest(large, allow_outside=True)
     assert trusting[7].audio == Path("/etc/passwd")
     file = large.with_name("train.tsv.index")
-    file.write_bytes(file.read_bytes().replace(b'"outside", 1', b'"outside", 0'))
+    content = file.read_bytes()
+    file.write_bytes(content[:32] + bytes(8) + content[40:])  # as of a manifest without such files
     with pytest.raises(UserError, match="'/etc/passwd' is outside"):
         read_manifest(large)[7]
     file.unlink()
     with pytest.raises(UserError, match=r"train.tsv:9: .* audio '/etc/passwd' is outside"):
         read_manifest(large)
-
-
-FIELDS = st.sampled_from(["a", " b ", "", "ü", "x/../y", "..", "/etc/x", "3", "2.5", "-1", "nan"])
-LINES = st.lists(
-    st.one_of(
-        st.lists(FIELDS, min_size=4, max_size=6).map("\t".join),
-        st.integers(0, 9).map(lambda n: f"u{n}\ts\tclips/{n}.wav\t{n}.5 \t"),
-        st.sampled_from(["", "  ", "\t\t\t\t", "a\rb"]),
-    ),
-    max_size=7,
-)
-
-
-@given(LINES, st.booleans(), st.booleans(), st.integers(1, 60))
-@settings(max_examples=150, deadline=None)
-def test_blocks_and_single_rows_agree(tmp_path_factory, lines, outside, ends, block):
-    """The fast check accepts the same rows, with the same errors, as the row-by-row check."""
-    path = tmp_path_factory.mktemp("t") / "t.tsv"
-    path.write_text(HEADER + "\n".join(lines) + "\n" * ends, encoding="utf-8", newline="")
-
-    def read():
-        try:
-            return b"".join(block.text for block in read_blocks(path, outside))
-        except UserError as error:
-            return str(error)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifests, "BLOCK", block)
-        quick = read()
-        patch.setattr(manifests, "_valid_columns", lambda *arguments: None)
-        assert quick == read()
 
 
 def test_duplicates_are_found_across_blocks(large):

@@ -15,15 +15,13 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from io import BytesIO
-from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
 from asr.data.corpus import Corpus, Utterance, read_manifest
-from asr.data.line_index import damaged_index
-from asr.data.manifest import COLUMNS, read_rows, write_rows
+from asr.data.manifest import COLUMNS, read_header, read_rows, write_rows
 from asr.errors import UserError, terminal
 from asr.features.tar import BLOCK, PackedError, member_of, read_member
 from asr.io import atomic_writer, open_file
@@ -49,7 +47,7 @@ def pack(
     if not SMALLEST <= megabytes < math.inf:
         raise UserError(f"--megabytes {megabytes:g}: must be {SMALLEST:g} or more")
     corpus = read_manifest(manifest, allow_outside)
-    header = list(next(row for _, row in read_rows(manifest, COLUMNS)))
+    header = read_header(manifest, COLUMNS)
     packed.parent.mkdir(parents=True, exist_ok=True)
     with TarWriter(packed.with_suffix(""), megabytes * 1e6) as tars:
         write_rows(packed, header, _packed_rows(corpus, manifest, tars))
@@ -59,12 +57,9 @@ def pack(
 def _packed_rows(corpus: Corpus, manifest: Path, tars: "TarWriter") -> Iterator[list[str]]:
     """The rows of the new manifest, each once its audio is written; at the end all of it is."""
     console, title = Console(file=terminal(sys.stderr)), f"packing {manifest.name}"
-    pairs = zip_longest(read_rows(manifest, COLUMNS), corpus)
+    pairs = zip(read_rows(manifest, COLUMNS), corpus, strict=True)
     rows = track(pairs, title, len(corpus), console=console, disable=not console.is_terminal)
-    for number, (numbered, utterance) in enumerate(rows):
-        line, row = numbered or (0, {"id": None})
-        if utterance is None or row["id"] != utterance.id:
-            raise damaged_index(manifest.with_name(f"{manifest.name}.index"))
+    for number, ((line, row), utterance) in enumerate(rows):
         try:
             content = _content(utterance.audio)
         except (OSError, UserError, PackedError) as error:

@@ -11,16 +11,13 @@ line and a pool. A plan depends on (seed, epoch) alone, so resuming skips its fi
 N lines, B sentences in a batch, U tokens.
 """
 
-import gzip
-import math
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,16 +26,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from asr.data.batching import BatchSequence, Broken, EpochPlan, halves
-from asr.data.line_index import LONGEST, Block, Lines, open_lines
+from asr.data.line_index import Block, Lines, open_lines
 from asr.data.loader import read_batches, start_worker
-from asr.data.manifest import read_rows
+from asr.data.manifest import raw_lines, read_rows
 from asr.data.tokenizer import BLANK, Tokenizer
 from asr.errors import UserError
-from asr.io import open_file
 
-UNPACKED = 16 << 20  # bytes that any packed text may have
-PACKED = 50  # gzip shrinks language to a third, phrases to a tenth; more than this is a bomb
-BLOCK = 1 << 20  # bytes of the lines that are indexed at once
+BLOCK = 1 << 13  # lines in memory at once
 POOL = 1 << 20  # lines
 
 
@@ -48,54 +42,26 @@ def read_lines(path: Path) -> Lines:
     Raises UserError if it is missing, damaged, empty or not UTF-8.
     """
     growth = 8 if path.suffix == ".gz" else 1
-    return open_lines(path, ".text-index", partial(_read_blocks, path), timed=False, growth=growth)
+    return open_lines(path, ".text-index", partial(_read_blocks, path), growth=growth)
 
 
 def _read_blocks(path: Path) -> Iterator[Block]:
     """The sentences of a file. Raises UserError if there is none."""
-    lines, seconds = clean_lines(path), np.empty(0, np.float32)
-    if (first := next(lines, None)) is None:
+    lines, count = clean_lines(path), 0
+    while block := list(islice(lines, BLOCK)):
+        count += len(block)
+        yield Block("".join(f"{line}\n" for line in block).encode(), np.empty(0, np.float32))
+    if not count:
         raise UserError(f"{path}: holds no sentence; one a line is expected")
-    text = bytearray()
-    for line in chain([first], lines):
-        text += line.encode() + b"\n"
-        if len(text) >= BLOCK:
-            yield Block(bytes(text), seconds)
-            text.clear()
-    if text:
-        yield Block(bytes(text), seconds)
 
 
 def clean_lines(path: Path) -> Iterator[str]:
     """The sentences of a file, words separated by single spaces."""
     if path.suffix == ".tsv":
         texts = (" ".join(row["text"].split()) for _, row in read_rows(path, ["text"]))
-        yield from filter(None, texts)
-        return
-    packed = path.suffix == ".gz"
-    try:
-        most = max(UNPACKED, PACKED * path.stat().st_size) if packed else math.inf
-        with open_file(path) as content, gzip.open(content) if packed else content as file:
-            yield from _sentences(file, path, most)
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error) or "it ends early"
-        raise UserError(f"{path}: cannot be read: {reason}") from None
-
-
-def _sentences(file: IO[bytes], path: Path, most: float) -> Iterator[str]:
-    number = read = 0
-    while line := file.readline(LONGEST + 1):
-        number, read = number + 1, read + len(line)
-        if read > most:
-            raise UserError(f"{path}: unpacks to more than {most} bytes; is this a text?")
-        if len(line) > LONGEST:
-            raise UserError(f"{path}:{number}: over {LONGEST} bytes long; is this a text file?")
-        try:
-            words = line.decode("utf-8-sig").split()  # joined texts have several marks
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from None
-        if words:
-            yield " ".join(words)
+    else:
+        texts = (" ".join(line.split()) for line in raw_lines(path))
+    yield from filter(None, texts)
 
 
 def plan_sentences(

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from asr.data.importers.records import read_header
-from asr.data.manifest import COLUMNS, read_rows, write_rows
+from asr.data.manifest import COLUMNS, read_header, read_rows, write_rows
 from asr.errors import UserError
 
 MIN_SPEAKERS = 10  # with fewer, one of them is too much to hold out

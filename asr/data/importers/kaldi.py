@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from asr.data.importers.records import numbered_lines
 from asr.data.importers.rows import Fault, Row, Split
+from asr.data.manifest import numbered_lines
 from asr.errors import UserError
 
 PIPE = (
@@ -83,7 +83,7 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
 def _lines(path: Path) -> Iterator[tuple[int, str, str]]:
     """(line number, key, the rest) of every line."""
     for number, line in numbered_lines(path):
-        key, *rest = line.split(maxsplit=1)
+        key, *rest = line.strip().split(maxsplit=1)
         yield number, key, rest[0] if rest else ""
 
 

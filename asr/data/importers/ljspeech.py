@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from asr.data.importers.records import first_line, numbered_lines
+from asr.data.importers.records import first_line
 from asr.data.importers.rows import Fault, Row, Split
+from asr.data.manifest import numbered_lines
 from asr.errors import UserError
 
 TABLE = "metadata.csv"

@@ -5,12 +5,12 @@ name ends in .gz is unpacked.
 """
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from asr.data.importers.rows import Fault, Row
-from asr.data.manifest import BYTE_ORDER_MARK, open_table, parse_header
+from asr.data.manifest import numbered_lines, raw_lines
 from asr.errors import UserError
 from asr.io import parse_json
 
@@ -33,21 +33,10 @@ def rows_of(
             yield Fault(table, found[0], str(error))
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file with their numbers, without empty ones and byte-order marks.
-
-    Raises UserError as manifest.open_table does.
-    """
-    with open_table(path) as file:
-        for number, line in enumerate(file, start=1):
-            if text := line.lstrip(BYTE_ORDER_MARK).strip():
-                yield number, text
-
-
 def first_line(path: Path) -> str:
     """The first line of a text file with content; "" if there is none that can be read."""
     try:
-        return next((line for _, line in numbered_lines(path)), "")
+        return next((line.strip() for _, line in numbered_lines(path)), "")
     except UserError:
         return ""
 
@@ -57,34 +46,26 @@ def first_object(path: Path) -> dict[str, Any]:
     return _parse(first_line(path)) or {}
 
 
-def read_header(path: Path, required: Sequence[str]) -> list[str]:
-    """The names of a table's columns. Raises UserError for a missing file or column."""
-    with open_table(path) as file:
-        return parse_header(path, file, required)[1]
-
-
 def table_records(path: Path, delimiter: str) -> Iterator[Record | Fault]:
     """The rows below a header; of a row over several lines the number of the first.
 
-    Quotes enclose fields as in CSV, except between tabs. Raises UserError as manifest.open_table
+    Quotes enclose fields as in CSV, except between tabs. Raises UserError as manifest.raw_lines
     does, and for what breaks the rules of CSV.
     """
     quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    with open_table(path) as file:
-        lines = (line.lstrip(BYTE_ORDER_MARK) for line in file)
-        reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-        line = 1
-        try:
-            header = next((fields for fields in reader if any(fields)), [])
+    reader = csv.reader(raw_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
+    line = 1
+    try:
+        header = next((fields for fields in reader if any(fields)), [])
+        line = reader.line_num + 1
+        for fields in reader:
+            if len(fields) == len(header):
+                yield line, dict(zip(header, fields, strict=True))
+            elif any(fields):
+                yield Fault(path, line, _wrong_width(len(fields), len(header), delimiter))
             line = reader.line_num + 1
-            for fields in reader:
-                if len(fields) == len(header):
-                    yield line, dict(zip(header, fields, strict=True))
-                elif any(fields):
-                    yield Fault(path, line, _wrong_width(len(fields), len(header), delimiter))
-                line = reader.line_num + 1
-        except csv.Error as error:
-            raise UserError(f"{path}:{line}: not CSV: {error}") from None
+    except csv.Error as error:
+        raise UserError(f"{path}:{line}: not CSV: {error}") from None
 
 
 def _wrong_width(count: int, width: int, delimiter: str) -> str:
@@ -95,7 +76,7 @@ def _wrong_width(count: int, width: int, delimiter: str) -> str:
 
 
 def json_records(path: Path) -> Iterator[Record | Fault]:
-    """The objects of JSON lines. Raises UserError as manifest.open_table does."""
+    """The objects of JSON lines. Raises UserError as manifest.raw_lines does."""
     for number, line in numbered_lines(path):
         record = _parse(line)
         if record is None:

@@ -21,7 +21,6 @@ from asr.data.importers.records import (
     first_line,
     first_object,
     json_records,
-    numbered_lines,
     rows_of,
     table_records,
 )
@@ -38,7 +37,7 @@ from asr.data.importers.rows import (
     split_of,
     text_of,
 )
-from asr.data.manifest import COLUMNS
+from asr.data.manifest import COLUMNS, numbered_lines
 from asr.errors import UserError, print_line
 from asr.features.files import AUDIO_SUFFIXES, RECORDING_SUFFIXES
 from asr.io import read_json
