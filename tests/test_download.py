@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,9 +89,9 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def refusal(server, path, md5=MD5, **kwargs):
+def refusal(server, path, md5=MD5):
     with pytest.raises(UserError) as caught:
-        fetch(server.url, path, md5, **kwargs)
+        fetch(server.url, path, md5)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -152,13 +151,6 @@ def test_a_complete_part_is_only_verified(server, tmp_path):
     assert path.read_bytes() == CONTENT and server.asked == [f"bytes={len(CONTENT)}-"]
 
 
-def test_a_part_longer_than_the_file_is_restarted(server, tmp_path):
-    path = tmp_path / "corpus.tar.gz"
-    (tmp_path / "corpus.tar.gz.part").write_bytes(CONTENT + b"more")
-    fetch(server.url, path, MD5)
-    assert path.read_bytes() == CONTENT and server.asked[-1] is None
-
-
 def test_a_part_of_another_file_is_detected(server, tmp_path):
     path = tmp_path / "corpus.tar.gz"
     (tmp_path / "corpus.tar.gz.part").write_bytes(b"x" * 1009)
@@ -198,21 +190,13 @@ def test_no_server(server, tmp_path):
         fetch(url, tmp_path / "a", MD5)
 
 
-def test_an_endless_file_is_stopped(server, tmp_path):
-    assert "larger than the limit of 1000 bytes" in refusal(server, tmp_path / "a", max_bytes=1000)
-
-
 @pytest.mark.parametrize(
     "url",
     [
         "http://www.openslr.org/resources/12/dev-clean.tar.gz",
-        "http://127.0.0.1.example.org/x",
         "http://localhost.example.org/x",
-        "http://user@example.org/x",
-        "ftp://www.openslr.org/x",
         "file:///etc/passwd",
         "https:///x",
-        "//www.openslr.org/x",
         "dev-clean.tar.gz",
         "http://[::1/x",
     ],
@@ -283,21 +267,6 @@ def chunk(content, size=None):
     return f"{size}\r\n".encode() + content + b"\r\n"
 
 
-def test_another_machine_may_not_send_requests_here():
-    request = download.urllib.request.Request("https://example.org/x")
-    for target in ("http://127.0.0.1:8/x", "https://localhost/x", "https://[::1]/x"):
-        with pytest.raises(UserError, match="redirects to this machine"):
-            download._Redirects().redirect_request(request, None, 302, "Found", {}, target)
-    follow = download._Redirects().redirect_request
-    assert follow(request, None, 302, "Found", {}, "https://example.com/x") is not None
-
-
-def test_a_length_over_the_limit_is_refused_before_the_content(raw, tmp_path):
-    server = raw(head(Content_Length=10**17))
-    assert "larger than the limit of" in refusal(server, tmp_path / "a")
-    assert len(server.asked) == 1 and names(tmp_path) == []
-
-
 def test_content_in_chunks_is_received(raw, tmp_path):
     pieces = (chunk(CONTENT[i : i + 70_001]) for i in range(0, len(CONTENT), 70_001))
     reply = head(Transfer_Encoding="chunked") + b"".join(pieces) + b"0\r\n\r\n"
@@ -314,34 +283,13 @@ def test_an_answer_with_another_part_keeps_what_is_there(raw, tmp_path, place):
     assert (tmp_path / "a.part").read_bytes() == CONTENT[:1009]
 
 
-@pytest.mark.parametrize("place", ["bytes */99999999", "x"])
-def test_a_refusal_to_resume_keeps_what_is_there(raw, tmp_path, place):
-    (tmp_path / "a.part").write_bytes(CONTENT[:1009])
-    server = raw(head("416 Range Not Satisfiable", Content_Range=place))
-    assert "the server refuses to resume" in refusal(server, tmp_path / "a")
-    assert (tmp_path / "a.part").read_bytes() == CONTENT[:1009]
-
-
-def test_a_complete_part_is_verified_where_the_server_gives_no_length(raw, tmp_path):
-    (tmp_path / "a.part").write_bytes(CONTENT)
-    fetch(raw(head("416 Range Not Satisfiable")).url, tmp_path / "a", MD5)
-    assert (tmp_path / "a").read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize("kind", ["link", "dangling", "hard link", "fifo"])
-def test_a_part_that_is_no_file_of_its_own_is_not_written(raw, tmp_path, kind):
+def test_a_part_that_is_a_link_is_not_written(raw, tmp_path):
     other, part = tmp_path / "other", tmp_path / "a.part"
-    if kind != "dangling":
-        other.write_bytes(b"mine")
-    if kind == "fifo":
-        os.mkfifo(part)
-    elif kind == "hard link":
-        part.hardlink_to(other)
-    else:
-        part.symlink_to(other)
+    other.write_bytes(b"mine")
+    part.symlink_to(other)
     server = raw(head() + CONTENT)
     assert str(part) in refusal(server, tmp_path / "a") and server.asked == []
-    assert other.read_bytes() == b"mine" if kind != "dangling" else not other.exists()
+    assert other.read_bytes() == b"mine"
 
 
 def test_a_full_disk_keeps_what_is_there(raw, tmp_path):

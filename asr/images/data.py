@@ -38,7 +38,6 @@ MAX_BYTES = 1 << 30  # of an unpacked file; known sets of small images are small
 
 URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
 SPLITS = ("train", "t10k")
-MAX_DOWNLOAD_BYTES = 20_000_000  # the largest of the files has 10 million
 # MD5 of the published files.
 FILES = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -245,7 +244,7 @@ def digits() -> tuple[Images, Images]:
 def download(to: Path, url: str = URL) -> None:
     """Download the four files of MNIST into the folder `to`. Raises UserError as `fetch`."""
     for name, md5 in FILES.items():
-        fetch(f"{url.rstrip('/')}/{name}", to / name, md5, MAX_DOWNLOAD_BYTES)
+        fetch(f"{url.rstrip('/')}/{name}", to / name, md5)
 
 
 def copy(source: Path, to: Path) -> None:

@@ -31,13 +31,12 @@ LEAST = 1 << 14  # bytes
 TRIES = 4  # connections in a row that bring less than LEAST
 PAUSE = 1.0  # seconds before the second of them, doubled each time
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
-MAX_BYTES = 200 * 10**9  # known corpora come in smaller files
 BROKEN = (http.client.HTTPException, OSError)
 LENGTH = re.compile("[0-9]{1,18}")
-RANGE = re.compile(r"bytes (?:\*|([0-9]{1,18})-[0-9]{1,18})/(\*|[0-9]{1,18})")
+RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:\*|[0-9]{1,18})")
 
 
-def fetch(url: str, path: str | Path, md5: str, max_bytes: int = MAX_BYTES) -> None:
+def fetch(url: str, path: str | Path, md5: str) -> None:
     """Download `url` to `path`, unless it exists.
 
     Raises UserError for an address that is not https (http only to this machine), a server that
@@ -46,16 +45,14 @@ def fetch(url: str, path: str | Path, md5: str, max_bytes: int = MAX_BYTES) -> N
     check_address(url)
     path = Path(path)
     if path.exists():
-        if path.stat().st_size > max_bytes or md5_of_file(path) != md5:
+        if md5_of_file(path) != md5:
             raise UserError(f"{path}: is not the published file (MD5 {md5}); move it away")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    if part.is_file() and part.stat().st_size > max_bytes:
-        raise UserError(f"{part}: larger than the limit of {max_bytes} bytes; remove it")
     with writing(part), open_append(part) as file:  # closing it writes, too
         try:
-            _receive_all(url, _Part(part, file, max_bytes))
+            _receive_all(url, _Part(part, file))
             os.fsync(file.fileno())
         finally:
             if os.fstat(file.fileno()).st_size == 0:
@@ -90,15 +87,11 @@ def _is_this_machine(host: str) -> bool:
         return False
 
 
-def _is_local(url: str) -> bool:
-    return _is_this_machine(urllib.parse.urlsplit(url).hostname or "")
-
-
 class _Part:
     """The file NAME.part while it grows."""
 
-    def __init__(self, path: Path, file: IO[bytes], max_bytes: int) -> None:
-        self.path, self.file, self.max_bytes = path, file, max_bytes
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path, self.file = path, file
 
     @property
     def size(self) -> int:
@@ -108,10 +101,8 @@ class _Part:
         """Begin again with no content."""
         self.file.truncate(0)
 
-    def append(self, content: bytes, url: str) -> None:
-        """Raises UserError where the file cannot be written or becomes too large."""
-        if self.size + len(content) > self.max_bytes:
-            raise UserError(f"{url}: larger than the limit of {self.max_bytes} bytes")
+    def append(self, content: bytes) -> None:
+        """Raises UserError where the file cannot be written."""
         try:
             self.file.write(content)
             self.file.flush()
@@ -121,24 +112,10 @@ class _Part:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows only redirections to permitted addresses: never from TLS to plain text.
-
-    Another machine may not send requests to this one, either.
-    """
-
-    def http_error_302(self, request: urllib.request.Request, response: Any, *more: Any) -> Any:
-        try:
-            return super().http_error_302(request, response, *more)
-        except Exception:
-            response.close()
-            raise
-
-    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+    """Follows only redirections to permitted addresses: never from TLS to plain text."""
 
     def redirect_request(self, request: urllib.request.Request, *more: Any) -> Any:
         check_address(more[-1])
-        if _is_local(more[-1]) and not _is_local(request.full_url):
-            raise UserError(f"{request.full_url}: redirects to this machine: {more[-1]}")
         return super().redirect_request(request, *more)
 
 
@@ -193,22 +170,20 @@ def _receive(url: str, part: _Part, update: Callable[..., None]) -> bool:
     try:
         response = _open(url, have)
     except HTTPError as error:
-        if error.code != 416:  # the range begins after the file's end
+        if error.code != 416:
             raise
         error.close()
-        return _is_complete(error, part)
+        return True  # nothing follows what is there; the checksum decides
     with response:
         start = _start(response, have)
         length = response.headers.get("Content-Length", "")
         total = start + int(length) if LENGTH.fullmatch(length) else None
-        if total is not None and total > part.max_bytes:
-            raise UserError(f"{url}: larger than the limit of {part.max_bytes} bytes")
         update(completed=start, total=total)
         if start == 0:
             part.restart()
         # read1 returns what is there: read would wait, and a chunk of -1 bytes would have no end.
         while content := response.read1(CHUNK):
-            part.append(content, url)
+            part.append(content)
             update(advance=len(content))
     return total is None or part.size == total
 
@@ -218,31 +193,14 @@ def _start(response: http.client.HTTPResponse, have: int) -> int:
     if response.status != 206:
         return 0
     match = RANGE.fullmatch(content_range := response.headers.get("Content-Range", ""))
-    if match is None or match[1] is None or int(match[1]) not in (0, have):
+    if match is None or int(match[1]) not in (0, have):
         raise http.client.HTTPException(f"the server sends another part: {_short(content_range)!r}")
     return int(match[1])
-
-
-def _is_complete(error: HTTPError, part: _Part) -> bool:
-    """By a server that has nothing after `part`; its content is removed if it is too long."""
-    content_range = error.headers.get("Content-Range")
-    if content_range is None:  # the checksum decides
-        return True
-    match = RANGE.fullmatch(content_range)
-    if match is None or match[2] == "*" or int(match[2]) > part.size:
-        raise http.client.HTTPException(f"the server refuses to resume: {_short(content_range)!r}")
-    if int(match[2]) == part.size:
-        return True
-    part.restart()
-    return False
 
 
 def _open(url: str, start: int) -> http.client.HTTPResponse:
     headers = {"User-Agent": "layernorm-asr", "Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
-    handlers: list[urllib.request.BaseHandler] = [_Redirects()]
-    if _is_local(url):
-        handlers.append(urllib.request.ProxyHandler({}))  # a proxy cannot reach it
-    opener = urllib.request.build_opener(*handlers)
+    opener = urllib.request.build_opener(_Redirects())
     return opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
