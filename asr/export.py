@@ -124,7 +124,7 @@ def export(
     card = model_card(name, run, recipe, steps, parameters, about, licence, address)
     if encoder:  # without the path of a folder
         encoder.source = encoder.source._replace(name=shared_name(encoder.source.name))
-    write_run(to, smaller, recognizer, None, best.step, best.loss, card)
+    write_run(to, smaller, recognizer, best.step, best.loss, card)
     if encoder and with_encoder and recipe.features.train == "none":
         copy_files(encoder.source.folder, to)
     if recipe.decode.lm:

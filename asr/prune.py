@@ -2,7 +2,8 @@
 
 Removes layers of a Transformer that was trained with LayerDrop (Fan, Grave & Joulin 2019,
 arXiv:1909.11556): by the paper's rule, `every_other`, or by `search_layers` on the validation set.
-The result is an ordinary run. Its recipe states the residual scales of `deepnet` as numbers, since
+The result is a run without the state of a training, from which another run can start with
+train.init. Its recipe states the residual scales of `deepnet` as numbers, since
 they depend on the layer counts that the weights were trained with.
 
 Functions import what takes time, so that --help is fast.
@@ -54,10 +55,11 @@ def prune_run(
 
     Raises UserError before anything is written.
     """
-    from asr.inference.derived import WITHOUT_OTHERS, check_new_folder
+    from asr.inference.derived import WITHOUT_OTHERS, check_new_folder, write_run
     from asr.inference.load import load_run_recipe
     from asr.inference.recognition import Recognizer
     from asr.models.build import config_errors
+    from asr.training.checkpoint import choose
 
     recipe = load_run_recipe(run, overrides)
     if recipe.model.kind == "las":
@@ -84,7 +86,8 @@ def prune_run(
         loss = score(model)
     else:
         keep_layers(model, *kept)
-    _save(run, to, pruned_recipe(recipe, model, to), recognizer, loss)
+    step = choose(run, recipe.decode.checkpoint, 1)[0].step
+    write_run(to, pruned_recipe(recipe, model, to), recognizer, step, loss)
     for name, indices, layers in zip(("encoder", "decoder"), kept, before, strict=True):
         print(f"{name}: kept {' '.join(str(i + 1) for i in indices)} of {layers} layers")
     print(f"the run is in {to}")
@@ -187,34 +190,6 @@ def pruned_recipe(recipe: "SpeechRecipe", model: "Transformer", to: Path) -> "Re
     if recipe.model.residual_scale == "deepnet":
         tree["model"]["residual_scale"] = residual_alphas(model)
     return validate(tree, f"--to {to}")
-
-
-def _save(
-    run: Path, to: Path, recipe: "SpeechRecipe", recognizer: "Recognizer", loss: float
-) -> None:
-    """Write a run folder with one checkpoint; training can resume it unless `run` is an export."""
-    from asr.config.loader import as_yaml
-    from asr.inference.derived import write_run
-    from asr.inference.load import load_run_recipe
-    from asr.training.checkpoint import TRAINING, choose, read_training
-    from asr.training.losses import SpeechObjective
-    from asr.training.optim import make_optimizer
-
-    source, training = choose(run, recipe.decode.checkpoint, 1)[0], None
-    if (source.folder / TRAINING).exists():
-        training = read_training(source)
-        content = dict(training["content"])
-        if load_run_recipe(run).data.valid != recipe.data.valid:
-            content.pop("data.valid", None)
-        objective = SpeechObjective(recognizer.model, 0.0, 0.0)
-        optimizer = make_optimizer(recipe.train.optimizer, objective)  # without moments
-        training |= {"recipe": as_yaml(recipe), "optimizer": optimizer.state_dict()}
-        # validated -1: the metrics were those of the unpruned model, as was the best one.
-        position = training["position"] | {"best_step": 0, "not_improved": 0}
-        training |= {"content": content, "validated": -1, "metrics": {}, "position": position}
-        # Without the averaged weights of the unpruned model and its runs in trackers.
-        training |= {"trained": [], "trackers": {}}
-    write_run(to, recipe, recognizer, training, source.step, loss)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def save_run(run, like, seed=5, tokenizer=None, **changes):
     for weight in model.parameters():
         weight.data.mul_(2.0)  # untrained, but with peaked distributions
     recognizer = Recognizer(model, tokenizer, front_end, recipe.decode, max_segment_seconds=30.0)
-    write_run(run, recipe, recognizer, {}, 1, 1.0)
+    write_run(run, recipe, recognizer, 1, 1.0)
     return run
 
 

@@ -33,12 +33,11 @@ def write_run(
     to: Path,
     recipe: Recipe,
     recognizer: Recognizer,
-    training: dict[str, Any] | None,
     step: int,
     loss: float,
     card: str | None = None,
 ) -> None:
-    """Write a run folder with one checkpoint; without `training` it cannot be resumed.
+    """Write a run folder with one checkpoint, without the state of a training: it is not resumed.
 
     Raises UserError where it cannot be written, and removes the folder.
     """
@@ -47,7 +46,7 @@ def write_run(
         write_recipe(recipe, to / "recipe.yaml")
         save_inputs(to, recognizer.tokenizer, recognizer.front_end)
         save_checkpoint(
-            to, recognizer.model, training, step, loss, checkpoint_metadata(recognizer.tokenizer)
+            to, recognizer.model, None, step, loss, checkpoint_metadata(recognizer.tokenizer)
         )
         if card:
             (to / "README.md").write_text(card, encoding="utf-8")

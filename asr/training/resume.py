@@ -196,8 +196,8 @@ def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
     checkpoints = list_checkpoints(run)
     if checkpoints and not any((each.folder / TRAINING).exists() for each in checkpoints):
         raise UserError(
-            f"{run}: exported, without the state of a training; start another run from its weights "
-            f"with train.init={run}"
+            f"{run}: exported or pruned, without the state of a training; start another run from "
+            f"its weights with train.init={run}"
         )
     if damaged:
         raise UserError(
