@@ -135,8 +135,6 @@ def main() -> None:
     kind.add_argument("--seed", type=natural, default=1)
 
     kind = add("mnist", _mnist)
-    text = "copy the files of this folder, packed or not; nothing is downloaded"
-    kind.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
     kind.add_argument("--url", help="a mirror of the four files")
 
     args = parser.parse_args()
@@ -309,14 +307,9 @@ def _mnist(args: argparse.Namespace) -> None:
     """
     from asr.images import data
 
-    if args.source:
-        data.copy(args.source, args.to)
-    else:
-        data.download(args.to, args.url or data.URL)
+    data.download(args.to, args.url or data.URL)
     for images in data.read(args.to):
-        shape = "{} images of {} x {}".format(*images.pixels.shape)
-        other = "" if data.is_original(images) else " (not the pixels of MNIST)"
-        print(f"{args.to}: {images.name}: {shape}{other}")
+        print("{}: {}: {} images of {} x {}".format(args.to, images.name, *images.pixels.shape))
 
 
 def _report(manifest: Path) -> float:

@@ -4,8 +4,8 @@ IDX: two zero bytes, the type (0x08: unsigned bytes), the number of dimensions, 
 size as a big-endian 32-bit number, then the elements. A file may be compressed with gzip.
 
 MNIST (LeCun, Cortes & Burges 1998): 60,000 + 10,000 handwritten digits of 28 x 28 pixels, from a
-mirror of the original files or from a folder. A folder may have another data set in this format,
-such as Fashion-MNIST.
+mirror of the original files. A folder may have another data set in this format, such as
+Fashion-MNIST.
 
 N images of R rows and C columns, B of them in a batch.
 """
@@ -13,8 +13,6 @@ N images of R rows and C columns, B of them in a batch.
 import gzip
 import hashlib
 import math
-import os
-import shutil
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -30,10 +28,9 @@ from torch.nn import functional
 from asr.data.batching import Broken, EpochPlan, halves
 from asr.data.importers.download import fetch
 from asr.errors import UserError
-from asr.io import atomic_writer, open_file, sha256_of_files
+from asr.io import open_file
 
 UNSIGNED_BYTES = 0x08
-CHUNK = 1 << 20  # bytes
 MAX_BYTES = 1 << 30  # of an unpacked file; known sets of small images are smaller
 
 URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
@@ -44,11 +41,6 @@ FILES = {
     "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
     "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-}
-# SHA-256 of the pixels: independent of the compression of the files.
-PIXELS = {
-    "train": "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
-    "t10k": "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
 }
 
 
@@ -188,18 +180,21 @@ def find(folder: Path, name: str) -> Path:
 def read_idx(path: Path) -> np.ndarray:
     """An IDX file of unsigned bytes -> uint8 array of the shape in its header.
 
-    Memory is allocated while reading, not by the size in the header. Raises UserError for other
-    files.
+    Raises UserError for other files.
     """
     try:
         with open_file(path) as file:
             packed = file.read(2) == b"\x1f\x8b"
         with open_file(path) as file, gzip.open(file) if packed else file as stream:
             shape = _read_header(stream, path)
-            content = _read_content(stream, math.prod(shape), path)
+            size = math.prod(shape)
+            content = bytearray(stream.read(size + 1))  # torch warns of arrays of bytes
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or "truncated"
         raise UserError(f"{path}: cannot be read: {reason}") from None
+    if len(content) != size:
+        length = "more" if len(content) > size else len(content)
+        raise UserError(f"{path}: its header claims {size} bytes, there are {length}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -214,17 +209,6 @@ def _read_header(stream: IO[bytes], path: Path) -> tuple[int, ...]:
     if math.prod(shape) > MAX_BYTES:
         raise UserError(f"{path}: its header claims {shape}, more than {MAX_BYTES} bytes")
     return shape
-
-
-def _read_content(stream: IO[bytes], size: int, path: Path) -> bytearray:
-    content = bytearray()
-    # Reads one byte more than expected, to detect excess content.
-    while chunk := stream.read(min(CHUNK, size + 1 - len(content))):
-        content += chunk
-    if len(content) != size:
-        length = "more" if len(content) > size else len(content)
-        raise UserError(f"{path}: its header claims {size} bytes, there are {length}")
-    return content
 
 
 def digits() -> tuple[Images, Images]:
@@ -247,28 +231,6 @@ def download(to: Path, url: str = URL) -> None:
         fetch(f"{url.rstrip('/')}/{name}", to / name, md5)
 
 
-def copy(source: Path, to: Path) -> None:
-    """Copy the four files, with or without .gz. Raises UserError for missing or damaged files."""
-    if not source.is_dir():
-        raise UserError(f"{source}: no such folder")
-    read(source)
-    to.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        path = find(source, name.removesuffix(".gz"))
-        target = to / path.name
-        if not os.path.lexists(target):
-            with open_file(path) as file, atomic_writer(target) as written:
-                shutil.copyfileobj(file, written, CHUNK)
-        elif not _is_equal(target, path):
-            raise UserError(f"{target}: exists already with other content; move it away")
-
-
-def _is_equal(one: Path, other: Path) -> bool:
-    """Whether two files have the same content; files of different sizes are not read."""
-    sizes = {path.stat().st_size for path in (one, other)}
-    return len(sizes) == 1 and sha256_of_files([one]) == sha256_of_files([other])
-
-
 def read(folder: Path) -> tuple[Images, Images]:
     """Training and test images. Raises UserError if they differ in size or classes."""
     train, test = (read_images(folder, name) for name in SPLITS)
@@ -277,11 +239,6 @@ def read(folder: Path) -> tuple[Images, Images]:
     if int(test.labels.max()) > int(train.labels.max()):
         raise UserError(f"{folder}: the test labels name a class that the training labels lack")
     return train, test
-
-
-def is_original(images: Images) -> bool:
-    """Whether these are the pixels of MNIST."""
-    return sha256_of_tensors(images.pixels) == PIXELS.get(images.name)
 
 
 def sha256_of_tensors(*tensors: Tensor) -> str:
