@@ -142,17 +142,6 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert list_checkpoints(tmp_path) == [second]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
-def test_a_flipped_bit_is_detected(tmp_path, name):
-    saved = save(tmp_path, 1, 1.0)
-    assert is_sound(saved)
-    path = saved.folder / name
-    content = bytearray(path.read_bytes())
-    content[-40] ^= 1
-    path.write_bytes(content)
-    assert not is_sound(saved)
-
-
 def test_weights_with_a_flipped_bit_are_not_loaded(tmp_path):
     saved = save(tmp_path, 1, 1.0)
     path = saved.folder / "model.safetensors"
@@ -290,16 +279,12 @@ def flip(path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "sha256.json"])
-@pytest.mark.parametrize("how", ["flip", "cut", "empty", "remove"])
+@pytest.mark.parametrize("how", ["flip", "remove"])
 def test_damage_is_detected_and_the_previous_checkpoint_is_used(tmp_path, name, how):
     first, last = save(tmp_path, 3), save(tmp_path, 7)
     path = last.folder / name
     if how == "flip":
         flip(path)
-    elif how == "cut":
-        path.write_bytes(path.read_bytes()[:-5])
-    elif how == "empty":
-        path.write_bytes(b"")
     else:
         path.unlink()
     assert newest_sound(tmp_path) == (first, [last.folder])

@@ -49,46 +49,27 @@ def change(*keys: Any, to: Any) -> Callable[[dict], None]:
 
 
 CHANGES = {
-    "optimizer": [
-        change("optimizer", to=None),
-        change("optimizer", "state", 0, to=3),
-    ],
-    "position": [
-        change("position", to=None),
-        change("position", "step", to=-1),
-        change("position", "audio_seconds", to=math.nan),
-    ],
-    "random": [
-        change("random", to=None),
-        change("random", "cpu", to=None),
-        change("random", "cpu", to=torch.zeros(7, dtype=torch.uint8)),
-        change("random", "numpy", 2, to=10**9),  # numpy would read beyond its words
-    ],
-    "ranks": [change("ranks", to={}), change("ranks", to=[{}]), change("ranks", to=[1])],
-    "trained": [
-        change("trained", to={}),
-        change("trained", to=[1]),
-        change("trained", to=[{1: 2}]),
-    ],
-    "recipe": [
-        change("recipe", to=3),
-    ],
-    "content": [
-        change("content", to=[]),
-        change("content", "data.valid", "sha256", to=[]),
-    ],
-    "validated": [change("validated", to="x"), change("validated", to=-2)],
-    "trackers": [
-        change("trackers", to={"mlflow": "../other"}),
-    ],
-    "metrics": [change("metrics", to=[1]), change("metrics", "valid/nll", to="low")],
+    "optimizer.state.0": change("optimizer", "state", 0, to=3),
+    "step": change("position", "step", to=-1),
+    "audio_seconds": change("position", "audio_seconds", to=math.nan),
+    "unknown": change("position", "unknown", to=1),
+    "random.cpu": change("random", "cpu", to=None),
+    "ranks.0": change("ranks", to=[1]),
+    "trained.0": change("trained", to=[{1: 2}]),
+    "recipe": change("recipe", to=3),
+    "content.data.valid.sha256": change("content", "data.valid", "sha256", to=[]),
+    "validated": change("validated", to=-2),
+    "trackers.mlflow": change("trackers", to={"mlflow": "../other"}),
+    "metrics.valid/nll": change("metrics", "valid/nll", to="low"),
 }
 
 
-MOMENTS = [
+TENSORS = [  # checked as they are loaded
     change("optimizer", "state", 0, "exp_avg", to=torch.zeros(1)),
     change("optimizer", "state", 0, "step", to=torch.tensor(math.nan)),
     change("optimizer", "param_groups", 0, "params", to=[0]),
+    change("trained", to=[{"model.speller.out.bias": torch.zeros(1)}]),
+    change("random", "cpu", to=torch.zeros(7, dtype=torch.uint8)),
 ]
 
 
@@ -110,46 +91,32 @@ def test_what_a_training_writes_is_accepted(tiny_run, state):
     saved = read_training(list_checkpoints(tiny_run)[-1])
     assert saved["position"] == state["position"]
     for key in state:
-        with pytest.raises(ValueError, match=f"^{key} is missing$"):
+        with pytest.raises(ValueError, match=f"^{key}: Field required$"):
             check_training({name: value for name, value in state.items() if name != key})
 
 
-@pytest.mark.parametrize(
-    ("key", "number"), [(key, n) for key, each in CHANGES.items() for n in range(len(each))]
-)
-def test_values_that_no_training_writes_are_one_line(state, run, key, number):
-    changed, folder = copy_of(state), list_checkpoints(run)[-1].folder
-    CHANGES[key][number](changed)
-    write(folder, changed)
-    with pytest.raises(UserError) as error:
-        find_resume_point(run, resume=True)
-    reason = f"{folder / TRAINING}: cannot be read as a training state ({key} "
-    assert str(error.value).startswith(reason) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("number", range(len(MOMENTS)))
-def test_moments_of_other_parameters_are_one_line(tiny, state, run, commands, number):
-    changed, folder = copy_of(state), list_checkpoints(run)[-1].folder
-    MOMENTS[number](changed)
-    write(folder, changed)
-    before = sorted(path.name for path in run.rglob("*"))
-    line = commands.refused(train, tiny, "--run", run, "--resume")
-    assert line.startswith(f"{folder / TRAINING}: cannot be read as a training state (optimizer: ")
-    assert sorted(path.name for path in run.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [
-        {"a": torch.zeros(1)},
-        {"model.speller.out.bias": torch.zeros(1)},
-    ],
-)
-def test_weights_of_another_model_are_one_line(tiny, state, run, commands, weights):
+def test_values_that_no_training_writes_are_one_line(state, run):
     folder = list_checkpoints(run)[-1].folder
-    write(folder, state | {"trained": [weights]})
-    line = commands.refused(train, tiny, "--run", run, "--resume")
-    assert line.startswith(f"{folder / TRAINING}: cannot be read as a training state (trained: ")
+    for key, apply in CHANGES.items():
+        changed = copy_of(state)
+        apply(changed)
+        write(folder, changed)
+        with pytest.raises(UserError) as error:
+            find_resume_point(run, resume=True)
+        reason = f"{folder / TRAINING}: cannot be read as a training state ({key}"
+        assert str(error.value).startswith(reason) and "\n" not in str(error.value)
+
+
+def test_tensors_of_another_model_are_one_line(tiny, state, run, commands):
+    folder = list_checkpoints(run)[-1].folder
+    before = sorted(path.name for path in run.rglob("*"))
+    for apply in TENSORS:
+        changed = copy_of(state)
+        apply(changed)
+        write(folder, changed)
+        line = commands.refused(train, tiny, "--run", run, "--resume")
+        assert line.startswith(f"{folder / TRAINING}: cannot be read as a training state (")
+        assert sorted(path.name for path in run.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -187,7 +154,7 @@ def test_moments_of_another_optimizer_are_refused(kind):
             load_moments(make(kind), make(other).state_dict())
 
 
-@pytest.mark.parametrize("text", ["run: [", "- 1", "run: &a x", "a: !!bool x", "[" * 500, "x"])
+@pytest.mark.parametrize("text", ["run: [", "run: &a x", "x"])
 def test_a_stored_recipe_that_is_none_is_one_line(tiny, state, run, text):
     write(list_checkpoints(run)[-1].folder, {**state, "recipe": text})
     start = find_resume_point(run, resume=True)
@@ -212,7 +179,7 @@ def legacy(folder: Path, state: Any) -> None:
 
 
 def long(folder: Path, state: Any) -> None:
-    write(folder, state | {"more": list(range(1 << 12))})
+    write(folder, state | {"more": list(range(1 << 14))})
 
 
 @pytest.mark.parametrize(

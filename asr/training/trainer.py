@@ -470,11 +470,11 @@ class Training:
         try:
             optim.load_moments(self.optimizer, saved["optimizer"])
             self.weights.load(saved["trained"])
+            random = [saved["random"], *saved["ranks"]]
+            if rank() < len(random):
+                restore_random_state(random[rank()])
         except ValueError as error:
             raise unreadable(checkpoint, error) from None
-        random = [saved["random"], *saved["ranks"]]
-        if rank() < len(random):
-            restore_random_state(random[rank()])
         self.saved, self.validated = saved["position"]["step"], saved["validated"]
         self.metrics, known = saved["metrics"], saved["trackers"]
         self.trackers = {name: known.get(name, new) for name, new in self.trackers.items()}
