@@ -91,12 +91,12 @@ def make(folder: Path, count: int) -> Path:
 
 def measured(stage: str, path: Path) -> dict[str, float]:
     """Run one stage in this process."""
-    from asr.data import corpus as corpus_module
+    from asr.data import line_index
     from asr.data.batching import plan_epoch
     from asr.data.corpus import read_manifest
 
     if stage == "in memory":
-        corpus_module.SMALL = 1 << 60
+        line_index.SMALL = 1 << 60
     begin = time.perf_counter()
     corpus = read_manifest(path)
     figures: dict[str, float] = {}
