@@ -38,6 +38,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from itertools import islice, product
@@ -48,6 +49,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from interleave import Batch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from asr.config.cell import CellSettings  # noqa: E402
@@ -875,11 +877,11 @@ def peers(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
     import transformer
 
     rows = []
-    sizes = las.SMALL._replace(T=1200, B=32, U=66, layers=4, hidden=512, embedding=256)
-    wide = transformer.SMALL._replace(T=1200, B=32, U=66, width=256, feed_forward=1024)
-    wide = wide._replace(encoder=18, decoder=6)
-    if tiny:
-        sizes, wide = las.SMALL._replace(B=2, T=40, U=3), transformer.SMALL._replace(B=2, T=40, U=3)
+    batch = {"B": 2, "T": 40, "U": 3} if tiny else {"B": 32, "T": 1200, "U": 66}
+    sizes, wide = las.Sizes(**batch), transformer.Sizes(**batch)
+    if not tiny:
+        sizes = replace(sizes, layers=4, hidden=512, embedding=256)
+        wide = replace(wide, width=256, feed_forward=1024, encoder=18, decoder=6)
     builders = {
         "las ba": partial(las.ours, sizes, "ba"),
         "las none": partial(las.ours, sizes, "none"),
@@ -897,13 +899,13 @@ def peers(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
     return rows
 
 
-def step_of(build: Callable[[], Any], sizes: Any) -> dict[str, Any]:
+def step_of(build: Callable[[], Any], batch: Batch) -> dict[str, Any]:
     """Time and memory of a step in bf16 on random features and tokens."""
     model, forward = build()
     model.to(DEVICE).train()
     optimizer = torch.optim.Adam(model.parameters(), 1e-4, fused=True)
-    features = torch.randn(sizes.B, sizes.T, sizes.F, device=DEVICE)
-    tokens = torch.randint(4, sizes.V, (sizes.B, sizes.U + 2), device=DEVICE)
+    features = torch.randn(batch.B, batch.T, batch.F, device=DEVICE)
+    tokens = torch.randint(4, batch.V, (batch.B, batch.U + 2), device=DEVICE)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -918,7 +920,7 @@ def step_of(build: Callable[[], Any], sizes: Any) -> dict[str, Any]:
     took = statistics.median(seconds(step) for _ in range(ROUNDS))
     return {
         "ms": 1e3 * took,
-        "audio_hours_per_hour": sizes.B * sizes.T / 100 / took,
+        "audio_hours_per_hour": batch.seconds / took,
         "parameters": sum(p.numel() for p in model.parameters()),
         "gpu_busy": kernel_seconds(step) / took,
         "peak_mib": peak_mib(step),

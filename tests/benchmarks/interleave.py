@@ -11,10 +11,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SOS, EOS = 2, 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Of random features and tokens, as one training step takes it."""
+
+    B: int = 8  # utterances
+    T: int = 600  # frames of 10 ms
+    F: int = 80
+    U: int = 30  # tokens of each utterance
+    V: int = 500
+
+    @property
+    def seconds(self) -> float:
+        """Of audio."""
+        return self.B * self.T / 100
 
 
 def take_turns(commands: Mapping[str, list[str]], rounds: int) -> dict[str, list[dict]]:
@@ -53,25 +70,19 @@ def resident() -> int:
 
 
 def train_on_request(
-    optimizer: Any,
-    forward: Callable,
-    features: tuple[int, int, int],
-    vocabulary: int,
-    length: int,
-    steps: int,
-    held: int,
+    optimizer: Any, forward: Callable, batch: Batch, steps: int, held: int
 ) -> None:
-    """A worker: `steps` steps per request on random (batch, frames, mels) and `length` tokens.
+    """A worker: `steps` steps per request on a random batch, cross-entropy.
 
     Prints CPU-seconds per step, the rise of peak memory above `held` bytes (`resident()`, measured
     after creating the optimizer, which imports much of torch), parameters, torch's version.
     """
     import torch
 
-    targets = torch.randint(4, vocabulary, (features[0], length))
+    targets = torch.randint(4, batch.V, (batch.B, batch.U))
     tokens = torch.nn.functional.pad(targets, (1, 0), value=SOS)
     targets = torch.nn.functional.pad(targets, (0, 1), value=EOS).flatten()
-    inputs = torch.randn(features)
+    inputs = torch.randn(batch.B, batch.T, batch.F)
     for _ in sys.stdin:
         begin = time.process_time()
         for _ in range(steps):

@@ -16,20 +16,17 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from interleave import resident, speechbrain_front, take_turns, train_on_request
+from interleave import Batch, resident, speechbrain_front, take_turns, train_on_request
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes(Batch):
     """Of a batch, and of the models."""
 
-    B: int = 8
-    T: int = 600
-    F: int = 80
-    U: int = 30
-    V: int = 500
     layers: int = 2
     hidden: int = 256
     attention: int = 256
@@ -37,7 +34,6 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes()
-AUDIO_SECONDS = SMALL.B * SMALL.T / 100
 
 
 def main() -> None:
@@ -72,7 +68,7 @@ def summary(rounds: list[dict]) -> dict:
     cpu = statistics.median(one["cpu"] for one in rounds)
     last = dict(rounds[-1])
     peak = {"peak_mib": last.pop("peak") / 2**20}
-    return last | peak | {"cpu": cpu, "audio_seconds_per_cpu_second": AUDIO_SECONDS / cpu}
+    return last | peak | {"cpu": cpu, "audio_seconds_per_cpu_second": SMALL.seconds / cpu}
 
 
 def work(options: argparse.Namespace) -> None:
@@ -91,8 +87,7 @@ def work(options: argparse.Namespace) -> None:
             return run(features, tokens).float()
 
     optimizer = torch.optim.Adam(model.parameters(), 1e-4)
-    features = SMALL.B, SMALL.T, SMALL.F
-    train_on_request(optimizer, forward, features, SMALL.V, SMALL.U, options.steps, resident())
+    train_on_request(optimizer, forward, SMALL, options.steps, resident())
 
 
 def ours(sizes: Sizes, norm: str, backend: str = "auto") -> tuple[Any, Callable]:
@@ -116,28 +111,32 @@ def speechbrain(sizes: Sizes) -> tuple[Any, Callable]:
     import torch
     from speechbrain.nnet.RNN import LSTM, AttentionalRNNDecoder
 
-    B, T, F, _, V, layers, hidden, attention, embedded = sizes
-    front = speechbrain_front((B, T, F), 32)
+    front = speechbrain_front((sizes.B, sizes.T, sizes.F), 32)
     encoder = LSTM(
-        hidden, input_size=F // 4 * 32, num_layers=layers, bidirectional=True, dropout=0.1
+        sizes.hidden,
+        input_size=sizes.F // 4 * 32,
+        num_layers=sizes.layers,
+        bidirectional=True,
+        dropout=0.1,
     )
     decoder = AttentionalRNNDecoder(
         rnn_type="lstm",
         attn_type="location",
-        hidden_size=hidden,
-        attn_dim=attention,
+        hidden_size=sizes.hidden,
+        attn_dim=sizes.attention,
         num_layers=1,
-        enc_dim=2 * hidden,
-        input_size=embedded,
+        enc_dim=2 * sizes.hidden,
+        input_size=sizes.embedding,
         channels=10,
         kernel_size=100,
     )
-    embedding, output = torch.nn.Embedding(V, embedded), torch.nn.Linear(hidden, V)
+    embedding = torch.nn.Embedding(sizes.V, sizes.embedding)
+    output = torch.nn.Linear(sizes.hidden, sizes.V)
     modules = torch.nn.ModuleList([front, encoder, decoder, embedding, output])
 
     def forward(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         memory, _ = encoder(front(features).flatten(2))
-        lengths = torch.ones(B, device=features.device)  # relative lengths
+        lengths = torch.ones(sizes.B, device=features.device)  # relative lengths
         return output(decoder(embedding(tokens), memory, lengths)[0])
 
     return modules, forward

@@ -23,19 +23,16 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from interleave import resident, speechbrain_front, take_turns, train_on_request
+from interleave import Batch, resident, speechbrain_front, take_turns, train_on_request
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes(Batch):
     """Of a batch, and of the models."""
 
-    B: int = 8
-    T: int = 600
-    F: int = 80
-    U: int = 30
-    V: int = 500
     width: int = 144
     heads: int = 4
     feed_forward: int = 576
@@ -45,7 +42,6 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes()
-SECONDS = SMALL.B * SMALL.T / 100  # audio in a batch, frames of 10 ms
 
 
 def main() -> None:
@@ -78,11 +74,11 @@ def main() -> None:
 
 def median_speed(rounds: list[dict]) -> float:
     """Audio-seconds per CPU-second."""
-    return SECONDS / statistics.median(one["cpu"] for one in rounds)
+    return SMALL.seconds / statistics.median(one["cpu"] for one in rounds)
 
 
 def report(name: str, rounds: list[dict]) -> None:
-    best = SECONDS / min(one["cpu"] for one in rounds)
+    best = SMALL.seconds / min(one["cpu"] for one in rounds)
     last = rounds[-1]
     print(
         f"{name:12} torch {last['torch']:12} {last['parameters'] / 1e6:.2f}M parameters  "
@@ -102,8 +98,7 @@ def work(name: str, conformer: bool, steps: int) -> None:
         model, forward = ours(SMALL, conformer, name)
     held = resident()
     optimizer = torch.optim.Adam(model.parameters(), 1e-4)
-    shape = SMALL.B, SMALL.T, SMALL.F
-    train_on_request(optimizer, forward, shape, SMALL.V, SMALL.U, steps, held)
+    train_on_request(optimizer, forward, SMALL, steps, held)
 
 
 def ours(sizes: Sizes, conformer: bool = False, setting: str = "") -> tuple[Any, Callable]:
