@@ -49,7 +49,7 @@ def fingerprint():
     projected = module.to_query(query).detach()
     given = [projected, keys, *past, *weights_of(module)[1:]]
     torch.set_num_threads(2)
-    names = ("query", "keys", "past_weights", "past_total", "conv", "place", "v")
+    names = ("query", "keys", "past_weights", "past_total", "conv", "weight_loc", "v")
     given = [x.detach().requires_grad_() for x in given]
     weights, total = decoder.attend(AttentionInput(**dict(zip(names, given, strict=True))), valid)
     gradients = torch.autograd.grad(weights[..., 0].sum() + total.sum(), given)

@@ -154,7 +154,7 @@ for kind, K in (("location", 3), ("additive", 1), ("dot", 2)):
     draw = torch.Generator().manual_seed(1)
     query = torch.randn(B, K, A, generator=draw, dtype=torch.float64)
     past = torch.rand(2, B, K, T, generator=draw, dtype=torch.float64)
-    given = AttentionInput(inputs.keys, query, inputs.v, *past, inputs.place, inputs.conv)
+    given = AttentionInput(inputs.keys, query, inputs.v, *past, inputs.weight_loc, inputs.conv)
     assert decoder.attend(given, constants.valid) is None  # its gradient is torch's
     with torch.no_grad():
         ours = decoder.attend(given, constants.valid)

@@ -293,12 +293,12 @@ class Kernels:
     @_untraced
     def _attend(self, inputs: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | None:
         """None where the backend does not cover it."""
-        keys, query, v, *past, place, conv = inputs
+        keys, query, v, *past, weight_loc, conv = inputs
         like = keys if v is None else v
         if is_traced(like) or not _fit(like, keys, *past):
             return None
         backend = self._backend(like)
-        if not backend.covers_attention(keys.shape[2], v, place, conv):
+        if not backend.covers_attention(keys.shape[2], v, weight_loc, conv):
             return None
         return backend.attend(inputs._replace(query=query.to(keys.dtype)), valid)
 
@@ -312,8 +312,9 @@ class Kernels:
     ) -> bool:
         """Can `decoder` replace single steps? To be asked before the caller draws dropout masks.
 
-        weight: one of the cells'; states (B, T, E): the memory; matrices: weight_query, v, place
-        and conv of DecoderInput; modules: all that a step calls. Raises UserError as `attend`.
+        weight: one of the cells'; states (B, T, E): the memory; matrices: weight_query, v,
+        weight_loc and conv of DecoderInput; modules: all that a step calls. Raises UserError as
+        `attend`.
         """
         if any(map(has_hooks, modules)) or is_traced(weight):
             return False

@@ -273,7 +273,7 @@ def _energy_sum(inputs: AttentionInput) -> Tensor:
     B, K, T = inputs.past_weights.shape
     weights = torch.stack([inputs.past_weights, inputs.past_total], dim=2).view(B * K, 2, T)
     features = functional.conv1d(weights, inputs.conv, padding=inputs.conv.size(2) // 2)
-    location = functional.linear(features.transpose(1, 2), inputs.place).view(B, K, T, -1)
+    location = functional.linear(features.transpose(1, 2), inputs.weight_loc).view(B, K, T, -1)
     return location.add_(keys).add_(query)
 
 
@@ -307,8 +307,8 @@ def run_decoder(
             x = state[number][0]
             x = x if constants.keep is None else x * constants.keep[number, u]
         query = functional.linear(x, weight_query)[:, None]
-        v, place, conv = matrices
-        past = attend(AttentionInput(keys, query, v, *past, place, conv), constants.valid)
+        v, weight_loc, conv = matrices
+        past = attend(AttentionInput(keys, query, v, *past, weight_loc, conv), constants.valid)
         context = (past[0] @ states).squeeze(1)
         steps.append((x, context, past[0].squeeze(1)))
     return DecoderOutput(*map(torch.stack, zip(*steps, strict=True)))

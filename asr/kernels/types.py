@@ -102,7 +102,7 @@ class AttentionInput(NamedTuple):
     v: Tensor | None  # (1, A), None in dot-product attention
     past_weights: Tensor  # (B, K, T)
     past_total: Tensor  # (B, K, T)
-    place: Tensor | None = None  # (A, C), None without location
+    weight_loc: Tensor | None = None  # (A, C), None without location
     conv: Tensor | None = None  # (C, 2, W), None without location
 
 
@@ -114,7 +114,7 @@ class DecoderInput(NamedTuple):
     keys: Tensor  # (B, T, A)
     weight_query: Tensor  # (A, H)
     v: Tensor | None  # (1, A), None in dot-product attention
-    place: Tensor | None  # (A, C), None without location
+    weight_loc: Tensor | None  # (A, C), None without location
     conv: Tensor | None  # (C, 2, W), None without location
 
 

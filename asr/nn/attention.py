@@ -108,8 +108,8 @@ class Attention(nn.Module):
         Each row of weights sums to 1 over the valid frames.
         """
         query = self.to_query(query)  # (B, K, A)
-        _, v, place, conv = self.matrices()
-        inputs = AttentionInput(keys, query, v, *past, place, conv)
+        _, v, weight_loc, conv = self.matrices()
+        inputs = AttentionInput(keys, query, v, *past, weight_loc, conv)
         return AttentionState(*self.kernels.attend(inputs, valid))
 
     def matrices(self) -> tuple[Tensor | None, ...]:

@@ -351,7 +351,7 @@ def search_step_error(sizes: DecoderSizes) -> float:
     inputs, (w, *_), constants = check.random_decoder(settings, sizes, DEVICE)
     (B, T, A), H = inputs.keys.shape, sizes.H
     query, past = torch.randn(B, K, A, device=DEVICE), torch.rand(2, B, K, T, device=DEVICE) / T
-    given = AttentionInput(inputs.keys, query, inputs.v, *past, inputs.place, inputs.conv)
+    given = AttentionInput(inputs.keys, query, inputs.v, *past, inputs.weight_loc, inputs.conv)
     x, h, c = (torch.randn(B * K, n, device=DEVICE) for n in (w.weight_ih.shape[1], H, H))
     backend = dispatch.BACKENDS[decoder_backend()]
     ours = [*backend.attend(given, constants.valid)]

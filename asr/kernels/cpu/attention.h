@@ -1,6 +1,6 @@
 // One step of additive or location-aware attention over the memory (asr/nn/attention.py):
 //     f[c, t]   = sum over i, w of conv[c, i, w] seen[i, t + w - W / 2]
-//     energy[t] = v . tanh(keys[t] + query + place f[t])
+//     energy[t] = v . tanh(keys[t] + query + weight_loc f[t])
 //     weights   = softmax of the energy over the valid frames,  total = past total + weights
 // where seen stacks the past weights and the past total; additive attention has no f.
 #pragma once
@@ -15,13 +15,13 @@ struct AttentionCall {
   int64_t C, W;  // filters and their taps; no filters in additive attention
   int64_t threads, forked;
   const void *keys, *query, *v;           // (B, T, A), (B, K, A), (A)
-  const void *place, *conv;               // (A, C), (C, 2, W)
+  const void *weight_loc, *conv;          // (A, C), (C, 2, W)
   const void *past_weights, *past_total;  // (B, K, T)
   const bool* valid;                      // (B, T)
   void *weights, *total;                  // (B, K, T); the backward pass reads the weights
   const void *dweights, *dtotal;          // (B, K, T)
   void *dkeys, *dquery;                   // shapes of keys and query
-  void *dv, *dplace, *dconv;              // one per thread
+  void *dv, *dweight_loc, *dconv;         // one per thread
   void *dpast_weights, *dpast_total;      // (B, K, T)
 };
 }
@@ -31,19 +31,19 @@ constexpr int kFrames = 8;  // frames per tile, processed together along A
 // The weights that every row reads, padded with zeros to whole vectors.
 template <class T> struct AttentionWeights {
   int64_t A, C, W, wide_A, wide_C;
-  std::vector<T> v, place, place_by_size;  // (A), (C, A), (A, C)
-  std::vector<T> taps, mirrored;           // (2, W, C), (C, W, 2)
+  std::vector<T> v, weight_loc, loc_by_size;  // (A), (C, A), (A, C)
+  std::vector<T> taps, mirrored;              // (2, W, C), (C, W, 2)
 
   template <class Sizes> void from(const Sizes& call) {
     A = call.A, C = call.C, W = call.W;
     wide_A = whole(A, Simd<T>::N), wide_C = whole(C, Simd<T>::N);
     v.assign(wide_A, T(0));
     std::copy_n(static_cast<const T*>(call.v), A, v.data());
-    place.assign(C * wide_A, T(0)), place_by_size.assign(A * wide_C, T(0));
-    const T* from = static_cast<const T*>(call.place);
+    weight_loc.assign(C * wide_A, T(0)), loc_by_size.assign(A * wide_C, T(0));
+    const T* from = static_cast<const T*>(call.weight_loc);
     for (int64_t a = 0; a < A; a++)
       for (int64_t c = 0; c < C; c++)
-        place[c * wide_A + a] = place_by_size[a * wide_C + c] = from[a * C + c];
+        weight_loc[c * wide_A + a] = loc_by_size[a * wide_C + c] = from[a * C + c];
     from = static_cast<const T*>(call.conv);
     taps.resize(2 * W * C), mirrored.resize(C * W * 2);
     for (int64_t c = 0; c < C; c++)
@@ -110,16 +110,16 @@ template <class T> class AttentionRow {
     return tile;
   }
 
-  // y = tanh(key + query + place), for one vector of A that begins at a.
+  // y = tanh(key + query + weight_loc), for one vector of A that begins at a.
   void tanh_at(const Tile& tile, int64_t a, V (&y)[kFrames]) const {
     const V query = load<T>(static_cast<const T*>(call.query) + row * own.A + a, own.A - a);
 #pragma GCC unroll 8
     for (int r = 0; r < kFrames; r++) y[r] = query + load<T>(tile.key[r] + a, own.A - a);
-    const T *f = tile.f, *at = own.place.data() + a;
+    const T *f = tile.f, *at = own.weight_loc.data() + a;
     for (int64_t c = 0; c < own.C; c++, f += kFrames, at += own.wide_A) {
-      const V place = load<T>(at);
+      const V weight_loc = load<T>(at);
 #pragma GCC unroll 8
-      for (int r = 0; r < kFrames; r++) y[r] += f[r] * place;
+      for (int r = 0; r < kFrames; r++) y[r] += f[r] * weight_loc;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kFrames; r++) y[r] = tanh<T>(y[r]);

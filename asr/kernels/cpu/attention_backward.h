@@ -11,12 +11,12 @@ template <class T> class AttentionBackward : AttentionRow<T> {
   struct Memory {
     std::vector<T> denergy, df, dseen, dquery;   // (T), (C, T), (2, T), (A)
     std::vector<T> dmixed;                       // (A / N, kFrames, N)
-    std::vector<T> dv, dplace, dtaps;            // (A), (C, A), (2, C, W)
+    std::vector<T> dv, dweight_loc, dtaps;       // (A), (C, A), (2, C, W)
   };
   Memory& own_memory = kept<Memory>();
   std::vector<T>&denergy = own_memory.denergy, &dmixed = own_memory.dmixed, &df = own_memory.df,
       &dseen = own_memory.dseen, &dquery = own_memory.dquery, &dv = own_memory.dv,
-      &dplace = own_memory.dplace, &dtaps = own_memory.dtaps;
+      &dweight_loc = own_memory.dweight_loc, &dtaps = own_memory.dtaps;
   const int64_t wide_W = whole(call.W, kGroup<T>);
 
  public:
@@ -35,7 +35,7 @@ template <class T> class AttentionBackward : AttentionRow<T> {
   // Clears the sums of the weights' gradients.
   void begin() {
     dmixed.resize(kFrames * own.wide_A), dseen.resize(2 * stride), denergy.resize(call.T);
-    dv.assign(own.wide_A, T(0)), dplace.assign(own.C * own.wide_A, T(0));
+    dv.assign(own.wide_A, T(0)), dweight_loc.assign(own.C * own.wide_A, T(0));
     dtaps.assign(2 * own.C * wide_W, T(0));
   }
 
@@ -57,9 +57,9 @@ template <class T> class AttentionBackward : AttentionRow<T> {
 
   void write_weights(int64_t thread) {
     std::copy_n(dv.data(), own.A, static_cast<T*>(call.dv) + thread * own.A);
-    T* to = static_cast<T*>(call.dplace) + thread * own.A * own.C;
+    T* to = static_cast<T*>(call.dweight_loc) + thread * own.A * own.C;
     for (int64_t a = 0; a < own.A; a++)
-      for (int64_t c = 0; c < own.C; c++) *to++ = dplace[c * own.wide_A + a];
+      for (int64_t c = 0; c < own.C; c++) *to++ = dweight_loc[c * own.wide_A + a];
     to = static_cast<T*>(call.dconv) + thread * own.C * 2 * own.W;
     for (int64_t c = 0; c < own.C; c++)
       for (int64_t i = 0; i < 2; i++)
@@ -107,7 +107,7 @@ template <class T> class AttentionBackward : AttentionRow<T> {
       }
       store<T>(along_v + a, v_sum);
       store<T>(along_query + a, query_sum);
-      add_place(tile, a, y);
+      add_loc(tile, a, y);
       for (int r = 0; r < tile.count; r++) add_key(dkey[r] + a, dx + r * N, own.A - a, first);
     }
   }
@@ -118,9 +118,9 @@ template <class T> class AttentionBackward : AttentionRow<T> {
     store<T>(to, d, left);
   }
 
-  void add_place(const Tile& tile, int64_t a, const V (&d)[kFrames]) {
+  void add_loc(const Tile& tile, int64_t a, const V (&d)[kFrames]) {
     const T* f = tile.f;
-    T* at = dplace.data() + a;
+    T* at = dweight_loc.data() + a;
     for (int64_t c = 0; c < own.C; c++, f += kFrames, at += own.wide_A) {
       V even = load<T>(at), odd = {};
 #pragma GCC unroll 8
@@ -129,14 +129,14 @@ template <class T> class AttentionBackward : AttentionRow<T> {
     }
   }
 
-  // df[c, t] = sum over a of dmixed[t, a] place[a, c], with the filters in the vectors' lanes.
+  // df[c, t] = sum over a of dmixed[t, a] weight_loc[a, c], with the filters in the vectors' lanes.
   void to_filters(const Tile& tile) {
     for (int64_t c = 0; c < own.C; c += N) {
       V sums[kFrames] = {};
-      const T *dx = dmixed.data(), *place = own.place_by_size.data() + c;
+      const T *dx = dmixed.data(), *weight_loc = own.loc_by_size.data() + c;
       for (int64_t a = 0; a < own.A; a += N, dx += kFrames * N)
-        for (int64_t n = 0; n < std::min<int64_t>(N, own.A - a); n++, place += own.wide_C) {
-          const V p = load<T>(place);
+        for (int64_t n = 0; n < std::min<int64_t>(N, own.A - a); n++, weight_loc += own.wide_C) {
+          const V p = load<T>(weight_loc);
 #pragma GCC unroll 8
           for (int r = 0; r < kFrames; r++) sums[r] += dx[r * N + n] * p;
         }

@@ -22,13 +22,13 @@ struct DecoderCall {
   const void *embedded;                        // (U, B, M)
   const void *weight_embedded, *weight_query;  // (4H, M), (A, H)
   const void *states, *keys, *first;           // (B, T, E), (B, T, A), (B, T): initial weights
-  const void *v, *place, *conv;                // as in AttentionCall
+  const void *v, *weight_loc, *conv;           // as in AttentionCall
   const bool* valid;                           // (B, T)
   void *query, *weights, *total, *context;     // (U, B, A), (U, B, T) twice, (U, B, E)
   const void *doutput, *dcontext, *dweights;   // of the last layer's output, of context and weights
   void *dcontext_sum;                          // (U, B, E): dcontext plus the next step's part
   void *dquery, *dembedded, *dstates, *dkeys;
-  void *dweight_embedded, *dweight_query, *dv, *dplace, *dconv;  // one for each block
+  void *dweight_embedded, *dweight_query, *dv, *dweight_loc, *dconv;  // one for each block
 };
 }
 
@@ -93,7 +93,7 @@ template <class E> class DecoderWorker {
     AttentionCall one = {};
     one.B = call.B, one.K = 1, one.T = call.T, one.A = call.A, one.C = call.C;
     one.W = call.W, one.threads = 1;
-    one.keys = call.keys, one.v = call.v, one.place = call.place, one.conv = call.conv;
+    one.keys = call.keys, one.v = call.v, one.weight_loc = call.weight_loc, one.conv = call.conv;
     one.valid = call.valid;
     one.query = in<T>(call.query) + u * call.B * call.A;
     const int64_t step = call.B * call.T;

@@ -35,8 +35,12 @@ class AttentionCall(ctypes.Structure):
 
     _fields_ = (
         *fields(c_int64, "B K T A C W threads forked"),
-        *fields(c_void_p, "keys query v place conv past_weights past_total valid weights total"),
-        *fields(c_void_p, "dweights dtotal dkeys dquery dv dplace dconv dpast_weights dpast_total"),
+        *fields(
+            c_void_p, "keys query v weight_loc conv past_weights past_total valid weights total"
+        ),
+        *fields(
+            c_void_p, "dweights dtotal dkeys dquery dv dweight_loc dconv dpast_weights dpast_total"
+        ),
     )
 
 
@@ -92,7 +96,7 @@ def _attention_backward(
     """The gradients of `inputs`."""
     call = _describe_attention(inputs, valid, weights, rows=len(valid))
     dweights, dtotal = dweights.contiguous(), dtotal.contiguous()
-    per_thread = ("v", "place", "conv")
+    per_thread = ("v", "weight_loc", "conv")
     slots = inputs._replace(
         **{name: library.slots(getattr(inputs, name), call.threads) for name in per_thread},
         past_weights=None if inputs.conv is None else torch.empty_like(weights),
@@ -131,10 +135,12 @@ class DecoderCall(ctypes.Structure):
         *fields(c_int64, f"B U T E M H A C W L {NORM_FIELDS} threads blocks forked"),
         ("eps", c_double),
         ("layers", c_void_p),
-        *fields(c_void_p, "embedded weight_embedded weight_query states keys first v place conv"),
+        *fields(
+            c_void_p, "embedded weight_embedded weight_query states keys first v weight_loc conv"
+        ),
         *fields(c_void_p, "valid query weights total context doutput dcontext dweights"),
         *fields(c_void_p, "dcontext_sum dquery dembedded dstates dkeys"),
-        *fields(c_void_p, "dweight_embedded dweight_query dv dplace dconv"),
+        *fields(c_void_p, "dweight_embedded dweight_query dv dweight_loc dconv"),
     )
 
 

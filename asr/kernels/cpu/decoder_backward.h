@@ -97,7 +97,7 @@ template <class E> class DecoderBackward : DecoderWorker<E> {
     AttentionCall attention = this->attention_at(u);
     attention.dweights = own.dattention.data(), attention.dtotal = own.dtotal.data();
     attention.dkeys = call.dkeys, attention.dquery = out<T>(call.dquery) + u * call.B * call.A;
-    attention.dv = call.dv, attention.dplace = call.dplace, attention.dconv = call.dconv;
+    attention.dv = call.dv, attention.dweight_loc = call.dweight_loc, attention.dconv = call.dconv;
     attention.dpast_weights = own.dpast.data(), attention.dpast_total = own.dtotal.data();
     return attention;
   }

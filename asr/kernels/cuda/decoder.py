@@ -50,7 +50,9 @@ MOST_A, MOST_TAPS = 1024, 256  # which a tile of frames has room for in register
 REMEDY = "use backend='reference', model.speller.backend in a recipe"
 
 
-def covers_attention(A: int, v: Tensor | None, place: Tensor | None, conv: Tensor | None) -> bool:
+def covers_attention(
+    A: int, v: Tensor | None, weight_loc: Tensor | None, conv: Tensor | None
+) -> bool:
     """Is there room for the sums of a tile of frames? Matrices as in DecoderInput."""
     return A <= MOST_A and (conv is None or conv.shape[2] <= MOST_TAPS)
 
@@ -158,14 +160,14 @@ class _Attention:
         valid: Tensor,
         K: int = 1,
     ) -> None:
-        """matrices: v, place and conv; valid: bytes; K: queries of each utterance."""
-        v, place, conv = matrices
+        """matrices: v, weight_loc and conv; valid: bytes; K: queries of each utterance."""
+        v, weight_loc, conv = matrices
         self.states, self.keys, self.valid, self.K = states, keys, valid, K
         self.B, self.T, self.A = keys.shape
         self.kind = 1 if v is None else 0 if conv is None else 2
         self.C, self.W = (1, 1) if conv is None else conv.shape[::2]
         self.v = keys if v is None else v
-        self.place = keys if place is None else place
+        self.weight_loc = keys if weight_loc is None else weight_loc
         self.conv = keys if conv is None else conv
         self.tiles = -(-self.T // BLOCK_T)
         self.block_a = 1 << max(4, (self.A - 1).bit_length())
@@ -186,8 +188,8 @@ class _Attention:
         from asr.kernels.cuda import triton_attention
 
         triton_attention.attention_energy[(len(energy), self.tiles)](
-            self.keys, query, self.v, self.place, self.conv, weights, total, self.valid, energy,
-            self.K, self.T, self.A, self.C, self.W, self.scale, BLOCK_A=self.block_a,
+            self.keys, query, self.v, self.weight_loc, self.conv, weights, total, self.valid,
+            energy, self.K, self.T, self.A, self.C, self.W, self.scale, BLOCK_A=self.block_a,
             num_warps=self.warps, **self.sizes,
         )  # fmt: skip
 
@@ -234,9 +236,9 @@ class _Attention:
         from asr.kernels.cuda import triton_attention
 
         triton_attention.attention_backward[(self.B, self.tiles)](
-            self.keys, query, self.v, self.place, self.conv, *past, self.valid, weights,
-            sums.dalpha, sums.dkeys, sums.parts, sums.dv, sums.dplace, sums.dconv, sums.dlocation,
-            self.B, self.T, self.A, self.C, self.W, self.scale, BLOCK_R=BLOCK_R,
+            self.keys, query, self.v, self.weight_loc, self.conv, *past, self.valid, weights,
+            sums.dalpha, sums.dkeys, sums.parts, sums.dv, sums.dweight_loc, sums.dconv,
+            sums.dlocation, self.B, self.T, self.A, self.C, self.W, self.scale, BLOCK_R=BLOCK_R,
             BLOCK_A=self.block_a, num_warps=self.warps, **self.sizes,
         )  # fmt: skip
         triton_attention.sum_tiles[(self.B,)](
@@ -254,7 +256,7 @@ class _Slopes(NamedTuple):
     parts: Tensor  # (tiles, B, A)
     dquery: Tensor  # (B, A)
     dv: Tensor  # (tiles, B, A)
-    dplace: Tensor  # (tiles, B, C, A)
+    dweight_loc: Tensor  # (tiles, B, C, A)
     dconv: Tensor  # (tiles, B, C, 2, W)
     dlocation: Tensor  # (C, B, T)
 
@@ -264,7 +266,7 @@ def attend(inputs: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | Non
 
     For a search: None where a gradient is asked for. Raises ValueError where a shape does not fit.
     """
-    keys, query, v, weights, total, place, conv = inputs
+    keys, query, v, weights, total, weight_loc, conv = inputs
     (B, T, A), K = keys.shape, query.shape[1]
     learns = any(t is not None and t.requires_grad for t in inputs)
     if torch.is_grad_enabled() and learns:
@@ -276,7 +278,7 @@ def attend(inputs: AttentionInput, valid: Tensor) -> tuple[Tensor, Tensor] | Non
             check_shape(name, tensor, shape)
     check_shape("valid", valid, (B, T))
     with torch.cuda.device_of(keys):
-        dense = [w if w is None else w.contiguous() for w in (v, place, conv)]
+        dense = [w if w is None else w.contiguous() for w in (v, weight_loc, conv)]
         valid = valid.contiguous().view(torch.uint8)
         attention = _Attention(None, keys.contiguous(), tuple(dense), valid, K)
         past = [part.contiguous().view(B * K, T) for part in (weights, total)]
@@ -602,6 +604,6 @@ def _input_gradients(
         sums.dkeys,
         _rows_product(sums.dquery, output, plan).to(kind),
         None if inputs.v is None else sums.dv.sum((0, 1))[None],
-        None if inputs.conv is None else sums.dplace.sum((0, 1)).t(),
+        None if inputs.conv is None else sums.dweight_loc.sum((0, 1)).t(),
         None if inputs.conv is None else sums.dconv.sum((0, 1)),
     )

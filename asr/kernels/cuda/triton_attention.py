@@ -3,7 +3,7 @@
 
 Formulas: asr/nn/attention.py. Frames are divided into tiles of BLOCK_T; one program computes all A
 elements of the energies' sums in its tile. KIND 0: additive, 1: dot products, 2: additive with the
-location, C filters of W taps over the last weights and their sum. place: U, (A, C).
+location, C filters of W taps over the last weights and their sum. weight_loc: U, (A, C).
 
 A row of queries belongs to the utterance row // K. valid: bytes, 0 in frames that are not read, so
 that padding may hold NaN. Weights of a row without a frame are 0. The matrices keys, states and
@@ -33,7 +33,7 @@ def taps(conv, c, channel, w, W):
 
 @triton.jit
 def summed(
-    keys, query, place, conv, past_weights, past_total, b, row, t, a, w, real, T, A, C, W,
+    keys, query, weight_loc, conv, past_weights, past_total, b, row, t, a, w, real, T, A, C, W,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """W s + V h_t + U f_t, (BLOCK_T, BLOCK_A); in KIND 1 the product of query and key."""
@@ -47,7 +47,7 @@ def summed(
         before = window(past_total, row, t, w, T, W, real, 1)
         for c in range(C):
             feature = filtered(recent, before, conv, c, w, W)
-            total += feature[:, None] * tl.load(place + a * C + c, a < A, 0.0)[None, :]
+            total += feature[:, None] * tl.load(weight_loc + a * C + c, a < A, 0.0)[None, :]
     return total
 
 
@@ -60,7 +60,7 @@ def filtered(recent, before, conv, c, w, W):
 
 @triton.jit(do_not_specialize=["T"])
 def attention_energy(
-    keys, query, v, place, conv, past_weights, past_total, valid, energy, K, T, A, C, W, scale,
+    keys, query, v, weight_loc, conv, past_weights, past_total, valid, energy, K, T, A, C, W, scale,
     KIND: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Program (row, tile) -> its energies (rows, T), -inf in frames that are not read.
@@ -73,8 +73,9 @@ def attention_energy(
     a, w = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_W)
     real = tl.load(valid + b * T + t, t < T, 0) != 0
     total = summed(
-        keys, query, place, conv, past_weights, past_total, b, row, t, a, w, real, T, A, C, W, KIND
-    )
+        keys, query, weight_loc, conv, past_weights, past_total, b, row, t, a, w, real, T, A, C, W,
+        KIND,
+    )  # fmt: skip
     if KIND == 1:
         value = tl.sum(total, 1) * scale
     else:
@@ -171,13 +172,13 @@ def attention_backward_weights(
 
 @triton.jit(do_not_specialize=["T"])
 def attention_backward(
-    keys, query, v, place, conv, past_weights, past_total, valid, weights, dalpha, dkeys, dquery,
-    dv, dplace, dconv, dlocation, B, T, A, C, W, scale, KIND: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_W: tl.constexpr,
+    keys, query, v, weight_loc, conv, past_weights, past_total, valid, weights, dalpha, dkeys,
+    dquery, dv, dweight_loc, dconv, dlocation, B, T, A, C, W, scale, KIND: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Program (utterance, tile): the gradients of the weights -> those of what the energies read.
 
-    Added to those of later steps: dkeys (B, T, A) and, of each tile, dv (tiles, B, A), dplace
+    Added to those of later steps: dkeys (B, T, A) and, of each tile, dv (tiles, B, A), dweight_loc
     (tiles, B, C, A) and dconv (tiles, B, C, 2, W). Of this step: dquery (tiles, B, A), and
     dlocation (C, B, T) of the features.
     """
@@ -205,8 +206,8 @@ def attention_backward(
         d = slope[:, None] * asked[None, :]
     else:
         total = summed(
-            keys, query, place, conv, past_weights, past_total, b, b, t, a, w, real, T, A, C, W,
-            KIND,
+            keys, query, weight_loc, conv, past_weights, past_total, b, b, t, a, w, real, T, A, C,
+            W, KIND,
         )  # fmt: skip
         bounded = tanh(total)
         of_v = tl.load(dv + tile * A + a, a < A, 0.0) + tl.sum(slope[:, None] * bounded, 0)
@@ -221,9 +222,9 @@ def attention_backward(
         for c in range(C):
             feature = filtered(recent, before, conv, c, w, W)
             at = (tile * C + c) * A + a
-            of_place = tl.load(dplace + at, a < A, 0.0) + tl.sum(feature[:, None] * d, 0)
-            tl.store(dplace + at, of_place, a < A)
-            d_feature = tl.sum(d * tl.load(place + a * C + c, a < A, 0.0)[None, :], 1)
+            of_loc = tl.load(dweight_loc + at, a < A, 0.0) + tl.sum(feature[:, None] * d, 0)
+            tl.store(dweight_loc + at, of_loc, a < A)
+            d_feature = tl.sum(d * tl.load(weight_loc + a * C + c, a < A, 0.0)[None, :], 1)
             tl.store(dlocation + (c * B + b) * T + t, d_feature, t < T)
             of_recent = dconv + (tile * C + c) * 2 * W + w
             d_taps = tl.sum(d_feature[:, None] * recent, 0)
