@@ -15,6 +15,7 @@ docs/api.md describes all names. Importing this package imports nothing else: to
 
 import os.path
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 # In a checkout the acoustic front end is the folder features/ beside this one. A wheel has it in
@@ -45,11 +46,23 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name == "api":
-        return import_module("asr.api")
+        return _imported("asr.api")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    value = globals()[name] = getattr(_imported(_MODULES[name]), name)
     return value
+
+
+def _imported(module: str) -> ModuleType:
+    """The module. Raises ImportError that names the extra where a package of it is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        from asr.errors import missing_asr_package
+
+        if message := missing_asr_package(error):
+            raise ImportError(message) from None
+        raise
 
 
 def __dir__() -> list[str]:

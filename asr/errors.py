@@ -204,8 +204,7 @@ def _user_message(error: Exception) -> str | None:
     if isinstance(error, UserError | AudioError | StatisticsError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
-        package = ASR_PACKAGES.get((error.name or "").partition(".")[0])
-        return package and missing_package(package, "asr")
+        return missing_asr_package(error)
     cause = error.__context__
     if isinstance(error, RuntimeError) and getattr(cause, "errno", None) == errno.ELOOP:
         error = cause  # Path.resolve with a link loop, up to Python 3.12
@@ -223,6 +222,12 @@ def _user_message(error: Exception) -> str | None:
             f"is validated or decoded): {reason}"
         )
     return None
+
+
+def missing_asr_package(error: ModuleNotFoundError) -> str | None:
+    """As missing_package, where the module is of the extra `asr`."""
+    package = ASR_PACKAGES.get((error.name or "").partition(".")[0])
+    return package and missing_package(package, "asr")
 
 
 def missing_package(package: str, extra: str) -> str:

@@ -5,6 +5,7 @@ In a checkout they are in recipes/ and pretrained/ beside asr/; in a wheel, insi
 folder of the user with the same name takes precedence.
 """
 
+import difflib
 import re
 import shlex
 from pathlib import Path
@@ -71,6 +72,9 @@ def missing_run(run: Path, key: str = "") -> UserError:
         return UserError(f"{name}: there is no such run. Did you mean {below}?")
     if elsewhere := not_installed(run):
         return UserError(f"{name}: {elsewhere}")
+    trained = [str(path) for path in Path("runs").glob("*")]
+    if near := difflib.get_close_matches(str(run), [*run_names(), *trained], n=1, cutoff=0.8):
+        return UserError(f"{name}: there is no such run. Did you mean {near[0]}?")
     return UserError(f"{name}: there is no such run. Make it with: {train_command(run)}")
 
 

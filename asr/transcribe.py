@@ -42,6 +42,7 @@ def main() -> int:
     if not files:
         raise UserError("no audio: name files, folders, - or --list FILES")
     from asr.analysis.model_card import rates_in_card
+    from asr.analysis.runs import unfinished_note
     from asr.inference.recognition import Recognizer
     from asr.inference.sources import open_sources, targets
 
@@ -54,6 +55,8 @@ def main() -> int:
         recognizer = Recognizer.load(args.run, overrides)
         if args.run in map(find_run, map(Path, run_names())):  # which its user has not evaluated
             print(f"{args.run.name}: {rates_in_card(args.run)}", file=sys.stderr, flush=True)
+        if note := unfinished_note(args.run):
+            print(note, file=sys.stderr, flush=True)
         transcribe(recognizer, sources, places, args, faults)
     for reason in faults.values():
         print(f"error: {one_line(reason)}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """The Python interface: one import, runs, comparisons, errors of one line."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,7 @@ def test_nothing_is_synthesised_for_a_training_that_cannot_run(tmp_path, monkeyp
         lambda run: asr.api.train(run.recipe, run=run),  # trained already
         lambda run: asr.api.compare(run),
         lambda run: asr.api.compare(["missing"]),
+        lambda run: asr.api.compare([]),
         lambda run: asr.load("missing"),
         lambda run: asr.load(run, device="gpu"),
         lambda run: run.evaluate("missing"),
@@ -162,3 +164,11 @@ def test_an_interrupted_training_is_saved_and_resumes(tiny, tmp_path):
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "resume=True continues" in done.stdout and done.stdout.endswith("True 4\n")
+
+
+@pytest.mark.parametrize("name", ["google", "torchaudio", "yaml"])
+def test_a_package_of_an_extra_that_is_not_installed(name):
+    code = f"import sys; sys.modules[{name!r}] = None; import asr; asr.load"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(r"ImportError: the package \w+ is not installed: pip install .*", last)

@@ -95,9 +95,22 @@ def test_a_missing_manifest_names_the_command_that_makes_it(split, tiny, run, co
     more = ["data.corpus=librispeech", f"data.{split}=/x/dev-clean.tsv"]
     line = commands.refused(train, tiny, "--run", run, *more)
     assert "python -m asr.prepare librispeech --to /x --subsets dev-clean" in line
-    more = ["data.corpus=spoken-numbers", f"data.{split}=/x/vlaid.tsv"]
+    more = ["data.corpus=spoken-numbers", f"data.{split}=/x/valid.tsv"]
     line = commands.refused(train, tiny, "--run", run, *more)
     assert line.endswith("spoken-numbers --to /x, which has train.tsv, valid.tsv and test.tsv")
+    more[1] = f"data.{split}=/x/mine.tsv"  # with a recipe for the spoken numbers
+    line = commands.refused(train, tiny, "--run", run, *more)
+    assert line.endswith(
+        "asr.prepare auto SOURCE --to /x, where SOURCE is your mine.tsv or a corpus in another form"
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_folder_instead_of_a_manifest(split, tiny, run, commands, tmp_path):
+    line = commands.refused(train, tiny, "--run", run, f"data.{split}={tmp_path}")
+    assert line == f"data.{split}: {tmp_path} is a folder; name a manifest (.tsv)"
+    line = commands.refused(train, tiny, "--run", run, f"data.{split}={tiny.parent}")
+    assert "is a folder; name one of its tables (" in line and "train.tsv" in line
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
@@ -112,7 +125,7 @@ def test_a_manifest_that_is_not_set(split, tiny, run, commands):
     [
         ("", "no column id, speaker, audio, seconds, text"),
         ("id\tspeaker\taudio\tseconds\ttext\n", "the manifest is empty"),
-        ("id\taudio\ttext\n", "no column speaker, seconds"),
+        ("id\taudio\ttext\n", "own.tsv --to FOLDER adds what is missing"),
         (
             "id\tspeaker\taudio\tseconds\ttext\ttext\na\ts\ta.wav\t3\tx\ty\n",
             "column text appears twice; rename or remove one of them",

@@ -97,6 +97,15 @@ def test_kaldi_segments_are_the_samples_of_their_recordings(tmp_path, asr_prepar
     check_audio(corpus[3], part(mono, 0.2, 1.7))
 
 
+def test_audio_of_two_splits_in_two_folders_needs_their_common_one(tmp_path, asr_prepare):
+    for split in ("train", "dev"):
+        kaldi(tmp_path / "data" / split, tmp_path / "audio" / split, segments=False)
+    call = ("auto", tmp_path / "data", "--to", tmp_path / "to")
+    code, _, err = asr_prepare(*call)
+    assert code == 2 and f"--audio {tmp_path}/audio accepts its audio" in err[-1]
+    assert asr_prepare(*call, "--audio", tmp_path / "audio")[0] == 0
+
+
 def test_kaldi_recordings_stay_where_they_are(tmp_path, asr_prepare):
     for split in ("train", "dev"):
         stereo, _ = kaldi(tmp_path / "data" / split, tmp_path / "audio", segments=False)

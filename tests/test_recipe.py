@@ -478,6 +478,8 @@ def test_a_run_of_that_name_below_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert str(missing_run(Path("mine"))) == "mine: there is no such run. Did you mean runs/mine?"
+    for name, near in {"runs/mime": "runs/mine", "conformerr": "conformer"}.items():
+        assert str(missing_run(Path(name))).endswith(f"no such run. Did you mean {near}?")
 
 
 def test_other_folders_and_recipes(tmp_path):

@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_speech import RATE, age, tones
 
 from asr import evaluate, train, transcribe
+from asr.analysis.runs import unfinished_note
 from asr.config.loader import read_recipe, write_recipe
 from asr.data import loader
 from asr.data.corpus import read_manifest, write_manifest
@@ -138,6 +139,12 @@ def test_resume_gives_the_same_bits(step, workers, tiny, tiny_run, commands, tmp
     assert_same_state(tmp_path, tiny_run)
     steps = [at for at, _ in curve(tmp_path, "train/nll")]
     assert steps == sorted(set(steps)) == [at for at, _ in curve(tiny_run, "train/nll")]
+
+
+def test_resume_without_a_checkpoint_starts_anew(tiny, commands, tmp_path):
+    run = tmp_path / "misspelt"
+    code, out, _ = commands(train, tiny, "--run", run, "--resume", "train.steps=1")
+    assert code == 0 and f"{run} has no checkpoint: training starts from step 0" in out
 
 
 def last_weights(run):
@@ -434,11 +441,15 @@ def test_a_signal_saves_and_the_run_can_be_resumed(
             patch.setattr(SpeechTask, "_pictures", signalled(SpeechTask._pictures))
         code, out, _ = commands(train, tiny, "--run", tmp_path, *more)
     assert code == EXIT_STOPPED == 3 and f"{number.name}: stopped after step " in out
+    assert unfinished_note(tmp_path).endswith(
+        f"asr.train {tmp_path}/recipe.yaml --run {tmp_path} --resume"
+    )
     assert signal.getsignal(number) not in (None, signal.SIG_IGN)
     step = list_checkpoints(tmp_path)[-1].step
     assert step == 1 if where == "step" else step < list_checkpoints(tiny_run)[-1].step
     age(tmp_path)
     assert commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0
+    assert unfinished_note(tmp_path) is None
     assert_same_state(tmp_path, tiny_run)
     for name in ("train/nll", "valid/nll", "valid/wer"):
         assert curve(tmp_path, name) == curve(tiny_run, name)

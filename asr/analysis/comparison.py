@@ -253,6 +253,8 @@ def compare_runs(
     curve: the loss on validation. ignore: keys that may differ in a group, like the seed. Raises
     UserError if no run can be compared.
     """
+    if not folders:
+        raise UserError("no runs to compare: name at least one run folder")
     runs = read_runs(expand_runs(folders), curve)
     if all(run.fault for run in runs):
         raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")

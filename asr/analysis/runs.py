@@ -22,6 +22,7 @@ from asr.config.loader import flat, read_recipe
 from asr.config.schema import DecodeConfig, Recipe
 from asr.errors import UserError
 from asr.io import check_run_folder, open_file, read_json, sha256_of_files
+from asr.shipped import train_command
 from asr.training.checkpoint import choose, list_checkpoints, read_training
 from asr.training.resume import SHA256
 from asr.training.state import TrainState
@@ -46,10 +47,21 @@ DATA = "data and vocabulary"  # a key besides the recipe's: equal if losses are 
 
 def finished(run: Path) -> int | None:
     """The step at which training finished; None if it did not, or was resumed since."""
-    log = _text(run / "train.log")
-    # Trackers may log lines after the end; a resumed run logs its start.
-    last = list(_ENDS.finditer(log))[-1:]
-    return int(last[0]["step"]) if last and last[0]["step"] else None
+    last = _last_end(run)
+    return int(last["step"]) if last and last["step"] else None
+
+
+def unfinished_note(run: Path) -> str | None:
+    """A line for a run whose training has not finished; None where the folder has no log of it."""
+    last = _last_end(run)
+    if not last or last["step"]:
+        return None
+    return f"{run}: its training has not finished; to continue: {train_command(run)}"
+
+
+def _last_end(run: Path) -> re.Match[str] | None:
+    """Trackers may log lines after the end; a resumed run logs its start."""
+    return next(iter(list(_ENDS.finditer(_text(run / "train.log")))[-1:]), None)
 
 
 def _text(path: Path) -> str:

@@ -106,9 +106,9 @@ class DataConfig(Config):
 class SpecAugmentConfig(Config):
     """Section `features.spec_augment:`: masks on the log-mel features (Park et al. 2019)."""
 
-    freq_masks: Annotated[int, Field(ge=0, le=100)] = 2  # frequency masks an utterance
+    freq_masks: Annotated[int, Field(ge=0, le=100)] = 2  # frequency masks per utterance
     freq_width: Natural = 27  # largest width of a frequency mask, mel bins
-    time_masks: Annotated[int, Field(ge=0, le=100)] = 2  # time masks an utterance
+    time_masks: Annotated[int, Field(ge=0, le=100)] = 2  # time masks per utterance
     time_width: Natural = 100  # largest width of a time mask, frames of 10 ms
     time_fraction: Weight = 0.2  # largest width of a time mask, share of its utterance
     time_warp: Natural = 0  # largest shift of one frame, others stretched to fit; ESPnet has 5

@@ -5,7 +5,6 @@ S samples, T frames, F features per frame.
 
 import os
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -26,12 +25,12 @@ from asr.data.feature_cache import (
     read_cache,
 )
 from asr.data.loader import load_waveform, read_batches, start_worker
+from asr.data.progress import AudioProgress
 from asr.errors import UserError, print_line
 from asr.features import AudioError
 from asr.features.front_end import FrontEnd
 from asr.io import lock_file, usable_cores
 
-PROGRESS_SECONDS = 60.0  # between two lines
 Wanted = tuple[Utterance, float]  # at that speed
 
 
@@ -153,15 +152,7 @@ def _check_room(folder: Path, needed: float, hours: float) -> None:
 
 def _reported(parts: Iterable[Part], hours: float) -> Iterator[Part]:
     """The parts, with a line on the progress from time to time."""
-    began = last = time.monotonic()
-    done = 0.0  # hours
+    progress = AudioProgress("features of", 3600 * hours)
     for utterance, speed, features in parts:
         yield utterance, speed, features
-        done += utterance.seconds / speed / 3600
-        if (now := time.monotonic()) - last > PROGRESS_SECONDS:
-            last, rate = now, done / (now - began)  # hours a second
-            minutes = (hours - done) / rate / 60
-            print_line(
-                f"features: {100 * done / hours:.0f} %, {3600 * rate:.0f} times real time, "
-                f"{minutes:.0f} min left"
-            )
+        progress.add(utterance.seconds / speed)

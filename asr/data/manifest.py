@@ -83,10 +83,13 @@ def read_header(
     missing = [name for name in required if name not in header]
     if missing:
         found = ", ".join(name[:40] for name in header[:20])
-        raise UserError(
+        message = (
             f"{path}: no column {', '.join(missing)}; the first line names {found or 'none'}, and "
             "must have the names of the columns, separated by tabs"
         )
+        if tuple(required) == COLUMNS and {"audio", "text"} <= set(header):
+            message += f"; python -m asr.prepare table {path} --to FOLDER adds what is missing"
+        raise UserError(message)
     twice = next((name for name in header if name and header.count(name) > 1), None)
     if twice:
         raise UserError(f"{path}: column {twice} appears twice; rename or remove one of them")

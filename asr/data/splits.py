@@ -23,7 +23,9 @@ MAX_UNKNOWN = 0.5  # share of a text's letters that the vocabulary may lack
 MAX_SHOWN = 20  # letters in the message
 MAX_DURATION = 1e30  # seconds
 DATA = Path("data")  # in the working directory
+SPOKEN_NUMBERS = ("train", "valid", "test")  # their splits
 SPOKEN_NUMBERS_BYTES = 150e6  # of disk space
+MAX_TABLES = 6  # of a folder, in the message
 PREPARE = {  # data.corpus -> the command that makes its manifests
     None: "python -m asr.prepare auto SOURCE --to {folder}, where SOURCE is your {split}.tsv or a "
     "corpus in another form",
@@ -73,12 +75,18 @@ def load_split_manifest(data: DataConfig, path: Path | None, role: str) -> Corpu
     if not path.exists():
         command = prepare_command(data.corpus, path)
         raise UserError(f"data.{role}: {path} is not there. Make it with: {command}")
+    if path.is_dir():
+        tables = sorted(file.name for file in path.glob("*.tsv"))[:MAX_TABLES]
+        has = f"one of its tables ({', '.join(tables)})" if tables else "a manifest (.tsv)"
+        raise UserError(f"data.{role}: {path} is a folder; name {has}")
     return read_manifest(path, data.allow_outside_audio)
 
 
 def prepare_command(corpus: str | None, manifest: Path) -> str:
     """The command that makes a manifest, with its names quoted for a shell."""
     folder, split = shlex.quote(str(manifest.parent)), shlex.quote(manifest.stem)
+    if corpus == "spoken-numbers" and manifest.stem not in SPOKEN_NUMBERS:
+        corpus = None  # a table of the user's, with a recipe for the spoken numbers
     return PREPARE[corpus].format(folder=folder, split=split)
 
 
@@ -88,7 +96,7 @@ def make_built_in(corpus: str | None, manifest: Path) -> None:
     Only below DATA: for another folder its user has to run asr.prepare. Raises UserError where the
     disk is too full for them.
     """
-    ours = corpus == "spoken-numbers" and manifest.stem in ("train", "valid", "test")
+    ours = corpus == "spoken-numbers" and manifest.stem in SPOKEN_NUMBERS
     if ours and _is_below_data(manifest.parent) and not manifest.exists():
         from asr.data.importers import spoken_numbers  # for few trainings
 

@@ -20,7 +20,12 @@ from matplotlib.image import imsave
 
 from asr.analysis.page import write_page
 from asr.analysis.plots import attention_picture
-from asr.analysis.runs import decode_settings, evaluation_notes, unequal_decoding
+from asr.analysis.runs import (
+    decode_settings,
+    evaluation_notes,
+    unequal_decoding,
+    unfinished_note,
+)
 from asr.analysis.score_files import (
     SavedEvaluation,
     evaluation_name,
@@ -45,6 +50,7 @@ from asr.data.batching import Batch, Example, collate, plan_evaluation
 from asr.data.corpus import Corpus, audio_remedy
 from asr.data.loader import UtteranceDataset, load_batches, with_split_statistics
 from asr.data.manifest import read_rows
+from asr.data.progress import AudioProgress
 from asr.data.tokenizer import labels_of
 from asr.decoding.alignment import HypothesisHealth, hypothesis_health, mean_health
 from asr.decoding.scorer import Hypothesis
@@ -123,12 +129,15 @@ class EvaluationSplit:
         return check_writable(self.run / "evaluate" / self.name)
 
     def load(self) -> Recognizer:
-        """The run's model. Prints a note where its vocabulary lacks letters of the split."""
+        """The run's model. Prints notes where its training has not finished, and where its
+        vocabulary lacks letters of the split.
+        """
         recognizer = Recognizer.load(self.run, self.overrides)
         if threads := self.recipe.train.threads:
             torch.set_num_threads(threads)
         path, tokenizer = self.corpus.path, recognizer.tokenizer
-        if note := splits.check_vocabulary_coverage(self.corpus.texts, tokenizer, path):
+        unknown = splits.check_vocabulary_coverage(self.corpus.texts, tokenizer, path)
+        for note in filter(None, (unfinished_note(self.run), unknown)):
             print(note, flush=True)
         return recognizer
 
@@ -265,12 +274,14 @@ def decode_split(
     decoded: dict[str, DecodedUtterance] = {}
     reasons: dict[str, str] = {}
     whole = partial(decoded_utterances, timed=False)
+    progress = AudioProgress("decoded", float(corpus.seconds.sum()))
     for batch in read_batches(recognizer, corpus, recipe):
         reasons |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
             with suppress(MemoryError, RuntimeError):
                 results = whole(recognizer, *decode_batch(recognizer, batch))
                 decoded |= zip(batch.ids, results, strict=True)
+                progress.add(batch.seconds)
     left = [u for u in corpus if u.id not in decoded and u.id not in reasons]
     recordings = (Recording(utterance.audio, utterance.speaker) for utterance in left)
     stream = decode_stream(recognizer, recordings, decoded_utterances)
@@ -279,6 +290,7 @@ def decode_split(
             decoded[utterance.id] = _merged(recording, recognizer.front_end.sample_rate)
         else:
             reasons[utterance.id] = fault_line(recording)
+        progress.add(utterance.seconds)
     if not decoded:
         raise UserError(corpus.unreadable(next(iter(reasons.values()))))
     return decoded, reasons

@@ -39,13 +39,15 @@ def limit_onednn_cache(shapes: int) -> None:
     for name, value in before.items():
         if not re.fullmatch("[1-9][0-9]{0,8}", value or ""):
             os.environ[name] = str(shapes)
-    with torch.inference_mode():
-        torch.nn.functional.conv1d(torch.ones(2, 3, 11), torch.ones(16, 3, 5))
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    try:
+        with torch.inference_mode():
+            torch.nn.functional.conv1d(torch.ones(2, 3, 11), torch.ones(16, 3, 5))
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def release_memory() -> None:

@@ -527,6 +527,8 @@ class Training:
                 messages += start.check_content(self.content, force)
                 start.set_damaged_aside()
             else:
+                if resume:
+                    messages.append(f"{self.run} has no checkpoint: training starts from step 0")
                 recipe = self.task.as_used(recipe)
                 self.prepare()
         distributed.record_launch(self.run)

@@ -250,8 +250,11 @@ def _refuse_faults(outputs: list[_Output]) -> None:
     first, count = faulty[0], sum(len(output.faults) for output in faulty)
     total = count + sum(output.rows for output in outputs)
     remedy = ""
-    if first.outside:
-        remedy = f"--audio {first.outside} accepts its audio, if you trust this corpus; "
+    if outside := [output.outside for output in faulty if output.outside]:
+        # --audio replaces the folder of every split.
+        inside = [output.root for output in outputs if output.rows]
+        folder = os.path.commonpath([*outside, *inside])
+        remedy = f"--audio {folder} accepts its audio, if you trust this corpus; "
     elif any(kind.startswith("no such file") for kind in first.faults.kinds):
         folder = first.folder_with_missing() or "FOLDER"
         remedy = f"relative paths start from {first.base}, with --audio {folder} from there; "
