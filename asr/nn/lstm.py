@@ -382,15 +382,15 @@ class LayerNormLSTM(nn.Module):
     def _initial_state(self, batch: tuple[int, ...], hx: State | None, x: Tensor) -> State:
         """The state, checked, or zeros: (L * D, *batch, H)."""
         shape = self.num_layers * self.directions, *batch, self.hidden_size
-        own = self.weight_hh_l0
+        weight = self.weight_hh_l0
         if hx is None:
             # From x, so that a graph has the batch size and a transform its level.
-            return (x.new_zeros(shape, dtype=own.dtype),) * 2
+            return (x.new_zeros(shape, dtype=weight.dtype),) * 2
         if isinstance(hx, Tensor) or len(hx) != 2:
             raise ValueError("hx is not a pair (h, c) of tensors")
         for name, part in zip("hc", hx, strict=True):
             check_shape(name, part, shape)
-            dispatch.check_device_and_dtype(name, part, own)
+            dispatch.check_device_and_dtype(name, part, weight)
         return tuple(hx)
 
     def __prepare_scriptable__(self) -> nn.Module:

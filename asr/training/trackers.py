@@ -4,7 +4,7 @@ Each gets the recipe as its parameters and the scalars of TensorBoard under the 
 steps. A resumed run continues the tracker's run, whose id is in the checkpoint.
 
 A server may be slow or gone, so each tracker has a thread, which takes its work from a queue. A
-tracker that fails is reported once and then not used any more; training goes on without it.
+tracker that fails is reported once and then not used any more; training continues.
 
 Where the data go is set as usual for each: WANDB_MODE, WANDB_PROJECT, WANDB_DIR, ...;
 MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...

@@ -82,13 +82,17 @@ def _utterances(manifest: Path, line: int, cut: dict[str, Any]) -> Iterator[Row 
 
 
 def _utterance(
-    manifest: Path, line: int, cut: dict[str, Any], recording: dict[str, Any], said: dict[str, Any]
+    manifest: Path,
+    line: int,
+    cut: dict[str, Any],
+    recording: dict[str, Any],
+    supervision: dict[str, Any],
 ) -> Row:
-    channels = said.get("channel", cut.get("channel", 0))
+    channels = supervision.get("channel", cut.get("channel", 0))
     audio, channel = _file(recording, channels if isinstance(channels, list) else [channels])
     begin, end = number_of(cut, "start") or 0.0, number_of(cut, "duration")
-    start, length = float(said.get("start") or 0.0), number_of(said, "duration")
-    name = text_of(said, "id") or text_of(cut, "id")
+    start, length = float(supervision.get("start") or 0.0), number_of(supervision, "duration")
+    name = text_of(supervision, "id") or text_of(cut, "id")
     first = begin + max(0.0, start)
     last = begin + min(end, start + length) if end and length else begin + (end or 0.0)
     if not first < last < math.inf:  # also for what is not a number
@@ -102,7 +106,7 @@ def _utterance(
     whole = number_of(recording, "duration")
     is_whole = first < NEAR and whole is not None and abs(last - whole) < NEAR
     part = (None if is_whole else first, last - first)
-    text, speaker = text_of(said, "text"), text_of(said, "speaker")
+    text, speaker = text_of(supervision, "text"), text_of(supervision, "speaker")
     return Row(manifest, line, name, audio, text, speaker, "", *part, channel)
 
 

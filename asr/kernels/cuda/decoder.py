@@ -568,14 +568,16 @@ def _cell_gradients(
 ) -> list[Weights]:
     """The gradients of the weights of each cell, None where it has none."""
     keep, found = read.constants.keep, []
-    for number, (own, w) in enumerate(zip(passes, read.cells, strict=True)):
+    for number, (layer, w) in enumerate(zip(passes, read.cells, strict=True)):
         if number == 0:
             x = torch.cat([read.inputs.embedded, contexts[:-1]], dim=2)
         else:
             x = _outputs(passes[number - 1].cell.steps, None if keep is None else keep[number - 1])
-        gradients = own.vectors() | {
-            "weight_ih": _rows_product(own.dax, x, plan).to(w.weight_ih.dtype),
-            "weight_hh": _rows_product(own.dah, own.cell.steps.hs[:-1], plan).to(w.weight_hh.dtype),
+        gradients = layer.vectors() | {
+            "weight_ih": _rows_product(layer.dax, x, plan).to(w.weight_ih.dtype),
+            "weight_hh": _rows_product(layer.dah, layer.cell.steps.hs[:-1], plan).to(
+                w.weight_hh.dtype
+            ),
         }
         wanted = {name for name, weight in w._asdict().items() if weight is not None}
         found.append(Weights(*(gradients[n] if n in wanted else None for n in Weights._fields)))
