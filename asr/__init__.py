@@ -58,9 +58,7 @@ def _imported(module: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        from asr.errors import missing_asr_package
-
-        if message := missing_asr_package(error):
+        if message := import_module("asr.errors").missing_asr_package(error):
             raise ImportError(message) from None
         raise
 

@@ -171,7 +171,7 @@ def test_two_runs_must_agree_on_the_vocabulary(commands, folder):
             "make it with: python -m asr.prepare librispeech --to d --subsets train-clean-100",
         ),
         (
-            {"train": ["d/foo.tsv"], "corpus": "spoken-numbers"},
+            {"train": ["d/train.tsv"], "corpus": "spoken-numbers"},
             "asr.prepare spoken-numbers --to d, which has train.tsv, valid.tsv and test.tsv",
         ),
         ({"train": ["d/own.tsv"]}, "make it with: python -m asr.prepare auto SOURCE --to d, where"),
