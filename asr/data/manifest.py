@@ -209,9 +209,10 @@ def read_blocks(path: Path, allow_outside: bool) -> Iterator[Block]:
 
 
 def _checked_rows(path: Path, allow_outside: bool) -> Iterator[list[str]]:
+    folder = path.parent
     for line, row in read_rows(path, COLUMNS):
         fields = [row[name] for name in COLUMNS]
-        check_row(fields, path.parent, f"{path}:{line}", allow_outside)
+        check_row(fields, folder, f"{path}:{line}", allow_outside)
         yield fields
 
 

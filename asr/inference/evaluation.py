@@ -275,13 +275,14 @@ def decode_split(
     reasons: dict[str, str] = {}
     whole = partial(decoded_utterances, timed=False)
     progress = AudioProgress("decoded", float(corpus.seconds.sum()))
+    seconds = dict(zip(corpus.ids, corpus.seconds.tolist(), strict=True))
     for batch in read_batches(recognizer, corpus, recipe):
         reasons |= {broken.id: broken.reason for broken in batch.broken}
         if len(batch):
             with suppress(MemoryError, RuntimeError):
                 results = whole(recognizer, *decode_batch(recognizer, batch))
                 decoded |= zip(batch.ids, results, strict=True)
-                progress.add(batch.seconds)
+                progress.add(sum(seconds[name] for name in batch.ids))
     left = [u for u in corpus if u.id not in decoded and u.id not in reasons]
     recordings = (Recording(utterance.audio, utterance.speaker) for utterance in left)
     stream = decode_stream(recognizer, recordings, decoded_utterances)
