@@ -125,6 +125,7 @@ def test_a_manifest_that_is_not_set(split, tiny, run, commands):
     [
         ("", "no column id, speaker, audio, seconds, text"),
         ("id\tspeaker\taudio\tseconds\ttext\n", "the manifest is empty"),
+        ("id\taudio\ttext\n", "no column speaker, seconds"),
         ("id\taudio\ttext\n", "own.tsv --to FOLDER adds what is missing"),
         (
             "id\tspeaker\taudio\tseconds\ttext\ttext\na\ts\ta.wav\t3\tx\ty\n",

@@ -539,5 +539,5 @@ def test_the_page_names_the_language_model(tiny_run, commands, tmp_path):
 def test_progress_is_reported(tiny_run, commands, tmp_path, monkeypatch):
     monkeypatch.setattr("asr.data.progress.SECONDS", 0.0)
     options = "--split", "test", "--out", tmp_path / "e", "--pictures", "0"
-    _, _, err = commands(evaluate, tiny_run, *options)
-    assert re.search(r"decoded 100 %, \d+ times real time, 0 min left", err)
+    _, out, _ = commands(evaluate, tiny_run, *options)
+    assert re.search(r"decoded 100 %, \d+ times real time, 0 min left", out)

@@ -61,7 +61,8 @@ def unfinished_note(run: Path) -> str | None:
 
 def _last_end(run: Path) -> re.Match[str] | None:
     """Trackers may log lines after the end; a resumed run logs its start."""
-    return next(iter(list(_ENDS.finditer(_text(run / "train.log")))[-1:]), None)
+    ends = list(_ENDS.finditer(_text(run / "train.log")))
+    return ends[-1] if ends else None
 
 
 def _text(path: Path) -> str:

@@ -152,7 +152,7 @@ def _check_room(folder: Path, needed: float, hours: float) -> None:
 
 def _reported(parts: Iterable[Part], hours: float) -> Iterator[Part]:
     """The parts, with a line on the progress from time to time."""
-    progress = AudioProgress("features of", 3600 * hours)
+    progress = AudioProgress("features:", 3600 * hours)
     for utterance, speed, features in parts:
         yield utterance, speed, features
         progress.add(utterance.seconds / speed)
