@@ -27,7 +27,7 @@ from asr.errors import EXIT_STOPPED
 from asr.inference import tune
 from asr.inference.recognition import Recognizer
 from asr.tasks.speech import SpeechTask
-from asr.training import losses, trainer
+from asr.training import distributed, losses, trainer
 from asr.training.checkpoint import list_checkpoints
 from asr.training.losses import SpeechObjective
 
@@ -727,7 +727,10 @@ def test_unreadable_audio_is_reported_skipped_and_counted(tiny, commands, tmp_pa
     ids=["global-bpe", "speaker-mfcc", "slaney-without-ctc-beam", "tied-bf16", "transformer",
          "convolution-consistency"],
 )  # fmt: skip
-def test_every_configuration_trains_evaluates_and_transcribes(overrides, tiny, commands, tmp_path):
+def test_every_configuration_trains_evaluates_and_transcribes(
+    overrides, tiny, commands, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(distributed, "computes_bf16", lambda device: True)
     code, out, _ = commands(train, tiny, "--run", tmp_path, "train.steps=2", *overrides)
     expected = any(text in overrides for text in ("features.mvn=global", "features.mvn=speaker"))
     assert code == 0 and expected == ("measuring features" in out)
@@ -735,6 +738,20 @@ def test_every_configuration_trains_evaluates_and_transcribes(overrides, tiny, c
     assert code == 0 and "WER" in out
     code, out, _ = commands(transcribe, tmp_path, tiny.parent / "test-0.flac")
     assert code == 0 and "test-0.flac:" in out
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_on_a_cpu_without_its_instructions_is_fp32(
+    fast, tiny, commands, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(distributed, "computes_bf16", lambda device: fast)
+    for precision in ("fp32", "bf16"):
+        options = ["--run", tmp_path / precision, "train.steps=2", f"train.precision={precision}"]
+        code, out, _ = commands(train, tiny, *options)
+        assert code == 0 and ("computes in fp32 here" in out) == (precision == "bf16" and not fast)
+    single, mixed = (last_state(tmp_path / name)[0] for name in ("fp32", "bf16"))
+    assert single.keys() == mixed.keys()
+    assert all(torch.equal(single[name], mixed[name]) for name in single) != fast
 
 
 def test_evaluate_scores_its_transcripts(tiny, tiny_run, commands, tmp_path):
