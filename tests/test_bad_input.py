@@ -295,9 +295,9 @@ class TestResumingOverOtherData:
         count, seconds = len(rows) - 1, sum(float(row.split("\t")[3]) for row in rows[1:])
         lost = float(rows[-1].split("\t")[3])
         assert commands.refused(train, *line) == (
-            f"{run}: its data have changed since: data.train: {count} utterances -> {count - 1}, "
-            f"{seconds:.1f} seconds -> {seconds - lost:.1f}. Restore the old files, choose "
-            "another --run, or resume nevertheless with --resume --force"
+            f"{run}: its data or objective have changed since: data.train: {count} utterances -> "
+            f"{count - 1}, {seconds:.1f} seconds -> {seconds - lost:.1f}. Restore the old ones, "
+            "choose another --run, or resume nevertheless with --resume --force"
         )
         after = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
         assert {p: t for p, t in before.items() if p != run} == {
@@ -310,7 +310,7 @@ class TestResumingOverOtherData:
         manifest = corpus / f"{role}.tsv"
         manifest.write_text(manifest.read_text().replace("cb", "ca"))
         message = commands.refused(train, *line)
-        assert f"changed since: data.{role}: the same size, but another content. Restore" in message
+        assert f"changed since: data.{role}: another content. Restore" in message
 
     def test_force_resumes_and_is_needed_once(self, copied, commands):
         corpus, line = copied

@@ -372,11 +372,38 @@ def test_runs_that_were_validated_on_other_data_of_one_name_are_not_compared(
     monkeypatch.chdir(two_groups)
     Path("valid.tsv").write_text("now the same for all\n")
     for run in sorted(two_groups.glob("*-*")):
-        content = {"data.train": {SHA256: run.name}, key: {SHA256: run.name.partition("-")[0]}}
+        content = {key: {SHA256: run.name.partition("-")[0]}}
         save_checkpoint(run, nn.Linear(2, 3), training_state(content=content), 100, 0.5, {})
     out = report(commands, two_groups)
     assert "other validation data" in out and "not comparable" in out
     assert "Pairs of settings: best loss" not in (two_groups / "compare/compare.md").read_text()
+
+
+def test_training_data_of_one_name_and_objectives_of_programs_are_settings(tmp_path, commands):
+    """Recipes are equal; what was learned from differs."""
+    plain, mine = {"class": "SpeechObjective", SHA256: "0"}, {"class": "Mine", SHA256: "12345678"}
+    variants = {"a": ("first", plain), "b": ("second", plain), "c": ("first", mine)}
+    for seed in (1, 2):
+        for name, (data, objective) in variants.items():
+            run = tmp_path / "s" / f"{name}{seed}"
+            make_run(run, [f"seed={seed}"], falling(0.1))
+            content = {"data.train": {SHA256: data}, "objective": objective}
+            save_checkpoint(run, nn.Linear(2, 3), training_state(content=content), 100, 0.5, {})
+    report(commands, tmp_path / "s")
+    text = (tmp_path / "s" / "compare" / "compare.md").read_text()
+    losses = {row[0]: row[1] for row in rows(text, "Validation loss")}
+    assert losses == {
+        "A. training data=first": "2",
+        "B. training data=second": "2",
+        "C. training data=first objective=Mine@12345678": "2",
+    }
+    # Another name of the data already distinguishes them.
+    make_run(tmp_path / "t" / "named", ["data.train=other.tsv"], falling(0.1))
+    content = {"data.train": {SHA256: "second"}}
+    named = tmp_path / "t" / "named"
+    save_checkpoint(named, nn.Linear(2, 3), training_state(content=content), 100, 0.5, {})
+    out = report(commands, tmp_path / "s" / "a1", named, "--out", tmp_path / "c")
+    assert "training data" not in out and "other.tsv" in out
 
 
 def test_a_full_disk_is_reported(drawn, two_groups, commands):

@@ -66,7 +66,7 @@ def test_other_examples_on_resume_are_refused(tiny, tmp_path):
     data = Recordings(tiny.parent / "train.tsv")
     asr.api.train(tiny, ["train.steps=1"], tmp_path, train_data=data)
     data = Recordings(tiny.parent / "train.tsv", text="abc")
-    with pytest.raises(UserError, match=r"its data have changed since: data\.train"):
+    with pytest.raises(UserError, match=r"its data or objective have changed since: data\.train"):
         asr.api.train(tiny, ["train.steps=2"], tmp_path, train_data=data, resume=True)
 
 
@@ -105,5 +105,13 @@ def test_an_objective_of_the_program(tiny, tmp_path):
     first, judge = (each.history()[0] for each in (run, plain))
     assert first["train/twice"] == pytest.approx(2 * judge["train/objective"], rel=1e-5)
     assert first["train/objective"] == pytest.approx(first["train/twice"], rel=1e-6)
+    settings = asr.api.compare([run.folder, plain.folder]).settings
+    assert [("objective" in one.factors, len(one.members)) for one in settings] == [
+        (True, 1),
+        (False, 1),
+    ]
+    fault = r"have changed since: objective: WithTwice class -> SpeechObjective\. Restore"
+    with pytest.raises(UserError, match=fault):
+        asr.api.train(tiny, ["train.steps=4", *STEPS[1:]], tmp_path / "run", resume=True)
     with pytest.raises(UserError, match="only speech takes data or objective"):
         asr.api.train("mnist_rows", [], tmp_path / "x", objective=WithTwice)

@@ -276,7 +276,7 @@ def test_noise_and_rooms_from_files_do_not_depend_on_workers_and_resume(
     changed = (rooms / "noise.tsv").read_text()
     (rooms / "noise.tsv").write_text(changed + "again\tnoise0.wav\n")
     line = commands.refused(train, *options, "--run", run, "--resume")
-    assert "its data have changed since: features.noise_files: 2 files -> 3" in line
+    assert "its data or objective have changed since: features.noise_files: 2 files -> 3" in line
     (rooms / "noise.tsv").write_text(changed)
     assert commands(train, *options, "--run", run, "--resume", "data.workers=1")[0] == 0
     assert_same_state(run, tmp_path / "straight")

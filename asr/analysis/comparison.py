@@ -25,6 +25,7 @@ from asr.analysis.report import plain_text
 from asr.analysis.runs import (
     BEST_LOSS,
     DATA,
+    TRAINING_DATA,
     VALID,
     WER_OF,
     RunRecord,
@@ -288,11 +289,14 @@ def group(runs: Sequence[RecipeKeys], ignore: Iterable[str] = ()) -> list[Group]
     """The groups in the order of their first run; `ignore` names keys that may differ within one.
 
     If only some runs have a key, all with one value (Transformers, beside LAS), it is omitted when
-    other keys already distinguish these runs from the rest.
+    other keys already distinguish these runs from the rest; so is the hash of the training data,
+    where another name of them does.
     """
     columns = _columns(runs, set(ignore))
     shown = {
-        key: values for key, values in columns.items() if len(set(values) - {_MISSING, _OFF}) > 1
+        key: values
+        for key, values in columns.items()
+        if len(set(values) - {_MISSING, _OFF}) > 1 and key != TRAINING_DATA
     }
     for key, values in columns.items():
         if key not in shown and not _is_implied(values, list(shown.values())):
@@ -343,7 +347,12 @@ def group_runs(
     keys = {key for run in readable for key in run.settings}
     if unknown := [key for key in ignore if key not in keys]:
         raise UserError(f"--ignore {unknown[0]}: no run has such a setting")
-    ignored = {"seed", *ignore, *(key for key in keys if is_among(key, NOT_LEARNING))}
+    ignored = {
+        "seed",
+        *ignore,
+        *({TRAINING_DATA} if "data.train" in ignore else ()),
+        *(key for key in keys if is_among(key, NOT_LEARNING)),
+    }
     groups = group([run.settings for run in readable], ignore=ignored)
     usual = Counter(run.settings[DATA] for run in readable if not run.fault).most_common(1)[0][0]
     settings = []

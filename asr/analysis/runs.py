@@ -24,7 +24,8 @@ from asr.errors import UserError
 from asr.io import check_run_folder, open_file, read_json, sha256_of_files
 from asr.shipped import train_command
 from asr.training.checkpoint import choose, list_checkpoints, read_training
-from asr.training.resume import SHA256
+from asr.training.losses import SpeechObjective
+from asr.training.resume import OBJECTIVE, SHA256, Content
 from asr.training.state import TrainState
 
 TAIL = 1 << 20  # bytes of a log that are read
@@ -42,7 +43,8 @@ _ENDS = re.compile(
     r"(?:finished at step (?P<step>[0-9]{1,15})\b|(?:training|resuming) .*: [0-9.]+ M parameters)",
     re.MULTILINE,
 )
-DATA = "data and vocabulary"  # a key besides the recipe's: equal if losses are comparable
+# Keys besides the recipe's. Losses are comparable where DATA is equal.
+DATA, TRAINING_DATA = "data and vocabulary", "training data"
 
 
 def finished(run: Path) -> int | None:
@@ -175,7 +177,9 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
     for folder, name in zip(folders, run_names(folders), strict=True):
         try:
             settings = flat(recipe_of(folder))
-            settings[DATA] = _data_hash(folder, settings)
+            content = _content(folder)
+            settings[DATA] = _data_hash(folder, content, settings)
+            settings |= _learned_from(content)
             curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
         except UserError as error:
             runs.append(RunRecord(folder, {}, {}, str(error), name))
@@ -184,6 +188,10 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
             runs.append(RunRecord(folder, {}, {}, f"{error.filename}: {error.strerror}", name))
             continue
         runs.append(RunRecord(folder, settings, curves, _fault(folder, curves, curve), name))
+    readable = [run for run in runs if run.settings]
+    if any(TRAINING_DATA not in run.settings for run in readable):  # unknown, not another
+        for run in readable:
+            run.settings.pop(TRAINING_DATA, None)
     return runs
 
 
@@ -206,26 +214,38 @@ def _fault(folder: Path, curves: dict[str, Curve], curve: str) -> str | None:
     return None
 
 
-def _data_hash(folder: Path, settings: dict[str, Any]) -> str:
+def _content(folder: Path) -> Content:
+    """What the run learned from, of its last checkpoint, since the files may have changed.
+
+    Empty where that is damaged or has weights only.
+    """
+    with suppress(UserError):
+        for checkpoint in list_checkpoints(folder)[-1:]:
+            return read_training(checkpoint)["content"]
+    return {}
+
+
+def _data_hash(folder: Path, content: Content, settings: dict[str, Any]) -> str:
     """A hash of validation data and vocabulary, of their content if that is known."""
-    digest = hashlib.sha256(_validation_hash(folder) or _validation_files_hash(settings))
+    # Images validate on a part of the folder.
+    known = content.get("data.valid") or content.get("data.folder")
+    valid = str(known.get(SHA256)).encode() if known else _validation_files_hash(settings)
+    digest = hashlib.sha256(valid)
     for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
-        known = path.is_file()
-        digest.update(sha256_of_files([path], MAX_HASHED).encode() if known else b"none")
+        exists = path.is_file()
+        digest.update(sha256_of_files([path], MAX_HASHED).encode() if exists else b"none")
     return digest.hexdigest()[:8]
 
 
-def _validation_hash(folder: Path) -> bytes | None:
-    """The hash in the last checkpoint, since the files may have changed."""
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        return None
-    with suppress(UserError):  # damaged, or weights only
-        content = read_training(checkpoints[-1])["content"]
-        for key in ("data.valid", "data.folder"):  # images validate on a part of the folder
-            if key in content:
-                return str(content[key].get(SHA256)).encode()
-    return None
+def _learned_from(content: Content) -> dict[str, str]:
+    """Settings that the recipe does not have: the training data, and an objective of a program."""
+    settings = {}
+    if data := content.get("data.train"):
+        settings[TRAINING_DATA] = str(data[SHA256])[:8]
+    objective = content.get(OBJECTIVE, {})
+    if objective.get("class", SpeechObjective.__name__) != SpeechObjective.__name__:
+        settings[OBJECTIVE] = f"{objective['class']}@{str(objective[SHA256])[:8]}"
+    return settings
 
 
 def _validation_files_hash(settings: dict[str, Any]) -> bytes:

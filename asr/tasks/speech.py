@@ -4,7 +4,10 @@ The report has word error rates of the attention decoder and of CTC, and for a f
 pictures of features and attention and the decoded texts.
 """
 
+import hashlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,7 +58,7 @@ from asr.nn.frontend import Frontend
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
 from asr.training.losses import SpeechObjective
-from asr.training.resume import SHA256, Content
+from asr.training.resume import OBJECTIVE, SHA256, Content
 from asr.training.task import Task
 
 INSPECTED = 4  # utterances for train.health
@@ -97,8 +100,8 @@ class SpeechTask(Task):
 
     @cached_property
     def content(self) -> Content:
-        """Size and hash of the manifests of training, validation, noise and room responses; no
-        audio is read.
+        """Size and hash of the manifests of training, validation, noise and room responses, whose
+        audio is not read, and the class of the objective.
         """
         corpora = {"train": self.epochs.utterances.corpus, "valid": self.validation.corpus}
         front_end, features = self.epochs.utterances.front_end, self.recipe.features
@@ -110,7 +113,7 @@ class SpeechTask(Task):
             for key in ("noise_files", "room_responses")
             if (path := getattr(features, key))
         }
-        return augmentation | {
+        manifests = {
             f"data.{role}": {
                 "utterances": len(corpus),
                 "seconds": round(float(corpus.seconds.sum()), 1),
@@ -118,6 +121,7 @@ class SpeechTask(Task):
             }
             for role, corpus in corpora.items()
         }
+        return augmentation | manifests | {OBJECTIVE: describe_objective(type(self.objective))}
 
     def validation_batches(self, share: slice = slice(None)) -> Iterator[Batch]:
         plan = plan_evaluation(self.validation.corpus.seconds, self.recipe.decode.batch_seconds)
@@ -397,6 +401,15 @@ def _ctc_remedy(recipe: SpeechRecipe) -> str:
         keys = ["model.reduction"]
     frames = f"reduce fewer frames ({' and '.join(keys)}) or " if keys else ""
     return frames + ("use text.kind=bpe" if recipe.text.kind == "characters" else "raise text.size")
+
+
+def describe_objective(kind: type[SpeechObjective]) -> dict[str, str]:
+    """Its name, and the hash of its source where a program defines it and Python can read it."""
+    source = kind.__name__
+    if kind is not SpeechObjective:
+        with suppress(OSError, TypeError):  # typed at a prompt
+            source = inspect.getsource(kind)
+    return {"class": kind.__name__, SHA256: hashlib.sha256(source.encode()).hexdigest()}
 
 
 def build_speech_objective(

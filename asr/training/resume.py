@@ -1,4 +1,4 @@
-"""Resume a run: choose the checkpoint, and refuse where recipe or data have changed."""
+"""Resume a run: choose the checkpoint, and refuse where recipe, data or objective have changed."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -39,10 +39,10 @@ HARMLESS = (
     "train.epochs", "train.init", "train.keep", "train.keep_best", "train.steps",
     "train.validate_every",
 )  # fmt: skip
-SHA256 = "sha256"
+SHA256, OBJECTIVE = "sha256", "objective"
 
-# What a training learns from: recipe key -> figures to report ("utterances": 600) and the SHA256 of
-# all of it, so that a change under the same name is noticed.
+# What a training learns from: recipe key, or OBJECTIVE -> figures to report ("utterances": 600) and
+# the SHA256 of all of it, so that a change under the same name is noticed.
 Content = Mapping[str, Mapping[str, int | float | str]]
 
 
@@ -114,12 +114,16 @@ class ResumePoint:
             )
 
     def check_content(self, content: Content, force: bool) -> list[str]:
-        """-> lines for the log on data that changed under their name. Refused unless forced."""
+        """-> lines for the log on data that changed under their name, and on another objective.
+
+        Refused unless forced.
+        """
         changed = content_changes(self.state["content"], content).values()
         if changed and not force:
             raise UserError(
-                f"{self.run}: its data have changed since: {'; '.join(changed)}. Restore the old "
-                "files, choose another --run, or resume nevertheless with --resume --force"
+                f"{self.run}: its data or objective have changed since: {'; '.join(changed)}. "
+                "Restore the old ones, choose another --run, or resume nevertheless with "
+                "--resume --force"
             )
         return [f"changed since: {line}" for line in changed]
 
@@ -253,7 +257,7 @@ def content_changes(old: Content, new: Content) -> dict[str, str]:
             for name, value in now.items()
             if name != SHA256 and before.get(name) != value
         ]
-        lines[key] = f"{key}: {', '.join(figures) or 'the same size, but another content'}"
+        lines[key] = f"{key}: {', '.join(figures) or 'another content'}"
     return lines
 
 
