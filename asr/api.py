@@ -179,8 +179,9 @@ def compare(
     """Test the differences between runs, or between the settings of sweep folders.
 
     Runs that differ in nothing but the seed, in recipe, training data and objective, are one
-    setting. curve: the loss on validation. ignore: keys that may differ within a setting, too. The evaluations of the runs are
-    compared if they have any. `python -m asr.compare` writes a report from the same comparison.
+    setting. curve: the loss on validation. ignore: keys that may differ within a setting, too. The
+    evaluations of the runs are compared if they have any. `python -m asr.compare` writes a report
+    from the same comparison.
     Raises UserError where no run can be compared.
     """
     check_list("runs", runs)
