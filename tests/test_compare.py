@@ -406,6 +406,12 @@ def test_training_data_of_one_name_and_objectives_of_programs_are_settings(tmp_p
     assert "training data" not in out and "other.tsv" in out
 
 
+@pytest.mark.parametrize("curve", ["valid/accuracy", "valid/diagonality", "speed/audio_hours"])
+def test_a_curve_whose_highest_value_is_the_best_is_refused(curve, two_groups, commands):
+    line = commands.refused(compare, two_groups, "--curve", curve)
+    assert line.startswith(f"curve {curve}: no loss")
+
+
 def test_a_full_disk_is_reported(drawn, two_groups, commands):
     with full_disk(1000):
         line = commands.refused(compare, two_groups)

@@ -252,10 +252,12 @@ def compare_runs(
     """Read and test runs, or the runs of sweep folders.
 
     curve: the loss on validation. ignore: keys that may differ in a group, like the seed. Raises
-    UserError if no run can be compared.
+    UserError if no run can be compared, and for a curve that is no loss.
     """
     if not folders:
         raise UserError("no runs to compare: name at least one run folder")
+    if curve.startswith("speed/") or curve.endswith(("/accuracy", "/diagonality")):
+        raise UserError(f"curve {curve}: no loss, whose lowest value is the best; use {VALID}, say")
     runs = read_runs(expand_runs(folders), curve)
     if all(run.fault for run in runs):
         raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")
