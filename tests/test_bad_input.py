@@ -310,14 +310,14 @@ class TestResumingOverOtherData:
         manifest = corpus / f"{role}.tsv"
         manifest.write_text(manifest.read_text().replace("cb", "ca"))
         message = commands.refused(train, *line)
-        assert f"changed since: data.{role}: another content. Restore" in message
+        assert f"changed since: data.{role}: the same size, but another content. Restore" in message
 
     def test_force_resumes_and_is_needed_once(self, copied, commands):
         corpus, line = copied
         manifest = corpus / "train.tsv"
         manifest.write_text(manifest.read_text().replace("cb", "ca"))
         code, out, _ = commands(train, *line, "--force")
-        assert code == 0 and "changed since: data.train: another content" in out
+        assert code == 0 and "changed since: data.train: the same size, but another" in out
         longer = [word.replace("train.steps=3", "train.steps=4") for word in map(str, line)]
         code, out, _ = commands(train, *longer)
         assert code == 0 and "changed since" not in out

@@ -31,13 +31,16 @@ def test_changes_are_reported():
         "data.train": {"utterances": 7, "seconds": 3.5, "sha256": "a"},
         "data.valid": {"utterances": 2, "sha256": "b"},
         "data.gone": {"sha256": "c"},
+        "objective": {"class": "Mine", "sha256": "d"},
     }
     assert content_changes(old, old) == {} == content_changes({}, old)
     new = {
         "data.train": {"utterances": 5, "seconds": 3.5, "sha256": "x"},
         "data.valid": {"utterances": 2, "sha256": "y"},
+        "objective": {"class": "Mine", "sha256": "z"},
     }
     assert content_changes(old, new) == {
         "data.train": "data.train: 7 utterances -> 5",
-        "data.valid": "data.valid: another content",
+        "data.valid": "data.valid: the same size, but another content",
+        "objective": "objective: the same class, but another content",
     }

@@ -223,7 +223,7 @@ def test_changed_images_are_detected_when_resuming(recipes, tmp_path, monkeypatc
     training, test = task.read(recipe.data)
     training.labels[0] = (training.labels[0] + 1) % 10
     monkeypatch.setattr(task, "read", lambda data: (training, test))
-    with pytest.raises(UserError, match=r"data\.folder: another content"):
+    with pytest.raises(UserError, match=r"data\.folder: the same size, but another content"):
         trainer.train(recipe, tmp_path / "run", resume=True)
 
 

@@ -257,7 +257,8 @@ def content_changes(old: Content, new: Content) -> dict[str, str]:
             for name, value in now.items()
             if name != SHA256 and before.get(name) != value
         ]
-        lines[key] = f"{key}: {', '.join(figures) or 'another content'}"
+        same = f"the same {'class' if key == OBJECTIVE else 'size'}, but another content"
+        lines[key] = f"{key}: {', '.join(figures) or same}"
     return lines
 
 
