@@ -262,7 +262,10 @@ class SweepProcess:
             console.flush()
             streams = {"stdin": subprocess.DEVNULL, "stdout": console, "stderr": subprocess.STDOUT}
             line = [sys.executable, "-ISc", _ENDS_WITH_PARENT, str(os.getpid()), *arguments]
-            self.process = subprocess.Popen(line, env=env, pass_fds=[lock.fileno()], **streams)
+            # In a session of its own no signal of the terminal reaches it: the sweep sends one.
+            self.process = subprocess.Popen(
+                line, env=env, pass_fds=[lock.fileno()], start_new_session=True, **streams
+            )
         return True
 
 
@@ -284,10 +287,9 @@ def sweep(jobs: Sequence[SweepProcess], parallel: int, out: Path) -> int:
                     running.append(job)
             running = [job for job in running if _continues(job, threads, failed)]
             time.sleep(0.1)
-    except KeyboardInterrupt as interrupt:
+    except KeyboardInterrupt:
         print_line(f"{len(running)} runs save and end; a second signal kills them")
-        processes = [job.process for job in running if job.process]
-        stop(processes, interrupted=not interrupt.args)  # only SIGTERM has arguments
+        stop([job.process for job in running if job.process])
         print_line("stopped; the same command resumes it")
         raise
     print_line(f"{len(jobs) - len(failed)} of {len(jobs)} runs are done")
@@ -297,15 +299,10 @@ def sweep(jobs: Sequence[SweepProcess], parallel: int, out: Path) -> int:
     return 1 if failed else 0
 
 
-def stop(processes: Sequence[subprocess.Popen[bytes]], interrupted: bool) -> None:
-    """End the processes.
-
-    interrupted: by Ctrl-C or a closed terminal, which also signal the processes, unlike SIGTERM. A
-    training saves after its first signal; a second one ends it without saving.
-    """
-    actions = (subprocess.Popen.terminate, subprocess.Popen.kill)
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes; a training finishes its step and saves."""
     try:
-        for action in (subprocess.Popen.poll, *actions) if interrupted else actions:
+        for action in (subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in processes:
                 action(process)
             end = time.monotonic() + _PATIENCE
@@ -352,7 +349,7 @@ def _continues(job: SweepProcess, threads: int, failed: dict[str, str]) -> bool:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     # A closed terminal sends SIGHUP to all of its processes, perhaps more than once.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    raise KeyboardInterrupt("SIGTERM") if number == signal.SIGTERM else KeyboardInterrupt
+    raise KeyboardInterrupt
 
 
 def main() -> int:

@@ -60,7 +60,7 @@ def test_a_run(two_runs, tmp_path):
     recognizer = run.load()
     assert isinstance(recognizer, asr.Recognizer)
     assert asr.load(run, beam=3, device="cpu").decode.beam == 3
-    with pytest.raises(asr.UserError, match=str(tmp_path)):
+    with pytest.raises(asr.UserError, match=f"{tmp_path}/missing: there is no such run"):
         asr.Run(tmp_path / "missing")
 
 

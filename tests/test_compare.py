@@ -25,7 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from asr import compare
 from asr.analysis import curves
-from asr.analysis.comparison import group
+from asr.analysis.comparison import compare_runs, group
 from asr.analysis.curves import (
     Curve,
     band,
@@ -410,6 +410,11 @@ def test_training_data_of_one_name_and_objectives_of_programs_are_settings(tmp_p
 def test_a_curve_whose_highest_value_is_the_best_is_refused(curve, two_groups, commands):
     line = commands.refused(compare, two_groups, "--curve", curve)
     assert line.startswith(f"curve {curve}: no loss")
+
+
+def test_a_figure_names_the_curve_whose_best_value_it_is(two_groups):
+    figures = {row["figure"] for row in compare_runs([two_groups], "train/nll").rows()}
+    assert "best train/nll" in figures and "best loss" not in figures
 
 
 def test_a_full_disk_is_reported(drawn, two_groups, commands):

@@ -93,6 +93,8 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
     path = tmp_path / "latin.tsv"
     path.write_bytes((HEADER + ROW).encode() + "Ça".encode("latin-1"))
     assert "not UTF-8" in refusal(path)
+    path.write_text(HEADER + ROW, "utf-16")
+    assert f"{path}:1: not UTF-8 text (it is UTF-16); save it as UTF-8" in refusal(path)
 
 
 @pytest.mark.parametrize("audio", ["/etc/passwd", "../b.wav", "x/../../b.wav", "x/../b.wav"])

@@ -262,6 +262,11 @@ def test_overrides_of_another_kind_of_model_in_any_order():
         ("train.device=gpu", "train.device = 'gpu': should be auto, cpu, cuda or cuda:N"),
         ("train.trackers=wandb", "train.trackers = 'wandb': should be a list, [VALUE, ...]."),
         ("data.test=x.tsv", "data.test = 'x.tsv': should hold names with values, {NAME: VALUE"),
+        (
+            "model.listener={norm: joined, recurrent_gain: 0.5}",
+            "command line: model.listener.recurrent_gain = 0.5 does not fit model.listener.norm = "
+            "joined: only ba has this gain.",
+        ),
     ],
 )
 def test_a_wrong_override_is_attributed_to_the_command_line(read, override, message):

@@ -71,6 +71,7 @@ def _with_gradients(lstm, x):
         (lambda size: lambda x: x / 0.0, "NaN"),
         (lambda size: lambda x: x.detach(), "passes no gradient"),
         (lambda size: lambda x: x / x.std(0, correction=0).add(1), "depends on the other rows"),
+        (nn.BatchNorm1d, "depends on the other rows of a batch: Expected more than 1 value"),
     ],
 )
 def test_what_is_no_norm_of_rows_is_refused(make, fault):

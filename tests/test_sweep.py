@@ -216,11 +216,8 @@ def test_a_sweep_continues_without_its_console(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stopped_sweep_stops_its_trainings(
-    number, tiny, commands, tmp_path, stand_in, monkeypatch
-):
-    """The same command resumes them."""
-    monkeypatch.setattr(sweep, "_PATIENCE", 0.2)
+def test_a_stopped_sweep_stops_its_trainings(number, tiny, commands, tmp_path, stand_in):
+    """Without waiting for their ends. The same command resumes them."""
     steps, train = tmp_path / "run" / "steps", tiny.parent / "train.tsv"
     command = (sweep, tiny, f"data.train={train}", "train.steps=1000", "--out", tmp_path)
     with once(lambda: steps.exists() and steps.read_text(), lambda: os.kill(os.getpid(), number)):
@@ -261,7 +258,7 @@ def test_a_folder_in_use_is_waited_for(tmp_path, monkeypatch, capsys):
         assert second.start(1) and second.start(1) and second.process is None
         assert capsys.readouterr().out == "1: waiting for the process that uses its folder\n"
     finally:
-        sweep.stop([first.process], interrupted=False)
+        sweep.stop([first.process])
     assert first.process.returncode == -signal.SIGTERM
     assert second.start(1) and second.process  # the lock ended with its process
     second.process.kill()
@@ -341,12 +338,11 @@ def test_a_link_in_place_of_a_run_or_of_the_lock_is_refused(tiny, commands, tmp_
 
 
 @pytest.mark.slow
-def test_a_training_interrupted_by_ctrl_c_may_end_its_step(tmp_path, monkeypatch):
+def test_a_stopped_training_may_end_its_step(tmp_path, monkeypatch):
     (job,) = sleepers(tmp_path, 1, monkeypatch, LONG_STEP)
     assert job.start(1)
     wait_for(lambda: "works" in (job.folder / "console.log").read_text().splitlines())
-    job.process.send_signal(signal.SIGINT)
-    sweep.stop([job.process], interrupted=True)
+    sweep.stop([job.process])
     assert job.process.returncode == 3
 
 
@@ -357,7 +353,7 @@ def test_a_second_ctrl_c_kills_the_training(tmp_path, monkeypatch):
     again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     again.start()
     with pytest.raises(KeyboardInterrupt):
-        sweep.stop([job.process], interrupted=False)
+        sweep.stop([job.process])
     assert job.process.wait() == -signal.SIGKILL
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from asr.analysis.effects import ALPHA, Cell, Effect, Interaction, effects, large_interactions
 from asr.analysis.report import plain_text
 from asr.analysis.runs import (
-    BEST_LOSS,
+    BEST,
     DATA,
     TRAINING_DATA,
     VALID,
@@ -411,7 +411,9 @@ def compared_figures(settings: Sequence[SettingRuns]) -> list[str]:
     """The names of the figures to compare: word error rates first, the loss last."""
     names = {name for s in settings for m in s.members for name in m.figures}
     names = {name for name in names if comparable_in(name, settings)}
-    return sorted(names, key=lambda name: (name == BEST_LOSS, not name.startswith(WER_OF), name))
+    return sorted(
+        names, key=lambda name: (name.startswith(BEST), not name.startswith(WER_OF), name)
+    )
 
 
 def comparable_in(figure: str, settings: Sequence[SettingRuns]) -> list[SettingRuns]:

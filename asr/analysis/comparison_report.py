@@ -22,7 +22,7 @@ from asr.analysis.comparison import (
 from asr.analysis.curves import band, choose_levels, finite, first_below, median_reached
 from asr.analysis.effects import ALPHA, Effect, Interaction
 from asr.analysis.report import DASH, Picture, Points, Table, write_report
-from asr.analysis.runs import BEST_LOSS, REPORT, TRAIN, WER_OF, SettingRuns, is_run
+from asr.analysis.runs import BEST, REPORT, TRAIN, WER_OF, SettingRuns, best_of, is_run
 from asr.analysis.significance import Difference
 from asr.analysis.statistics import (
     MOST_PAIRS,
@@ -311,7 +311,7 @@ def loss_table(settings: Sequence[SettingRuns], curve: str) -> Table:
             why = DASH if setting.comparable else "not comparable"
             rows.append((setting.label, runs, why, *[DASH] * 5))
             continue
-        best = _spread_cells(figure_spread(setting, BEST_LOSS), "{:.4f}")
+        best = _spread_cells(figure_spread(setting, best_of(curve)), "{:.4f}")
         final = _spread_cells(spread([m.loss.values[-1] for m in setting.members]), "{:.4f}")
         curves = [finite(member.loss) for member in setting.members]
         step = np.mean([c.steps[c.values.argmin()] for c in curves])
@@ -348,7 +348,7 @@ def _level_cells(setting: SettingRuns, level: float) -> list[str]:
 
 def evaluation_tables(settings: Sequence[SettingRuns]) -> list[Table]:
     """The results of the evaluations: mean, standard deviation and intervals of each setting."""
-    figures = [figure for figure in compared_figures(settings) if figure != BEST_LOSS]
+    figures = [figure for figure in compared_figures(settings) if not figure.startswith(BEST)]
     return [figure_table(comparable_in(figure, settings), figure) for figure in figures]
 
 
@@ -402,7 +402,7 @@ def draw_figures(out: Path, settings: Sequence[SettingRuns], curve: str) -> Pict
         for setting in comparable_in(figure, ordered):
             runs = [m for m in setting.members if figure in m.figures]
             values[setting.short] = [(m.seed, factor * m.figures[figure]) for m in runs]
-        title = f"best {curve}" if figure == BEST_LOSS else f"{figure}{_percent(figure)}"
+        title = f"best {curve}" if figure.startswith(BEST) else f"{figure}{_percent(figure)}"
         strips.append(Strip(title, values, percent=factor == 100))
     files = draw_seeds(strips, [s.short for s in ordered])
     return _picture(out, "Every run", "seeds", files)

@@ -34,7 +34,7 @@ REPORT = "compare"  # folder of asr.compare's report, in a sweep's
 CONSOLE = "console.log"  # in a run folder: the console output that asr.sweep keeps
 TRAIN, VALID = "train/nll", "valid/nll"
 HOURS, SECONDS = "speed/audio_hours", "speed/train_seconds"  # cost of the run so far
-BEST_LOSS = "best loss"  # the lowest on validation: a figure of every run
+BEST = "best "  # and `loss`, or another curve on validation: the name of a figure of every run
 WER_OF = "WER of "  # and the split: the name of a figure
 FIGURES = ("accuracy", "nll")  # of a score.json without word error rates
 # A line of a log with the end of training, or its start.
@@ -353,7 +353,7 @@ class SettingRun:
     train_loss: Curve
     cost: Cost
     scores: dict[str, Score]  # by split
-    figures: dict[str, float]  # by name: BEST_LOSS, "WER of test", "accuracy of test", ...
+    figures: dict[str, float]  # by name: "best loss", "WER of test", "accuracy of test", ...
     decoded: dict[str, dict[str, str]]  # by split: decode settings
 
 
@@ -375,10 +375,15 @@ class SettingRuns:
         return self.short if self.short == self.label else self.legend
 
 
+def best_of(curve: str) -> str:
+    """The name of the lowest value of a curve on validation."""
+    return BEST + ("loss" if curve == VALID else curve)
+
+
 def read_setting_run(run: RunRecord, curve: str, notes: list[str]) -> SettingRun:
     """A run with its cost and evaluations; damaged and outdated ones are listed in `notes`."""
     seed, loss = run.settings["seed"], run.curves[curve]
-    scores, figures, decoded = {}, {BEST_LOSS: float(finite(loss).values.min())}, {}
+    scores, figures, decoded = {}, {best_of(curve): float(finite(loss).values.min())}, {}
     for file in sorted(run.folder.glob("evaluate/*/score.json")):
         folder, split = file.parent, plain_text(file.parent.name)
         if rates := _rates_without_words(file):

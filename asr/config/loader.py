@@ -85,7 +85,25 @@ def _overridden(tree: dict[str, Any], overrides: Iterable[str], source: str) -> 
         changes = _merge(changes, change, top=False)
         changed.add(keys)
     # Together, for model.kind replaces the model of the file, but no other override.
-    return validate(_merge(tree, changes), source, changed)
+    recipe = validate(_merge(tree, changes), source, changed)
+    _check_gains(recipe, changes)
+    return recipe
+
+
+def _check_gains(recipe: Recipe, changes: Mapping[str, Any]) -> None:
+    """Raise RecipeError where the command line changes the gain of a norm that is not there.
+
+    A recipe may have one beside another norm, so that a sweep over norms can start from it.
+    """
+    keys = flat(recipe)
+    for key, value in leaves(changes):
+        section, _, name = key.rpartition(".")
+        norm = keys.get(f"{section}.norm")
+        if name == "recurrent_gain" and norm != "ba":
+            raise RecipeError(
+                f"{COMMAND_LINE}: {key} = {value} does not fit {section}.norm = {norm}: only ba "
+                "has this gain."
+            )
 
 
 def parse_recipe(text: str, source: str) -> Recipe:

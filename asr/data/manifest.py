@@ -11,6 +11,7 @@ characters, and no line is longer than LONGEST.
 N utterances, n of them in a block.
 """
 
+import codecs
 import gzip
 import math
 import os
@@ -52,7 +53,9 @@ def raw_lines(path: Path) -> Iterator[str]:
                     raise UserError(f"{path}:{number}: {fault}")
                 yield line.decode().lstrip(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
-        fault = f"not UTF-8 text ({error.reason}); save it as UTF-8"
+        utf_16 = number == 1 and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        reason = "it is UTF-16" if utf_16 else error.reason
+        fault = f"not UTF-8 text ({reason}); save it as UTF-8"
         raise UserError(f"{path}:{number}: {fault}") from None
     except (EOFError, zlib.error):
         raise UserError(f"{path}: cannot be read: the gzip file is damaged or ends early") from None

@@ -201,8 +201,13 @@ def register_norm(name: str, make: Callable[[int], Callable[[Tensor], Tensor]]) 
         raise ValueError(f"norm {name!r}: gives NaN or infinite values")
     if not y.requires_grad:
         raise ValueError(f"norm {name!r}: passes no gradient")
-    if not torch.allclose(torch.cat([norm(row) for row in x.split(1)]), y, atol=1e-5):
-        raise ValueError(f"norm {name!r}: a row depends on the other rows of a batch")
+    fault = f"norm {name!r}: a row depends on the other rows of a batch"
+    try:
+        alone = torch.cat([norm(row) for row in x.split(1)])
+    except ValueError as error:  # as nn.BatchNorm1d
+        raise ValueError(f"{fault}: {error}") from error
+    if not torch.allclose(alone, y, atol=1e-5):
+        raise ValueError(fault)
     has_weights = isinstance(norm, nn.Module) and any(True for _ in norm.parameters())
     REGISTERED[name] = RegisteredNorm(make, has_weights)
 
