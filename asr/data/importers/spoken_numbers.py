@@ -17,6 +17,7 @@ import functools
 import json
 import random
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -200,8 +201,10 @@ def _build(folder: Path, counts: dict[str, int], seed: int) -> None:
     cores, made, reported = usable_cores(), {}, time.monotonic()
     # Started anew, not forked: the engine and torch keep threads and locks.
     try:
-        with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-            for each in pool.map(_record, jobs, chunksize=len(jobs) // (16 * cores) + 1):
+        # Ctrl-C is for this process: in the engine's callback it would be ignored with a traceback.
+        settings = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+        with ProcessPoolExecutor(cores, get_context("spawn"), **settings) as pool:
+            for each in pool.map(_record, jobs, chunksize=len(jobs) // (64 * cores) + 1):
                 made[each.id] = each
                 if time.monotonic() - reported > REPORT_EVERY:
                     reported = time.monotonic()
