@@ -225,6 +225,9 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
     splits = formats.read(name, args.source, getattr(args, "text_column", None))
     valid = next((split.name for split in splits if VALID.search(split.name)), None)
     held_out = None if valid else args.valid
+    if held_out and all(_is_test(split.name) for split in splits):
+        names = ", ".join(split.name for split in splits)
+        raise UserError(f"{args.source}: only a test set, {names}: nothing is held out of it")
     if args.valid and valid:
         print_line(f"--valid {args.valid:g} holds nothing out: {valid} is the validation split")
     options = Options(args.audio, args.headers_only, args.max_seconds, args.hours, args.skip_bad)
@@ -233,8 +236,7 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
     for line in normalize.report():
         print_line(line)
     if held_out:
-        whole = min(manifests, key=lambda path: not path.stem.startswith("train"))
-        valid, line = hold_out(whole, held_out)
+        valid, line = hold_out(min(manifests, key=_training_rank), held_out)
         print_line(line)
         manifests.append(valid)
     hours = {manifest: _report(manifest) for manifest in manifests}
@@ -328,9 +330,24 @@ def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, P
     paths = {*written, *folder.glob("*.tsv")}
     manifests = sorted(paths, key=lambda path: (path not in written, path))
     valid = next((path for path in manifests if VALID.search(path.stem)), None)
-    others = [path for path in manifests if not VALID.search(path.stem)]
-    trains = [path for path in others if path.stem.startswith("train")]
-    return next(iter(trains or [path for path in others if path in written]), None), valid
+    others = [path for path in manifests if not (VALID.search(path.stem) or _is_test(path.stem))]
+    named = [path for path in others if not _training_rank(path)]
+    return next(iter(named or [path for path in others if path in written]), None), valid
+
+
+def _is_test(name: str) -> bool:
+    from asr.data.importers.rows import split_of
+
+    return split_of(name) == "test"
+
+
+def _training_rank(manifest: Path) -> int:
+    """0 for one named as training data, 2 for a test set, else 1."""
+    from asr.data.importers.rows import split_of
+
+    if manifest.stem.startswith("train") or split_of(manifest.stem) == "train":
+        return 0
+    return 2 if _is_test(manifest.stem) else 1
 
 
 def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: float) -> str:

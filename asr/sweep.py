@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asr.arguments import CommandParser, key_of, positive
 from asr.errors import UserError, print_line, run_command
@@ -191,21 +191,31 @@ def check_folder(run: SweepRun, folder: Path) -> None:
     decode.* keys outside the grid may differ: asr.evaluate --tune writes them there.
     """
     from asr.analysis.runs import recipe_of, value_text
-    from asr.config.loader import flat
+    from asr.training.resume import asked_recipe
 
     if folder.is_symlink():
         raise UserError(f"{folder}: a symbolic link; replace it by the folder it points to")
     check_run_folder(folder)
     if not (folder / "recipe.yaml").exists():
         return
-    old, new = (flat(recipe) for recipe in (recipe_of(folder), run.recipe))
-    grid = set(map(key_of, run.overrides))
-    for key in old | new:
-        if old.get(key) != new.get(key) and (key in grid or not key.startswith("decode.")):
-            change = f"{key} = {value_text(old.get(key))}, now {value_text(new.get(key))}"
-            raise UserError(
-                f"{folder}: has a run of another recipe ({change}); choose another --out"
-            )
+    changed = _changed_keys(run, recipe_of(folder))
+    if changed and (asked := asked_recipe(folder)):
+        changed = _changed_keys(run, asked)
+    for key, (old, new) in changed.items():
+        change = f"{key} = {value_text(old)}, now {value_text(new)}"
+        raise UserError(f"{folder}: has a run of another recipe ({change}); choose another --out")
+
+
+def _changed_keys(run: SweepRun, recipe: "Recipe") -> dict[str, tuple[Any, Any]]:
+    """The keys, with their values before and now, whose change makes another run."""
+    from asr.config.loader import flat
+
+    old, new, grid = flat(recipe), flat(run.recipe), set(map(key_of, run.overrides))
+    return {
+        key: (old.get(key), new.get(key))
+        for key in old | new
+        if old.get(key) != new.get(key) and (key in grid or not key.startswith("decode."))
+    }
 
 
 @dataclass

@@ -274,6 +274,19 @@ def test_ljspeech_to_a_held_out_split(tmp_path, asr_prepare):
     assert err[1].startswith(f"{folder}/metadata.csv:9: ") and "no such file" in err[1]
 
 
+def test_a_table_in_ljspeech_s_layout_but_with_a_header(tmp_path, asr_prepare):
+    """As Coqui's: audio_file|text|speaker_name."""
+    noise(tmp_path / "set" / "wavs" / "a.wav")
+    rows = "audio_file|text|speaker_name\nwavs/a.wav|some words|ann\n"
+    (tmp_path / "set" / "metadata.csv").write_text(rows)
+    code, out, _ = asr_prepare("auto", tmp_path / "set", "--to", tmp_path / "to")
+    assert code == 0 and "read as table\n" in out
+    (manifest,) = (tmp_path / "to").glob("*.tsv")
+    assert [(u.text, u.speaker) for u in read_manifest(manifest)] == [("some words", "ann")]
+    code, _, (line,) = asr_prepare("ljspeech", tmp_path / "set", "--to", tmp_path / "to")
+    assert code == 2 and "metadata.csv: its first line names columns" in line
+
+
 @pytest.mark.parametrize("large", range(12))
 def test_a_speaker_of_half_the_corpus_is_not_held_out(tmp_path, large):
     names = [f"s{n}" for n in range(12) for _ in range(29 if n == large else 2)]
@@ -648,6 +661,18 @@ def test_splits_of_a_folder_and_texts_in_another_tree(tmp_path, asr_prepare):
     assert corpus.ids == ["p1/a", "p2/a"] and corpus.speakers == ["p1", "p2"]
 
 
+def test_folders_of_libritts_are_splits(tmp_path, asr_prepare):
+    names = ("train-clean-100", "train-clean-360", "dev-clean", "test-clean")
+    for name in names:
+        sidecars(tmp_path / "set" / name, ["19/198/19_198_0.wav", "26/495/26_495_1.wav"])
+    code, out, err = asr_prepare("auto", tmp_path / "set", "--to", tmp_path / "to")
+    assert code == 0 and err == [] and "read as folder\n" in out
+    to = tmp_path / "to"
+    assert f"data.train={to}/train-clean-100.tsv data.valid={to}/dev-clean.tsv" in out
+    for name in names:
+        assert read_manifest(to / f"{name}.tsv").speakers == ["19", "26"]
+
+
 def as_m4a(path):
     path.rename(path.with_suffix(".m4a")).write_bytes(b"\0\0\0\x18ftypM4A \0\0\0\0" * 9)
 
@@ -717,6 +742,7 @@ def test_auto_says_what_it_found_and_what_is_missing(tmp_path, asr_prepare):
         ("об\u02bcєкт — 1,000 й", "об'єкт 1,000 й"),
         ("你好,世界。", "你好 世界"),
         ("re- x_y /z -- 'tis", "re x y z tis"),
+        ("wait...what. he left.She, Ph.D. U.S.A. 3.5...", "wait what he left She PhD USA 3.5"),
     ],
 )
 def test_punctuation_is_dropped_in_any_language(text, expected):
@@ -990,6 +1016,28 @@ def test_a_part_is_held_out_of_the_training_split(tmp_path, asr_prepare):
 
 
 @pytest.mark.parametrize(
+    ("train", "test"), [("metadata_train", "metadata_eval"), ("my-train", "my-test")]
+)
+def test_no_part_is_held_out_of_a_test_split(tmp_path, asr_prepare, train, test):
+    noise(tmp_path / "set" / "a.wav")
+    for name, count in ((train, 9), (test, 8)):
+        rows = [{"audio_filepath": "a.wav", "text": "a"}] * count
+        json_lines(tmp_path / "set" / f"{name}.json", rows)
+    call = ("nemo", tmp_path / "set", "--to", tmp_path / "to", "--valid", 0.3)
+    code, out, _ = asr_prepare(*call)
+    assert (
+        code == 0
+        and f"data.train={tmp_path}/to/{train}.tsv data.valid={tmp_path}/to/{train}-v" in out
+    )
+    assert len(read_manifest(tmp_path / "to" / f"{test}.tsv")) == 8
+    (tmp_path / "set" / f"{train}.json").unlink()
+    code, _, (line,) = asr_prepare(*call)
+    assert code == 2 and f"only a test set, {test}: nothing is held out" in line
+    code, out, _ = asr_prepare(*call[:2], "--to", tmp_path / "other")
+    assert code == 0 and "next: prepare a training split" in out
+
+
+@pytest.mark.parametrize(
     ("name", "is_valid"),
     [("dev", 1), ("x-valid", 1), ("val_manifest", 1), ("validated", 0), ("interval", 0)],
 )
@@ -1058,6 +1106,7 @@ def test_a_source_of_another_form_is_one_line(tmp_path, asr_prepare, name):
         ("e\u0301te\u0301", "ETE", ["1 transcripts changed to Unicode", "2 changed: 'é to E' 2"]),
         ("5 % да", "", ["4 dropped: '5' 1, '%' 1, 'д' 1, 'а' 1", "warning: 1 transcripts lost"]),
         ("A\u00a0B\tC", "A B C", []),
+        ("wait...what left.She Ph.D", "WAIT WHAT LEFT SHE PHD", ["5 dropped: '.' 5"]),
     ],
 )
 def test_upper_az(text, expected, report):

@@ -134,6 +134,18 @@ def test_a_training_is_evaluated(tiny, commands, tmp_path):
     assert "1 of them done already" in commands(*command)[1]
 
 
+@pytest.mark.slow
+def test_a_run_with_a_smaller_vocabulary_than_asked_for_is_done(tiny, commands, tmp_path):
+    """Its recipe.yaml has the size that its texts gave."""
+    grid = "text.kind=unigram", "text.size=30", "train.steps=2"
+    command = (sweep, tiny, *grid, "--out", tmp_path)
+    assert commands(*command)[0] == 0
+    assert read_recipe(tmp_path / "run").text.size < 30
+    assert "1 of them done already" in commands(*command)[1]
+    line = commands.refused(sweep, tiny, grid[0], "text.size=29", grid[2], "--out", tmp_path)
+    assert "has a run of another recipe (text.size = 30, now 29)" in line
+
+
 @contextmanager
 def once(condition, act):
     """Call `act` in a thread as soon as the condition holds."""

@@ -152,6 +152,16 @@ def test_a_null_id_is_no_id_and_a_byte_order_mark_no_text(tmp_path):
     assert corpus.ids == ["x-1", "x-2", "a b", "x-3"] and corpus.texts == ["A", "HI", "D", "C"]
 
 
+def test_tars_named_after_splits(tmp_path):
+    sample = {"a.flac": flac(8000, 0), "a.txt": b"hello"}
+    for name in ("train-00000", "train-00001", "dev-00000", "test-00000"):
+        write_tar(tmp_path / "set" / f"{name}.tar", sample)
+    normalize = TextNormalizer("keep")
+    manifests = convert(webdataset.read(tmp_path / "set"), tmp_path / "to", Options(), normalize)
+    sizes = {path.stem: len(read_manifest(path)) for path in manifests}
+    assert sizes == {"train": 2, "valid": 1, "test": 1}
+
+
 def test_our_shards_are_webdataset_tars(folder, tmp_path):
     manifest = write(folder, tmp_path / "to").manifest
     packed = pack(manifest, tmp_path / "packed")

@@ -185,6 +185,17 @@ class ResumePoint:
         return changes(old, recipe)
 
 
+def asked_recipe(run: Path) -> Recipe | None:
+    """The recipe that a run was begun with; RUN/recipe.yaml has the vocabulary that it uses.
+
+    None where it has no checkpoint that can be read.
+    """
+    newest, _ = newest_sound(run)
+    with suppress(UserError):
+        return ResumePoint(run, newest, []).begun_with if newest else None
+    return None
+
+
 def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
     """The newest sound checkpoint; None where the run has none and starts anew.
 

@@ -2,7 +2,8 @@
 
 The text is in a .txt or .lab, or in a .json under one of rows.TEXT_KEYS; of LibriTTS the normalised
 text is taken. Audio and texts may be in two trees, such as wav/ and txt/. The first folder below
-these is the speaker, and folders train, dev, test or alike are splits.
+these is the speaker, and folders train, dev, test or alike are splits; so
+are train-clean-100, dev-clean or alike where all folders have such names.
 """
 
 import os
@@ -20,6 +21,7 @@ from asr.data.importers.rows import (
     Row,
     Split,
     key_of,
+    split_of,
     text_of,
 )
 from asr.errors import UserError, print_line
@@ -66,8 +68,11 @@ def _folders(source: Path) -> dict[str, Path]:
     """Name of a manifest -> its folder."""
     if not source.is_dir():
         return {}
-    folders = [path for path in sorted(source.iterdir()) if path.name.lower() in SPLITS]
-    splits = {SPLITS[path.name.lower()]: path for path in folders if path.is_dir()}
+    folders = [path for path in sorted(source.iterdir()) if path.is_dir()]
+    splits = {SPLITS[f.name.lower()]: f for f in folders if f.name.lower() in SPLITS}
+    named = [split_of(folder.name) for folder in folders]
+    if not splits and all(named) and len(set(named)) > 1:  # as LibriTTS
+        splits = {folder.name: folder for folder in folders}
     return splits or {source.resolve().name: source}
 
 

@@ -105,8 +105,9 @@ def find(folder: str | Path, subset: str) -> Path:
 
 
 def recognise(source: Path) -> bool:
-    """Whether the folder is a subset, or holds some."""
-    return bool(subsets(source))
+    """Whether the folder is a subset, or holds some. LibriTTS has the same names."""
+    folders = subsets(source).values()
+    return any(next(folder.glob("*/*/*.trans.txt"), None) for folder in folders)
 
 
 def read(source: Path) -> list[Split]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asr.data.importers.records import first_line
 from asr.data.importers.rows import Fault, Row, Split
+from asr.data.importers.table import AUDIO_KEYS, table_of
 from asr.data.manifest import numbered_lines
 from asr.errors import UserError
 
@@ -18,8 +19,9 @@ AUDIO = "wavs"
 
 
 def recognise(source: Path) -> bool:
-    """Whether the folder has wavs/ and a metadata.csv in whose first line is a `|`."""
-    return (source / AUDIO).is_dir() and "|" in first_line(source / TABLE)
+    """Whether the folder has wavs/ and a metadata.csv in whose first line is a `|`, no header."""
+    has_rows = (source / AUDIO).is_dir() and "|" in first_line(source / TABLE)
+    return has_rows and not _has_header(source / TABLE)
 
 
 def read(source: Path) -> list[Split]:
@@ -27,8 +29,14 @@ def read(source: Path) -> list[Split]:
     table = source / TABLE
     if not table.is_file():
         raise UserError(f"{source}: no {TABLE} in it")
+    if _has_header(table):
+        raise UserError(f"{table}: its first line names columns; read it by: asr.prepare table")
     name = source.resolve().name
     return [Split(name, table, source, partial(_rows, table, name))]
+
+
+def _has_header(table: Path) -> bool:
+    return table_of(table).column(AUDIO_KEYS) is not None
 
 
 def _rows(table: Path, speaker: str) -> Iterator[Row | Fault]:

@@ -39,6 +39,8 @@ SHOWN = 12  # characters or tags in the report
 TURKISH = str.maketrans({"I": "ı", "İ": "i"})
 _OTHER = re.compile(r"[^A-Za-z' ]")
 _NO_LETTER = re.compile(r"[^\w\s]|[_\u02bc]")
+# Full stops that leave a gap: wait...what, left.She; unlike those of U.S. and Ph.D.
+_BETWEEN_WORDS = re.compile(r"\.{2,}|(?<=[^\W\d_]{2})\.(?=[^\W\d_]{2})")
 _DIGIT_OR_SIGN = re.compile(rf"\d|[{SPOKEN_MARKS}$€£+=<>°]")
 # Soft hyphens, spaces without width, marks of direction and byte-order marks. Joiners are kept
 # after Arabic and Indic letters, whose spelling needs them.
@@ -154,10 +156,10 @@ class TextNormalizer:
         if mark in IN_NUMBERS and before.isdigit() and after.isdigit():
             return mark
         self.punctuation[mark] += 1
-        return "" if mark == "." else " "
+        return "" if mark == "." and not _BETWEEN_WORDS.match(text, at) else " "
 
     def _without(self, text: str, others: list[str]) -> str:
-        text = text.translate(self._table)
+        text = _BETWEEN_WORDS.sub(" ", text).translate(self._table)
         damaged = False
         for character in others:
             to = self._table[ord(character)]

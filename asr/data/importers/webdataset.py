@@ -7,12 +7,12 @@ assigned.
 """
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path, PurePosixPath
 
-from asr.data.importers.rows import Fault, Row, Split
+from asr.data.importers.rows import Fault, Row, Split, split_of
 from asr.errors import UserError
 from asr.features.tar import BLOCK
 from asr.io import open_file, parse_json
@@ -30,16 +30,25 @@ def recognise(source: Path) -> bool:
 
 
 def read(source: Path) -> list[Split]:
-    """The only split, of the folder's name. Raises UserError if there is no tar."""
+    """The splits that tars are named after, as train-00000.tar; one of the folder's name where all
+    tars are of one. Raises UserError if there is no tar.
+    """
     if not recognise(source):
         raise UserError(f"{source}: there is no .tar in it")
-    return [Split(source.resolve().name, source, source, partial(_rows, source))]
+    tars: dict[str, list[Path]] = {}
+    for tar in sorted(source.glob("*.tar")):
+        tars.setdefault(split_of(tar.stem), []).append(tar)
+    name = source.resolve().name
+    return [
+        Split(split if split and len(tars) > 1 else name, source, source, partial(_rows, those))
+        for split, those in tars.items()
+    ]
 
 
-def _rows(folder: Path) -> Iterator[Row | Fault]:
+def _rows(tars: Sequence[Path]) -> Iterator[Row | Fault]:
     """Raises UserError after the last tar if some are damaged or have no samples."""
     damaged = []
-    for tar in sorted(folder.glob("*.tar")):
+    for tar in tars:
         try:
             yield from _samples(tar)
         except (tarfile.TarError, OSError) as error:
