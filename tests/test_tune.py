@@ -20,6 +20,7 @@ from asr.config.loader import read_recipe, write_recipe
 from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.decoding.scorer import Hypothesis
 from asr.inference import tune
+from asr.inference.evaluation import open_split
 from asr.inference.recognition import Recognizer
 
 A, B, C = 5, 6, 7  # tokens of tone_model.SYMBOLS
@@ -146,6 +147,17 @@ def test_the_planted_weight_is_found_saved_and_decodes_without_errors(tiny_run, 
     assert any(re.match(r"4 .* 0\.00 % +0 +decoded$", line) for line in lines)
     recognizer.decode = written
     assert [recognizer(u.audio).text for u in corpus] == texts
+
+
+@pytest.mark.parametrize("threshold", ["null", "0"])
+def test_a_decoded_setting_has_the_errors_of_its_evaluation(tiny_run, threshold):
+    split = open_split(tiny_run, "valid", [f"decode.no_speech_log_prob={threshold}"])
+    evaluation, recognizer = split.evaluate()
+    assert any(one.text for one in evaluation.decoded) == (threshold == "null")
+    setting = {key: getattr(split.recipe.decode, key) for key in ("beam", "ctc_weight")}
+    setting |= dict.fromkeys(tune.PENALTIES, 0.0)
+    (tuned,) = tune.decode(recognizer, split.corpus, split.recipe, [setting])
+    assert tuned.errors == evaluation.score.errors
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from asr.data.corpus import Corpus
 from asr.decoding.beam_search import Ranking
 from asr.decoding.scorer import Hypothesis
 from asr.errors import UserError
-from asr.inference.decode import best_hypotheses, encode
+from asr.inference.decode import best_hypotheses, drop_hallucinations, encode
 from asr.inference.evaluation import for_split, read_batches, too_long
 from asr.inference.recognition import Recognizer
 from asr.io import write_files
@@ -142,9 +142,11 @@ def nbests(
     recipe: SpeechRecipe,
     settings: Sequence[DecodeSetting],
     faults: dict[str, str],
+    final: bool = False,
 ) -> list[NBests]:
     """As many hypotheses as the beam is wide, for every setting; audio is encoded only once.
 
+    final: the first alone, as evaluation scores it: empty where there is no speech.
     Raises UserError where no utterance can be read.
     """
     results: list[NBests] = [{} for _ in settings]
@@ -155,6 +157,9 @@ def nbests(
             encoded = encode((recognizer.model, *recognizer.ensemble), batch)
             for found, decode in zip(results, decodes, strict=True):
                 ranked = best_hypotheses(encoded, decode, recognizer.lm, decode.beam)
+                if final:
+                    first, threshold = [best for best, *_ in ranked], decode.no_speech_log_prob
+                    ranked = [[h] for h in drop_hallucinations(encoded[0], first, threshold)]
                 found |= zip(batch.ids, ranked, strict=True)
     if not results[0]:
         raise UserError(corpus.unreadable())
@@ -206,11 +211,10 @@ def decode(
     recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, settings: Sequence[DecodeSetting]
 ) -> list[TunedSetting]:
     """The errors of each setting's search."""
-    every = nbests(recognizer, corpus, recipe, settings, {})
-    firsts = [{name: ranked[:1] for name, ranked in nbest.items()} for nbest in every]
+    every = nbests(recognizer, corpus, recipe, settings, {}, final=True)
     return [
         rescore(setting, corpus, best, errors(recognizer, corpus, best), decoded=True)
-        for setting, best in zip(settings, firsts, strict=True)
+        for setting, best in zip(settings, every, strict=True)
     ]
 
 
