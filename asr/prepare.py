@@ -225,9 +225,6 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
     splits = formats.read(name, args.source, getattr(args, "text_column", None))
     valid = next((split.name for split in splits if VALID.search(split.name)), None)
     held_out = None if valid else args.valid
-    if held_out and all(_is_test(split.name) for split in splits):
-        names = ", ".join(split.name for split in splits)
-        raise UserError(f"{args.source}: only a test set, {names}: nothing is held out of it")
     if args.valid and valid:
         print_line(f"--valid {args.valid:g} holds nothing out: {valid} is the validation split")
     options = Options(args.audio, args.headers_only, args.max_seconds, args.hours, args.skip_bad)
@@ -330,24 +327,20 @@ def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, P
     paths = {*written, *folder.glob("*.tsv")}
     manifests = sorted(paths, key=lambda path: (path not in written, path))
     valid = next((path for path in manifests if VALID.search(path.stem)), None)
-    others = [path for path in manifests if not (VALID.search(path.stem) or _is_test(path.stem))]
+    others = [path for path in manifests if not VALID.search(path.stem)]
+    # A folder `test` may hold any corpus: a part was then held out of it.
+    divided = {path for path in others if path.with_stem(f"{path.stem}-valid") in paths}
+    others = [path for path in others if _training_rank(path) < 2 or path in divided]
     named = [path for path in others if not _training_rank(path)]
     return next(iter(named or [path for path in others if path in written]), None), valid
-
-
-def _is_test(name: str) -> bool:
-    from asr.data.importers.rows import split_of
-
-    return split_of(name) == "test"
 
 
 def _training_rank(manifest: Path) -> int:
     """0 for one named as training data, 2 for a test set, else 1."""
     from asr.data.importers.rows import split_of
 
-    if manifest.stem.startswith("train") or split_of(manifest.stem) == "train":
-        return 0
-    return 2 if _is_test(manifest.stem) else 1
+    split = "train" if manifest.stem.startswith("train") else split_of(manifest.stem)
+    return {"train": 0, "test": 2}.get(split, 1)
 
 
 def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: float) -> str:

@@ -1031,10 +1031,12 @@ def test_no_part_is_held_out_of_a_test_split(tmp_path, asr_prepare, train, test)
     )
     assert len(read_manifest(tmp_path / "to" / f"{test}.tsv")) == 8
     (tmp_path / "set" / f"{train}.json").unlink()
-    code, _, (line,) = asr_prepare(*call)
-    assert code == 2 and f"only a test set, {test}: nothing is held out" in line
-    code, out, _ = asr_prepare(*call[:2], "--to", tmp_path / "other")
+    code, out, _ = asr_prepare(*call[:2], "--to", tmp_path / "1")
     assert code == 0 and "next: prepare a training split" in out
+    code, out, _ = asr_prepare(*call[:2], "--to", tmp_path / "2", "--valid", 0.3)
+    assert (
+        code == 0 and f"data.train={tmp_path}/2/{test}.tsv data.valid={tmp_path}/2/{test}-v" in out
+    )
 
 
 @pytest.mark.parametrize(
