@@ -29,7 +29,6 @@ from asr.errors import EXIT_STOPPED, UserError, check_list
 from asr.inference import evaluation
 from asr.inference.hub import local_run
 from asr.inference.recognition import Recognizer
-from asr.shipped import missing_run
 from asr.training import trainer
 from asr.training.losses import SpeechObjective
 
@@ -66,8 +65,6 @@ class Run(os.PathLike):
 
     def __init__(self, folder: AnyPath) -> None:
         self.folder = local_run(folder)
-        if not self.folder.exists():
-            raise missing_run(self.folder)
         run_folders.recipe_of(self.folder)
 
     @property

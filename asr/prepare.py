@@ -329,8 +329,11 @@ def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, P
     valid = next((path for path in manifests if VALID.search(path.stem)), None)
     others = [path for path in manifests if not VALID.search(path.stem)]
     # A folder `test` may hold any corpus: a part was then held out of it.
-    divided = {path for path in others if path.with_stem(f"{path.stem}-valid") in paths}
-    others = [path for path in others if _training_rank(path) < 2 or path in divided]
+    others = [
+        path
+        for path in others
+        if _training_rank(path) < 2 or path.with_stem(f"{path.stem}-valid") in paths
+    ]
     named = [path for path in others if not _training_rank(path)]
     return next(iter(named or [path for path in others if path in written]), None), valid
 

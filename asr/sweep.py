@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -191,6 +191,7 @@ def check_folder(run: SweepRun, folder: Path) -> None:
     decode.* keys outside the grid may differ: asr.evaluate --tune writes them there.
     """
     from asr.analysis.runs import recipe_of, value_text
+    from asr.config.loader import flat
     from asr.training.resume import asked_recipe
 
     if folder.is_symlink():
@@ -198,24 +199,27 @@ def check_folder(run: SweepRun, folder: Path) -> None:
     check_run_folder(folder)
     if not (folder / "recipe.yaml").exists():
         return
-    changed = _changed_keys(run, recipe_of(folder))
+    old = flat(recipe_of(folder))
+    changed = _changed_keys(run, old)
     if changed and (asked := asked_recipe(folder)):
-        changed = _changed_keys(run, asked)
-    for key, (old, new) in changed.items():
-        change = f"{key} = {value_text(old)}, now {value_text(new)}"
+        kept = {key: value for key, value in old.items() if key.startswith("decode.")}
+        old = flat(asked) | kept
+        changed = _changed_keys(run, old)
+    for key in changed:
+        change = f"{key} = {value_text(old.get(key))}, now {value_text(flat(run.recipe).get(key))}"
         raise UserError(f"{folder}: has a run of another recipe ({change}); choose another --out")
 
 
-def _changed_keys(run: SweepRun, recipe: "Recipe") -> dict[str, tuple[Any, Any]]:
-    """The keys, with their values before and now, whose change makes another run."""
+def _changed_keys(run: SweepRun, old: Mapping[str, Any]) -> list[str]:
+    """The keys whose change makes another run."""
     from asr.config.loader import flat
 
-    old, new, grid = flat(recipe), flat(run.recipe), set(map(key_of, run.overrides))
-    return {
-        key: (old.get(key), new.get(key))
+    new, grid = flat(run.recipe), set(map(key_of, run.overrides))
+    return [
+        key
         for key in old | new
         if old.get(key) != new.get(key) and (key in grid or not key.startswith("decode."))
-    }
+    ]
 
 
 @dataclass

@@ -144,6 +144,9 @@ def test_a_run_with_a_smaller_vocabulary_than_asked_for_is_done(tiny, commands, 
     assert "1 of them done already" in commands(*command)[1]
     line = commands.refused(sweep, tiny, grid[0], "text.size=29", grid[2], "--out", tmp_path)
     assert "has a run of another recipe (text.size = 30, now 29)" in line
+    write_recipe(read_recipe(tmp_path / "run", ["decode.beam=3"]), tmp_path / "run" / "recipe.yaml")
+    line = commands.refused(*command, "decode.beam=2")  # though training began with another
+    assert "has a run of another recipe (decode.beam = 3, now 2)" in line
 
 
 @contextmanager

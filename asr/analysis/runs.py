@@ -22,7 +22,7 @@ from asr.config.loader import flat, read_recipe
 from asr.config.schema import DecodeConfig, Recipe
 from asr.errors import UserError
 from asr.io import check_run_folder, open_file, read_json, sha256_of_files
-from asr.shipped import train_command
+from asr.shipped import missing_run, train_command
 from asr.training.checkpoint import choose, list_checkpoints, read_training
 from asr.training.losses import SpeechObjective
 from asr.training.resume import OBJECTIVE, SHA256, Content
@@ -82,6 +82,8 @@ def recipe_of(run: Path) -> Recipe:
 
     Raises UserError if it cannot be read or check_run_folder refuses the folder.
     """
+    if not run.exists():
+        raise missing_run(run)
     check_run_folder(run)
     path = run / "recipe.yaml"
     if not path.exists():

@@ -95,11 +95,9 @@ def _check_gains(recipe: Recipe, changes: Mapping[str, Any]) -> None:
 
     A recipe may have one beside another norm, so that a sweep over norms can start from it.
     """
-    keys = flat(recipe)
     for key, value in leaves(changes):
         section, _, name = key.rpartition(".")
-        norm = keys.get(f"{section}.norm")
-        if name == "recurrent_gain" and norm != "ba":
+        if name == "recurrent_gain" and (norm := flat(recipe)[f"{section}.norm"]) != "ba":
             raise RecipeError(
                 f"{COMMAND_LINE}: {key} = {value} does not fit {section}.norm = {norm}: only ba "
                 "has this gain."

@@ -190,9 +190,9 @@ def asked_recipe(run: Path) -> Recipe | None:
 
     None where it has no checkpoint that can be read.
     """
-    newest, _ = newest_sound(run)
+    checkpoints = list_checkpoints(run)  # not newest_sound: the run may be in training
     with suppress(UserError):
-        return ResumePoint(run, newest, []).begun_with if newest else None
+        return ResumePoint(run, checkpoints[-1], []).begun_with if checkpoints else None
     return None
 
 

@@ -2,8 +2,8 @@
 
 The text is in a .txt or .lab, or in a .json under one of rows.TEXT_KEYS; of LibriTTS the normalised
 text is taken. Audio and texts may be in two trees, such as wav/ and txt/. The first folder below
-these is the speaker, and folders train, dev, test or alike are splits; so
-are train-clean-100, dev-clean or alike where all folders have such names.
+these is the speaker, and folders train, dev, test or alike are splits; so are train-clean-100,
+dev-clean or alike where all folders have such names.
 """
 
 import os

@@ -202,8 +202,8 @@ def _build(folder: Path, counts: dict[str, int], seed: int) -> None:
     # Started anew, not forked: the engine and torch keep threads and locks.
     try:
         # Ctrl-C is for this process: in the engine's callback it would be ignored with a traceback.
-        settings = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
-        with ProcessPoolExecutor(cores, get_context("spawn"), **settings) as pool:
+        ignore = signal.signal, (signal.SIGINT, signal.SIG_IGN)
+        with ProcessPoolExecutor(cores, get_context("spawn"), *ignore) as pool:
             for each in pool.map(_record, jobs, chunksize=len(jobs) // (64 * cores) + 1):
                 made[each.id] = each
                 if time.monotonic() - reported > REPORT_EVERY:
