@@ -901,11 +901,22 @@ def test_hostile_text_stays_text():
     assert len(re.findall(r"(?<!\\)\|", line)) == 3 and "<" not in line and "\\[x\\]" in line
 
 
-def test_evaluations_of_other_utterances_are_not_compared(two_groups, commands):
-    for folder in two_groups.glob("none-*/evaluate/test"):
-        write_evaluation(folder, score(["q"], ["q"]))
-        assert json.loads((folder / "score.json").read_text())["wer"] == 0
-    assert "WER of test is not comparable" in report(commands, two_groups)
+@pytest.mark.parametrize("other", [["q"], ["a", "b"]])
+def test_evaluations_against_other_references_are_skipped(other, two_groups, commands):
+    folders = sorted(two_groups.glob("*-?/evaluate/test"))
+    for folder in folders:
+        write_evaluation(folder, score(["a", "c"], ["a", "d"]))
+    for folder in folders[-2:]:
+        write_evaluation(folder, score(other, other))
+    out = report(commands, two_groups)
+    skipped = "skipped for none-2, none-3, scored against other references than ba-1"
+    assert f"WER of test: {skipped}" in out
+    comparison = compare_runs([two_groups])
+    figures = [m.figures for setting in comparison.settings for m in setting.members]
+    assert [one.get("WER of test") for one in figures] == [0.5] * 4 + [None] * 2
+    (pair,) = comparison.differences["WER of test"]
+    assert (pair.mean, pair.seeds) == (0, 1)
+    assert {row["mean"] for row in comparison.results() if row["figure"] == "WER of test"} == {0.5}
 
 
 def test_decoding_makes_no_group_but_a_note(two_groups, commands):

@@ -262,7 +262,8 @@ def compare_runs(
     if all(run.fault for run in runs):
         raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")
     notes: list[str] = []
-    settings = group_runs(runs, curve, notes, ignore)
+    grouped = group_runs(runs, curve, notes, ignore)
+    settings = with_equal_references(grouped, notes)
     names = compared_figures(settings)
     for split in (name.removeprefix(WER_OF) for name in names if name.startswith(WER_OF)):
         notes += decoding_note(settings, split) + untrained_settings(settings, split)
@@ -270,7 +271,7 @@ def compare_runs(
     cells = {name: figure_cells(settings, name) for name in names}
     main = {name: effects(one) for name, one in cells.items()}
     crossed = {name: large_interactions(one) for name, one in cells.items()}
-    notes += missing_evaluations(runs, settings)
+    notes += missing_evaluations(runs, grouped)
     return Comparison(curve, runs, settings, differences, main, crossed, list(dict.fromkeys(notes)))
 
 
@@ -385,6 +386,46 @@ def group_runs(
     return settings
 
 
+def with_equal_references(
+    settings: Sequence[SettingRuns], notes: list[str]
+) -> Sequence[SettingRuns]:
+    """The settings without the WER of runs whose references are not those of most runs.
+
+    They are named in `notes`. Of two equally frequent sets of references the first run's counts.
+    """
+    members = [member for setting in settings for member in setting.members]
+    for split in sorted({split for member in members for split in member.scores}):
+        references = {
+            member.name: frozenset((u.id, u.reference) for u in member.scores[split].utterances)
+            for member in members
+            if split in member.scores
+        }
+        usual = Counter(references.values()).most_common(1)[0][0]
+        other = [name for name, texts in references.items() if texts != usual]
+        if not other:
+            continue
+        one = next(name for name, texts in references.items() if texts == usual)
+        notes.append(
+            f"WER of {split}: skipped for {', '.join(other)}, scored against other references "
+            f"than {one}; evaluate all runs on the same manifest."
+        )
+        settings = [
+            replace(
+                s, members=tuple(_without(m, split) if m.name in other else m for m in s.members)
+            )
+            for s in settings
+        ]
+    return settings
+
+
+def _without(member: SettingRun, split: str) -> SettingRun:
+    """The run without its evaluation of a split."""
+    scores, decoded = dict(member.scores), dict(member.decoded)
+    figures = {name: x for name, x in member.figures.items() if name != f"{WER_OF}{split}"}
+    del scores[split], decoded[split]
+    return replace(member, scores=scores, decoded=decoded, figures=figures)
+
+
 def _labels(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
     """Each group's label in tables, its short label and its whole label.
 
@@ -445,12 +486,7 @@ def setting_differences(
             paired_t(*values),
         )
         if figure.startswith(WER_OF):
-            try:
-                difference = _tested_over_utterances(difference, pairs, figure)
-            except UserError as error:
-                names = f"{first.short} and {second.short}"
-                notes.append(f"{names}: {figure} is not comparable: {error}.")
-                continue
+            difference = _tested_over_utterances(difference, pairs, figure)
         differences.append(difference)
     seeds = corrected([d.over_seeds for d in differences])
     utterances = corrected([d.over_utterances for d in differences])
@@ -483,9 +519,13 @@ def _tested_over_utterances(
     """The difference in WER with the bootstrap over the utterances of all pairs."""
     split = figure.removeprefix(WER_OF)
     sides = ([member.scores[split] for member in side] for side in zip(*pairs, strict=True))
-    test = paired_bootstrap(*(pooled(scores, draws=1) for scores in sides))
     alike = all(a.decoded[split] == b.decoded[split] for a, b in pairs)
-    return replace(difference, mean=test.wer, over_utterances=test, decoded_alike=alike)
+    difference = replace(difference, decoded_alike=alike)
+    first, second = (pooled(scores, draws=1) for scores in sides)
+    if len(first.utterances) < 2:  # nothing to resample
+        return difference
+    test = paired_bootstrap(first, second)
+    return replace(difference, mean=test.wer, over_utterances=test)
 
 
 def decoding_note(settings: Sequence[SettingRuns], split: str) -> list[str]:
