@@ -189,6 +189,20 @@ def test_utterances_with_more_labels_than_frames(more, remedy, tiny, run, comman
     assert line.endswith(remedy)
 
 
+def test_an_untrained_decoder_neither_ranks_nor_decodes(tiny, run, commands):
+    """model.ctc_weight=1 trains CTC alone; each refusal names a remedy, and both are enough."""
+    alone = (train, tiny, "model.ctc_weight=1", "train.steps=1", "--run")
+    line = commands.refused(*alone, run)
+    assert "checkpoints cannot be ranked by its nll" in line
+    rank, decode = "train.early_stopping.metric=ctc", "decode.search=ctc"
+    assert f"set {rank}, and" in line
+    line = commands.refused(*alone, run, rank)
+    assert line.endswith(f"so transcripts cannot be its: set {decode}")
+    assert not run.exists()
+    code, _, err = commands(*alone, run.parent / "trained", rank, decode)
+    assert code == 0, err
+
+
 @pytest.mark.parametrize("mvn", ["utterance", "global"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_missing_audio(workers, mvn, tiny, commands, manifest, tmp_path):

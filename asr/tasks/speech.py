@@ -212,8 +212,9 @@ def speech_task(
     """Read the corpus, make or load vocabulary and statistics, build the model of a stage.
 
     corpora: `train` and `valid`, in place of the recipe's manifests. Raises UserError for a corpus
-    that is missing or does not fit the recipe at any stage.
+    that is missing or does not fit the recipe at any stage, and for check_ctc_alone.
     """
+    check_ctc_alone(recipe, resume)
     stages = [at_stage(recipe, number) for number in range(len(recipe.stages) + 1)]
     every_speed = sorted({speed for each in stages for speed in each.features.speed_perturb})
     recipe = stages[stage]
@@ -360,6 +361,24 @@ def list_audio_files(recipe: SpeechRecipe, key: str, probability: str) -> AudioF
     except (AudioError, UserError) as error:
         raise UserError(f"features.{key}: {error}") from None
     return AudioFiles(paths, features.sample_rate, getattr(features, probability))
+
+
+def check_ctc_alone(recipe: SpeechRecipe, resume: bool) -> None:
+    """Raises UserError if a decoder that is not trained would rank checkpoints or decode.
+
+    Not for a run that exists: its recipe is readable as it is.
+    """
+    decode = recipe.decode
+    if recipe.model.ctc_weight < 1 or resume:
+        return
+    if recipe.train.metric not in ("objective", "ctc", "ctc_wer"):
+        fault = f"checkpoints cannot be ranked by its {recipe.train.metric}"
+        remedy = "train.early_stopping.metric=ctc, and a train.early_stopping.patience"
+    elif decode.search != "ctc" and decode.ctc_weight < 1:
+        fault, remedy = "transcripts cannot be its", "decode.search=ctc"
+    else:
+        return
+    raise UserError(f"model.ctc_weight = 1 leaves the decoder untrained, so {fault}: set {remedy}")
 
 
 def check_ctc_lengths(
