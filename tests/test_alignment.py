@@ -16,6 +16,7 @@ from asr.decoding.alignment import (
     group_words,
     has_ctc_path,
     hypothesis_health,
+    join_words,
     repetition,
     token_spans,
 )
@@ -149,6 +150,43 @@ def test_subwords_may_start_end_or_contain_words():
         ("a", 3, 5),
         ("b", 6, 7),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("今天很好", "今 天 很 好"),
+        ("你好，我们。走", "你 好， 我 们。 走"),
+        ("用Python３写 code", "用 Python３ 写 code"),
+        ("ที่นี่", "ที่ นี่"),
+        ("don't 그래요 naïve", "don't 그래요 naïve"),
+    ],
+)
+def test_each_letter_is_a_word_in_scripts_without_spaces(text, expected):
+    spans = [(u, u + 1) for u in range(len(text))]
+    words = group_words(list(text), spans, [0.0] * len(text), 1.0)
+    assert [w.text for w in words] == expected.split()
+    assert join_words(words) == text
+    for w in words:
+        assert text[int(w.start) : int(w.end)] == w.text
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ("今天", "很好", "今天很好"),
+        ("they said", "no", "they said no"),
+        ("说 ok", "好 ok", "说 ok好 ok"),
+        ("而 对 楼市", "抑制 作用", "而 对 楼市 抑制 作用"),  # words are separated
+    ],
+)
+def test_a_text_after_another_is_separated_as_its_words_are(left, right, expected):
+    words = [
+        word
+        for text in (left, right)
+        for word in group_words(list(text), [(0, 1)] * len(text), [0.0] * len(text), 1.0)
+    ]
+    assert join_words(words) == expected
 
 
 def test_no_letters_give_no_words():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asr.decoding import segmentation
-from asr.decoding.alignment import TimedWord
+from asr.decoding.alignment import TimedWord, group_words, join_words
 from asr.decoding.segmentation import SILENT, Segment, loudness, merge_words
 from asr.errors import UserError
 
@@ -158,6 +158,17 @@ def test_words_of_an_overlap_appear_once():
     words = merge_words(pieces, [words_of("a b c d e fff"), words_of("ddd e f g h")], RATE)
     assert [w.text for w in words] == ["a", "b", "c", "d", "e", "f", "g", "h"]
     assert words[5].start == 5.0
+
+
+def test_letters_without_spaces_appear_once():
+    """Text in Chinese letters of 0.25 s; the overlap's edges cut a letter of each segment."""
+    text = "他说明天的会议改到下午三点在二楼的大会议室举行请大家准时参加不要迟到"
+    letters = [(u, u + 1) for u in range(len(text))]
+    left = group_words(text[:24] + "在", letters[:25], [0.0] * 25, 0.25)
+    right = group_words("不" + text[17:], letters[: len(text) - 16], [0.0] * 99, 0.25)
+    words = merge_words([Segment(0, 6250), Segment(4000, 9000)], [left, right], RATE)
+    assert join_words(words) == text
+    assert [w.start for w in words] == pytest.approx([0.25 * u for u in range(len(text))])
 
 
 def placed(text):

@@ -4,6 +4,7 @@ import random
 import time
 from math import sqrt
 
+import jiwer
 import pytest
 
 from asr.analysis.wer import Edit, align, alignment_text, confusions, score, summarize
@@ -56,6 +57,20 @@ def test_hand_worked_counts():
 def test_white_space_is_one_space_but_case_and_punctuation_count():
     assert score([" a\tb \n c "], ["a b  c"]).character_errors == 0
     assert score(["a b"], ["A b."]).substitutions == 2
+
+
+def test_letters_of_scripts_without_spaces_are_words():
+    chinese = score(["今天天气很好", "我用python写"], ["今天天汽好", "我 用 pyton 写"])
+    assert [(u.words, u.substitutions, u.deletions) for u in chinese.utterances] == [
+        (6, 1, 1),
+        (4, 1, 0),
+    ]
+    judge = jiwer.wer(
+        ["今 天 天 气 很 好", "我 用 python 写"], ["今 天 天 汽 好", "我 用 pyton 写"]
+    )
+    assert chinese.wer == judge == 0.3
+    assert score(["ที่นี่ครับ"], ["ที่นีครับ"]).substitutions == 1  # a mark belongs to its letter
+    assert score(["안녕 하세요"], ["안녕 하세여"]).wer == 0.5  # Korean has spaces
 
 
 def test_empty_texts_are_scored():

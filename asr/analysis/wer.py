@@ -2,6 +2,9 @@
 
     WER = (S + D + I) / N,  N words in the references; CER the same over characters
 
+A word is what white space separates, or one letter of a script without spaces (decoding/words.py):
+the WER of Chinese is over characters, that of mixed text is the mixed error rate.
+
 Texts are compared as they are: case and punctuation count, runs of white space are one space, and
 the spaces between words are characters. jiwer finds an alignment with the fewest errors. The marks
 are sclite's: C correct, S substituted, D deleted (only in the reference), I inserted (only in the
@@ -22,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asr.analysis.statistics import Interval, percentile_interval, resampled_sums, summed_by
+from asr.decoding.words import split_words
 from asr.errors import UserError
 
 Units = Literal["utterances", "speakers"]
@@ -40,17 +44,18 @@ class Edit(NamedTuple):
 def align(references: Sequence[str], hypotheses: Sequence[str]) -> list[list[Edit]]:
     """Align each reference with its hypothesis word by word, with the fewest errors.
 
-    White space separates words. Two empty texts give an empty list.
+    Two empty texts give an empty list.
     """
     if not references:
         return []
-    result = jiwer.process_words([tidy(t) for t in references], [tidy(t) for t in hypotheses])
+    spaced = ([" ".join(split_words(t)) for t in texts] for texts in (references, hypotheses))
+    result = jiwer.process_words(*spaced)
     texts = zip(result.alignments, result.references, result.hypotheses, strict=True)
     return [list(_edits(*utterance)) for utterance in texts]
 
 
 def tidy(text: str) -> str:
-    """The words of a text, one space between them."""
+    """The text with single spaces."""
     return " ".join(text.split())
 
 

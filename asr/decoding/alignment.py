@@ -23,6 +23,7 @@ from torch.nn import functional
 from torchaudio.functional import forced_align
 
 from asr.data.tokenizer import BLANK, SOS
+from asr.decoding.words import WORD, begins_after_space
 from asr.nn.attention import Memory
 
 TokenSpan = tuple[float, float]  # frames: start, end (exclusive)
@@ -34,12 +35,13 @@ MIN_COVERAGE, MAX_REPETITION = 0.5, 0.75  # outside of these a hypothesis is fla
 
 @dataclass(frozen=True)
 class TimedWord:
-    """A word with its times in the audio."""
+    """A word (words.py) with its times in the audio."""
 
     text: str
     start: float  # seconds
     end: float
     confidence: float  # 0 to 1: the geometric mean of its tokens' probabilities
+    spaced: bool = True  # a space separates it from the word before
 
 
 def token_spans(
@@ -114,21 +116,26 @@ def group_words(
     log_probs: Sequence[float],
     frame_seconds: float,
 ) -> list[TimedWord]:
-    """U token texts, in which spaces separate words, with spans and log-probs -> words in order.
+    """U token texts with spans and log-probs -> words (words.py) in order.
 
     A token belongs to every word of which it has a letter.
     """
     assert len(pieces) == len(spans) <= len(log_probs), (len(pieces), len(spans), len(log_probs))
-    letters = [(letter, u) for u, piece in enumerate(pieces) for letter in piece]
+    text = "".join(pieces)
+    owners = [u for u, piece in enumerate(pieces) for _ in piece]
     words = []
-    for is_space, run in groupby(letters, key=lambda pair: pair[0].isspace()):
-        if not is_space:
-            text, members = zip(*run, strict=True)
-            tokens = sorted(set(members))
-            start, end = spans[tokens[0]][0] * frame_seconds, spans[tokens[-1]][1] * frame_seconds
-            mean = sum(log_probs[u] for u in tokens) / len(tokens)
-            words.append(TimedWord("".join(text), start, end, min(1.0, math.exp(mean))))
+    for match in WORD.finditer(text):
+        tokens = sorted(set(owners[match.start() : match.end()]))
+        start, end = spans[tokens[0]][0] * frame_seconds, spans[tokens[-1]][1] * frame_seconds
+        mean = sum(log_probs[u] for u in tokens) / len(tokens)
+        spaced = text[match.start() - 1].isspace() if words else begins_after_space(text)
+        words.append(TimedWord(match[0], start, end, min(1.0, math.exp(mean)), spaced))
     return words
+
+
+def join_words(words: Sequence[TimedWord]) -> str:
+    """The text of words in order."""
+    return "".join(" " * word.spaced + word.text for word in words).strip()
 
 
 @dataclass(frozen=True)

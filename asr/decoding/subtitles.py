@@ -2,9 +2,8 @@
 
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
-from itertools import accumulate, chain, pairwise, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from asr.decoding.alignment import TimedWord
@@ -26,15 +25,14 @@ class Cue(NamedTuple):
 def make_cues(words: Sequence[TimedWord]) -> list[Cue]:
     """Words in order -> cues, which end at pauses and where the lines or LONGEST are full.
 
-    A word that is longer than a line, as all text is in a script without spaces, is cut between
-    characters; its time is divided by the width of its parts.
+    A word that is longer than a line has a line of its own.
     """
     groups: list[list[TimedWord]] = []
-    for part in chain.from_iterable(map(_parts, words)):
-        if groups and _fits(groups[-1], part):
-            groups[-1].append(part)
+    for word in words:
+        if groups and _fits(groups[-1], word):
+            groups[-1].append(word)
         else:
-            groups.append([part])
+            groups.append([word])
     cues = []
     for group, after in zip_longest(groups, groups[1:]):
         start = group[0].start
@@ -44,55 +42,28 @@ def make_cues(words: Sequence[TimedWord]) -> list[Cue]:
     return cues
 
 
-def _parts(word: TimedWord) -> list[TimedWord]:
-    """The word after a space, in parts that each fit into a line and a cue if it does not."""
-    total, seconds = _width(word.text), word.end - word.start
-    if total <= LINE:
-        return [replace(word, text=f" {word.text}")]
-    most = min(LINE, total * LONGEST / max(seconds, LONGEST))
-    texts = [""]
-    for character in _characters(word.text):
-        if texts[-1] and _width(texts[-1] + character) > most:
-            texts.append("")
-        texts[-1] += character
-    ends = accumulate(map(_width, texts), initial=0)
-    times = list(pairwise(word.start + seconds * end / total for end in ends))
-    texts[0] = f" {texts[0]}"
-    return [TimedWord(t, *time, word.confidence) for t, time in zip(texts, times, strict=True)]
-
-
-def _characters(text: str) -> list[str]:
-    """Characters with the marks that follow them, such as vowels of Devanagari."""
-    characters: list[str] = []
-    for letter in text:
-        if characters and unicodedata.category(letter) in ("Mn", "Mc", "Me", "Cf"):
-            characters[-1] += letter
-        else:
-            characters.append(letter)
-    return characters
-
-
-def _width(text: str) -> int:
-    """Columns of a line: two for a character of East Asian width."""
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
-
-
-def _fits(group: list[TimedWord], part: TimedWord) -> bool:
+def _fits(group: list[TimedWord], word: TimedWord) -> bool:
     return (
-        part.start - group[-1].end <= GAP
-        and part.end - group[0].start <= LONGEST
-        and len(_lines([*group, part])) <= LINES
+        word.start - group[-1].end <= GAP
+        and word.end - group[0].start <= LONGEST
+        and len(_lines([*group, word])) <= LINES
     )
 
 
 def _lines(group: list[TimedWord]) -> list[str]:
     lines: list[str] = []
-    for part in group:
-        if lines and _width(lines[-1] + part.text) <= LINE:
-            lines[-1] += part.text
+    for word in group:
+        longer = lines[-1] + " " * word.spaced + word.text if lines else ""
+        if lines and _width(longer) <= LINE:
+            lines[-1] = longer
         else:
-            lines.append(part.text.strip())
+            lines.append(word.text)
     return lines
+
+
+def _width(text: str) -> int:
+    """Columns of a line: two for a character of East Asian width."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def srt(cues: Sequence[Cue]) -> str:

@@ -13,7 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from asr.data.tokenizer import Tokenizer
-from asr.decoding.alignment import TimedWord, ctc_log_probs, group_words, token_spans
+from asr.decoding.alignment import (
+    TimedWord,
+    ctc_log_probs,
+    group_words,
+    join_words,
+    token_spans,
+)
 from asr.decoding.scorer import Hypothesis
 from asr.decoding.segmentation import LOWEST, QUIET, SILENT, Segment, merge_words
 
@@ -90,7 +96,7 @@ def merge_segments(
         for segment, transcript in zip(segments, transcripts, strict=True)
     )
     return Transcript(
-        " ".join(word.text for word in words),
+        join_words(words),
         sum(transcript.score for transcript in transcripts),
         tuple(chain.from_iterable(transcript.tokens for transcript in transcripts)),
         tuple(chain.from_iterable(shifted)),
@@ -105,8 +111,9 @@ def json_row(path: Path, transcript: Transcript) -> dict[str, Any]:
     row["seconds"], row["level"] = round(transcript.seconds, 3), round(transcript.level, 1)
     row["times"] = [round(time, 3) for time in transcript.times]
     row["words"] = [
-        {name: value if name == "text" else round(value, 3) for name, value in word.items()}
-        for word in row["words"]
+        {"text": word.text}
+        | {name: round(getattr(word, name), 3) for name in ("start", "end", "confidence")}
+        for word in transcript.words
     ]
     return row
 

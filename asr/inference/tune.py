@@ -19,6 +19,7 @@ from asr.config.schema import DecodeConfig, SpeechRecipe
 from asr.data.corpus import Corpus
 from asr.decoding.beam_search import Ranking
 from asr.decoding.scorer import Hypothesis
+from asr.decoding.words import split_words
 from asr.errors import UserError
 from asr.inference.decode import best_hypotheses, drop_hallucinations, encode
 from asr.inference.evaluation import for_split, read_batches, too_long
@@ -203,7 +204,7 @@ def rescore(
         for name, ranked in nbest.items()
     ]
     word_errors, character_errors = map(sum, zip(*counts, strict=True))
-    words = sum(len(u.text.split()) for u in corpus if u.id in nbest)
+    words = sum(len(split_words(u.text)) for u in corpus if u.id in nbest)
     return TunedSetting(setting, decoded, word_errors, character_errors, words)
 
 
