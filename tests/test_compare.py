@@ -200,6 +200,16 @@ def test_a_difference_that_is_not_shown_comes_with_what_could_have_been(tmp_path
         assert share == pytest.approx(0.8, abs=0.02)
 
 
+def test_the_seeds_of_the_best_two_count(tmp_path, commands):
+    """A third setting, far off, has fewer."""
+    found = {"ba": [0.1, 0.15, 0.12, 0.2], "none": [0.14, 0.11, 0.17, 0.19], "cell": [0.7, 0.8]}
+    for norm, losses in found.items():
+        for seed, loss in enumerate(losses):
+            run = tmp_path / "s" / f"{norm}{seed}"
+            make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(loss))
+    assert "With this spread, 4 seeds can show" in report(commands, tmp_path / "s")
+
+
 def grid_of(folder, losses, errors=None):
     """A run for each (listener norm, speller norm, seed) -> best loss."""
     for number, ((listener, speller, seed), loss) in enumerate(losses.items()):
@@ -241,6 +251,24 @@ def test_a_grid_is_answered_by_the_effects_of_its_factors(tmp_path, commands):
             )
             assert row[8] == ("yes" if expected < 0.05 else "no")
     assert table[2][8] == "yes" and table[3][8] == "no"
+
+
+def test_the_size_of_the_vocabulary_is_a_factor_of_wer_and_not_of_loss(tmp_path):
+    for size, norm, seed in product((31, 53), ("ba", "none"), (1, 2)):
+        wrong = 2 * seed + (size == 53) + 3 * (norm == "none")
+        make_run(
+            tmp_path / "grid" / f"{size}-{norm}-{seed}",
+            ["text.kind=bpe", f"text.size={size}", f"model.listener.norm={norm}", f"seed={seed}"],
+            falling(0.1 + wrong / 100),
+            vocabulary=f'{{"size": {size}}}',
+            errors=[number < wrong for number in range(20)],
+        )
+    comparison = compare_runs([tmp_path / "grid"])
+    found = {e.factor: e for e in comparison.effects["WER of test"]}
+    assert set(found) == {"listener.norm", "size"}
+    assert found["size"].test.mean == pytest.approx(1 / 60)
+    assert found["listener.norm"].test.mean == pytest.approx(3 / 60)
+    assert comparison.effects["best loss"] == []  # of one vocabulary alone
 
 
 def test_interactions_that_reverse_effects_are_named(tmp_path, commands):

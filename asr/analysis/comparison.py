@@ -292,14 +292,14 @@ def group(runs: Sequence[RecipeKeys], ignore: Iterable[str] = ()) -> list[Group]
     """The groups in the order of their first run; `ignore` names keys that may differ within one.
 
     If only some runs have a key, all with one value (Transformers, beside LAS), it is omitted when
-    other keys already distinguish these runs from the rest; so is the hash of the training data,
-    where another name of them does.
+    other keys already distinguish these runs from the rest; so are the hashes of data and
+    vocabulary, where other keys do.
     """
     columns = _columns(runs, set(ignore))
     shown = {
         key: values
         for key, values in columns.items()
-        if len(set(values) - {_MISSING, _OFF}) > 1 and key != TRAINING_DATA
+        if len(set(values) - {_MISSING, _OFF}) > 1 and key not in (DATA, TRAINING_DATA)
     }
     for key, values in columns.items():
         if key not in shown and not _is_implied(values, list(shown.values())):

@@ -194,7 +194,10 @@ def _distance(figure: str, pair: SettingDifference, best: str, pairs: int) -> st
 def _power(
     figure: str, tested: Sequence[SettingDifference], pair: SettingDifference | None
 ) -> list[str]:
-    """What the seeds can show, and how many would show the difference of the best two."""
+    """What the seeds can show, and how many would show the difference of the best two.
+
+    The seeds are those of the best two, or the fewest of any pair where these are not tested.
+    """
     factor, digits = scale(figure)
     sd = math.sqrt(np.mean([one.over_seeds.sd**2 for one in tested]))
     if not sd:
@@ -203,7 +206,7 @@ def _power(
     def number(value: float) -> str:
         return f"{factor * value:.{digits}f}{' points' * (factor == 100)}"
 
-    seeds = min(one.seeds for one in tested)
+    seeds = pair.seeds if pair in tested else min(one.seeds for one in tested)
     smallest = detectable(seeds, sd, len(tested))
     text = f"a difference of {number(smallest)} or more"
     if factor == 100 and smallest > 1:
