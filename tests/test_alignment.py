@@ -159,6 +159,8 @@ def test_subwords_may_start_end_or_contain_words():
         ("你好，我们。走", "你 好， 我 们。 走"),
         ("用Python３写 code", "用 Python３ 写 code"),
         ("ที่นี่", "ที่ นี่"),
+        ("他说「好（吗）」了", "他 说 「好 （吗）」 了"),
+        ("人々は二〇年ｶﾅㄅㄆ", "人 々 は 二 〇 年 ｶ ﾅ ㄅ ㄆ"),
         ("don't 그래요 naïve", "don't 그래요 naïve"),
     ],
 )
@@ -177,6 +179,10 @@ def test_each_letter_is_a_word_in_scripts_without_spaces(text, expected):
         ("今天", "很好", "今天很好"),
         ("they said", "no", "they said no"),
         ("说 ok", "好 ok", "说 ok好 ok"),
+        ("今天我们在", "3月5日去北京", "今天我们在3月5日去北京"),
+        ("他问我", "“你好吗”", "他问我“你好吗”"),
+        ("我们用", "iPhone拍照", "我们用iPhone拍照"),
+        ("我们用", "python 3", "我们用 python 3"),
         ("而 对 楼市", "抑制 作用", "而 对 楼市 抑制 作用"),  # words are separated
     ],
 )

@@ -740,7 +740,9 @@ def test_auto_says_what_it_found_and_what_is_missing(tmp_path, asr_prepare):
         ("नमस्ते, दुनिया।", "नमस्ते दुनिया"),
         ("الْعَرَبِيَّةُ، نعم؟", "الْعَرَبِيَّةُ نعم"),
         ("об\u02bcєкт — 1,000 й", "об'єкт 1,000 й"),
-        ("你好,世界。", "你好 世界"),
+        ("你好,世界。", "你好世界"),
+        ("增长了50％，３．１４", "增长了50％ ３．１４"),
+        ("١٢٫٥٪، نعم", "١٢٫٥٪ نعم"),
         ("re- x_y /z -- 'tis", "re x y z tis"),
         ("wait...what. he left.She, Ph.D. U.S.A. 3.5...", "wait what he left She PhD USA 3.5"),
     ],
@@ -1126,6 +1128,7 @@ def test_upper_az(text, expected, report):
         ("keep", "A [laughter]. {NOISE} (Applause) b", "A. b", ["3 tags dropped: '[laughter]' 1"]),
         ("keep", "[laughter-yeah] [[skip]] <b_aside> so", "yeah so", ["3 tags dropped"]),
         ("keep", "th[at]- (which is spoken) 5 < 6 > 3", "th[at]- (which is spoken) 5 < 6 > 3", []),
+        ("keep", "嗯[LAUGHTER]我知道<noise>了 {x}好", "嗯我知道了好", ["3 tags dropped"]),
         ("lower", "e\u0301 \u00e9 zero\u200b\ufeffwidth", "é é zerowidth", ["1 transcr", "2 char"]),
         ("keep", "می\u200cخواهم a\u200cb", "می\u200cخواهم ab", ["1 characters without width"]),
         ("lower", "İstanbul I\u0307", "istanbul i", ["1 transcripts changed", "--text lower-tr"]),
@@ -1142,6 +1145,13 @@ def test_what_is_no_text_is_removed_and_counted(choice, text, expected, report):
     lines = [line for line in normalize.report() if not line.startswith("error rates count")]
     assert len(lines) == len(report)
     assert all(words in line for words, line in zip(report, lines, strict=True))
+
+
+def test_turkish_is_advised_its_own_lower_case():
+    normalize = TextNormalizer("keep")
+    assert [normalize(text) for text in ("Isparta ılık", "iyi")] == ["Isparta ılık", "iyi"]
+    (line,) = normalize.report()
+    assert line.endswith("--text lower-tr removes them")
 
 
 def test_the_quoting_of_csv_is_undone_as_csv_does():

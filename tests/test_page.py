@@ -115,6 +115,9 @@ def test_correct_words_stand_together(tmp_path):
     write_page(tmp_path / "p.html", score(["a b c d"], ["a b x c d"]))
     edits = Parsed(tmp_path / "p.html").data[0]["edits"]
     assert edits == [["C", "a b", "a b"], ["I", "", "x"], ["C", "c d", "c d"]]
+    write_page(tmp_path / "p.html", score(["今天 ok 气"], ["今天 ok 汽"]))
+    edits = Parsed(tmp_path / "p.html").data[0]["edits"]
+    assert edits == [["C", "今天ok", "今天ok"], ["S", "气", "汽"]]
 
 
 def test_only_the_page_own_script_and_style_may_run(tmp_path):

@@ -2,6 +2,7 @@
 
 import random
 import time
+import unicodedata
 from math import sqrt
 
 import jiwer
@@ -23,7 +24,7 @@ def levenshtein(reference, hypothesis):
 
 def random_texts(count, seed):
     draw = random.Random(seed)
-    words = ["A", "AB", "BA", "ÉTÉ", "語", "A'B", "*", "<b>"]
+    words = ["A", "AB", "BA", "ÉTÉ", "Ж", "A'B", "*", "<b>"]
     return [" ".join(draw.choices(words, k=draw.randrange(7))) for _ in range(count)]
 
 
@@ -70,7 +71,13 @@ def test_letters_of_scripts_without_spaces_are_words():
     )
     assert chinese.wer == judge == 0.3
     assert score(["ที่นี่ครับ"], ["ที่นีครับ"]).substitutions == 1  # a mark belongs to its letter
+    segmented = score(["而 对 楼市，love 你"], ["而对楼市， love你"])
+    assert (segmented.wer, segmented.cer, segmented.characters) == (0, 0, 10)
     assert score(["안녕 하세요"], ["안녕 하세여"]).wer == 0.5  # Korean has spaces
+
+
+def test_composed_and_decomposed_letters_are_equal():
+    assert score(["đẹp"], [unicodedata.normalize("NFD", "đẹp")]).cer == 0
 
 
 def test_empty_texts_are_scored():

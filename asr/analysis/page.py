@@ -20,6 +20,7 @@ from asr.analysis.statistics import LEVEL, Interval
 from asr.analysis.wer import Confusions, Counts, Edit, Score, align, confusions, percent, untrained
 from asr.errors import UserError
 from asr.io import write_files
+from asr.words import without_loose_spaces
 
 FLAGS = {
     "cut off": "the length limit ended the hypothesis",
@@ -128,7 +129,7 @@ def _joined(edits: Iterable[Edit]) -> list[list[str]]:
     joined = []
     for correct, run in groupby(edits, key=lambda edit: edit.mark == "C"):
         if correct:
-            text = " ".join(edit.reference for edit in run)
+            text = without_loose_spaces(" ".join(edit.reference for edit in run))
             joined.append(["C", text, text])
         else:
             joined += [list(edit) for edit in run]

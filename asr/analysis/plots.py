@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from asr.words import is_unspaced
+
 _MOST_TOKEN_ROWS = 32  # an attention picture with more rows is labelled by words
 _LABEL_INCHES = 0.17  # height of a label
 _FRAME_INCHES = 1.0  # height of title and time axis
@@ -72,8 +74,8 @@ def _words(pieces: Sequence[str]) -> list[tuple[int, int, str]]:
     """First row, row after the last, and text of each word; a space is part of the next word."""
     starts = [0]
     for row, (piece, before) in enumerate(zip(pieces[1:], pieces, strict=False), start=1):
-        after_space = piece[:1].isspace() or before[-1:].isspace()
-        if after_space and "".join(pieces[starts[-1] : row]).strip():
+        begins = piece[:1].isspace() or before[-1:].isspace() or is_unspaced(piece[:1])
+        if begins and "".join(pieces[starts[-1] : row]).strip():
             starts.append(row)
     ends = [*starts[1:], len(pieces)]
     return [(a, b, "".join(pieces[a:b]).strip()) for a, b in zip(starts, ends, strict=True)]

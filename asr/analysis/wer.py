@@ -2,31 +2,32 @@
 
     WER = (S + D + I) / N,  N words in the references; CER the same over characters
 
-A word is what white space separates, or one letter of a script without spaces (decoding/words.py):
+A word is what white space separates, or one letter of a script without spaces (asr/words.py):
 the WER of Chinese is over characters, that of mixed text is the mixed error rate.
 
-Texts are compared as they are: case and punctuation count, runs of white space are one space, and
-the spaces between words are characters. jiwer finds an alignment with the fewest errors. The marks
-are sclite's: C correct, S substituted, D deleted (only in the reference), I inserted (only in the
-hypothesis). Empty texts are scored, not skipped. If the reference has no words N counts as 1, so
-every rate is finite: 0 or the number of inserted words.
+Texts are compared as they are: case and punctuation count, runs of white space are one space. The
+spaces between words are characters, except beside a letter of a script without spaces. jiwer finds
+an alignment with the fewest errors. The marks are sclite's: C correct, S substituted, D deleted
+(only in the reference), I inserted (only in the hypothesis). Empty texts are scored, not skipped.
+If the reference has no words N counts as 1, so every rate is finite: 0 or the number of inserted
+words.
 """
 
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Literal, NamedTuple
-from unicodedata import combining, east_asian_width
 
 import jiwer
 import numpy as np
 from numpy.typing import NDArray
 
 from asr.analysis.statistics import Interval, percentile_interval, resampled_sums, summed_by
-from asr.decoding.words import split_words
 from asr.errors import UserError
+from asr.words import columns, split_words, without_loose_spaces
 
 Units = Literal["utterances", "speakers"]
 UNTRAINED = 0.9  # WER from which a model counts as untrained
@@ -55,8 +56,8 @@ def align(references: Sequence[str], hypotheses: Sequence[str]) -> list[list[Edi
 
 
 def tidy(text: str) -> str:
-    """The text with single spaces."""
-    return " ".join(text.split())
+    """The text with single spaces, in Unicode's composed form."""
+    return unicodedata.normalize("NFC", " ".join(text.split()))
 
 
 def _edits(
@@ -99,26 +100,21 @@ def alignment_text(edits: Sequence[Edit], width: int = 100) -> str:
     used = width  # columns used in the last row: full, so that the first edit starts one
     for edit in edits:
         cells = _cells(edit)
-        if used + _columns(cells[0]) + 1 > width:
+        if used + columns(cells[0]) + 1 > width:
             rows.append(("REF:", "HYP:", "    "))
             used = 4
         rows[-1] = tuple(f"{row} {cell}" for row, cell in zip(rows[-1], cells, strict=True))
-        used += _columns(cells[0]) + 1
+        used += columns(cells[0]) + 1
     return "\n\n".join("\n".join(line.rstrip() for line in row) for row in rows)
 
 
 def _cells(edit: Edit) -> tuple[str, str, str]:
     """Reference, hypothesis and mark of one edit, padded to the same width."""
-    width = max(_columns(edit.reference), _columns(edit.hypothesis))
+    width = max(columns(edit.reference), columns(edit.hypothesis))
     mark = "" if edit.mark == "C" else edit.mark
     cells = (edit.reference or "*" * width, edit.hypothesis or "*" * width, mark)
-    ours, theirs, mark = (cell + " " * (width - _columns(cell)) for cell in cells)
+    ours, theirs, mark = (cell + " " * (width - columns(cell)) for cell in cells)
     return ours, theirs, mark
-
-
-def _columns(text: str) -> int:
-    """Terminal columns of the text: two for a wide letter, none for a combining mark."""
-    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +279,11 @@ def _count(references: list[str], hypotheses: list[str]) -> list[tuple[int, ...]
     if not references:
         return []
     rows = []
-    characters = jiwer.process_characters(references, hypotheses).alignments
     alignments = align(references, hypotheses)
+    references, hypotheses = (
+        [without_loose_spaces(text) for text in texts] for texts in (references, hypotheses)
+    )
+    characters = jiwer.process_characters(references, hypotheses).alignments
     for reference, edits, chunks in zip(references, alignments, characters, strict=True):
         marks = Counter(edit.mark for edit in edits)
         sdi = (marks["S"], marks["D"], marks["I"])

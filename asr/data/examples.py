@@ -1,5 +1,6 @@
 """A corpus of a program's examples: any torch Dataset of recordings with texts."""
 
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,7 +55,8 @@ def _utterance(examples: Examples, index: int, name: str) -> Utterance:
     identity = str(example.get("id", index))
     speaker = str(example.get("speaker", identity))
     source = ExampleAudio(examples, index, name)
-    return Utterance(identity, speaker, source, seconds, " ".join(text.split()))
+    text = unicodedata.normalize("NFC", " ".join(text.split()))
+    return Utterance(identity, speaker, source, seconds, text)
 
 
 def _seconds(audio: Any) -> float:

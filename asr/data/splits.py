@@ -154,5 +154,9 @@ def check_vocabulary_coverage(
     shown = " ".join(sorted(missing, key=lambda letter: (-missing[letter], letter))[:MAX_SHOWN])
     line = f"{path}: {100 * share:.3g} % of its letters are not in the vocabulary: {shown}"
     if share > MAX_UNKNOWN:
-        raise UserError(f"{line}; check case and language (asr.prepare --text upper-az, lower)")
+        has_case = any(letter.lower() != letter.upper() for letter in missing)
+        remedy = "check case and language (asr.prepare --text upper-az, lower)"
+        if not has_case:
+            remedy = "check the language: another one needs its own vocabulary, without train.init"
+        raise UserError(f"{line}; {remedy}")
     return line

@@ -12,14 +12,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
+from asr.words import SPACED
+
 NON_SPEECH = (
     "applause|breath|breathing|breaths|cheering|cheers|clapping|cough|coughing|coughs|crosstalk|"
     "inaudible|laugh|laughing|laughs|laughter|music|noise|pause|sigh|sighs|silence|unintelligible"
 )
 TAG = re.compile(
     r"<[^<>\s][^<>]{0,40}>"
-    r"|(?<!\w)(?:\[{1,2}[^][]{1,40}\]{1,2}|\{[^{}]{1,40}\})(?![\w-])"
-    rf"|(?<!\w)\((?:{NON_SPEECH})\)(?!\w)",
+    rf"|(?<!{SPACED})(?:\[{{1,2}}[^][]{{1,40}}\]{{1,2}}|\{{[^{{}}]{{1,40}}\}})(?!{SPACED}|-)"
+    rf"|(?<!{SPACED})\((?:{NON_SPEECH})\)(?!{SPACED})",
     re.IGNORECASE,
 )
 MAX_TAGS = 100  # tokens; of more, such as times in brackets, each one is rare

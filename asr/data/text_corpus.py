@@ -31,6 +31,7 @@ from asr.data.loader import read_batches, start_worker
 from asr.data.manifest import raw_lines, read_rows
 from asr.data.tokenizer import BLANK, Tokenizer
 from asr.errors import UserError
+from asr.words import split_words
 
 BLOCK = 1 << 13  # lines in memory at once
 POOL = 1 << 20  # lines
@@ -170,7 +171,7 @@ class Sentences(Dataset):
             tuple(str(int(row)) for row in rows),
             pad_sequence(tokens, batch_first=True, padding_value=BLANK),
             torch.tensor([len(line) for line in tokens]),
-            torch.tensor([len(line.split()) for line in lines]),
+            torch.tensor([len(split_words(line)) for line in lines]),
         )
 
 

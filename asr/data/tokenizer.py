@@ -148,7 +148,8 @@ class SentencePieces:
         least = len(SPECIAL) + len(set().union(*map(splitter(tags), marked)))
         if size < least:
             raise UserError(
-                f"text.size = {size}: too few pieces, this training text needs {least} or more"
+                f"text.size = {size}: too few pieces, this training text needs {least} or more; "
+                "set it, or text.kind=characters for a script of many letters"
             )
         ids: dict[str, int | str] = {"pad_id": BLANK, "unk_id": UNK, "bos_id": SOS, "eos_id": EOS}
         pieces = {name.replace("id", "piece"): SPECIAL[int(token)] for name, token in ids.items()}

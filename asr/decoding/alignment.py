@@ -23,8 +23,8 @@ from torch.nn import functional
 from torchaudio.functional import forced_align
 
 from asr.data.tokenizer import BLANK, SOS
-from asr.decoding.words import WORD, begins_after_space
 from asr.nn.attention import Memory
+from asr.words import WORD, begins_after_space
 
 TokenSpan = tuple[float, float]  # frames: start, end (exclusive)
 REACH = 1.5  # frames: the most that a span by attention extends beyond its peak
@@ -35,7 +35,7 @@ MIN_COVERAGE, MAX_REPETITION = 0.5, 0.75  # outside of these a hypothesis is fla
 
 @dataclass(frozen=True)
 class TimedWord:
-    """A word (words.py) with its times in the audio."""
+    """A word (asr/words.py) with its times in the audio."""
 
     text: str
     start: float  # seconds
@@ -116,7 +116,7 @@ def group_words(
     log_probs: Sequence[float],
     frame_seconds: float,
 ) -> list[TimedWord]:
-    """U token texts with spans and log-probs -> words (words.py) in order.
+    """U token texts with spans and log-probs -> words (asr/words.py) in order.
 
     A token belongs to every word of which it has a letter.
     """

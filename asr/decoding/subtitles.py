@@ -1,12 +1,12 @@
 """Timed words as subtitles: SubRip (.srt) and WebVTT (.vtt)."""
 
-import unicodedata
 from collections.abc import Sequence
 from html import escape
 from itertools import zip_longest
 from typing import NamedTuple
 
 from asr.decoding.alignment import TimedWord
+from asr.words import columns
 
 LINE, LINES = 42, 2  # columns per line and lines per cue, as usual in broadcasting
 LONGEST = 7.0  # seconds of a cue
@@ -54,16 +54,11 @@ def _lines(group: list[TimedWord]) -> list[str]:
     lines: list[str] = []
     for word in group:
         longer = lines[-1] + " " * word.spaced + word.text if lines else ""
-        if lines and _width(longer) <= LINE:
+        if lines and columns(longer) <= LINE:
             lines[-1] = longer
         else:
             lines.append(word.text)
     return lines
-
-
-def _width(text: str) -> int:
-    """Columns of a line: two for a character of East Asian width."""
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def srt(cues: Sequence[Cue]) -> str:

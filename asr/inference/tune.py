@@ -19,12 +19,12 @@ from asr.config.schema import DecodeConfig, SpeechRecipe
 from asr.data.corpus import Corpus
 from asr.decoding.beam_search import Ranking
 from asr.decoding.scorer import Hypothesis
-from asr.decoding.words import split_words
 from asr.errors import UserError
 from asr.inference.decode import best_hypotheses, drop_hallucinations, encode
 from asr.inference.evaluation import for_split, read_batches, too_long
 from asr.inference.recognition import Recognizer
 from asr.io import write_files
+from asr.words import split_words
 
 BEAMS = (1, 4, 8)
 CTC_WEIGHTS = (0.0, 0.2, 0.4)  # where there is a CTC head

@@ -9,12 +9,17 @@ let confusion = null; // [mark, reference word, hypothesis word] or none
 let matches = utterances;
 let drawn = 0;
 
+// Spaces do not count in a search: scripts without them have some here, between words with errors.
+function searched(text) {
+  return text.toLowerCase().replace(/\s+/g, "");
+}
+
 for (const [position, utterance] of utterances.entries()) {
   const texts = [utterance.id, utterance.speaker];
   for (const side of [1, 2]) {
-    texts.push(utterance.edits.map((edit) => edit[side]).filter(Boolean).join(" "));
+    texts.push(utterance.edits.map((edit) => edit[side]).join(""));
   }
-  utterance.text = texts.join("\n").toLowerCase();
+  utterance.text = texts.map(searched).join("\n");
   utterance.position = position;
   utterance.errors = utterance.S + utterance.D + utterance.I;
   utterance.rate = utterance.errors / Math.max(utterance.words, 1);
@@ -49,7 +54,7 @@ function isConfused(edit) {
 }
 
 function refresh() {
-  const text = byId("find").value.trim().toLowerCase();
+  const text = searched(byId("find").value);
   const chosen = byId("speaker").selectedIndex - 1; // the first stands for all
   const speaker = chosen < 0 ? null : speakers[chosen];
   const shown = byId("show").value;
@@ -106,6 +111,7 @@ function head(utterance) {
 
 function words(utterance) {
   const line = element("p", "words");
+  line.dir = "auto"; // Arabic and Hebrew from the right
   for (const edit of utterance.edits) line.append(pair(edit), " ");
   if (!utterance.edits.length) line.append(element("span", "empty", "empty reference, empty hypothesis"));
   return line;

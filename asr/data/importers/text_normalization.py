@@ -22,18 +22,19 @@ from collections import Counter
 from functools import cache
 
 from asr.data.tags import TAG
+from asr.words import is_unspaced
 
 CHOICES = ("keep", "lower", "lower-tr", "upper-az")
 TAGS = ("drop", "keep")
 PUNCTUATION = ("keep", "drop")
-SPELLED = {"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"}
+SPELLED = {"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH", "ẞ": "SS"}
 APOSTROPHES = "\u2018\u2019\u02bc\u0060\u00b4"
 NO_GAP = ".\u200c\u200d"  # full stop and joiners
 SPOKEN = re.compile(r"[LN].|S[cmo]")  # categories of Unicode: letters, numbers, symbols
-SPOKEN_MARKS = "%&@#‰§"
+SPOKEN_MARKS = "%&@#‰§٪％＆＠＃"
 # Kept within a word: hyphens, Catalan's point, marks of Hebrew, Tibetan and Armenian.
 IN_WORDS = "'-\u2010\u2011\u00b7\u0f0b\u055a\u05be\u05f3\u05f4"
-IN_NUMBERS = ".,:"
+IN_NUMBERS = ".,:٫٬．，："
 LAUGHED = "[laughter-WORD]"  # in reports
 SHOWN = 12  # characters or tags in the report
 TURKISH = str.maketrans({"I": "ı", "İ": "i"})
@@ -70,7 +71,7 @@ class TextNormalizer:
         self.composed = self.unquoted = 0  # texts
         self.damaged = 0  # texts that have lost something spoken
         self.unwritten = 0  # tags that stand for speech
-        self.turkish = 0  # texts with a letter of Turkish in form lower
+        self.turkish = 0  # texts with a letter of Turkish
         self._table = _UpperTable()
 
     def __call__(self, text: str) -> str:
@@ -118,7 +119,7 @@ class TextNormalizer:
             return f" {word[1]}" if match["stop"] else f" {word[1]} "
         self.tags[tag] += 1
         self.unwritten += bool(_UNWRITTEN.fullmatch(tag))
-        return "" if match["stop"] else " "
+        return "" if match["stop"] else _gap(match.string, match.start(), match.end())
 
     def _in_form(self, text: str) -> str:
         text = " ".join(text.split())
@@ -129,6 +130,7 @@ class TextNormalizer:
         if self.choice == "keep":
             self.capitals += text != text.lower()
             self.small += text != text.upper()
+            self.turkish += "İ" in text or "ı" in text
             return text
         if self.choice == "lower-tr":
             text = text.translate(TURKISH)
@@ -156,7 +158,8 @@ class TextNormalizer:
         if mark in IN_NUMBERS and before.isdigit() and after.isdigit():
             return mark
         self.punctuation[mark] += 1
-        return "" if mark == "." and not _BETWEEN_WORDS.match(text, at) else " "
+        is_end = mark == "." and not _BETWEEN_WORDS.match(text, at)
+        return "" if is_end else _gap(text, at, at + 1)
 
     def _without(self, text: str, others: list[str]) -> str:
         text = _BETWEEN_WORDS.sub(" ", text).translate(self._table)
@@ -181,7 +184,7 @@ class TextNormalizer:
         if self.unquoted:
             lines.append(f"{self.unquoted:,} transcripts were quoted as in CSV; quotes undone")
         lines += self._tag_report()
-        if self.turkish:
+        if self.turkish and self.choice == "lower":
             lines.append(
                 f"{self.turkish:,} transcripts have ı or İ: for Turkish and Azerbaijani choose "
                 "--text lower-tr, which changes I to ı"
@@ -212,7 +215,8 @@ class TextNormalizer:
             found.append(f"{self.capitals:,} transcripts with capital letters")
         if not found:
             return []
-        options = ["--text lower"] if self.capitals and self.small else []
+        lower = "--text lower-tr" if self.turkish else "--text lower"
+        options = [lower] if self.capitals and self.small else []
         options += ["--punctuation drop"] if self.punctuation else []
         return [f"error rates count {' and '.join(found)}; {' '.join(options)} removes them"]
 
@@ -239,6 +243,11 @@ def _listed(what: str, count: Counter[str]) -> str:
 def _is_spoken(character: str) -> bool:
     mark = SPOKEN.fullmatch(unicodedata.category(character)) and character not in APOSTROPHES
     return bool(mark) or character in SPOKEN_MARKS
+
+
+def _gap(text: str, start: int, end: int) -> str:
+    """What replaces text[start:end]: a space, except beside a letter of a script without spaces."""
+    return "" if is_unspaced(text[max(start - 1, 0) : start] + text[end : end + 1]) else " "
 
 
 @cache
