@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from asr.data.tokenizer import EOS, SOS, Characters, SentencePieces
+from asr.data.tokenizer import EOS, SOS, UNK, Characters, SentencePieces
 from asr.decoding.fusion import SPACE, NgramScorer, load_ngrams
 from asr.errors import UserError
 from asr.nn.attention import Memory
@@ -90,6 +90,13 @@ def test_tokens_score_as_words_of_their_own(monkeypatch):
     assert walked(scorer, tokenizer.encode("ONE TWO")) == pytest.approx(expected, abs=1e-5)
 
 
+def test_an_unknown_token_scores_as_that_of_the_file():
+    tokenizer = Characters.train(TEXTS)
+    scorer = NgramScorer(Bigrams(), State, tokenizer.surfaces, "token")
+    o, n = tokenizer.encode("ON")
+    assert walked(scorer, [o, UNK, n]) == pytest.approx(judge(["O", "<unk>", "N"]), abs=1e-5)
+
+
 @pytest.mark.parametrize("unit", ["word", "token"])
 def test_selected_hypotheses_continue_their_own_history(unit):
     tokenizer = Characters.train(TEXTS)
@@ -128,9 +135,42 @@ def test_kenlm_reads_an_arpa_file(tmp_path, text):
     assert "W" in text or actual == pytest.approx(judge(text.split()), abs=1e-4)
 
 
-def test_a_file_that_kenlm_cannot_read_is_one_line(tmp_path):
+def test_words_that_the_file_lacks_are_reported(tmp_path):
     pytest.importorskip("kenlm", reason="kenlm (the extra lm) is not installed")
-    (tmp_path / "bad.arpa").write_text("nothing of the kind\n")
+    path, surfaces = tmp_path / "two.arpa", Characters.train(TEXTS).surfaces
+    path.write_text(arpa())
+    scorer = load_ngrams(path, surfaces, "word")
+    assert scorer.note(["ONE TWO"] * 9 + ["TWO FOUR"]) is None
+    lower = scorer.note(["one two", "ONE"])
+    assert lower.startswith("66.7 % of the words are not in it, such as 'one'; check its case")
+    path.write_text(arpa().replace(f"{UNKNOWN}\t<unk>\t{BACK}\n", "").replace("1=5", "1=4"))
+    closed = load_ngrams(path, surfaces, "word")
+    assert closed.note(["ONE TWO"]) is None
+    line = closed.note(["ONE TWO"] * 9 + ["TWO FOUR"])
+    assert line.startswith("5 % of the words are not in it, such as 'FOUR', and it has no <unk>")
+
+
+def test_n_grams_of_another_unit_are_refused(tmp_path):
+    pytest.importorskip("kenlm", reason="kenlm (the extra lm) is not installed")
+    path = tmp_path / "two.arpa"
+    path.write_text(arpa())
+    with pytest.raises(UserError, match=r"has 0 of the vocabulary's 6 tokens.*decode.lm_unit=word"):
+        load_ngrams(path, Characters.train(TEXTS).surfaces, "token")
+
+
+def test_n_grams_of_words_need_spaces(tmp_path):
+    pytest.importorskip("kenlm", reason="kenlm (the extra lm) is not installed")
+    path = tmp_path / "two.arpa"
+    path.write_text(arpa())
+    with pytest.raises(UserError, match="no space ends a word after tokens such as '今'"):
+        load_ngrams(path, Characters.train(["今天"]).surfaces, "word")
+
+
+@pytest.mark.parametrize("text", ["nothing of the kind\n", arpa().replace("\t", " ")])
+def test_a_file_that_kenlm_cannot_read_is_one_line(text, tmp_path):
+    pytest.importorskip("kenlm", reason="kenlm (the extra lm) is not installed")
+    (tmp_path / "bad.arpa").write_text(text)
     with pytest.raises(UserError, match="kenlm cannot read it") as error:
         load_ngrams(tmp_path / "bad.arpa", [], "word")
+    assert ".hh" not in str(error.value)
     assert "\n" not in str(error.value)

@@ -6,8 +6,8 @@ Their unit is set, not guessed:
     word    A word's log-probability is added at the token that ends it: a space, a piece that
             begins a new word, or <eos>. All other tokens score 0. So a sentence scores exactly
             what its text scores, end included, whatever the tokens are.
-    token   The n-grams are over tokens as in Tokenizer.surfaces, with U+2581 for spaces. Every
-            token scores at once.
+    token   The n-grams are over tokens as in Tokenizer.surfaces, with U+2581 for spaces, and
+            <unk>. Every token scores at once.
 
 Both give natural logarithms; kenlm's have base 10. An unknown word scores as <unk> of the file.
 
@@ -15,21 +15,26 @@ Shapes: B utterances, K hypotheses of each, V vocabulary.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from asr.data.tokenizer import EOS, SPECIAL
+from asr.data.tokenizer import EOS, SPECIAL, UNK
 from asr.decoding.scorer import Scorer
 from asr.errors import UserError, missing_package
 from asr.nn.attention import Memory
+from asr.words import is_unspaced
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
 LN10 = math.log(10.0)
-END = "</s>"
+END, UNKNOWN = "</s>", "<unk>"
+NEVER = -99.0  # kenlm's log10 of an unknown word where the file has no <unk> is -100
+MANY = 0.1  # share of unknown words that is reported
 
 
 class EnsembleState(NamedTuple):
@@ -89,6 +94,7 @@ class NgramScorer:
         self.ngrams, self.new_state, self.unit = ngrams, new_state, unit
         self.surfaces = list(surfaces)
         self.words = [surface.replace(" ", SPACE) for surface in surfaces]
+        self.words[UNK : UNK + 1] = [UNKNOWN]
         self.begins_word = torch.tensor([surface.startswith(" ") for surface in surfaces])
 
     def start(self, memory: Memory) -> NgramState:
@@ -113,9 +119,9 @@ class NgramScorer:
         return [[flat[number] for number in row] for row in rows.tolist()]
 
     def _append(self, context: NgramContext, token: int) -> NgramContext:
-        surface = self.surfaces[token]
         if self.unit == "token":
-            return self._score(context, self.words[token])[1] if surface else context
+            return self._score(context, word)[1] if (word := self.words[token]) else context
+        surface = self.surfaces[token]
         if surface.startswith(" "):
             context = self._end_word(context)[1]
         return context._replace(word=context.word + surface.strip(" "))
@@ -129,6 +135,7 @@ class NgramScorer:
     def _token_scores(self, context: NgramContext) -> Tensor:
         scores = [self._score(context, word)[0] for word in self.words[len(SPECIAL) :]]
         scores = torch.tensor([0.0] * len(SPECIAL) + scores)
+        scores[UNK] = self._score(context, UNKNOWN)[0]
         scores[EOS] = self._score(context, END)[0]
         return scores
 
@@ -141,12 +148,32 @@ class NgramScorer:
         after = self.new_state()
         return LN10 * self.ngrams.BaseScore(context.state, word, after), NgramContext(after)
 
+    def note(self, texts: Sequence[str]) -> str | None:
+        """How many words of texts the file lacks, if these are many or it allows no other."""
+        counts = Counter(chain.from_iterable(map(str.split, texts)))
+        lacking = {word: n for word, n in counts.items() if word not in self.ngrams}
+        share = sum(lacking.values()) / max(counts.total(), 1)
+        score = self._score(NgramContext(self.new_state()), UNKNOWN)[0]
+        closed = score <= LN10 * NEVER and bool(lacking)
+        if self.unit == "token" or (share < MANY and not closed):
+            return None
+        line = f"{100 * share:.3g} % of the words are not in it, such as {next(iter(lacking))!r}"
+        remedy = "; check its case, and decode.lm_unit" if share >= MANY else ""
+        return line + ", and it has no <unk>: transcripts hardly contain them" * closed + remedy
+
 
 def load_ngrams(path: Path, surfaces: Sequence[str], unit: str) -> NgramScorer:
     """The n-grams of an ARPA file (.arpa, .arpa.gz) or of kenlm's build_binary.
 
-    Raises UserError where kenlm is not installed or cannot read the file.
+    Raises UserError where kenlm is not installed or cannot read the file, for unit `word` where no
+    space ends a word, and for unit `token` where the file lacks most tokens.
     """
+    unspaced = [surface for surface in surfaces if is_unspaced(surface)]
+    if unit == "word" and unspaced:
+        raise UserError(
+            f"decode.lm_unit = word: no space ends a word after tokens such as {unspaced[0]!r}; "
+            "set decode.lm_unit=token, for n-grams over the tokens of the vocabulary"
+        )
     try:
         import kenlm
     except ImportError:
@@ -156,5 +183,14 @@ def load_ngrams(path: Path, surfaces: Sequence[str], unit: str) -> NgramScorer:
         ngrams = kenlm.Model(str(path))
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no n-grams"
+        reason = reason.rpartition(" threw ")[2].partition(". ")[2] or reason
         raise UserError(f"decode.lm = {path}: kenlm cannot read it: {reason}") from None
-    return NgramScorer(ngrams, kenlm.State, surfaces, unit)
+    scorer = NgramScorer(ngrams, kenlm.State, surfaces, unit)
+    known = [word in ngrams for word in scorer.words[len(SPECIAL) :]]
+    if unit == "token" and sum(known) < len(known) / 2:
+        raise UserError(
+            f"decode.lm = {path}: it has {sum(known)} of the vocabulary's {len(known)} tokens; "
+            f"write its training text in tokens, with {SPACE} for a space, or set "
+            "decode.lm_unit=word for n-grams of words"
+        )
+    return scorer

@@ -53,6 +53,7 @@ from asr.data.manifest import read_rows
 from asr.data.progress import AudioProgress
 from asr.data.tokenizer import labels_of
 from asr.decoding.alignment import HypothesisHealth, hypothesis_health, mean_health
+from asr.decoding.fusion import NgramScorer
 from asr.decoding.scorer import Hypothesis
 from asr.errors import UserError
 from asr.features import AudioError
@@ -130,14 +131,20 @@ class EvaluationSplit:
 
     def load(self) -> Recognizer:
         """The run's model. Prints notes where its training has not finished, and where its
-        vocabulary lacks letters of the split.
+        vocabulary or n-grams do not fit the split.
         """
         recognizer = Recognizer.load(self.run, self.overrides)
         if threads := self.recipe.train.threads:
             torch.set_num_threads(threads)
         path, tokenizer = self.corpus.path, recognizer.tokenizer
         unknown = splits.check_vocabulary_coverage(self.corpus.texts, tokenizer, path)
-        for note in filter(None, (unfinished_note(self.run), unknown)):
+        lm, notes = self.recipe.decode.lm, [unfinished_note(self.run), unknown]
+        if isinstance(recognizer.lm, NgramScorer):
+            note = recognizer.lm.note(self.corpus.texts)
+            notes.append(note and f"decode.lm = {lm}: of {path} {note}")
+        elif lm:
+            notes.append(unfinished_note(lm))
+        for note in filter(None, notes):
             print(note, flush=True)
         return recognizer
 
