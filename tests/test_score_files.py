@@ -18,8 +18,8 @@ from asr.errors import UserError
 
 def example():
     return score(
-        ["THE CAT SAT", "", "語 É", "YES"],
-        ["THE CAP", "UM", "語 É", "YES"],
+        ["THE CAT SAT", "", "Ж É", "YES"],
+        ["THE CAP", "UM", "Ж É", "YES"],
         ids=["a-1", "a-2", "<b>", 'q"4'],
         speakers=["ann", "ann", "bob", ""],
     )
@@ -58,7 +58,7 @@ def test_other_programs_can_read_the_files(tmp_path):
     assert rates["confusions"]["substitutions"] == [["CAT", "CAP", 1]]
     with (tmp_path / "hypotheses.tsv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    assert [row["hypothesis"] for row in rows] == ["THE CAP", "UM", "語 É", "YES"]
+    assert [row["hypothesis"] for row in rows] == ["THE CAP", "UM", "Ж É", "YES"]
     assert [row["id"] for row in rows] == ["a-1", "a-2", "<b>", 'q"4']
 
 

@@ -34,7 +34,7 @@ from asr.analysis.statistics import (
     pairs_needed,
     spread,
 )
-from asr.analysis.wer import Score, between, pooled
+from asr.analysis.wer import between, pooled
 from asr.errors import UserError
 from asr.io import atomic_writer
 
@@ -365,7 +365,7 @@ def figure_table(settings: Sequence[SettingRuns], figure: str) -> Table:
         each = ", ".join(form.format(factor * m.figures[figure]) for m in runs)
         cells = _spread_cells(figure_spread(setting, figure), form, factor)
         scores = [m.scores[figure.removeprefix(WER_OF)] for m in runs] if words else []
-        pool = [_pooled_interval(scores, form)] if words else []
+        pool = [_interval(pooled(scores).wer_interval, form, 100)] if words else []
         rows.append((setting.label, str(len(runs)), *cells, *pool, each))
     head = ["setting", "runs", "mean", "sd", "95 % over runs"]
     head += ["95 % over utterances"] * words + ["each run"]
@@ -374,14 +374,6 @@ def figure_table(settings: Sequence[SettingRuns], figure: str) -> Table:
 
 def _percent(figure: str) -> str:
     return ", %" * (scale(figure)[0] == 100)
-
-
-def _pooled_interval(scores: Sequence[Score], form: str) -> str:
-    try:
-        interval = pooled(scores).wer_interval
-    except UserError:
-        return "runs differ in utterances or texts"
-    return _interval(interval, form, 100)
 
 
 def draw_losses(

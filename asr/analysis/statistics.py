@@ -2,7 +2,7 @@
 
 bootstrap      percentile intervals (Efron 1979; for WER: Bisani & Ney, ICASSP 2004)
 over seeds     Student's t interval and paired t test, its power, and Holm's correction
-over samples   Wilson's interval of a share, the normal interval of a mean, confusion counts
+over samples   confusion counts
 
 Shapes: N units, C counts of each, K classes.
 """
@@ -58,24 +58,6 @@ def summed_by(labels: list[str], counts: NDArray[np.int64]) -> tuple[list[str], 
     sums = np.zeros((len(names), counts.shape[1]), dtype=np.int64)
     np.add.at(sums, group, counts)
     return list(names), sums
-
-
-def wilson_interval(hits: int, count: int) -> Interval:
-    """95 % interval of a share, hits of count (Wilson 1927): valid near 0 and 1 too."""
-    share, z = hits / count, NORMAL_QUANTILE**2 / count
-    middle = share + z / 2
-    half = math.sqrt(z * share * (1 - share) + z * z / 4)
-    low, high = (middle - half) / (1 + z), (middle + half) / (1 + z)
-    # Rounding must not exclude the share itself: of n hits in n, the upper end is 1.
-    return max(min(low, share), 0.0), min(max(high, share), 1.0)
-
-
-def mean_interval(values: NDArray[np.float64]) -> Interval | None:
-    """95 % interval of the mean of many values (N,), by the normal distribution; None for one."""
-    if len(values) < 2:
-        return None
-    mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
-    return mean - NORMAL_QUANTILE * error, mean + NORMAL_QUANTILE * error
 
 
 def confusion(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from asr.analysis.plots import confusion_picture, tiles
-from asr.analysis.statistics import confusion, mean_interval, wilson_interval
+from asr.analysis.statistics import confusion, spread
 from asr.analysis.wer import percent
 from asr.config.loader import at_stage
 from asr.errors import UserError
@@ -158,9 +158,11 @@ class ClassTask(ImageTask):
         return {}
 
     def _test(self, log: Log, step: int) -> tuple[dict[str, float], dict[str, Any], str]:
+        from scipy.stats import binomtest  # slow to import
+
         counts, nll = self._confusion(self.test)
         right, count = int(counts.trace()), int(counts.sum())
-        low, high = wilson_interval(right, count)
+        low, high = map(float, binomtest(right, count).proportion_ci(method="wilson"))
         figures = {"accuracy": right / count, "error": 1 - right / count, "nll": nll}
         intervals = {"accuracy_interval": [low, high], "error_interval": [1 - high, 1 - low]}
         details = {**intervals, "images": count, "right": right, "confusion": counts.tolist()}
@@ -203,9 +205,10 @@ class DrawTask(ImageTask):
         model = self.objective.model
         parts = [bound_of(model, batch.images).cpu() for batch in self._batches(self.test)]
         bounds = torch.cat(parts).double().numpy()
-        nll, interval = float(bounds.mean()), mean_interval(bounds)
-        spread = " (95 % interval {:.2f} to {:.2f})".format(*interval) if interval else ""
-        line = f"bound {nll:.2f} nats an image{spread} over {len(bounds)} images"
+        over = spread(bounds)
+        nll, interval = over.mean, over.interval
+        spread_text = " (95 % interval {:.2f} to {:.2f})".format(*interval) if interval else ""
+        line = f"bound {nll:.2f} nats an image{spread_text} over {len(bounds)} images"
         return {"nll": nll}, {"nll_interval": interval, "images": len(bounds)}, line
 
 
