@@ -33,8 +33,8 @@ from asr.words import is_unspaced
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
 LN10 = math.log(10.0)
 END, UNKNOWN = "</s>", "<unk>"
-NEVER = -99.0  # kenlm's log10 of an unknown word where the file has no <unk> is -100
-MANY = 0.1  # share of unknown words that is reported
+CLOSED = -99.0  # kenlm's log10 of an unknown word where the file has no <unk> is -100
+MANY = 0.1  # share of unknown words, or of tokens without spaces, that is a fault
 
 
 class EnsembleState(NamedTuple):
@@ -94,7 +94,7 @@ class NgramScorer:
         self.ngrams, self.new_state, self.unit = ngrams, new_state, unit
         self.surfaces = list(surfaces)
         self.words = [surface.replace(" ", SPACE) for surface in surfaces]
-        self.words[UNK : UNK + 1] = [UNKNOWN]
+        self.words[UNK] = UNKNOWN
         self.begins_word = torch.tensor([surface.startswith(" ") for surface in surfaces])
 
     def start(self, memory: Memory) -> NgramState:
@@ -154,7 +154,7 @@ class NgramScorer:
         lacking = {word: n for word, n in counts.items() if word not in self.ngrams}
         share = sum(lacking.values()) / max(counts.total(), 1)
         score = self._score(NgramContext(self.new_state()), UNKNOWN)[0]
-        closed = score <= LN10 * NEVER and bool(lacking)
+        closed = score <= LN10 * CLOSED and bool(lacking)
         if self.unit == "token" or (share < MANY and not closed):
             return None
         line = f"{100 * share:.3g} % of the words are not in it, such as {next(iter(lacking))!r}"
@@ -169,7 +169,7 @@ def load_ngrams(path: Path, surfaces: Sequence[str], unit: str) -> NgramScorer:
     space ends a word, and for unit `token` where the file lacks most tokens.
     """
     unspaced = [surface for surface in surfaces if is_unspaced(surface)]
-    if unit == "word" and unspaced:
+    if unit == "word" and len(unspaced) > MANY * len(surfaces):  # a few are of names
         raise UserError(
             f"decode.lm_unit = word: no space ends a word after tokens such as {unspaced[0]!r}; "
             "set decode.lm_unit=token, for n-grams over the tokens of the vocabulary"
