@@ -71,6 +71,7 @@ WITH_TEXT_COLUMN = ("auto", "table", "datasets")
 VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
 LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is a better start
 SMALL_RECIPE, LARGE_RECIPE = "small_corpus_conformer", "librispeech100"
+MOST_LETTERS = 80  # of which the subwords of these recipes, 100 and 500, can be made
 
 # A function per kind; its docstring is the help of its command line. The functions import what they
 # need, since torch takes seconds and --help should not wait.
@@ -352,10 +353,15 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
         missing = "training" if train is None else "validation"
         remedy = "" if train is None else ", or hold out a part: --valid 0.05"
         return f"next: prepare a {missing} split into {folder}{remedy}"
+    from asr.data.corpus import read_manifest
+
     is_large = hours >= LARGE_HOURS
     recipe = LARGE_RECIPE if is_large else SMALL_RECIPE
     command = ["python", "-m", "asr.train", recipe]
     command += ["data.corpus=null", "data.test={}", "run=own"] if is_large else []
+    with suppress(UserError):  # as above
+        letters = set().union(*read_manifest(train).texts)
+        command += ["text.kind=characters"] if len(letters) > MOST_LETTERS else []
     return f"next: {shlex.join([*command, f'data.train={train}', f'data.valid={valid}'])}"
 
 

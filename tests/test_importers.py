@@ -97,6 +97,19 @@ def test_kaldi_segments_are_the_samples_of_their_recordings(tmp_path, asr_prepar
     check_audio(corpus[3], part(mono, 0.2, 1.7))
 
 
+def test_many_letters_are_tokens_themselves_in_the_next_command(tmp_path, asr_prepare):
+    for split, texts in (
+        ("train", ["".join(map(chr, range(0x4E00, 0x4E00 + 97)))]),
+        ("dev", ["一"]),
+    ):
+        noise(tmp_path / "data" / f"{split}.wav", 0.9)
+        lines = ["audio,text", *(f"{split}.wav,{text}" for text in texts)]
+        (tmp_path / "data" / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    code, out, _ = asr_prepare("table", tmp_path / "data", "--to", tmp_path / "to")
+    assert code == 0
+    assert "asr.train small_corpus_conformer text.kind=characters data.train=" in out
+
+
 def test_audio_of_two_splits_in_two_folders_needs_their_common_one(tmp_path, asr_prepare):
     for split in ("train", "dev"):
         kaldi(tmp_path / "data" / split, tmp_path / "audio" / split, segments=False)
