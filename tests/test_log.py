@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from html import unescape
+from select import select
 
 import numpy as np
 import pytest
@@ -391,7 +392,9 @@ def test_control_characters_are_escaped(console, tmp_path, monkeypatch):
 
         with pytest.raises(SystemExit) as ended:
             run_command(main)
-        shown = os.read(reader, 10_000)
+        shown = b""
+        while select([reader], [], [], 1.0)[0]:  # a terminal's output comes in pieces
+            shown += os.read(reader, 10_000)
         os.close(reader)
         monkeypatch.undo()
     assert ended.value.code == 0
