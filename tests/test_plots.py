@@ -121,6 +121,12 @@ def test_many_tokens_are_labelled_by_words(axes):
     assert axes[0].get_ylabel() == "words" and "not all" in axes[1].get_ylabel()
 
 
+def test_letters_of_scripts_without_spaces_are_labels(axes):
+    attention_picture(np.eye(36, T), [*"今天很好" * 9], 1.9)
+    labels = ticks(axes[0])
+    assert len(labels) > 9 and set(labels.values()) <= set("今天很好")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["$", "$x$", r"$\frac$", "a_b^c", "%", "<b>", "\\", "", " "])
 def test_any_label_is_drawn_literally(text):

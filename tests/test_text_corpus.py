@@ -141,6 +141,12 @@ def test_several_texts_are_concatenated(tmp_path):
     assert full.sample(99) == lines
 
 
+def test_letters_of_scripts_without_spaces_are_words(tmp_path):
+    lines = ["今天很好", "我 写code", "a b"]
+    corpus = Sentences([read_lines(write(tmp_path / "a.txt", lines))], Characters.train(lines))
+    assert corpus[[0, 1, 2]].words.tolist() == [4, 3, 2]
+
+
 def test_a_batch_holds_the_tokens_of_its_lines(tmp_path):
     lines = make_lines(13)
     tokenizer = Characters.train(lines)

@@ -175,3 +175,5 @@ def test_unknown_letters_are_reported_and_many_are_refused(tokenizer):
     assert check("TH\u00dc H\u00dcT", "CAT\u00e9") == line  # 3 of 10
     with pytest.raises(UserError, match=r"x\.tsv: 66.7 % of its letters .*: a e h t; check case"):
         check("The Hat")
+    with pytest.raises(UserError, match=r"check the language: another one needs its own vocab"):
+        check("今天")
