@@ -77,7 +77,7 @@ def push(
     with_encoder: bool = False,
 ) -> None:
     """Export the run, into a temporary folder without `to`, and upload it to the hub."""
-    from asr.inference.hub import check_repo, push_run
+    from asr.hub import check_repo, push_run
 
     check_repo(repo)
     with nullcontext() if to else TemporaryDirectory() as temporary:
@@ -148,16 +148,18 @@ def export_onnx(run: Path, overrides: Sequence[str], to: Path) -> None:
 
 
 def exported_recipe(recipe: "SpeechRecipe", to: Path) -> "Recipe":
-    """The run's recipe without the paths of this machine."""
+    """The run's recipe without what belongs to this machine: paths, device, threads, workers."""
     from asr.config.loader import validate
+    from asr.config.schema import DataConfig
     from asr.inference.derived import derived_recipe
     from asr.inference.encoders import shared_name
 
     tree = derived_recipe(recipe, to)
     tree["data"] |= {"corpus": None, "train": None, "valid": None, "test": {}}
+    tree["data"]["workers"] = DataConfig().workers
     if encoder := tree["features"]["encoder"]:
         tree["features"]["encoder"] = shared_name(encoder)
-    tree["train"] |= {"init": None, "device": "auto", "trackers": []}
+    tree["train"] |= {"init": None, "device": "auto", "threads": None, "trackers": []}
     tree["decode"] |= {"lm": None, "ensemble": []}
     return validate(tree, f"--to {to}")
 

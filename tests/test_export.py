@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from asr import evaluate, export, train, transcribe
 from asr.analysis.runs import HOURS, SECONDS
+from asr.config.schema import DataConfig
 from asr.inference.load import load_run_recipe
 from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import SUMS, WEIGHTS, list_checkpoints
@@ -45,8 +46,11 @@ def test_the_weights_are_those_decoded_with_in_fp16(tiny_run, commands, tmp_path
 
 def test_an_export_is_a_run_without_local_paths(tiny, tiny_run, commands, tmp_path):
     to = tmp_path / "small"
-    assert commands(export, tiny_run, "--to", to, "train.device=cuda:1")[0] == 0
-    assert load_run_recipe(to).train.device == "auto"
+    of_machine = "train.device=cuda:1", "train.threads=1", "data.workers=0"
+    assert commands(export, tiny_run, "--to", to, *of_machine)[0] == 0
+    train_config = load_run_recipe(to).train
+    assert train_config.device == "auto" and train_config.threads is None
+    assert load_run_recipe(to).data.workers == DataConfig().workers
     for path in to.rglob("*"):
         assert path.is_dir() or str(tiny.parent).encode() not in path.read_bytes(), path
     transcribed = commands(transcribe, to, tiny.parent / "test-0.flac")
@@ -58,6 +62,15 @@ def test_an_export_is_a_run_without_local_paths(tiny, tiny_run, commands, tmp_pa
     assert code == 2 and len(err.splitlines()) == 1 and f"train.init={to}" in err
     overrides = (f"train.init={to}", "train.steps=1")
     assert commands(train, tiny, *overrides, "--run", tmp_path / "more")[0] == 0
+
+
+def test_the_card_names_the_run_that_training_began_with(tiny, tiny_run, commands, tmp_path):
+    fine_tuned, to = tmp_path / "run", tmp_path / "to"
+    init = f"train.init={tiny_run}", "train.steps=1", "--run", fine_tuned
+    assert commands(train, tiny, *init)[0] == 0
+    assert commands(export, fine_tuned, "--to", to)[0] == 0
+    card = (to / "README.md").read_text()
+    assert "\nIt was fine-tuned from tiny.\n" in card and str(tiny_run) not in card
 
 
 def test_the_card_contains_the_facts_of_the_run(tiny, run, commands, tmp_path):

@@ -136,6 +136,8 @@ def description(
     cost = read_cost(run, read_scalars(run, {HOURS, SECONDS})).at(max(steps))
     millions = f"{parameters / 1e6:.2f} M parameters"
     yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
+    if recipe.train.init:
+        yield f"It was fine-tuned from {markdown_text(recipe.train.init.name)}."
     if recipe.features.encoder:
         facts = read_json(run / "encoder.json")
         trained = "Its encoder was" if recipe.features.train != "none" else "Its features are"
