@@ -1,7 +1,7 @@
 """Load, train, evaluate and compare from Python, as the commands do.
 
     run = asr.api.train("recipes/demo.yaml", ["train.steps=100"], run="runs/x")
-    run.metrics                      # figures of the last validation, with cost
+    run.metrics                      # the last value of every scalar
     run.history()                    # a mapping for each logged step: pandas.DataFrame(...)
     run.evaluate("test").wer
     run.load()("my.wav").text
@@ -26,8 +26,8 @@ from asr.config.loader import default_run, read_recipe
 from asr.config.schema import Recipe
 from asr.data.examples import Examples, corpus_of
 from asr.errors import EXIT_STOPPED, UserError, check_list
+from asr.hub import local_run
 from asr.inference import evaluation
-from asr.inference.hub import local_run
 from asr.inference.recognition import Recognizer
 from asr.training import trainer
 from asr.training.losses import SpeechObjective
@@ -117,6 +117,8 @@ class Run(os.PathLike):
     def __fspath__(self) -> str:
         return str(self.folder)
 
+    __str__ = __fspath__  # for overrides: f"train.init={run}"
+
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
 
@@ -136,7 +138,7 @@ def train(
 
     recipe: a YAML file, the name of a shipped recipe (`demo`) or a run folder, whose keys
     `overrides` change (`model.listener.norm=none`). run: the run's folder, by default that run
-    folder, or runs/ and the recipe's `run`.
+    folder, or runs/ and the key `run`.
     resume: continue from the last checkpoint, if there is one; a finished run returns at once.
     force: resume although recipe or data changed.
 
@@ -148,17 +150,21 @@ def train(
     SIGINT (a notebook's stop button) finishes the step and saves; then KeyboardInterrupt is raised.
     Raises UserError as asr.train does.
     """
+    overridden: set[str] = set()
     if isinstance(recipe, Recipe):
         if overrides:
             raise UserError("overrides are for a recipe file: give its path, or change the recipe")
         settings, folder = recipe, Path("runs") / recipe.run
     else:
         settings = read_recipe(recipe, overrides)
-        folder = default_run(recipe, settings)
+        overridden |= set(map(key_of, overrides))
+        folder = default_run(recipe, settings, overridden)
     folder = folder if run is None else Path(run)
     parts: dict[str, Any] = {}
     data = {"train": train_data, "valid": valid_data}
     if named := {role: examples for role, examples in data.items() if examples is not None}:
+        if valid_data is None and settings.task == "speech" and settings.data.valid is None:
+            raise UserError("valid_data is missing, and the recipe has no data.valid: pass it too")
         parts["corpora"] = {role: corpus_of(named[role], f"{role}_data") for role in named}
         # The run's recipe must not name data that it was not trained on.
         others = settings.data.model_copy(update=dict.fromkeys(named))
@@ -167,7 +173,7 @@ def train(
         parts["objective_class"] = objective
     if parts and settings.task != "speech":
         raise UserError(f"recipe of the task {settings.task}: only speech takes data or objective")
-    code = trainer.train(settings, folder, resume, force, set(map(key_of, overrides)), parts)
+    code = trainer.train(settings, folder, resume, force, overridden, parts)
     if code == EXIT_STOPPED:
         raise KeyboardInterrupt(f"{folder}: training was stopped and saved; resume=True continues")
     return Run(folder)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from asr.arguments import CommandParser, natural, run_folder
 from asr.errors import UserError, run_command
-from asr.io import check_run_folder
 from asr.shipped import is_installed
 
 
@@ -16,8 +15,8 @@ def main() -> int:
     if is_installed(args.run) and (args.tune or not args.out):
         raise UserError(f"{args.run}: is not written to; add --out, or give --tune a copy of it")
     from asr.analysis.significance import compare_two
+    from asr.hub import is_on_hub, local_run
     from asr.inference import evaluation
-    from asr.inference.hub import is_on_hub, local_run
     from asr.inference.tune import tune
 
     on_hub, run = is_on_hub(args.run), local_run(args.run)
@@ -33,7 +32,6 @@ def main() -> int:
     folder = evaluation.check_writable(out) if out else split.result_folder()
     other = None
     if args.against:
-        check_run_folder(args.against)
         other = evaluation.evaluation_of_run(args.against, split.name, split.corpus)
     title = f"{args.run.name}: {split.name}" if on_hub else None
     result, recognizer = split.evaluate(title)
@@ -56,22 +54,20 @@ def arguments() -> argparse.Namespace:
     parser = CommandParser(
         prog="python -m asr.evaluate",
         description="Decode a split with a trained run and score it.",
-        epilog="decode.* and data.* keys of the run's recipe can be overridden: decode.beam=8 ...",
+        epilog="Keys of decode and data can be overridden, train.device, train.precision, "
+        "train.threads and features.mvn=utterance|speaker: decode.beam=8 ...",
     )
     add = parser.add_argument
-    add(
-        "run",
-        type=run_folder,
-        help="a run folder, a shipped run (conformer) or hf:USER/NAME[@REVISION]",
-    )
+    run = "a run folder, a shipped run (conformer) or hf:USER/NAME[@REVISION]"
+    add("run", type=run_folder, help=run)
     parser.add_overrides()
     add("--split", required=True, help="train, valid, a name under data.test, or a manifest (.tsv)")
     out = "folder of the result (RUN/evaluate/SPLIT; of hf:USER/NAME evaluate/NAME/SPLIT)"
     add("--out", type=Path, help=out)
-    add("--by", action="append", default=[], metavar="COLUMN", help="error rates of each group")
-    add(
-        "--against", type=Path, metavar="RUN", help="a run evaluated on the same split: which wins?"
-    )
+    by = "error rates also for each value of this column of the manifest"
+    add("--by", action="append", default=[], metavar="COLUMN", help=by)
+    against = "test the difference to a run evaluated on this split, or to an evaluation's --out"
+    add("--against", type=run_folder, metavar="RUN", help=against)
     add("--pictures", type=natural, default=20, help="worst utterances shown with attention (20)")
     add("--tune", action="store_true", help="search the decode settings, write them into the run")
     args = parser.parse()

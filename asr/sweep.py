@@ -161,14 +161,13 @@ def check_training(recipe: "Recipe") -> None:
 
     A built-in corpus is made, as by training.
     """
-    from asr.shipped import find_run
-    from asr.training.checkpoint import choose
     from asr.training.distributed import check_device
+    from asr.training.warm_start import starting_checkpoints
 
     data = recipe.data
     check_device(recipe.train.device)
     if recipe.train.init:
-        choose(find_run(recipe.train.init), "best", 1)
+        starting_checkpoints(recipe.train.init)
     if recipe.task == "images":
         from asr.images.task import read
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from asr.arguments import CommandParser, key_of
-from asr.errors import EXIT_STOPPED, run_command
+from asr.errors import EXIT_STOPPED, print_line, run_command
+from asr.shipped import run_names
 
 
 def main() -> int:
@@ -24,15 +25,20 @@ def main() -> int:
     parser.add_argument(
         "--resume", action="store_true", help="resume from the last checkpoint, if there is one"
     )
-    parser.add_argument("--force", action="store_true", help="resume although the recipe changed")
+    parser.add_argument(
+        "--force", action="store_true", help="resume although recipe or data changed"
+    )
     args = parser.parse()
     # Imported here, since torch takes seconds, which --help need not wait.
     from asr.config.loader import default_run, read_recipe
     from asr.training.trainer import train
 
     recipe = read_recipe(args.recipe, args.overrides)
-    run = args.run or default_run(args.recipe, recipe)
-    return train(recipe, run, args.resume, args.force, set(map(key_of, args.overrides)))
+    overridden = set(map(key_of, args.overrides))
+    if str(args.recipe) in run_names() and not (recipe.train.init or args.resume):
+        print_line(f"training from random weights; train.init={args.recipe} starts from its own")
+    run = args.run or default_run(args.recipe, recipe, overridden)
+    return train(recipe, run, args.resume, args.force, overridden)
 
 
 if __name__ == "__main__":

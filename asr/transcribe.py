@@ -193,8 +193,8 @@ def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list
     import torch
 
     from asr.data.corpus import audio_remedy
+    from asr.hub import local_run
     from asr.inference import bulk
-    from asr.inference.hub import local_run
     from asr.inference.load import load_run_recipe
     from asr.inference.recognition import Recognizer
     from asr.training.distributed import ranks_of_environment

@@ -56,6 +56,7 @@ def test_a_run(two_runs, tmp_path):
     (run, _), _ = two_runs
     assert run.finished and run.recipe.train.steps == 3
     assert repr(run) == f"Run({str(run.folder)!r})" and os.fspath(run) == str(run.folder)
+    assert f"train.init={run}" == f"train.init={run.folder}"
     assert asr.Run(str(run.folder)).metrics == run.metrics
     recognizer = run.load()
     assert isinstance(recognizer, asr.Recognizer)

@@ -426,20 +426,25 @@ def test_what_else_causes_a_difference_is_named(tiny, tiny_run, commands, tmp_pa
     assert "2 utterances not decoded, scored as empty" in out
 
 
-def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path):
+def test_against_a_run_that_was_not_evaluated(tiny, tiny_run, commands, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     line = commands.refused(
         evaluate, tiny_run, "--split", "test", "--against", tmp_path, "--out", tmp_path / "e"
     )
     assert line == f"{tmp_path}: no recipe.yaml in it, so it is no run folder"
-    # The command that it names makes what was missing, also where the split has another name.
+    # What it names makes what was missing, also where the split has another name, and leaves the
+    # results of the run itself alone.
     other = shutil.copytree(tiny_run, tmp_path / "an other")
     given = evaluate, tiny_run, "--split", "x", f"data.test={{x: {tiny.parent / 'test.tsv'}}}"
     given += "--against", other, "--out", tmp_path / "e"
     line, found, command = commands.refused(*given).partition("; first run python -m asr.evaluate ")
     assert line.startswith(f"--against {other}: not evaluated on this split") and found
-    command = shlex.split(command)
-    assert commands(evaluate, *command, "--pictures", "0")[0] == 0
-    assert commands(*given)[0] == 0
+    command, found, folder = command.partition(", then compare --against ")
+    assert found and commands(evaluate, *shlex.split(command), "--pictures", "0")[0] == 0
+    (folder,) = shlex.split(folder)
+    code, out, err = commands(*(folder if part == other else part for part in given))
+    assert code == 0 and f"{tiny_run} against {folder}, WER" in out and "+0.00 points" in out, err
+    assert not (other / "evaluate" / "x").exists()
     given = tuple(tmp_path / "none" if part == other else part for part in given)
     assert "there is no such run" in commands.refused(*given)
 
@@ -523,6 +528,9 @@ def test_another_manifest_does_not_replace_the_results_of_a_split(
     own = load_run_recipe(tiny_run).data
     for split, name in ((str(own.test["test"]), "test"), ("x.tsv", "x"), ("test", "test")):
         check_result_name(own, split, name)
+    # An exported run's recipe has no manifest, whose results could be replaced.
+    exported = own.model_copy(update={"valid": None})
+    check_result_name(exported, "data/valid.tsv", "valid")
 
 
 def test_the_page_names_the_language_model(tiny_run, commands, tmp_path):

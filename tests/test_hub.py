@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hub_server import HubServer
 
-from asr import evaluate, export, transcribe
+from asr import evaluate, export, train, transcribe
+from asr import hub as ours
 from asr.analysis.model_card import card_metadata, evaluation_result
 from asr.config.loader import read_recipe
 from asr.errors import UserError
-from asr.inference import hub as ours
 from asr.inference.recognition import Recognizer
 
 library = pytest.importorskip("huggingface_hub", reason="needs the extra hub")
@@ -170,6 +170,21 @@ def test_evaluation_of_a_run_from_the_hub(pushed, tiny, commands, monkeypatch, t
     assert "--tune writes into the run" in commands.refused(
         evaluate, "hf:owner/tiny", *split, "--tune"
     )
+
+
+def test_a_run_from_the_hub_stands_wherever_a_run_does(pushed, tiny, tiny_run, commands, tmp_path):
+    name, out = "hf:owner/tiny", tmp_path / "out"
+    started = "--run", tmp_path / "run", f"train.init={name}", "train.steps=1"
+    code, _, err = commands(train, tiny, *started)
+    assert code == 0, err
+    split = "--split", "test", "--out", out
+    assert commands(evaluate, tiny_run, *split, f"decode.ensemble=[{name}]")[0] == 0
+    line = commands.refused(evaluate, tiny_run, *split, "--against", name)
+    test = tiny.parent / "test.tsv"
+    assert f"python -m asr.evaluate {name} --split {test} --out evaluate/tiny/test" in line
+    assert commands(evaluate, name, "--split", test, "--out", out)[0] == 0
+    code, _, err = commands(evaluate, tiny_run, *split, "--against", out)
+    assert code == 0, err
 
 
 def refuse_gated(hub):

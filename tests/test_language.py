@@ -148,6 +148,17 @@ def test_the_vocabulary_of_a_shipped_run_is_reused(commands, folder):
     assert load_tokenizer(run).fingerprint() == load_tokenizer(find_run(Path("las"))).fingerprint()
 
 
+def test_a_language_model_starts_from_the_weights_of_another(commands, folder):
+    recipe, first = make_recipe(folder), folder / "first"
+    assert commands(train, recipe, "train.steps=1", "--run", first)[0] == 0
+    more = "text.run=null", "train.steps=1", "--run", folder / "second"
+    code, _, err = commands(train, recipe, f"train.init={first}", *more)
+    assert code == 0, err
+    assert load_tokenizer(folder / "second").fingerprint() == load_tokenizer(first).fingerprint()
+    line = commands.refused(train, recipe, "train.init=las", *more[:-1], folder / "third")
+    assert line == "train.init = las: a run of the task speech; name one of language"
+
+
 def test_two_runs_must_agree_on_the_vocabulary(commands, folder):
     recipe, first = make_recipe(folder), folder / "first"
     assert commands(train, recipe, "train.steps=1", "--run", first)[0] == 0

@@ -85,6 +85,10 @@ def test_wrong_examples(changes, fault, tiny, tmp_path):
     with pytest.raises(UserError, match=fault):
         asr.api.train(tiny, STEPS, tmp_path / "run", train_data=data)
     assert not (tmp_path / "run").exists()
+    with pytest.raises(
+        UserError, match=r"valid_data is missing, and the recipe has no data\.valid"
+    ):
+        asr.api.train(tiny, [*STEPS, "data.valid=null"], tmp_path / "run", train_data=[])
     with pytest.raises(UserError, match="valid_data: no examples"):
         asr.api.train(tiny, STEPS, tmp_path / "run", valid_data=[])
 

@@ -28,7 +28,7 @@ from asr.inference import tune
 from asr.inference.recognition import Recognizer
 from asr.tasks.speech import SpeechTask
 from asr.training import distributed, losses, trainer
-from asr.training.checkpoint import list_checkpoints
+from asr.training.checkpoint import choose, list_checkpoints
 from asr.training.losses import SpeechObjective
 
 
@@ -633,6 +633,80 @@ def test_fine_tuning_starts_from_another_run_s_weights(tiny, tiny_run, commands,
     expected = load_file(best.folder / "model.safetensors")
     actual = load_file(list_checkpoints(tmp_path)[-1].folder / "model.safetensors")
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
+
+
+def test_fine_tuning_starts_from_the_weights_that_are_evaluated(tiny, tiny_run, commands, tmp_path):
+    """The mean of the checkpoints that the run's own recipe chooses."""
+    source = shutil.copytree(tiny_run, tmp_path / "source")
+    path = source / "recipe.yaml"
+    write_recipe(read_recipe(path, ["decode.checkpoint=last", "decode.average=2"]), path)
+    hardly = f"train.init={source}", "train.steps=1", "train.optimizer.lr=1e-12"
+    assert commands(train, tiny, "--run", tmp_path / "run", *hardly)[0] == 0
+    files = [c.folder / "model.safetensors" for c in list_checkpoints(source)[-2:]]
+    first, second = map(load_file, files)
+    assert len(files) == 2 and any(not torch.equal(first[name], second[name]) for name in first)
+    actual = load_file(list_checkpoints(tmp_path / "run")[-1].folder / "model.safetensors")
+    mean = {name: (first[name] + second[name]) / 2 for name in first}
+    torch.testing.assert_close(actual, mean, atol=1e-6, rtol=0)
+
+
+def test_a_fine_tuning_that_harms_keeps_the_weights_it_started_from(
+    tiny, tiny_run, commands, tmp_path
+):
+    harm = f"train.init={tiny_run}", "train.optimizer.lr=1", "train.steps=4", "train.save_every=1"
+    more = "train.validate_every=1", "train.schedule.warmup=0", "train.keep=1"
+    code, out, err = commands(train, tiny, "--run", tmp_path, *harm, *more)
+    assert code == 0 and out.index("step 0  validation: ") < out.index("step 1  validation: "), err
+    losses = curve(tmp_path, "valid/nll")
+    best = min(list_checkpoints(tiny_run), key=lambda c: c.loss)
+    assert losses[0] == (0, pytest.approx(best.loss, rel=1e-5)) == min(losses, key=lambda at: at[1])
+    (kept,) = choose(tmp_path, "best", 1)
+    expected = load_file(best.folder / "model.safetensors")
+    torch.testing.assert_close(
+        load_file(kept.folder / "model.safetensors"), expected, atol=0, rtol=0
+    )
+
+
+def test_settings_that_the_weights_were_not_trained_with_are_named(
+    tiny, tiny_run, commands, tmp_path
+):
+    """Their shapes agree, so that nothing else reports them."""
+    init = "--run", tmp_path / "run", f"train.init={tiny_run}", "train.steps=1"
+    other = "features.mvn=none", "features.kind=slaney", "model.speller.dropout=0.4"
+    code, out, err = commands(train, tiny, *init, *other)
+    line = f"train.init = {tiny_run}: its weights were trained with others: "
+    assert code == 0 and line + "features.kind logmel -> slaney, features.mvn " in out, err
+    assert "dropout" not in out
+    _, out, _ = commands(train, tiny, "--run", tmp_path / "same", *init[2:])
+    assert "its weights were trained with others" not in out
+
+
+def test_a_resumed_fine_tuning_records_where_it_began(tiny, tiny_run, commands, tmp_path):
+    start = "--run", tmp_path, f"train.init={tiny_run}", "train.steps=1"
+    assert commands(train, tiny, *start)[0] == 0
+    again = tiny, "--run", tmp_path, "--resume"
+    code, out, err = commands(train, *again, "train.steps=2")
+    assert code == 0 and "train.init" not in out, err
+    code, out, err = commands(train, *again, "train.steps=3", "train.init=elsewhere")
+    assert f"train.init = elsewhere is not read: the run began with {tiny_run}" in out, err
+    assert read_recipe(tmp_path / "recipe.yaml").train.init == tiny_run
+
+
+def test_a_run_s_recipe_trains_into_the_run_that_is_named(
+    tiny_run, commands, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = commands(train, tiny_run, "run=mine", "train.steps=1")
+    assert code == 0 and list_checkpoints(tmp_path / "runs" / "mine"), err
+
+
+def test_patience_beyond_the_run_is_named(tiny, commands, tmp_path):
+    early = "train.early_stopping={metric: wer, patience: 2}", "train.steps=4"
+    line = "train.early_stopping.patience = 2 cannot end this run, which has 2 validations: lower "
+    for every, expected in ((2, True), (1, False)):
+        run = tmp_path / str(every)
+        _, out, _ = commands(train, tiny, "--run", run, *early, f"train.validate_every={every}")
+        assert (f"{line}train.validate_every = {every}" in out) == expected
 
 
 def test_fine_tuning_keeps_the_vocabulary(tiny, tiny_run, commands, tmp_path):

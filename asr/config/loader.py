@@ -9,7 +9,7 @@ import difflib
 import json
 import pkgutil
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import reduce
 from operator import eq
 from pathlib import Path
@@ -65,10 +65,13 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     return _overridden(_with_bases(path), overrides, str(path))
 
 
-def default_run(path: Path | str, recipe: Recipe) -> Path:
-    """The folder to train in: `path` if it is a run folder, else runs/ and the recipe's `run`."""
+def default_run(path: Path | str, recipe: Recipe, overridden: Container[str]) -> Path:
+    """The folder to train in: `path` if it is a run folder and `run` is not overridden, else runs/
+    and the recipe's `run`.
+    """
     path = Path(path)
-    return path if (path / "recipe.yaml").is_file() else Path("runs") / recipe.run
+    is_run = (path / "recipe.yaml").is_file() and "run" not in overridden
+    return path if is_run else Path("runs") / recipe.run
 
 
 def override(recipe: Recipe, overrides: Iterable[str], source: str) -> Recipe:

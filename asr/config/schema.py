@@ -754,6 +754,7 @@ LATER_KEYS = {"train.device", "train.threads", "train.precision", "features.dith
 LATER_KEYS |= {"features.encoder"}  # the same weights elsewhere
 LATER_MVN = {"utterance", "speaker"}  # the same statistics, over less or more speech
 OF_TRAINING = TRAINING_ONLY_FEATURES | {*STAGE_KEYS["model"]}
+TRAINING_ONLY = "has an effect in training only"
 
 
 def unusable_later(key: str, trained: Any, now: Any) -> str | None:
@@ -766,7 +767,7 @@ def unusable_later(key: str, trained: Any, now: Any) -> str | None:
     if key == "features.mvn" and {trained, now} <= LATER_MVN:
         return None
     if section not in ("features", "text", "model") or OF_TRAINING & set(rest):
-        return "has an effect in training only"
+        return TRAINING_ONLY
     return f"its model was trained with {trained}, and fits no other value"
 
 

@@ -57,10 +57,10 @@ def load_split(data: DataConfig, name: str) -> Corpus:
 def check_result_name(data: DataConfig, split: str, name: str) -> None:
     """Raise UserError if NAME, by which results of a manifest are stored, is another split's."""
     named = named_splits(data)
-    if split in named or name not in named:
+    path = named.get(name)
+    if split in named or path is None:
         return
-    path = named[name]
-    if path is None or path.resolve() != Path(split).resolve():
+    if path.resolve() != Path(split).resolve():
         raise UserError(
             f"--split {split}: its results would replace those of the recipe's split {name}; add "
             "--out FOLDER"

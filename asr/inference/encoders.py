@@ -26,9 +26,8 @@ from asr.features.encoder import (
     weight_files,
 )
 from asr.features.front_end import FrontEnd
-from asr.inference.hub import download_encoder, is_name
+from asr.hub import download_encoder, is_name, local_run
 from asr.io import read_front_matter, read_json, sha256_of_files
-from asr.shipped import find_run
 
 DESCRIPTION, FOLDER = "encoder.json", "encoder"
 DESCRIBED = ("config.json", "preprocessor_config.json", "README.md")
@@ -102,7 +101,7 @@ def read_description(run: Path) -> dict[str, str]:
 
 def check_init_encoder(init: Path, encoder: Source) -> None:
     """Raise UserError where train.init was trained on another encoder, or on none."""
-    run, used = find_run(init), "features without an encoder"
+    run, used = local_run(init), "features without an encoder"
     if (run / DESCRIPTION).exists():
         facts = read_description(run)
         if facts["sha256"] == encoder.sha256:

@@ -59,6 +59,7 @@ from asr.errors import UserError
 from asr.features import AudioError
 from asr.features.front_end import FrontEnd
 from asr.features.tar import member_of
+from asr.hub import local_run
 from asr.inference.decode import Encoded, attention, ctc_hypotheses, encode
 from asr.inference.encoders import stored_features
 from asr.inference.load import load_run_recipe
@@ -73,6 +74,7 @@ from asr.inference.recognition import (
     transcripts,
 )
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
+from asr.io import check_run_folder
 
 
 @dataclass(frozen=True)
@@ -350,34 +352,40 @@ def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
     return {row["id"]: row[column] for _, row in read_rows(corpus.path, ("id", column))}
 
 
-def evaluation_of_run(run: Path, name: str, corpus: Corpus) -> SavedEvaluation:
-    """The evaluation of another run on the same split. UserError where it is of another split."""
-    folder = run / "evaluate" / name
+def evaluation_of_run(other: Path, name: str, corpus: Corpus) -> SavedEvaluation:
+    """The evaluation of the same split by another run, or the one in a folder of results.
+
+    Raises UserError where there is none, or one of another split.
+    """
+    run = local_run(other)
+    check_run_folder(run)
+    folder = run if (run / "score.json").is_file() else run / "evaluate" / name
+    out = str(Path("evaluate", other.name, name))
+    words = "python", "-m", "asr.evaluate", other, "--split", corpus.path, "--out", out
+    command = shlex.join(map(str, words))
+    first = f"first run {command}, then compare --against {shlex.quote(out)}"
     if not folder.is_dir():
         load_run_recipe(run)  # refuses what is no run of speech
-        words = "python", "-m", "asr.evaluate", run, "--split", corpus.path, "--out", folder
-        command = shlex.join(map(str, words))
-        raise UserError(f"--against {run}: not evaluated on this split; first run {command}")
+        raise UserError(f"--against {other}: not evaluated on this split; {first}")
     result = read_evaluation(folder)
     expected = dict(zip(corpus.ids, map(tidy, corpus.texts), strict=True))
     texts = {u.id: u.reference for u in result.score.utterances}
     if texts != expected:
         what = "utterances" if texts.keys() != expected.keys() else "texts"
-        raise UserError(
-            f"--against {run}: its evaluation {name} is of other {what} than {corpus.path}; "
-            "evaluate it on that manifest first"
-        )
+        reason = f"{folder} is of other {what} than {corpus.path}"
+        raise UserError(f"--against {other}: {reason}; {first}")
     return result
 
 
-def reservations(run: Path, saved: SavedEvaluation, now: Evaluation) -> list[str]:
-    """What else than the models may cause a difference to the saved evaluation of `run`."""
+def reservations(other: Path, saved: SavedEvaluation, now: Evaluation) -> list[str]:
+    """What else than the models may cause a difference to the saved evaluation."""
     unequal = unequal_decoding(decode_settings(saved.metadata), decode_settings(now.metadata))
     values = "; ".join(
         f"{key} {value} instead of {other}" for key, (other, value) in unequal.items()
     )
     notes = [f"not decoded alike, which may cause a difference: {values}"] if unequal else []
-    return notes + evaluation_notes(run, run / "evaluate", saved.metadata)
+    run = local_run(other)
+    return notes + evaluation_notes(run, run, saved.metadata)
 
 
 def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures: int) -> None:

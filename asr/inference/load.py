@@ -1,7 +1,6 @@
 """Load what run folders contain: recipe, front end, models of an ensemble, language models."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from asr.decoding.scorer import Scorer
 from asr.errors import UserError
 from asr.features.encoder import EncoderExtractor, EncoderFeatures, EncoderInputs
 from asr.features.front_end import FrontEnd
+from asr.hub import local_run
 from asr.inference.encoders import load_run_encoder, read_description, save_description
 from asr.io import check_run_folder
 from asr.models.build import (
@@ -30,7 +30,7 @@ from asr.models.build import (
     build_language_model,
     build_speech_model,
 )
-from asr.shipped import find_run, missing_run, train_command
+from asr.shipped import missing_run, train_command
 from asr.training.checkpoint import MemoryLimit, choose, load_weights
 from asr.training.distributed import choose_device
 
@@ -106,20 +106,6 @@ def load_run_model(
     return model.to(choose_device(recipe.train.device)).eval(), steps
 
 
-def load_init_tokenizer(init: Path) -> Tokenizer:
-    """The vocabulary of train.init, which its weights require. UserError where it has none."""
-    init = find_run(init)
-    if not init.exists():
-        raise missing_run(init, "train.init")
-    check_run_folder(init)
-    other = None
-    with suppress(UserError):  # the recipe of an older version may be invalid now
-        other = read_recipe(init / "recipe.yaml")
-    if other and other.task != "speech":
-        raise UserError(f"train.init = {init}: a run of the task {other.task}; name one of speech")
-    return load_tokenizer(init)
-
-
 def load_ensemble(
     recipe: SpeechRecipe, front_end: FrontEnd, tokenizer: Tokenizer, overrides: Sequence[str] = ()
 ) -> list[nn.Module]:
@@ -132,8 +118,9 @@ def load_ensemble(
     of_features = [override for override in overrides if override.startswith("features.")]
     of_first = {"decode": recipe.decode, "train": recipe.train}
     models = []
-    for run in recipe.decode.ensemble:
+    for named in recipe.decode.ensemble:
         try:
+            run = local_run(named)
             member = load_run_recipe(run, of_features).model_copy(update=of_first)
             if reason := _incompatibility(run, member, recipe, front_end, tokenizer):
                 raise UserError(f"{run}: {reason}")

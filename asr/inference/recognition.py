@@ -30,8 +30,8 @@ from asr.features import AudioError, NoSamples
 from asr.features.audio import array_and_rate, from_samples
 from asr.features.files import name_of
 from asr.features.front_end import FrontEnd
+from asr.hub import local_run
 from asr.inference.decode import Encoded, attention, best_hypotheses, drop_hallucinations, encode
-from asr.inference.hub import local_run
 from asr.inference.load import (
     load_ensemble,
     load_language_scorer,

@@ -22,15 +22,16 @@ from asr.data.tokenizer import (
 )
 from asr.decoding.scorer import sample
 from asr.errors import UserError
-from asr.inference.load import load_init_tokenizer
+from asr.hub import local_run
 from asr.io import sha256_of_files
 from asr.models.build import build_language_model
-from asr.shipped import find_run, missing_run
+from asr.shipped import missing_run
 from asr.training.distributed import choose_device, print_first
 from asr.training.logging import Log
 from asr.training.losses import Objective, Perplexity, Sum, cross_entropy, shift
 from asr.training.resume import SHA256, Content
 from asr.training.task import Task
+from asr.training.warm_start import starting_tokenizer
 
 VOCABULARY_LINES = 1_000_000  # of the training text, evenly spaced, for a new vocabulary
 CHECKED_LINES = 1000
@@ -160,12 +161,13 @@ def _vocabulary(recipe: LanguageRecipe, training: Sentences) -> tuple[Tokenizer,
     if source is None:
         if init is None:
             return train_tokenizer(recipe.text, training.sample(VOCABULARY_LINES)), FEW_PIECES
-        return load_init_tokenizer(init), f"the vocabulary is that of train.init = {init}"
-    run = find_run(source)
+        reason = f"the vocabulary is that of train.init = {init}"
+        return starting_tokenizer(init, "language"), reason
+    run = local_run(source)
     if not run.exists():
         raise missing_run(source, "text.run")
     tokenizer = load_tokenizer(run)
-    if init and load_tokenizer(find_run(init)).fingerprint() != tokenizer.fingerprint():
+    if init and starting_tokenizer(init, "language").fingerprint() != tokenizer.fingerprint():
         raise UserError(
             f"text.run = {source}: its vocabulary is not that of train.init = {init}; "
             "start from a run with that vocabulary, or without train.init"

@@ -51,7 +51,7 @@ from asr.inference.encoders import (
     load_run_encoder,
     stored_features,
 )
-from asr.inference.load import STATISTICS, load_init_tokenizer, load_language_scorer, save_inputs
+from asr.inference.load import STATISTICS, load_language_scorer, save_inputs
 from asr.io import sha256_of_files
 from asr.models.build import build_front_end, build_frontend, build_speech_model
 from asr.nn.frontend import Frontend
@@ -60,6 +60,7 @@ from asr.training.logging import Log
 from asr.training.losses import SpeechObjective
 from asr.training.resume import OBJECTIVE, SHA256, Content
 from asr.training.task import Task
+from asr.training.warm_start import starting_tokenizer
 
 INSPECTED = 4  # utterances for train.health
 # Of a larger corpus, utterances evenly spaced that are used before training begins.
@@ -249,7 +250,7 @@ def speech_task(
             front_end.corpus_norm.load(run / STATISTICS)
     else:
         if init := recipe.train.init:
-            tokenizer = load_init_tokenizer(init)
+            tokenizer = starting_tokenizer(init, "speech")
             if encoder is not None:
                 check_init_encoder(init, encoder.source)
             reason = f"the vocabulary is that of train.init = {init}"

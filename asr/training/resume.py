@@ -32,12 +32,10 @@ NOT_LEARNING = (
     "train.samples", "train.save_every", "train.threads", "train.trackers",
     "train.wer_utterances",
 )  # fmt: skip
-# Keys that may change in the middle of a run: these, and those that set its end. train.init is read
-# at the start alone.
+# Keys that may change in the middle of a run: these, and those that set its end.
 HARMLESS = (
     *NOT_LEARNING, "data.max_unreadable", "train.bad_steps", "train.early_stopping",
-    "train.epochs", "train.init", "train.keep", "train.keep_best", "train.steps",
-    "train.validate_every",
+    "train.epochs", "train.keep", "train.keep_best", "train.steps", "train.validate_every",
 )  # fmt: skip
 SHA256, OBJECTIVE = "sha256", "objective"
 
@@ -59,10 +57,12 @@ class ResumePoint:
         return parse_recipe(self.state["recipe"], f"{self.checkpoint.folder}: recipe")
 
     def as_asked(self, recipe: Recipe) -> Recipe:
-        """The recipe with the section `text` that the run was begun with, where it has that of
-        RUN/recipe.yaml, which is the vocabulary that is used.
+        """The recipe with what only the start of a run reads, as it was begun: train.init, and the
+        section `text` where it is that of RUN/recipe.yaml, which is the vocabulary that is used.
         """
         with suppress(UserError):  # of an older version
+            train = recipe.train.model_copy(update={"init": self.begun_with.train.init})
+            recipe = recipe.model_copy(update={"train": train})
             used = read_recipe(self.run / "recipe.yaml")
             tasks = {recipe.task, used.task, self.begun_with.task}
             if len(tasks) == 1 and "images" not in tasks and recipe.text == used.text:

@@ -29,7 +29,6 @@ from asr.data.batching import Broken
 from asr.errors import EXIT_STOPPED, UserError, WorkerKilled
 from asr.io import lock_run_folder
 from asr.nn.dropout import LayerDrop
-from asr.shipped import find_run
 from asr.training import distributed, optim
 from asr.training.averaging import EvaluationWeights
 from asr.training.checkpoint import (
@@ -64,6 +63,7 @@ from asr.training.state import (
     restore_random_state,
 )
 from asr.training.task import Epochs, Task, TaskBatch
+from asr.training.warm_start import other_settings, starting_checkpoints
 
 # The maker of each task: (recipe, run folder, whether the run is resumed, stage) -> Task. Resolved
 # only when needed: training speech imports neither images nor language models.
@@ -338,14 +338,16 @@ class Training:
             )
 
     def validation_is_due(self) -> bool:
-        """At the end, and after every epoch or `validate_every` steps.
+        """At the end, after every epoch or `validate_every` steps, and before the first step that
+        starts from other weights, whose figures say what training adds to them.
 
         Not where it is in the checkpoint that was resumed; a signal may have interrupted it.
         """
         state, every = self.state, self.config.validate_every
         due = state.step % every == 0 if every else state.batch == 0
         due = due or is_finished(state, self.config)
-        return due and state.step > 0 and state.step != self.validated
+        first = 0 if self.recipe.train.init else 1
+        return due and state.step >= first and state.step != self.validated
 
     def validate_and_save(self) -> None:
         """Validate: loss, word error rates, pictures, alarm. Then save.
@@ -523,8 +525,10 @@ class Training:
         with distributed.first_rank_first():  # rank 0 writes what the others read
             start = find_resume_point(self.run, resume)
             if start:
-                self.recipe = start.as_asked(recipe)
+                asked, self.recipe = recipe.train.init, start.as_asked(recipe)
                 recipe, messages = start.check_recipe(self.recipe, overridden, force)
+                if asked not in (None, begun := self.recipe.train.init):
+                    messages.append(f"train.init = {asked} is not read: the run began with {begun}")
                 self.state = TrainState(**start.state["position"])
             stage = self.due_stage()
             self.make_task(stage, resume=start is not None)
@@ -534,6 +538,7 @@ class Training:
             else:
                 if resume:
                     messages.append(f"{self.run} has no checkpoint: training starts from step 0")
+                messages += other_settings(recipe.train.init, recipe) if recipe.train.init else []
                 recipe = self.task.as_used(recipe)
                 self.prepare()
         distributed.record_launch(self.run)
@@ -552,13 +557,13 @@ class Training:
     def prepare(self) -> None:
         """Prepare a new run: the weights of `train.init`, and the task's files."""
         if init := self.recipe.train.init:
-            best = choose(find_run(init), "best", 1)
-            load_weights(self.task.objective.model, best, self.task.metadata, self.task.pretrained)
+            checkpoints, task = starting_checkpoints(init), self.task
+            load_weights(task.objective.model, checkpoints, task.metadata, task.pretrained)
         if is_first():
             self.task.prepare(self.run)
 
     def summary(self, resumed: bool) -> list[str]:
-        """Lines on the model, the corpus, and a warmup that is longer than the run."""
+        """Lines on the model, the corpus, and settings that the run is too short for."""
         recipe, warmup = self.task.recipe, self.config.schedule.warmup
         device = next(self.task.objective.parameters()).device
         lines = [
@@ -571,6 +576,12 @@ class Training:
             lines.append(
                 "train.precision = bf16 computes in fp32 here: "
                 "this CPU has no instructions for bf16"
+            )
+        early, every = self.config.early_stopping, self.config.validate_every
+        if early and every and total // every <= early.patience:
+            lines.append(
+                f"train.early_stopping.patience = {early.patience} cannot end this run, which has "
+                f"{total // every} validations: lower train.validate_every = {every}"
             )
         if total <= warmup:
             lines.append(f"all {total} steps are within train.schedule.warmup = {warmup}")
