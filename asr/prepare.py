@@ -69,6 +69,10 @@ FORMATS = {
 WITH_TEXT_COLUMN = ("auto", "table", "datasets")
 # Names of validation splits; not Common Voice's "validated".
 VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
+LONG = 20.0  # seconds, data.max_seconds of the recipes
+MAX_LETTERS = 25  # a second; of three read corpora of English the fastest utterance has 22.4
+MEASURED = 10_000  # utterances
+FEW_HOURS = 3.0  # below, a model from nothing makes errors in most words
 LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is a better start
 SMALL_RECIPE, LARGE_RECIPE = "small_corpus_conformer", "librispeech100"
 MOST_LETTERS = 80  # of which the subwords of these recipes, 100 and 500, can be made
@@ -320,6 +324,19 @@ def _report(manifest: Path) -> float:
     corpus = read_manifest(manifest)
     hours = float(corpus.seconds.sum()) / 3600
     print(f"{manifest}: {len(corpus)} utterances, {hours:.2f} hours")
+    if (long := float(corpus.seconds[corpus.seconds > LONG].sum()) / 3600) > 0.1 * hours:
+        print_line(
+            f"warning: {long:.2f} of these hours are in recordings over {LONG:g} s, which recipes "
+            "skip (data.max_seconds): cut them into utterances, columns start and end of a table"
+        )
+    part = corpus.sample(MEASURED)
+    fast = [u.id for u in part if len(u.text.replace(" ", "")) > MAX_LETTERS * u.seconds]
+    if len(fast) > 0.01 * len(part):
+        print_line(
+            f"warning: {len(fast)} of {len(part)} utterances have over {MAX_LETTERS} letters a "
+            f"second, faster than speech: {' '.join(fast[:5])}. Listen to these: their texts may "
+            "be of other recordings, or their audio at another speed"
+        )
     return hours
 
 
@@ -355,6 +372,11 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
         return f"next: prepare a {missing} split into {folder}{remedy}"
     from asr.data.corpus import read_manifest
 
+    if hours < FEW_HOURS:
+        print_line(
+            f"{hours:.2f} hours are few to train a model from nothing (docs/real_speech.md, Hours "
+            "of speech): rather fine-tune a trained one (docs/corpora.md, Fine-tune a model)"
+        )
     is_large = hours >= LARGE_HOURS
     recipe = LARGE_RECIPE if is_large else SMALL_RECIPE
     command = ["python", "-m", "asr.train", recipe]

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import jiwer
 import numpy as np
@@ -461,7 +462,7 @@ def test_comparison_with_other_data_stops_before_decoding(
     write_evaluation(other / "evaluate" / "test", score(texts, texts, ids))
     monkeypatch.setattr(evaluation, "decode_split", lambda *_: pytest.fail("decoded in vain"))
     line = commands.refused(evaluate, tiny_run, "--split", "test", "--against", other, "--out", out)
-    assert f"is of other {what} than" in line and not out.exists()
+    assert f"its evaluation test is of other {what}; first run" in line and not out.exists()
 
 
 def test_the_result_names_its_checkpoints_and_settings(tiny, tiny_run, commands, tmp_path):
@@ -549,3 +550,20 @@ def test_progress_is_reported(tiny_run, commands, tmp_path, monkeypatch):
     options = "--split", "test", "--out", tmp_path / "e", "--pictures", "0"
     _, out, _ = commands(evaluate, tiny_run, *options)
     assert re.search(r"decoded 100 %, \d+ times real time, 0 min left", out)
+
+
+def test_a_summary_names_the_setting_that_hides_a_model(tiny_run):
+    """A decoder that fails where CTC does not, and texts that the rule for silence dropped."""
+    opened = evaluation.open_split(tiny_run, "test", ["decode.no_speech_log_prob=-1e-9"])
+    result, _ = opened.evaluate()
+    lines = "\n".join(evaluation.summary(result))
+    assert "empty)" in lines and "low coverage" not in lines
+    assert "decode.no_speech_log_prob=null shows what was decoded for the empty ones" in lines
+    failed = replace(result.score, insertions=result.score.words)
+    for ctc, remark in (
+        (0.321, "CTC alone has 32.10 %: try decode.beam=4"),
+        (1.0, "untrained"),
+    ):
+        metadata = result.metadata | {"ctc_wer": ctc}
+        lines = list(evaluation.summary(replace(result, score=failed, metadata=metadata)))
+        assert any("WER 200.00 %" in line and remark in line for line in lines)

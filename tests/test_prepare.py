@@ -44,6 +44,20 @@ def table(tmp_path):
     return table
 
 
+def test_texts_faster_than_speech_and_long_recordings_are_named(table, tmp_path, asr_prepare):
+    """Rows whose texts moved to another recording, and minutes instead of utterances."""
+    fast = "a text of so many letters that nobody can say it in a second"
+    table.write_text(table.read_text().replace("Ça va", fast))
+    code, out, _ = asr_prepare("table", table, "--to", tmp_path / "to")
+    line = "warning: 1 of 3 utterances have over 25 letters a second, faster than speech: b. Listen"
+    assert code == 0 and line in out and "data.max_seconds" not in out
+    record(table.parent / "a.wav", 30.0)
+    table.write_text(table.read_text().replace("\t1.0\t", "\t30.0\t").replace(fast, "so"))
+    code, out, _ = asr_prepare("table", table, "--to", tmp_path / "again")
+    assert code == 0 and "in recordings over 20 s, which recipes skip (data.max_seconds)" in out
+    assert "letters a second" not in out
+
+
 def test_good_rows_become_a_manifest(table, tmp_path, asr_prepare):
     code, out, err = asr_prepare("table", table, "--to", tmp_path / "to")
     manifest = tmp_path / "to" / "mine.tsv"

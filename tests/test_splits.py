@@ -7,6 +7,7 @@ import pytest
 
 from asr.config.schema import DataConfig
 from asr.data import splits
+from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.data.importers import spoken_numbers
 from asr.errors import UserError
 
@@ -91,3 +92,17 @@ def test_a_manifest_that_is_no_file_is_refused_at_once(made, tmp_path, kind):
         assert message.startswith(f"{path}: ") and "not a regular file" in message
     else:
         assert message == f"data.train: {path} is a folder; name a manifest (.tsv)"
+
+
+def test_recordings_that_validation_cannot_use_are_named_before_training(tmp_path):
+    def corpus(*seconds):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.tsv"
+        rows = [Utterance(f"u{n}", "s", tmp_path / "a.wav", s, "a") for n, s in enumerate(seconds)]
+        write_manifest(path, rows)
+        return read_manifest(path)
+
+    assert splits.check_longest(corpus(1.0, 40.0), 40.0) is None
+    line = splits.check_longest(corpus(1.0, 40.5, 90.0), 40.0)
+    assert "2 of 3 utterances are longer than twice data.max_seconds, 40 s: validation" in line
+    with pytest.raises(UserError, match=r"2 of 2 utterances are longer .*cut recordings into"):
+        splits.check_longest(corpus(41.0, 90.0), 40.0)

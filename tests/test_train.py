@@ -768,10 +768,11 @@ def test_a_sound_model_is_traced_without_output(tiny, commands, tmp_path):
     assert code == 0 and "finished at step 1" in out and not err
 
 
-def test_the_alarm_names_remedies(tiny, commands, tmp_path):
-    alarm = ["train.alarm.steps=1", "train.alarm.diagonality=1.0", "train.steps=1"]
-    _, out, _ = commands(train, tiny, "--run", tmp_path, *alarm)
-    assert "ALARM: attention is not diagonal yet" in out and "model.ctc_weight" in out
+def test_the_alarms_name_remedies_once(tiny, commands, tmp_path):
+    alarm = ["train.alarm.steps=1", "train.alarm.diagonality=1.0", "train.steps=3"]
+    _, out, _ = commands(train, tiny, "--run", tmp_path, *alarm, "train.validate_every=1")
+    assert out.count("ALARM: attention is not diagonal yet") == 1 and "model.ctc_weight" in out
+    assert out.count("ALARM: hardly a word is recognised yet. Compare transcripts and audio") == 1
     assert "ALARM" in (tmp_path / "train.log").read_text()
 
 

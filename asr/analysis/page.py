@@ -23,6 +23,7 @@ from asr.io import write_files
 from asr.words import without_loose_spaces
 
 FLAGS = {
+    "empty": "no text: silence, or dropped by decode.no_speech_log_prob",
     "cut off": "the length limit ended the hypothesis",
     "low coverage": "attention skipped more than half of the audio",
     "not decoded": "the audio cannot be read; scored as empty",

@@ -128,5 +128,5 @@ def _comments(cls: type[Config]) -> Mapping[str, str]:
                 first -= 1
             rows = range(first, node.end_lineno + 1)
             texts = (comments[row].string.lstrip("# ") for row in rows if row in comments)
-            meanings[ast.unparse(node.target)] = " ".join(texts)
+            meanings[ast.unparse(node.target)] = " ".join(t for t in texts if t != "fmt: skip")
     return meanings

@@ -21,6 +21,7 @@ from asr.errors import UserError, print_line
 
 MAX_UNKNOWN = 0.5  # share of a text's letters that the vocabulary may lack
 MAX_SHOWN = 20  # letters in the message
+CUT = "cut recordings into utterances (columns start and end of a table: docs/corpora.md)"
 MAX_DURATION = 1e30  # seconds
 DATA = Path("data")  # in the working directory
 SPOKEN_NUMBERS = ("train", "valid", "test")  # their splits
@@ -126,7 +127,7 @@ def filter_by_duration(corpus: Corpus, low: float, high: float) -> tuple[Corpus,
     kept = (corpus.seconds >= lowest) & (corpus.seconds <= highest)
     if not kept.any():
         limits = f"data.min_seconds = {low:g} and data.max_seconds = {high:g}"
-        raise UserError(f"{corpus.path}: no utterance between {limits}")
+        raise UserError(f"{corpus.path}: no utterance between {limits}; {CUT}")
     if kept.all():
         return corpus, None
     skipped = corpus.seconds[~kept]
@@ -136,6 +137,21 @@ def filter_by_duration(corpus: Corpus, low: float, high: float) -> tuple[Corpus,
         f"{low:g} or longer than data.max_seconds = {high:g}"
     )
     return corpus.take(np.flatnonzero(kept)), note
+
+
+def check_longest(corpus: Corpus, limit: float) -> str | None:
+    """A line on the utterances that validation skips, longer than `limit` seconds; None if none is.
+
+    Raises UserError if all are.
+    """
+    long = corpus.seconds > limit
+    if not long.any():
+        return None
+    count = f"{long.sum()} of {len(corpus)} utterances"
+    line = f"{corpus.path}: {count} are longer than twice data.max_seconds, {limit:g} s"
+    if long.all():
+        raise UserError(f"{line}; {CUT}")
+    return f"{line}: validation skips them"
 
 
 def check_vocabulary_coverage(

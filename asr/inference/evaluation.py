@@ -76,6 +76,10 @@ from asr.inference.recognition import (
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
 from asr.io import check_run_folder
 
+# Where the decoder loops or stops early; eos_threshold would refuse ends that it is unsure of.
+SAFE_SEARCH = "decode.beam=4 decode.ctc_weight=0.3 decode.eos_threshold=null"
+MANY_EMPTY = 0.02  # share of the utterances
+
 
 @dataclass(frozen=True)
 class DecodedUtterance:
@@ -372,8 +376,7 @@ def evaluation_of_run(other: Path, name: str, corpus: Corpus) -> SavedEvaluation
     texts = {u.id: u.reference for u in result.score.utterances}
     if texts != expected:
         what = "utterances" if texts.keys() != expected.keys() else "texts"
-        reason = f"{folder} is of other {what} than {corpus.path}"
-        raise UserError(f"--against {other}: {reason}; {first}")
+        raise UserError(f"--against {other}: its evaluation {name} is of other {what}; {first}")
     return result
 
 
@@ -465,7 +468,7 @@ def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
 def _flags(evaluation: Evaluation) -> dict[str, tuple[str, ...]]:
     """By id, why a decoded utterance is flagged: empty, cut off, low coverage, repetition."""
     flags = {
-        name: ("empty",) * (not one.text) + ("cut off",) * (not one.finished) + one.health.flags
+        name: ("cut off",) * (not one.finished) + one.health.flags if one.text else ("empty",)
         for name, one in zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
     }
     return {
@@ -498,7 +501,10 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
         yield f"not decoded, scored as empty: {name}: {reason}"
     if evaluation.reasons:
         yield f"audio that cannot be read: {audio_remedy(evaluation.corpus.path)}"
-    remark = f" ({untrained(result.wer)})" if untrained(result.wer) else ""
+    remark, ctc = untrained(result.wer), metadata.get("ctc_wer")
+    if remark and ctc is not None and not untrained(ctc):
+        remark = f"but CTC alone has {percent(ctc)}: try {SAFE_SEARCH}"
+    remark = f" ({remark})" if remark else ""
     yield f"{evaluation.title}: WER {percent(result.wer)}, CER {percent(result.cer)}{remark}"
     over_speakers = metadata["wer_interval_over_speakers"]
     intervals = {result.interval_over: result.wer_interval, "speakers": over_speakers}
@@ -512,5 +518,8 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
     if flags := _flags(evaluation):
         names = " ".join(list(flags)[:5]) + (" ..." if len(flags) > 5 else "")
         yield f"{len(flags)} flagged ({_flag_counts(flags)}): {names}"
+        empty = sum("empty" in raised for raised in flags.values())
+        if empty > MANY_EMPTY * result.sentences and metadata["decode"].get("no_speech_log_prob"):
+            yield "decode.no_speech_log_prob=null shows what was decoded for the empty ones"
     for column, parts in evaluation.groups.items():
         yield from group_lines(column, parts)

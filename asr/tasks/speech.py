@@ -225,7 +225,7 @@ def speech_task(
         for role, path in (("train", data.train), ("valid", data.valid))
     )
     training, note = splits.filter_by_duration(whole, data.min_seconds, data.max_seconds)
-    print_first(note)
+    print_first(note, splits.check_longest(valid, 2 * data.max_seconds))
     # Longer files count as unreadable: a file without end must not end the run.
     encoder = None
     if recipe.features.kind == "encoder":
@@ -407,7 +407,10 @@ def check_ctc_lengths(
     count = f"{len(short)} of {len(part)} utterances{'' if part is corpus else ' checked'}"
     line = f"{count} have more CTC labels than frames: {names}"
     if len(short) > 0.01 * len(part):
-        raise UserError(f"{line}; {_ctc_remedy(recipe)}")
+        raise UserError(
+            f"{line}; listen to these: audio at a wrong speed, or texts of other recordings, have "
+            f"this. Otherwise {_ctc_remedy(recipe)}"
+        )
     print_first(f"{line}; the CTC loss skips them")
 
 

@@ -72,6 +72,7 @@ TASKS: Mapping[str, str] = {
     "language": "asr.tasks.language:language_task",
     "images": "asr.images.task:image_task",
 }
+HARDLY_A_WORD = 0.9  # word error rate; an empty transcript has 1
 MAX_NAMED = 5  # utterances that the report of a validation names
 
 
@@ -221,6 +222,7 @@ class Training:
         self.validations = 0  # of this process
         self.bad_steps = 0  # without a finite gradient, in a row
         self.trackers = {name: secrets.token_hex(8) for name in recipe.train.trackers}  # -> run id
+        self.alarmed: set[str] = set()
         self.stop, self.log = Stop(), NullLog()
 
     def loop(self) -> None:
@@ -368,7 +370,7 @@ class Training:
             self.metrics = {f"valid/{name}": value for name, value in figures.items()}
             self.log.scalars("valid", figures, step)
             self.log.info(f"step {step}  validation: {'  '.join(figure_texts(figures))}")
-            self.alarm(figures.get("diagonality", 1.0))
+            self.alarm(figures)
             self.count_validation(gather(figures)[0])  # rank 0 alone decodes
             self.write_checkpoint()
             release_memory()
@@ -404,15 +406,27 @@ class Training:
         self.validations += 1
         return reported
 
-    def alarm(self, diagonality: float) -> None:
-        """Log a line where attention is not diagonal from step alarm.steps on."""
-        config = self.config.alarm
-        if config.steps and self.state.step >= config.steps and diagonality < config.diagonality:
-            self.log.info(
-                f"ALARM: attention is not diagonal yet ({diagonality:.2f} < "
-                f"{config.diagonality:g}). Try a higher model.ctc_weight, train.short_first=true, "
-                "more reduction, a lower lr."
-            )
+    def alarm(self, figures: Mapping[str, float]) -> None:
+        """Log a line, once, where attention is not diagonal from step alarm.steps on, and one where
+        hardly a word is recognised.
+        """
+        config, diagonality = self.config.alarm, figures.get("diagonality", 1.0)
+        if not config.steps or self.state.step < config.steps:
+            return
+        rates = [figures[name] for name in ("wer", "ctc_wer") if name in figures]
+        alarms = {
+            f"attention is not diagonal yet ({diagonality:.2f} < {config.diagonality:g}). Try "
+            "train.guided_attention, a higher model.ctc_weight, more reduction, a lower rate": (
+                diagonality < config.diagonality
+            ),
+            "hardly a word is recognised yet. Compare transcripts and audio (TensorBoard, page "
+            "Text), or lower train.optimizer.lr": rates and min(rates) >= HARDLY_A_WORD,
+        }
+        for line in (text for text, raised in alarms.items() if raised):
+            remedy = line.partition(". ")[2]
+            if remedy not in self.alarmed:
+                self.log.info(f"ALARM: {line}.")
+            self.alarmed.add(remedy)
 
     def count_validation(self, figures: Mapping[str, float]) -> None:
         """For train.early_stopping. Raises UserError where the metric is not among the figures."""

@@ -62,7 +62,7 @@ class TextNormalizer:
         self.choice, self.keeps_tags = choice, tags == "keep"
         self.keeps_punctuation = punctuation == "keep"
         self.punctuation: Counter[str] = Counter()  # dropped or, if it is kept, found
-        self.signs: Counter[str] = Counter()  # digits and signs, where punctuation is dropped
+        self.signs: Counter[str] = Counter()  # digits and signs
         self.capitals = self.small = 0  # texts with a letter of that case
         self.dropped: Counter[str] = Counter()
         self.changed: Counter[str] = Counter()  # "É to E" -> how often
@@ -141,8 +141,7 @@ class TextNormalizer:
 
     def _without_punctuation(self, text: str) -> str:
         """The text without punctuation, or with it counted."""
-        if not self.keeps_punctuation:
-            self.signs.update(_DIGIT_OR_SIGN.findall(text))
+        self.signs.update(_DIGIT_OR_SIGN.findall(text))
         without = _NO_LETTER.sub(self._mark, text)
         return text if self.keeps_punctuation else " ".join(without.split())
 
@@ -202,23 +201,21 @@ class TextNormalizer:
         return lines
 
     def _punctuation_report(self) -> list[str]:
+        what = "digits and signs kept, which are better written as words"
+        signs = [_listed(what, self.signs)] if self.signs else []
         if not self.keeps_punctuation:
-            lines = []
-            if self.punctuation:
-                lines.append(f"--punctuation drop: {_listed('dropped', self.punctuation)}")
-            if self.signs:
-                what = "digits and signs kept, which are better written as words"
-                lines.append(_listed(what, self.signs))
-            return lines
+            dropped = _listed("dropped", self.punctuation) if self.punctuation else None
+            return [f"--punctuation drop: {dropped}", *signs] if dropped else signs
         found = [_listed("punctuation marks", self.punctuation)] if self.punctuation else []
         if self.capitals and self.small:
             found.append(f"{self.capitals:,} transcripts with capital letters")
         if not found:
-            return []
+            return signs
         lower = "--text lower-tr" if self.turkish else "--text lower"
         options = [lower] if self.capitals and self.small else []
         options += ["--punctuation drop"] if self.punctuation else []
-        return [f"error rates count {' and '.join(found)}; {' '.join(options)} removes them"]
+        line = f"error rates count {' and '.join(found)}; {' '.join(options)} removes them"
+        return [line, *signs]
 
     def _tag_report(self) -> list[str]:
         if not self.tags:
