@@ -324,11 +324,6 @@ def _report(manifest: Path) -> float:
     corpus = read_manifest(manifest)
     hours = float(corpus.seconds.sum()) / 3600
     print(f"{manifest}: {len(corpus)} utterances, {hours:.2f} hours")
-    if (long := float(corpus.seconds[corpus.seconds > LONG].sum()) / 3600) > 0.1 * hours:
-        print_line(
-            f"warning: {long:.2f} of these hours are in recordings over {LONG:g} s, which recipes "
-            "skip (data.max_seconds): cut them into utterances, columns start and end of a table"
-        )
     part = corpus.sample(MEASURED)
     fast = [u.id for u in part if len(u.text.replace(" ", "")) > MAX_LETTERS * u.seconds]
     if len(fast) > 0.01 * len(part):
@@ -382,7 +377,13 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
     command = ["python", "-m", "asr.train", recipe]
     command += ["data.corpus=null", "data.test={}", "run=own"] if is_large else []
     with suppress(UserError):  # as above
-        letters = set().union(*read_manifest(train).texts)
+        corpus = read_manifest(train)
+        if (long := float(corpus.seconds[corpus.seconds > LONG].sum()) / 3600) > 0.1 * hours:
+            print_line(
+                f"warning: {long:.2f} hours of {train} are in recordings over {LONG:g} s, which "
+                "recipes skip (data.max_seconds): cut them, columns start and end of a table"
+            )
+        letters = set().union(*corpus.texts)
         command += ["text.kind=characters"] if len(letters) > MOST_LETTERS else []
     return f"next: {shlex.join([*command, f'data.train={train}', f'data.valid={valid}'])}"
 

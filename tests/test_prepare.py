@@ -53,7 +53,7 @@ def test_texts_faster_than_speech_and_long_recordings_are_named(table, tmp_path,
     assert code == 0 and line in out and "data.max_seconds" not in out
     record(table.parent / "a.wav", 30.0)
     table.write_text(table.read_text().replace("\t1.0\t", "\t30.0\t").replace(fast, "so"))
-    code, out, _ = asr_prepare("table", table, "--to", tmp_path / "again")
+    code, out, _ = asr_prepare("table", table, "--to", tmp_path / "again", "--valid", "0.3")
     assert code == 0 and "in recordings over 20 s, which recipes skip (data.max_seconds)" in out
     assert "letters a second" not in out
 
