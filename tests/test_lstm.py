@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from reference_lstm import CELLS
@@ -206,6 +207,33 @@ def test_the_normed_output_is_the_recurrent_input():
     x = torch.randn(2, 2, 3)
     second = cell(x[:, 1], cell(x[:, 0]))[0]
     torch.testing.assert_close(layer(x)[0][:, 1], second, atol=1e-5, rtol=1e-4)
+
+
+WRONG_LENGTHS = {
+    "parts of the longest": torch.tensor([1.0, 0.6]),
+    "a fraction": [5, 3.7],
+    "rows": torch.tensor([[5], [3]]),
+    "a mask": torch.ones(2, 5, dtype=torch.bool),
+    "flags": torch.ones(2, dtype=torch.bool),
+    "one number": torch.tensor(5),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_LENGTHS)
+def test_lengths_are_whole_numbers_of_frames(kind):
+    with pytest.raises(ValueError, match=r"lengths must be \(B,\) whole numbers of frames"):
+        call(lengths=WRONG_LENGTHS[kind])
+    call(lengths=np.array([5, 3]))
+
+
+def test_a_parametrized_weight_starts_anew():
+    """Judge: the same layer without parametrization."""
+    plain, normed = LayerNormLSTM(3, 7), LayerNormLSTM(3, 7)
+    nn.utils.parametrizations.weight_norm(normed, "weight_hh_l0")
+    for lstm in (plain, normed):
+        torch.manual_seed(8)
+        lstm.reset_parameters()
+    torch.testing.assert_close(normed.weight_hh_l0, plain.weight_hh_l0)
 
 
 def call(**changes):

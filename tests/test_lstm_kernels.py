@@ -5,11 +5,15 @@ import threading
 import pytest
 import torch
 from reference_lstm import NORMS
+from test_decoder_kernel import SIZES, drawn, speller
 from test_lstm_backends import gradients, make, start_of
 from test_lstm_choice import CPU
+from torch.utils.checkpoint import checkpoint
 
 from asr.kernels.cpu import compiler
-from asr.kernels.cpu.library import BufferPool
+from asr.kernels.cpu.library import POOL, BufferPool, pooled
+from asr.nn.attention import Memory
+from asr.nn.lstm import LayerNormLSTMCell
 
 pytestmark = CPU
 
@@ -46,6 +50,69 @@ def test_freed_buffers_return_to_the_pool_without_waiting():
         assert not giving.is_alive()
     assert pool.lent() == 0
     assert pool.take(7, torch.float32) is buffer
+
+
+def test_backward_returns_the_memory_of_a_graph_whose_loss_is_kept():
+    lstm, before = make("ba", "cpu"), POOL.lent()
+    loss = lstm(torch.randn(2, 5, 3))[0].sum()
+    assert POOL.lent() > before
+    loss.backward()
+    assert POOL.lent() == before
+
+
+def test_backward_returns_the_memory_of_a_decoder_whose_loss_is_kept():
+    ours, (states, valid, tokens) = speller(SIZES[0]), drawn(SIZES[0])
+    before = POOL.lent()
+    loss = ours.run_sequence(Memory(states, valid), tokens)[0].sum()
+    assert POOL.lent() > before
+    loss.backward()
+    assert POOL.lent() == before
+
+
+def test_checkpointing_lends_nothing_and_changes_nothing():
+    """Two layers: the second must not get memory that the first still reads."""
+    judge, ours = (make("ba", backend, layers=2).double() for backend in ("reference", "cpu"))
+    assert pooled(torch.float64, one=7)["one"].shape == (7,)  # the sizes of both passes must agree
+    x, before = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True), POOL.lent()
+    output, state = checkpoint(ours, x, use_reentrant=False)
+    assert POOL.lent() == before
+    found = gradients((output, *state), (x, *ours.parameters()))
+    assert POOL.lent() == before
+    output, state = judge(x)
+    expected = gradients((output, *state), (x, *judge.parameters()))
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_a_default_device_changes_nothing():
+    lstm, x = make("ba", "cpu", layers=2, dropout=0.3), torch.randn(3, 5, 3)
+    results = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(1)
+        with torch.device(device):
+            output, state = lstm(x, lengths=[5, 2, 3])
+            total = output.square().sum() + state[1].sum()
+            results.append([output, *torch.autograd.grad(total, list(lstm.parameters()))])
+    torch.testing.assert_close(*results, atol=0, rtol=0)
+
+
+WRONG_WEIGHTS = {
+    r"gain_hh has shape \(\); expected \(28,\)": torch.tensor(0.5),
+    "gain_hh is torch.float64 on cpu; expected torch.float32 on cpu": torch.ones(28).double(),
+    "gain_hh is missing": None,
+}
+
+
+@pytest.mark.parametrize("message", WRONG_WEIGHTS)
+def test_a_weight_that_does_not_fit_is_reported(message):
+    """C++ would read beyond its end."""
+    lstm, cell, weight = make("ba", "cpu"), LayerNormLSTMCell(3, 7), WRONG_WEIGHTS[message]
+    new = weight if weight is None else torch.nn.Parameter(weight)
+    lstm.gain_hh_l0 = cell.gain_hh = new
+    with pytest.raises(ValueError, match=message):
+        lstm(torch.randn(2, 5, 3))
+    if weight is not None:
+        with pytest.raises(ValueError, match=message.replace("gain_hh", "gain_h")):
+            cell(torch.randn(2, 3))
 
 
 def test_a_temporary_folder_of_another_user_is_not_used(tmp_path, monkeypatch):

@@ -134,6 +134,13 @@ def test_fake_functional_and_meta_tensors_reach_no_kernel(lstm):
         torch.testing.assert_close(function(x), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FakeTensorMode reads it
+def test_lengths_may_stay_on_the_cpu():
+    with FakeTensorMode(), torch.device("cuda"):
+        lstm, x = make("ba", "auto"), torch.randn(3, 5, 3)
+        assert lstm(x, lengths=torch.ones(3, dtype=torch.long, device="cpu"))[0].shape == (3, 5, 14)
+
+
 def test_dropout_is_transformed(lstm):
     lstm.recurrent_dropout, x = 0.5, torch.randn(3, 5, 3)
     weights = dict(lstm.named_parameters())

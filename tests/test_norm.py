@@ -1,6 +1,7 @@
 """The Transformer's norms against their formulas, and edge cases."""
 
 import math
+import pickle
 from typing import get_args
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 from reference_transformer import norm
 from torch.autograd import gradcheck
 
+from asr.config.cell import CellSettings
+from asr.config.registered import REGISTERED
 from asr.config.schema import NormKind
-from asr.nn.norm import ROW_NORMS, SQUASHING, make_norm
+from asr.nn.lstm import LayerNormLSTM
+from asr.nn.norm import ROW_NORMS, SQUASHING, make_norm, register_norm
 
 KINDS = (*ROW_NORMS, *SQUASHING)
 
@@ -66,3 +70,12 @@ def test_eps_of_the_norms():
     assert make_norm("layer", 3).eps == 1e-6
     x = torch.full((1, 4), 1e-3)
     torch.testing.assert_close(make_norm("rms", 4)(x), x / 2e-6**0.5)
+
+
+def test_an_unpickled_lstm_does_not_replace_an_unknown_norm():
+    register_norm("mine", torch.nn.Identity)
+    saved = pickle.dumps(LayerNormLSTM(3, 7, norm=CellSettings("ba", norm_kind="mine")))
+    del REGISTERED["mine"]
+    message = "norm_kind 'mine' is not registered in this process: call asr.register_norm first"
+    with pytest.raises(ValueError, match=message):
+        pickle.loads(saved)(torch.randn(5, 2, 3))

@@ -37,6 +37,7 @@ from asr.kernels.types import (
     State,
     Weights,
     check_shape,
+    check_weights,
 )
 
 VARIABLE = "LAYERNORM_LSTM_BACKEND"  # replaces "auto"
@@ -230,7 +231,12 @@ class Kernels:
         self.name, self.settings = name, settings
 
     def layer(self, batch: LayerInput, weights: list[Weights]) -> LayerOutput:
-        """One layer, all directions. Raises UserError where the named backend cannot run."""
+        """One layer, all directions.
+
+        Raises UserError where the named backend cannot run, ValueError for a wrong weight.
+        """
+        for one in weights:
+            check_weights(one, self.settings, batch.x.shape[2], batch.h.shape[2])
         weight = weights[0].weight_hh
         if is_traced(batch.x, batch.h, weight):
             return self._layer_in_graph(batch, weights)
@@ -328,6 +334,8 @@ class Kernels:
         self, inputs: DecoderInput, cells: list[Weights], constants: DecoderConstants
     ) -> DecoderOutput:
         """All steps of a decoder along known tokens, where covers_decoder allows it."""
+        for one in cells:
+            check_weights(one, self.settings, one.weight_ih.shape[1], one.weight_hh.shape[1])
         weight = cells[0].weight_hh
         run, products = self._backend(weight).decoder, _product_dtype(weight)
         with torch.autocast(weight.device.type, enabled=False):

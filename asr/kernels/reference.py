@@ -65,10 +65,15 @@ def normalise(x: Tensor, settings: CellSettings) -> Tensor:
         square = wide.square().mean(dim=-1, keepdim=True)
         normed = (wide * (square + settings.eps).rsqrt()).to(x.dtype)
         flat = (x == 0).all(dim=-1, keepdim=True)
-    else:
+    elif settings.norm_kind == "layer":
         size = int(x.shape[-1])  # torch.onnx.export needs a constant
         normed = functional.layer_norm(x, (size,), eps=settings.eps)
         flat = (x == x[..., :1]).all(dim=-1, keepdim=True)
+    else:  # unpickled settings are not checked again
+        raise ValueError(
+            f"norm_kind {settings.norm_kind!r} is not registered in this process: "
+            "call asr.register_norm first"
+        )
     return normed.masked_fill(flat, 0.0) if settings.guard else normed
 
 
@@ -178,10 +183,10 @@ class Packed(NamedTuple):
 def pack(batch: LayerInput, reverse: bool) -> Packed:
     """The order in which one direction reads the valid frames."""
     B, T, _ = batch.x.shape
-    lengths = torch.tensor(batch.lengths or [T] * B)
+    lengths = torch.tensor(batch.lengths or [T] * B, device="cpu")
     order = lengths.argsort(descending=True, stable=True)
     lengths = lengths[order]
-    times = torch.arange(int(lengths[0]))[:, None]
+    times = torch.arange(int(lengths[0]), device="cpu")[:, None]
     running = times < lengths  # (T, B)
     at = lengths - 1 - times if reverse else times.expand_as(running)
     frames = (order * T + at)[running]

@@ -42,7 +42,8 @@ def layer(batch: LayerInput, weights: list[Weights], settings: CellSettings) -> 
     """All directions of one layer. Padding is computed and dropped: its values change nothing."""
     x, T, valid = batch.x, batch.x.shape[1], [None] * batch.x.shape[1]
     if batch.lengths is not None:
-        within = torch.arange(T, device=x.device) < batch.lengths.unsqueeze(1)  # (B, T)
+        lengths = batch.lengths.to(x.device).unsqueeze(1)
+        within = torch.arange(T, device=x.device) < lengths  # (B, T)
         x = x.masked_fill(~within.unsqueeze(2), 0.0)
         valid = within.unsqueeze(2).unbind(1)
     outputs, states = [], []

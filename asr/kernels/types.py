@@ -5,6 +5,7 @@ E encoder size, M embedding size, A attention size, D directions, L layers.
 The gates have nn.LSTM's order i, f, g, o along a dimension of 4H.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,15 +64,39 @@ def check_shape(name: str, part: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {tuple(part.shape)}; expected {expected}")
 
 
+def check_weight(name: str, weight: Tensor, expected: tuple[int, ...], like: Tensor) -> None:
+    """As check_shape, also for another dtype or device than that of `like`."""
+    check_shape(name, weight, expected)
+    if weight.dtype != like.dtype or weight.device != like.device:
+        found, expected = (f"{t.dtype} on {t.device}" for t in (weight, like))
+        raise ValueError(f"{name} is {found}; expected {expected}")
+
+
+def check_weights(weights: Weights, settings: CellSettings, input_size: int, hidden: int) -> None:
+    """Raises ValueError unless a cell has the settings' weights, as check_weight."""
+    shapes = weight_shapes(settings, input_size, hidden)
+    for name, weight in weights._asdict().items():
+        if (weight is None) != (name not in shapes):
+            verb = "is missing" if weight is None else "does not belong to these settings"
+            raise ValueError(f"{name} {verb}: {settings}")
+        if weight is not None:
+            check_weight(name, weight, shapes[name], weights.weight_hh)
+
+
 def check_lengths(lengths: Tensor | Sequence[int], B: int, T: int) -> list[int] | None:
     """Frame counts as a list, None where all are T. ValueError unless there are B in 1 .. T."""
-    counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    flags = isinstance(lengths, Tensor) and lengths.dtype == torch.bool
+    try:
+        given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        counts = [operator.index(None if flags else count) for count in given]
+    except TypeError:  # fractions (SpeechBrain has parts of the longest), rows, one number
+        raise ValueError("lengths must be (B,) whole numbers of frames") from None
     if len(counts) != B:
         raise ValueError(f"{len(counts)} lengths for a batch of {B} utterances")
     for row, count in enumerate(counts):
         if not 1 <= count <= T:
             raise ValueError(f"length {count} of utterance {row} is not within 1 to {T} frames")
-    return None if min(counts, default=T) == T else [int(count) for count in counts]
+    return None if min(counts, default=T) == T else counts
 
 
 class LayerInput(NamedTuple):

@@ -57,7 +57,8 @@ class _CpuDropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
         ctx.dropped = min(round(rate * _LEVELS), _LEVELS - 1)  # of all levels
         count = x.numel()
-        words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+        words = torch.empty(-(-count // 4), dtype=torch.int64, device=x.device)
+        words.random_(-(2**63), None)
         draws = words.view(torch.int16)[:count].view(x.shape)
         ctx.save_for_backward(draws)
         return _drop(x, draws, ctx.dropped)
@@ -66,14 +67,14 @@ class _CpuDropout(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (draws,) = ctx.saved_tensors
         if needs_operators(grad):
-            ones = torch.ones(draws.shape, dtype=grad.dtype)
+            ones = torch.ones_like(draws, dtype=grad.dtype)
             return grad * _drop(ones, draws, ctx.dropped), None
         return _drop(grad, draws, ctx.dropped), None
 
 
 def _drop(x: Tensor, draws: Tensor, dropped: int) -> Tensor:
     """0 if dropped, else x / (1 - rate)."""
-    keep = torch.empty(draws.shape, dtype=x.dtype)
+    keep = torch.empty(draws.shape, dtype=x.dtype, device=x.device)
     # Written directly into floats: making and applying a boolean mask takes three times as long.
     torch.ge(draws, dropped - _LEVELS // 2, out=keep)
     # The factor is applied last, since bf16 would round it within `keep`.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from asr.config.cell import CellSettings
@@ -60,7 +61,7 @@ def get_weights(module: nn.Module, suffix: str = "") -> Weights:
 
 
 @torch.no_grad()
-def reset_weights(weights: Weights, recurrent_gain: float) -> None:
+def reset_weights(module: nn.Module, recurrent_gain: float, suffix: str = "") -> None:
     """Xavier W_x, orthogonal W_h (each per gate), gains 1, biases 0 except the forget gate's 1.
 
     A forget bias of 1 lets memory survive long utterances. As in nn.LSTM two biases are added; only
@@ -68,6 +69,7 @@ def reset_weights(weights: Weights, recurrent_gain: float) -> None:
     a recurrent_gain below 1 the recurrence starts weaker (Cooijmans et al. 2017, arXiv:1603.09025,
     for batch normalisation).
     """
+    weights = get_weights(module, suffix)
     for block in weights.weight_ih.chunk(4):
         nn.init.xavier_uniform_(block)
     for block in weights.weight_hh.chunk(4):
@@ -79,6 +81,9 @@ def reset_weights(weights: Weights, recurrent_gain: float) -> None:
     weights.bias_ih.chunk(4)[1].fill_(1.0)
     if weights.gain_hh is not None:
         weights.gain_hh.fill_(recurrent_gain)
+    for name, weight in weights._asdict().items():
+        if parametrize.is_parametrized(module, name + suffix):  # `weight` was computed
+            setattr(module, name + suffix, weight)
 
 
 class LayerNormLSTMCell(nn.Module):
@@ -113,7 +118,7 @@ class LayerNormLSTMCell(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialises all weights anew (reset_weights)."""
-        reset_weights(get_weights(self), self.settings.recurrent_gain)
+        reset_weights(self, self.settings.recurrent_gain)
 
     def forward(
         self,
@@ -236,7 +241,7 @@ class LayerNormLSTM(nn.Module):
         """Initialises all weights anew (reset_weights)."""
         for layer in range(self.num_layers):
             for suffix in self._suffixes(layer):
-                reset_weights(get_weights(self, suffix), self.settings.recurrent_gain)
+                reset_weights(self, self.settings.recurrent_gain, suffix)
 
     def flatten_parameters(self) -> None:
         """Does nothing: nn.LSTM arranges its weights for cuDNN here."""

@@ -184,9 +184,9 @@ def register_norm(name: str, make: Callable[[int], Callable[[Tensor], Tensor]]) 
     `name`; and if it has no weights, `norm_kind` of LSTMs. A norm without weights gets a gain and a
     bias per element, as LayerNorm has.
 
-    A repeated call replaces the norm in models made later. Raises ValueError for the name of a norm
-    of this library, and for a norm that changes the shape or the type, gives NaN, passes no
-    gradient, or depends on other rows.
+    A repeated call replaces the norm in models made later, and in all LSTMs: they look the name up
+    at every call. Raises ValueError for the name of a norm of this library, and for a norm that
+    changes the shape or the type, gives NaN, passes no gradient, or depends on other rows.
     """
     if not name.isidentifier() or name in (*ROW_NORMS, *SQUASHING, "batch"):
         raise ValueError(f"norm {name!r}: must be an identifier that no norm of this library has")

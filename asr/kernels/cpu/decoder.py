@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asr.config.cell import CellSettings
 from asr.kernels.cpu import library
-from asr.kernels.cpu.library import NORM_FIELDS, STATS, PooledBuffers, fields
+from asr.kernels.cpu.library import NORM_FIELDS, STATS, fields
 from asr.kernels.cpu.lstm import PER_WORKER, cell_slots, gradients, point_weights
 from asr.kernels.double_backward import refuse_operators
 from asr.kernels.types import (
@@ -177,25 +177,28 @@ class _Decoder(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inputs = DecoderInput(*tensors[: len(DecoderInput._fields)])
         run = _Run(inputs, cells, constants, settings, kind)
-        result = _allocate(run, inputs, constants)
+        result, buffers = _allocate(run, inputs)
         library.run("decoder_forward", run.call, run.kind)
-        ctx.run, ctx.cells = run, cells
+        ctx.run, ctx.cells, ctx.names = run, cells, list(buffers)
         # Saved for their versions: changing one in place before the backward pass is an error.
-        ctx.save_for_backward(*result, constants.valid, *tensors)
+        # The buffers for their release by the backward pass.
+        ctx.save_for_backward(*buffers.values(), *result, constants.valid, *tensors)
         return tuple(result)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         refuse_operators("the speller in C++", REMEDY, *upstream)
-        output, context, weights, _, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        buffers = dict(zip(ctx.names, saved, strict=False))
+        output, context, weights, _, *tensors = saved[len(buffers) :]
         inputs = DecoderInput(*tensors[: len(DecoderInput._fields)])
         # Saved-tensor hooks may have moved the saved tensors.
-        ctx.run.point(inputs, DecoderOutput(output, context, weights))
+        ctx.run.point(inputs, DecoderOutput(output, context, weights), buffers)
         return None, None, None, None, *_decoder_backward(ctx.run, inputs, ctx.cells, upstream)
 
 
 class _Run:
-    """The call that both passes share, and the tensors that it points to but the results."""
+    """The call that both passes share, and the tensors that it points to but those of `point`."""
 
     def __init__(
         self,
@@ -213,6 +216,9 @@ class _Run:
         self.call = call = DecoderCall(B=B, U=U, T=T, E=E, M=M, H=H, A=A, C=C, W=W, L=L)
         library.describe_norm(call, settings)
         self.split = settings.gates == "split"
+        self.widths = {"ah": 4 * H, "raw": H, "c": H, "stats": STATS}
+        self.widths |= {"ax": 4 * H} if self.split else {}
+        self.widths |= {"h": H} if constants.keep is not None else {}
         call.threads, call.blocks = threads, max(1, min(threads, B // PER_WORKER))
         self.layers = (DecoderLayer * L)()
         call.layers = ctypes.addressof(self.layers)
@@ -228,15 +234,20 @@ class _Run:
             library.point(layer.cell, mask=constants.masks[index])
             library.point(layer, keep=None if constants.keep is None else constants.keep[index])
 
-    def point(self, inputs: DecoderInput, result: DecoderOutput) -> None:
-        """Sets the tensors that autograd keeps between the passes."""
-        last = self.layers[-1]
+    def point(
+        self, inputs: DecoderInput, result: DecoderOutput, buffers: dict[str, Tensor]
+    ) -> None:
+        """Sets the tensors that autograd keeps between the passes; the buffers of _allocate."""
         library.point(self.call, **inputs._asdict(), context=result.context, weights=result.weights)
-        library.point(last, output=result.output)
-        if last.keep is None:
-            library.point(last.cell, h=result.output)
+        library.point(self.call, query=buffers["query"], total=buffers["total"])
+        self.point_rows(buffers, **self.widths)
+        for index, layer in enumerate(self.layers):
+            output = buffers.get(f"output {index}", result.output)
+            library.point(layer, output=output)
+            if layer.keep is None:
+                library.point(layer.cell, h=output)
 
-    def point_rows(self, buffers: PooledBuffers, **widths: int) -> None:
+    def point_rows(self, buffers: dict[str, Tensor], **widths: int) -> None:
         """Each layer's part of buffers with rows (L, U, B) of these widths."""
         rows = self.call.U * self.call.B
         for index, layer in enumerate(self.layers):
@@ -244,27 +255,19 @@ class _Run:
                 library.point(layer.cell, **{name: buffers[name][index * rows * width :]})
 
 
-def _allocate(run: _Run, inputs: DecoderInput, constants: DecoderConstants) -> DecoderOutput:
-    """Allocates the results and the memory that the backward pass reads."""
+def _allocate(run: _Run, inputs: DecoderInput) -> tuple[DecoderOutput, dict[str, Tensor]]:
+    """Allocates the results and the memory that the backward pass reads, also the outputs of the
+    layers but the last.
+    """
     call, new = run.call, inputs.states.new_empty
     H, U, B = call.H, call.U, call.B
-    widths = {"ah": 4 * H, "raw": H, "c": H, "stats": STATS}
-    widths |= {"ax": 4 * H} if run.split else {}
-    widths |= {"h": H} if constants.keep is not None else {}
-    counts = {name: call.L * U * B * width for name, width in widths.items()}
+    counts = {name: call.L * U * B * width for name, width in run.widths.items()}
     counts |= {"query": U * B * call.A, "total": U * B * call.T}
-    buffers = PooledBuffers(inputs.states.dtype, **counts)
-    run.point_rows(buffers, **widths)
-    outputs = [new(U, B, H) for _ in run.layers]
-    for layer, output in zip(run.layers, outputs, strict=True):
-        library.point(layer, output=output)
-        if constants.keep is None:
-            library.point(layer.cell, h=output)
-    result = DecoderOutput(outputs.pop(), new(U, B, call.E), new(U, B, call.T))
-    run.alive += [buffers, outputs]
-    run.point(inputs, result)
-    library.point(call, query=buffers["query"], total=buffers["total"])
-    return result
+    buffers = library.pooled(inputs.states.dtype, **counts)
+    buffers |= {f"output {index}": new(U, B, H) for index in range(call.L - 1)}
+    result = DecoderOutput(new(U, B, H), new(U, B, call.E), new(U, B, call.T))
+    run.point(inputs, result, buffers)
+    return result, buffers
 
 
 def _decoder_backward(
@@ -277,7 +280,7 @@ def _decoder_backward(
     widths = dict.fromkeys(("dah", "dax") if run.split else ("dah",), 4 * call.H)
     counts = {name: call.L * rows * width for name, width in widths.items()}
     counts |= {"dcontext_sum": rows * call.E, "dquery": rows * call.A}
-    buffers = PooledBuffers(inputs.states.dtype, **counts)
+    buffers = library.pooled(inputs.states.dtype, **counts)
     run.point_rows(buffers, **widths)
     library.point(call, dcontext_sum=buffers["dcontext_sum"], dquery=buffers["dquery"])
     gradients_in = DecoderInput(

@@ -1,14 +1,15 @@
 """Calls of the compiled kernels: the C structures of call.h, and the memory of saved tensors.
 
 Large allocations come from the system page by page, zeroed: at 400 frames this takes a tenth of a
-training step. BufferPool therefore reuses the buffers that a forward pass saved, once its autograd
-graph is freed.
+training step. BufferPool therefore reuses the buffers that a forward pass saved, once autograd
+frees them.
 """
 
 import ctypes
 import multiprocessing
 import os
 import threading
+import weakref
 from collections import deque
 from ctypes import Structure, c_double, c_int, c_int64, c_void_p
 
@@ -38,7 +39,7 @@ class BufferPool:
                 buffer = min(fits, key=Tensor.numel)
                 self._free = [b for b in self._free if b is not buffer]
             else:
-                buffer = torch.empty(count + count // 8, dtype=dtype)
+                buffer = torch.empty(count + count // 8, dtype=dtype, device="cpu")
                 # One without memory of its own, kept here, would fail in a later, unrelated call.
                 assert type(buffer) is Tensor, f"{type(buffer)} in the pool of the kernels"
             self._lent += buffer.nbytes
@@ -67,20 +68,20 @@ class BufferPool:
 POOL = BufferPool()
 
 
-class PooledBuffers:
-    """Named buffers that return to the pool when this object is freed."""
+def pooled(dtype: torch.dtype, **counts: int) -> dict[str, Tensor]:
+    """Named flat tensors, each of which returns to the pool once nothing refers to its memory."""
+    return {name: _lend(POOL.take(count, dtype), count) for name, count in counts.items()}
 
-    def __init__(self, dtype: torch.dtype, **counts: int) -> None:
-        self.buffers: dict[str, Tensor] = {}
-        for name, count in counts.items():  # if memory runs out here, __del__ returns the others
-            self.buffers[name] = POOL.take(count, dtype)
 
-    def __getitem__(self, name: str) -> Tensor | None:
-        return self.buffers.get(name)
+def _lend(buffer: Tensor, count: int) -> Tensor:
+    """The first `count` elements: checkpointing expects the same size in each pass.
 
-    def __del__(self) -> None:
-        for buffer in self.buffers.values():
-            POOL.give(buffer)
+    Hooks of saved tensors may keep an alias alone, as checkpointing does: what shows that the
+    memory is unused is the end of the array, which the storage of every alias keeps alive.
+    """
+    array = buffer.numpy()[:count]
+    weakref.finalize(array, POOL.give, buffer).atexit = False
+    return torch.from_numpy(array)
 
 
 KINDS = {torch.float32: 0, torch.float64: 1}  # as in element.h

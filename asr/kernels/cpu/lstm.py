@@ -15,17 +15,17 @@ from torch import Tensor
 from asr.config.cell import CellSettings
 from asr.kernels import reference
 from asr.kernels.cpu import library
-from asr.kernels.cpu.library import STATS, PooledBuffers
+from asr.kernels.cpu.library import STATS
 from asr.kernels.deferred import deferred_linear
 from asr.kernels.double_backward import differentiate, needs_operators
-from asr.kernels.types import LayerInput, LayerOutput, State, Weights
+from asr.kernels.types import LayerInput, LayerOutput, State, Weights, check_weight
 
 PER_WORKER = 4  # utterances, at least: fewer leave the matrix kernels half empty
 # A cell's vectors in C++, and how many times H each is long.
 VECTORS = {"bias": 4, "gain_x": 4, "gain_h": 4} | dict.fromkeys(
     ("gain_c", "bias_c", "gain_hidden", "bias_hidden"), 1
 )
-Buffers = PooledBuffers | dict[str, Tensor | None]  # by the names of saved_sizes
+Buffers = dict[str, Tensor]  # by the names of saved_sizes
 
 
 class Plan(NamedTuple):
@@ -89,23 +89,26 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         batch = LayerInput(x, plan.lengths, h, c, mask)
         frames = len(weights) * sum(plan.lengths)
-        buffers = PooledBuffers(x.dtype, **saved_sizes(plan.settings, frames, h.shape[-1]))
+        buffers = library.pooled(x.dtype, **saved_sizes(plan.settings, frames, h.shape[-1]))
         result = layer_forward(plan, batch, weights, buffers)
-        ctx.plan, ctx.weights, ctx.buffers = plan, weights, buffers
+        ctx.plan, ctx.weights, ctx.names = plan, weights, list(buffers)
         # Saved for their versions: changing one in place before the backward pass is an error.
-        ctx.save_for_backward(result.output, x, h, c, mask, *flat)
+        # The buffers for their release by the backward pass, and for hooks of saved tensors.
+        ctx.save_for_backward(*buffers.values(), result.output, x, h, c, mask, *flat)
         return tuple(result)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        output, *inputs = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        buffers = dict(zip(ctx.names, saved, strict=False))
+        output, *inputs = saved[len(buffers) :]
         if needs_operators(*upstream):
             run = partial(_layer_by_operators, ctx.plan, ctx.weights)
             return None, None, *differentiate(run, inputs, upstream)
         x, h, c, mask, *_ = inputs
         batch = LayerInput(x, ctx.plan.lengths, h, c, mask)
         upstream = [gradient.contiguous() for gradient in upstream]
-        saved, with_dx = (output, ctx.buffers), ctx.needs_input_grad[2]
+        saved, with_dx = (output, buffers), ctx.needs_input_grad[2]
         dx, dh, dc, *flat = layer_backward(ctx.plan, batch, ctx.weights, saved, upstream, with_dx)
         return None, None, dx, dh, dc, None, *flat
 
@@ -130,7 +133,7 @@ def _describe_layer(
 ) -> library.Call:
     """The part of a call that both passes share; `alive` keeps the tensors it points to."""
     B, T, I = batch.x.shape  # noqa: E741
-    lengths = torch.tensor(plan.lengths)
+    lengths = torch.tensor(plan.lengths, device="cpu")
     alive.append(lengths)
     call = library.Call(B=B, T=T, I=I, H=batch.h.shape[-1], D=len(weights))
     library.describe_norm(call, plan.settings)
@@ -164,7 +167,7 @@ def _point_saved(call: library.Call, buffers: Buffers, frames: int, H: int) -> N
     widths = {"ax": 4 * H, "ah": 4 * H, "raw": H, "stats": STATS}
     for d in range(call.D):
         for name, width in widths.items():
-            if (buffer := buffers[name]) is not None:
+            if (buffer := buffers.get(name)) is not None:
                 library.point(call.direction[d], **{name: buffer[d * frames * width :]})
 
 
@@ -263,13 +266,14 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: CellSettings, *tensors: Tensor | None) -> State:
         h, c, raw, stats = _step_forward(settings, *tensors)
-        ctx.settings, ctx.raw, ctx.stats = settings, raw, stats
-        ctx.save_for_backward(*tensors)
+        ctx.settings = settings
+        ctx.save_for_backward(raw, stats, *tensors)
         return h, c
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
-        ax, ah, c, _, *vectors = tensors = ctx.saved_tensors
+        raw, stats, *tensors = ctx.saved_tensors
+        ax, ah, c, _, *vectors = tensors
         if needs_operators(dh, dc):
             run = partial(_step_by_operators, ctx.settings)
             return None, *differentiate(run, tensors, (dh, dc))
@@ -280,7 +284,7 @@ class _Step(torch.autograd.Function):
         sizes = [H * size for size in VECTORS.values()]
         sums, dh, dc = c.new_zeros(sum(sizes)), dh.contiguous(), dc.contiguous()
         direction = call.direction[0]
-        library.point(direction, raw=ctx.raw, stats=ctx.stats, dh=dh, dc=dc)
+        library.point(direction, raw=raw, stats=stats, dh=dh, dc=dc)
         library.point(direction, dax=dax, dah=dah, dc0=dc0, dvectors=sums)
         library.run("lstm_step_backward", call, library.kind_of(c))
         parts = zip(vectors, sums.split(sizes), strict=True)
@@ -328,6 +332,12 @@ def _describe_step(
 ) -> tuple[library.Call, list[Tensor]]:
     """The part of a call that both passes share, and the tensors that must outlive it."""
     B, H = c.shape
+    for name, product in (("ax", ax), ("ah", ah)):
+        if product is not None:
+            check_weight(name, product, (B, 4 * H), c)
+    for (name, size), vector in zip(VECTORS.items(), vectors, strict=True):
+        if vector is not None:
+            check_weight(name, vector, (size * H,), c)
     ones = c.new_ones(4 * H)
     alive = [ones if v is None else v.detach().contiguous() for v in vectors]
     call = library.Call(B=B, T=1, I=0, H=H, D=1, threads=1)

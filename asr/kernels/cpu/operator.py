@@ -34,7 +34,7 @@ def layer(
     """All directions of one layer; the settings as settings_text writes them."""
     x, lengths, h, c, mask = batch
     flat = [w for one in weights for w in one if w is not None]
-    lengths = torch.tensor(lengths) if isinstance(lengths, list) else lengths
+    lengths = torch.tensor(lengths, device="cpu") if isinstance(lengths, list) else lengths
     return LayerOutput(*forward(x, h, c, mask, lengths, flat, settings, products)[:3])
 
 
@@ -79,7 +79,7 @@ def forward(*arguments: Any) -> list[Tensor]:
     """-> output (B, T, D * H), h, c (D, B, H), and the buffers for the backward pass."""
     plan, batch, weights = _read(*arguments)
     buffers = _empty_buffers(batch.x, batch.h, arguments[-2])
-    result = lstm.layer_forward(plan, batch, weights, {"ax": None} | buffers)
+    result = lstm.layer_forward(plan, batch, weights, buffers)
     return [*result, *buffers.values()]
 
 
@@ -101,9 +101,8 @@ def backward(*arguments: Any) -> list[Tensor]:
     *arguments, (output, *saved), upstream = arguments
     plan, batch, weights = _read(*arguments)
     buffers = dict(zip(lstm.saved_sizes(plan.settings, 0, 0), saved, strict=True))
-    together = output, {"ax": None} | buffers
     upstream = [gradient.contiguous() for gradient in upstream]
-    found = lstm.layer_backward(plan, batch, weights, together, upstream, with_dx=True)
+    found = lstm.layer_backward(plan, batch, weights, (output, buffers), upstream, with_dx=True)
     # Vectors are parts of one tensor, which results of an operator must not be.
     return [part.clone() if part.dim() == 1 else part for part in found]
 
