@@ -177,7 +177,7 @@ TRANSFORMER = ["model={kind: transformer, d_model: 6, heads: 2, feed_forward: 7}
     [
         ([], "reduce fewer frames (model.listener.pyramid) or use text.kind=bpe"),
         (CONVOLUTION, "reduce fewer frames (model.listener.convolution) or use text.kind=bpe"),
-        (["model.listener.pyramid=[]"], "u3; use text.kind=bpe"),
+        (["model.listener.pyramid=[]"], "have this. Otherwise use text.kind=bpe"),
         (["text={kind: bpe, size: 12}"], "(model.listener.pyramid) or raise text.size"),
         (TRANSFORMER, "reduce fewer frames (model.reduction) or use text.kind=bpe"),
     ],
