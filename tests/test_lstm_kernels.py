@@ -1,6 +1,7 @@
 """Specific to the C++ kernels: sharing of work, reuse of memory, and loading."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from test_lstm_backends import gradients, make, start_of
 from test_lstm_choice import CPU
 from torch.utils.checkpoint import checkpoint
 
+from asr.kernels import python
 from asr.kernels.cpu import compiler
 from asr.kernels.cpu.library import POOL, BufferPool, pooled
 from asr.nn.attention import Memory
@@ -58,6 +60,21 @@ def test_backward_returns_the_memory_of_a_graph_whose_loss_is_kept():
     assert POOL.lent() > before
     loss.backward()
     assert POOL.lent() == before
+
+
+def test_backward_frees_what_the_python_backend_saved(monkeypatch):
+    lstm, run, saved = make("ba", "python"), python._run, []
+
+    def remember(*arguments):
+        result = run(*arguments)
+        saved.append(weakref.ref(result[2].gates))
+        return result
+
+    monkeypatch.setattr(python, "_run", remember)
+    loss = lstm(torch.randn(2, 5, 3))[0].sum()
+    assert saved[0]() is not None
+    loss.backward()
+    assert saved[0]() is None
 
 
 def test_backward_returns_the_memory_of_a_decoder_whose_loss_is_kept():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from asr.config.cell import CellSettings
 from asr.kernels.deferred import product
@@ -271,17 +272,20 @@ class _Direction(torch.autograd.Function):
         *flat: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, end, saved = _run(packed, settings, products, x, (h, c), mask, Weights(*flat))
-        ctx.packed, ctx.settings, ctx.products, ctx.saved = packed, settings, products, saved
-        ctx.save_for_backward(x, h, c, mask, *flat)
+        ctx.packed, ctx.settings, ctx.products = packed, settings, products
+        parts, ctx.structure = tree_flatten(saved)  # which the backward pass frees
+        ctx.save_for_backward(x, h, c, mask, *flat, *parts)
         return rows, *end
 
     @staticmethod
     def backward(ctx: Any, drows: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
-        x, _, _, mask, *flat = ctx.saved_tensors
+        inputs, parts = ctx.saved_tensors[: 4 + len(Weights._fields)], ctx.saved_tensors
+        x, _, _, mask, *flat = inputs
+        saved = tree_unflatten(parts[len(inputs) :], ctx.structure)
         if needs_operators(drows, dh, dc):
             run = functools.partial(run_direction, ctx.settings, ctx.packed)
-            return None, None, None, *differentiate(run, ctx.saved_tensors, (drows, dh, dc))
-        weights, saved, settings, products = Weights(*flat), ctx.saved, ctx.settings, ctx.products
+            return None, None, None, *differentiate(run, inputs, (drows, dh, dc))
+        weights, settings, products = Weights(*flat), ctx.settings, ctx.products
         steps = _Backward(ctx.packed, settings, products, mask, weights, saved)
         dgates, dah, (dh, dc), normed = steps.run(drows, dh, dc)
         dax, grads = _input_gradients(dgates, weights, saved, settings, dah)
