@@ -76,6 +76,10 @@ def test_other_examples_on_resume_are_refused(tiny, tmp_path):
         ({"text": None}, r"train_data\[0\]: an example must be a mapping with"),
         ({"audio": np.zeros(99)}, r"train_data\[0\]: an example must be"),
         ({"audio": {"array": np.zeros(99)}}, r"train_data\[0\]: an example must be"),
+        (
+            {"audio": {"array": np.zeros(9), "sampling_rate": 0}},
+            r"train_data\[0\]: an example must",
+        ),
         ({"audio": "none.wav"}, r"train_data\[0\]: none.wav: .*no such file"),
         ({"id": "same"}, r"train_data\[1\]: the id same of train_data\[0\] again"),
     ],
@@ -91,6 +95,13 @@ def test_wrong_examples(changes, fault, tiny, tmp_path):
         asr.api.train(tiny, [*STEPS, "data.valid=null"], tmp_path / "run", train_data=[])
     with pytest.raises(UserError, match="valid_data: no examples"):
         asr.api.train(tiny, STEPS, tmp_path / "run", valid_data=[])
+
+
+@pytest.mark.parametrize("data", [{"train": []}, iter([])])
+def test_data_without_rows_are_refused(data, tiny, tmp_path):
+    """Such as a DatasetDict or a generator."""
+    with pytest.raises(UserError, match="train_data: must be a list or a Dataset with a length"):
+        asr.api.train(tiny, STEPS, tmp_path / "run", train_data=data)
 
 
 class WithTwice(SpeechObjective):

@@ -30,6 +30,8 @@ def corpus_of(examples: Examples, name: str) -> Corpus:
     name: in messages. Raises UserError for examples that are not as in WANTED, and where there are
     none or an id is repeated.
     """
+    if not hasattr(examples, "__len__") or isinstance(examples, Mapping):
+        raise UserError(f"{name}: must be a list or a Dataset with a length; each example {WANTED}")
     utterances = [_utterance(examples, index, name) for index in range(len(examples))]
     if not utterances:
         raise UserError(f"{name}: no examples")
@@ -48,7 +50,7 @@ def _utterance(examples: Examples, index: int, name: str) -> Utterance:
             raise TypeError
         seconds = example.get("seconds")
         seconds = _seconds(audio) if seconds is None else float(seconds)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
         raise UserError(f"{where}: an example must be {WANTED}") from None
     except AudioError as error:
         raise UserError(f"{where}: {error}") from None
