@@ -728,6 +728,7 @@ def test_the_run_folder_has_the_vocabulary_that_is_used(tiny, commands, tmp_path
     size = load_tokenizer(tmp_path).size
     line = f"text.size = {size} is used, not 500: the training text has no more pieces\n"
     assert code == 0 and line in out, err
+    assert (tmp_path / "train.log").read_text().count(line) == 1
     text = read_recipe(tmp_path / "recipe.yaml").text
     assert (text.kind, text.size) == ("unigram", size) and size < 500
     for again in ([tmp_path], [tiny, "--run", tmp_path, *bpe]):

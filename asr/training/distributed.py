@@ -91,11 +91,22 @@ def is_first() -> bool:
     return rank() == 0
 
 
+_printed: list[str] = []
+
+
 def print_first(*lines: str | None) -> None:
     """Print lines on rank 0; nothing for None."""
     for line in filter(None, lines):
         if is_first():
             print_line(line)
+            _printed.append(line)
+
+
+def printed_lines() -> list[str]:
+    """The lines of print_first since the last call, for the log, which is opened after them."""
+    lines = list(_printed)
+    _printed.clear()
+    return lines
 
 
 @contextmanager

@@ -171,6 +171,11 @@ class Log:
         with self._console():
             progress.stop()
 
+    def record(self, *texts: str) -> None:
+        """Lines in train.log that are on the console already."""
+        for text in texts:
+            self.lines.write(text)
+
     def info(self, *texts: str) -> None:
         """Lines on the console and in train.log."""
         for text in texts:

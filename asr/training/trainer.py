@@ -682,6 +682,7 @@ def train(
     group = distributed.process_group(recipe.train.device)
     with group, lock_run_folder(run) if is_first() else nullcontext():
         distributed.check_device(recipe.train.device)  # before a corpus is made
+        distributed.printed_lines()  # those of another training of this process
         training = Training(recipe, run, parts)
         restarted = distributed.restarted_by_torchrun(run)
         messages = training.open(resume or restarted, force, overridden)
@@ -689,6 +690,7 @@ def train(
         total = planned_steps(training.task.epochs, config, state)
         settings = run, config.log_every, total, state.step, training.trackers, flat(recipe)
         with stop, Log(*settings) if is_first() else NullLog() as training.log:
+            training.log.record(*distributed.printed_lines())
             training.log.info(*messages)
             training.loop()
             if not stop.requested_on_any_rank():
