@@ -273,15 +273,16 @@ class _Direction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, end, saved = _run(packed, settings, products, x, (h, c), mask, Weights(*flat))
         ctx.packed, ctx.settings, ctx.products = packed, settings, products
-        parts, ctx.structure = tree_flatten(saved)  # which the backward pass frees
-        ctx.save_for_backward(x, h, c, mask, *flat, *parts)
+        parts, ctx.structure = tree_flatten(saved)
+        # Autograd frees them, too, with the backward pass.
+        ctx.save_for_backward(*parts, x, h, c, mask, *flat)
         return rows, *end
 
     @staticmethod
     def backward(ctx: Any, drows: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
-        inputs, parts = ctx.saved_tensors[: 4 + len(Weights._fields)], ctx.saved_tensors
+        tensors, count = ctx.saved_tensors, ctx.structure.num_leaves
+        saved, inputs = tree_unflatten(tensors[:count], ctx.structure), tensors[count:]
         x, _, _, mask, *flat = inputs
-        saved = tree_unflatten(parts[len(inputs) :], ctx.structure)
         if needs_operators(drows, dh, dc):
             run = functools.partial(run_direction, ctx.settings, ctx.packed)
             return None, None, None, *differentiate(run, inputs, (drows, dh, dc))
