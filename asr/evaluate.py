@@ -32,14 +32,15 @@ def main() -> int:
     folder = evaluation.check_writable(out) if out else split.result_folder()
     other = None
     if args.against:
-        other = evaluation.evaluation_of_run(args.against, split.name, split.corpus)
+        against = local_run(args.against)
+        other = evaluation.evaluation_of_run(against, args.against, split.name, split.corpus)
     title = f"{args.run.name}: {split.name}" if on_hub else None
     result, recognizer = split.evaluate(title)
     lines = list(evaluation.summary(result))
     if other:
         lines += [f"{args.run} against {args.against}, WER"]
         lines += compare_two(other.score, result.score)
-        lines += [f"  {note}" for note in evaluation.reservations(args.against, other, result)]
+        lines += [f"  {note}" for note in evaluation.reservations(against, other, result)]
     try:
         evaluation.write(folder, result, recognizer, args.pictures)
     finally:  # a full disk must not cost the result, nor `| head` the files

@@ -162,12 +162,12 @@ def check_training(recipe: "Recipe") -> None:
     A built-in corpus is made, as by training.
     """
     from asr.training.distributed import check_device
-    from asr.training.warm_start import starting_checkpoints
+    from asr.training.warm_start import starting_weights
 
     data = recipe.data
     check_device(recipe.train.device)
     if recipe.train.init:
-        starting_checkpoints(recipe.train.init)
+        starting_weights(recipe.train.init, recipe)
     if recipe.task == "images":
         from asr.images.task import read
 

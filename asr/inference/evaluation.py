@@ -59,7 +59,6 @@ from asr.errors import UserError
 from asr.features import AudioError
 from asr.features.front_end import FrontEnd
 from asr.features.tar import member_of
-from asr.hub import local_run
 from asr.inference.decode import Encoded, attention, ctc_hypotheses, encode
 from asr.inference.encoders import stored_features
 from asr.inference.load import load_run_recipe
@@ -356,38 +355,37 @@ def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
     return {row["id"]: row[column] for _, row in read_rows(corpus.path, ("id", column))}
 
 
-def evaluation_of_run(other: Path, name: str, corpus: Corpus) -> SavedEvaluation:
+def evaluation_of_run(run: Path, given: Path, name: str, corpus: Corpus) -> SavedEvaluation:
     """The evaluation of the same split by another run, or the one in a folder of results.
 
-    Raises UserError where there is none, or one of another split.
+    given: what --against names, of which `run` is the folder. Raises UserError where there is none,
+    or one of another split.
     """
-    run = local_run(other)
     check_run_folder(run)
     folder = run if (run / "score.json").is_file() else run / "evaluate" / name
-    out = str(Path("evaluate", other.name, name))
-    words = "python", "-m", "asr.evaluate", other, "--split", corpus.path, "--out", out
+    out = str(Path("evaluate", given.name, name))
+    words = "python", "-m", "asr.evaluate", given, "--split", corpus.path, "--out", out
     command = shlex.join(map(str, words))
     first = f"first run {command}, then compare --against {shlex.quote(out)}"
     if not folder.is_dir():
         load_run_recipe(run)  # refuses what is no run of speech
-        raise UserError(f"--against {other}: not evaluated on this split; {first}")
+        raise UserError(f"--against {given}: not evaluated on this split; {first}")
     result = read_evaluation(folder)
     expected = dict(zip(corpus.ids, map(tidy, corpus.texts), strict=True))
     texts = {u.id: u.reference for u in result.score.utterances}
     if texts != expected:
         what = "utterances" if texts.keys() != expected.keys() else "texts"
-        raise UserError(f"--against {other}: its evaluation {name} is of other {what}; {first}")
+        raise UserError(f"--against {given}: its evaluation {name} is of other {what}; {first}")
     return result
 
 
-def reservations(other: Path, saved: SavedEvaluation, now: Evaluation) -> list[str]:
+def reservations(run: Path, saved: SavedEvaluation, now: Evaluation) -> list[str]:
     """What else than the models may cause a difference to the saved evaluation."""
     unequal = unequal_decoding(decode_settings(saved.metadata), decode_settings(now.metadata))
     values = "; ".join(
         f"{key} {value} instead of {other}" for key, (other, value) in unequal.items()
     )
     notes = [f"not decoded alike, which may cause a difference: {values}"] if unequal else []
-    run = local_run(other)
     return notes + evaluation_notes(run, run, saved.metadata)
 
 
@@ -519,7 +517,8 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
         names = " ".join(list(flags)[:5]) + (" ..." if len(flags) > 5 else "")
         yield f"{len(flags)} flagged ({_flag_counts(flags)}): {names}"
         empty = sum("empty" in raised for raised in flags.values())
-        if empty > MANY_EMPTY * result.sentences and metadata["decode"].get("no_speech_log_prob"):
+        rule = metadata["decode"].get("no_speech_log_prob")
+        if rule is not None and empty > MANY_EMPTY * result.sentences:
             yield "decode.no_speech_log_prob=null shows what was decoded for the empty ones"
     for column, parts in evaluation.groups.items():
         yield from group_lines(column, parts)

@@ -63,7 +63,7 @@ from asr.training.state import (
     restore_random_state,
 )
 from asr.training.task import Epochs, Task, TaskBatch
-from asr.training.warm_start import other_settings, starting_checkpoints
+from asr.training.warm_start import starting_weights
 
 # The maker of each task: (recipe, run folder, whether the run is resumed, stage) -> Task. Resolved
 # only when needed: training speech imports neither images nor language models.
@@ -222,7 +222,7 @@ class Training:
         self.validations = 0  # of this process
         self.bad_steps = 0  # without a finite gradient, in a row
         self.trackers = {name: secrets.token_hex(8) for name in recipe.train.trackers}  # -> run id
-        self.alarmed: set[str] = set()
+        self.alarmed: set[str] = set()  # figures whose alarm this process has logged
         self.stop, self.log = Stop(), NullLog()
 
     def loop(self) -> None:
@@ -410,23 +410,22 @@ class Training:
         """Log a line, once, where attention is not diagonal from step alarm.steps on, and one where
         hardly a word is recognised.
         """
-        config, diagonality = self.config.alarm, figures.get("diagonality", 1.0)
+        config, alarms = self.config.alarm, {}
         if not config.steps or self.state.step < config.steps:
             return
+        if (diagonality := figures.get("diagonality", 1.0)) < config.diagonality:
+            alarms["diagonality"] = (
+                f"attention is not diagonal yet ({diagonality:.2f} < {config.diagonality:g}). Try "
+                "train.guided_attention, a higher model.ctc_weight, more reduction, a lower rate"
+            )
         rates = [figures[name] for name in ("wer", "ctc_wer") if name in figures]
-        alarms = {
-            f"attention is not diagonal yet ({diagonality:.2f} < {config.diagonality:g}). Try "
-            "train.guided_attention, a higher model.ctc_weight, more reduction, a lower rate": (
-                diagonality < config.diagonality
-            ),
-            "hardly a word is recognised yet. Compare transcripts and audio (TensorBoard, page "
-            "Text), or lower train.optimizer.lr": rates and min(rates) >= HARDLY_A_WORD,
-        }
-        for line in (text for text, raised in alarms.items() if raised):
-            remedy = line.partition(". ")[2]
-            if remedy not in self.alarmed:
-                self.log.info(f"ALARM: {line}.")
-            self.alarmed.add(remedy)
+        if rates and min(rates) >= HARDLY_A_WORD:
+            alarms["wer"] = (
+                "hardly a word is recognised yet. Compare transcripts and audio (TensorBoard, page "
+                "Text), or lower train.optimizer.lr"
+            )
+        self.log.info(*(f"ALARM: {alarms[name]}." for name in alarms if name not in self.alarmed))
+        self.alarmed |= alarms.keys()
 
     def count_validation(self, figures: Mapping[str, float]) -> None:
         """For train.early_stopping. Raises UserError where the metric is not among the figures."""
@@ -541,7 +540,8 @@ class Training:
             if start:
                 asked, self.recipe = recipe.train.init, start.as_asked(recipe)
                 recipe, messages = start.check_recipe(self.recipe, overridden, force)
-                if asked not in (None, begun := self.recipe.train.init):
+                begun = self.recipe.train.init
+                if asked and asked != begun:
                     messages.append(f"train.init = {asked} is not read: the run began with {begun}")
                 self.state = TrainState(**start.state["position"])
             stage = self.due_stage()
@@ -552,9 +552,8 @@ class Training:
             else:
                 if resume:
                     messages.append(f"{self.run} has no checkpoint: training starts from step 0")
-                messages += other_settings(recipe.train.init, recipe) if recipe.train.init else []
+                messages += self.prepare()
                 recipe = self.task.as_used(recipe)
-                self.prepare()
         distributed.record_launch(self.run)
         if len(set(gather(start and start.checkpoint.step))) > 1:
             raise UserError(f"{self.run}: must be on a disk that all machines share")
@@ -568,13 +567,15 @@ class Training:
             write_recipe(recipe, self.run / "recipe.yaml")
         return [*messages, *self.summary(resumed=start is not None)]
 
-    def prepare(self) -> None:
-        """Prepare a new run: the weights of `train.init`, and the task's files."""
+    def prepare(self) -> list[str]:
+        """Prepare a new run: the weights of `train.init`, and the task's files -> lines to log."""
+        lines: list[str] = []
         if init := self.recipe.train.init:
-            checkpoints, task = starting_checkpoints(init), self.task
+            (checkpoints, lines), task = starting_weights(init, self.recipe), self.task
             load_weights(task.objective.model, checkpoints, task.metadata, task.pretrained)
         if is_first():
             self.task.prepare(self.run)
+        return lines
 
     def summary(self, resumed: bool) -> list[str]:
         """Lines on the model, the corpus, and settings that the run is too short for."""

@@ -34,18 +34,16 @@ def starting_tokenizer(init: Path, task: str) -> Tokenizer:
     return load_tokenizer(run)
 
 
-def starting_checkpoints(init: Path) -> list[Checkpoint]:
-    """The checkpoints of train.init whose mean asr.evaluate takes. UserError where it has none."""
-    run = local_run(init)
-    decode = getattr(_recipe_of(run), "decode", None)
-    return choose(run, decode.checkpoint, decode.average) if decode else choose(run, "best", 1)
+def starting_weights(init: Path, recipe: Recipe) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints of train.init whose mean asr.evaluate takes; and a line for the log where
+    they were trained with features or a model that compute something else: shapes may still agree.
 
-
-def other_settings(init: Path, recipe: Recipe) -> list[str]:
-    """A line for the log where train.init was trained with features or a model that compute
-    something else, which its weights need not fit; the shapes may still agree.
+    Raises UserError where the run has none.
     """
-    source = _recipe_of(local_run(init))
+    run = local_run(init)
+    source = _recipe_of(run)
+    decode = getattr(source, "decode", None)
+    which, average = (decode.checkpoint, decode.average) if decode else ("best", 1)
     before, now = (flat(each) if each else {} for each in (source, recipe))
     changed = [
         f"{key} {before[key]} -> {now[key]}"
@@ -54,9 +52,8 @@ def other_settings(init: Path, recipe: Recipe) -> list[str]:
         and before[key] != now[key]
         and unusable_later(key, before[key], now[key]) not in (None, TRAINING_ONLY)
     ]
-    if not changed:
-        return []
-    return [f"train.init = {init}: its weights were trained with others: {', '.join(changed)}"]
+    line = f"train.init = {init}: its weights were trained with others: {', '.join(changed)}"
+    return choose(run, which, average), [line] if changed else []
 
 
 def _recipe_of(run: Path) -> Recipe | None:
