@@ -220,7 +220,7 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
     """A corpus in one of FORMATS."""
     from asr.data.importers import formats
     from asr.data.importers.convert import Options, convert
-    from asr.data.importers.hold_out import hold_out, shared_texts
+    from asr.data.importers.hold_out import hold_out, overlap
     from asr.data.importers.text_normalization import TextNormalizer
 
     if name == "auto":
@@ -244,8 +244,9 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
     hours = {manifest: _report(manifest) for manifest in manifests}
     train, valid = _find_splits(args.to, hours)
     with suppress(UserError):  # an older table in the folder may not be a manifest
-        if train and valid and (line := shared_texts(train, valid)):
-            print_line(line)
+        if train and valid:
+            for line in overlap(train, valid):
+                print_line(line)
     print_line(_next_command(args.to, train, valid, hours.get(train, 0.0)))
 
 

@@ -246,8 +246,9 @@ def test_common_voice_has_its_splits(tmp_path, asr_prepare):
     assert lines[1] == "--text upper-az: 9 changed: 'Ç to C' 9"
     assert lines[2].startswith("warning: 9 transcripts lost letters, digits or signs")
     assert lines[3].startswith("warning: 3 of 3 utterances of ") and "have a text that" in lines[3]
-    assert "hours are few to train a model from nothing" in lines[4]
-    assert lines[5].startswith("next: python -m asr.train ")
+    assert lines[4].startswith("warning: 3 of 3 ") and "have a speaker that" in lines[4]
+    assert "hours are few to train a model from nothing" in lines[5]
+    assert lines[6].startswith("next: python -m asr.train ")
 
 
 def test_a_table_of_common_voice_alone(tmp_path, asr_prepare):
@@ -349,9 +350,24 @@ def test_texts_that_are_held_out_and_trained_on_are_counted(tmp_path, asr_prepar
     shared = sum(text in texts[0] for text in texts[1])
     assert code == 0 and shared > 5
     assert f"warning: {shared} of {len(texts[1])} utterances of {valid} have a text" in out
+    assert "have a speaker that" not in out
     table.write_text("id\taudio\ttext\n" + "".join(f"u{n}\ta.wav\t{n}\n" for n in range(9)))
     code, out, _ = asr_prepare(*call)
     assert code == 0 and "have a text that" not in out
+
+
+def test_speakers_of_both_splits_are_counted(tmp_path, asr_prepare):
+    noise(tmp_path / "own" / "a.wav")
+    rows = [f"u{n}\ta.wav\ttext {n}\t{'train' if n < 7 else 'valid'}" for n in range(12)]
+    table, valid = tmp_path / "own" / "all.tsv", tmp_path / "valid.tsv"
+    header, call = "id\taudio\ttext\tsplit", ("table", table, "--to", tmp_path)
+    table.write_text("\n".join([header, *rows]))  # without speakers, the ids stand in their place
+    code, out, _ = asr_prepare(*call)
+    assert code == 0 and "have a speaker that" not in out
+    speakers = ["a", "b", "a", "b", "a", "b", "a", "b", "c", "c", "b", "d"]
+    table.write_text("\n".join([f"{header}\tspeaker", *map("\t".join, zip(rows, speakers))]))
+    code, out, _ = asr_prepare(*call)
+    assert code == 0 and f"warning: 2 of 5 utterances of {valid} have a speaker that" in out
 
 
 def test_utterances_of_few_speakers_are_held_out(tmp_path):

@@ -222,7 +222,7 @@ class Training:
         self.validations = 0  # of this process
         self.bad_steps = 0  # without a finite gradient, in a row
         self.trackers = {name: secrets.token_hex(8) for name in recipe.train.trackers}  # -> run id
-        self.alarmed: set[str] = set()  # figures whose alarm this process has logged
+        self.alarmed: set[str] = set()  # what this process has warned of, each once
         self.stop, self.log = Stop(), NullLog()
 
     def loop(self) -> None:
@@ -255,7 +255,7 @@ class Training:
             lr = self.schedule(state.step + 1, share)
             self.set_step()
             step = take_step(
-                self.task.objective, group, self.optimizer, lr, self.config, self.log.info
+                self.task.objective, group, self.optimizer, lr, self.config, self.log_memory
             )
             state.step += 1
             self.check_finite(step, group)
@@ -426,6 +426,12 @@ class Training:
             )
         self.log.info(*(f"ALARM: {alarms[name]}." for name in alarms if name not in self.alarmed))
         self.alarmed |= alarms.keys()
+
+    def log_memory(self, line: str) -> None:
+        """Log the first batch that did not fit in memory; the remedy of all is the same."""
+        if "memory" not in self.alarmed:
+            self.log.info(f"{line} (logged once)")
+        self.alarmed.add("memory")
 
     def count_validation(self, figures: Mapping[str, float]) -> None:
         """For train.early_stopping. Raises UserError where the metric is not among the figures."""

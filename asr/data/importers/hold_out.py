@@ -35,24 +35,26 @@ def hold_out(manifest: Path, share: float) -> tuple[Path, str]:
     _write_part(manifest, manifest, lambda row: row[key] not in chosen)
     if key == "speaker":
         return valid, f"{valid}: {len(chosen)} of {len(speakers)} speakers are held out"
-    few = f"fewer than {MIN_SPEAKERS} speakers" if are_named else "no speakers"
+    few = f"fewer than {MIN_SPEAKERS} speakers"
+    none = "no speakers: voices may be in both splits, and error rates are higher for new voices"
     return valid, (
-        f"{valid}: {len(chosen)} utterances are held out, since the corpus names {few}: voices may "
-        "be in both splits, and error rates are higher for others"
+        f"{valid}: {len(chosen)} utterances are held out, since the corpus names "
+        f"{few if are_named else none}"
     )
 
 
-def shared_texts(train: Path, valid: Path) -> str:
-    """How many texts of a validation manifest are in the training manifest: a warning, or ""."""
-    known = {hash(row["text"]) for _, row in read_rows(train, COLUMNS)}
-    texts = [hash(row["text"]) for _, row in read_rows(valid, COLUMNS)]
-    count = sum(text in known for text in texts)
-    if not count:
-        return ""
-    return (
-        f"warning: {count:,} of {len(texts):,} utterances of {valid} have a text that {train} has "
-        "too: error rates are higher for texts that are new"
-    )
+def overlap(train: Path, valid: Path) -> list[str]:
+    """Warnings of texts and of speakers that both manifests have."""
+    warnings = []
+    for column, new in (("text", "texts"), ("speaker", "voices")):
+        known = {hash(row[column]) for _, row in read_rows(train, COLUMNS)}
+        values = [hash(row[column]) for _, row in read_rows(valid, COLUMNS)]
+        if count := sum(value in known for value in values):
+            warnings.append(
+                f"warning: {count:,} of {len(values):,} utterances of {valid} have a {column} that "
+                f"{train} has too: error rates are higher for new {new}"
+            )
+    return warnings
 
 
 def _choose(counts: Counter[str], share: float) -> set[str]:
