@@ -365,7 +365,9 @@ def test_speakers_of_both_splits_are_counted(tmp_path, asr_prepare):
     code, out, _ = asr_prepare(*call)
     assert code == 0 and "have a speaker that" not in out
     speakers = ["a", "b", "a", "b", "a", "b", "a", "b", "c", "c", "b", "d"]
-    table.write_text("\n".join([f"{header}\tspeaker", *map("\t".join, zip(rows, speakers))]))
+    table.write_text(
+        "\n".join([f"{header}\tspeaker", *map("\t".join, zip(rows, speakers, strict=True))])
+    )
     code, out, _ = asr_prepare(*call)
     assert code == 0 and f"warning: 2 of 5 utterances of {valid} have a speaker that" in out
 

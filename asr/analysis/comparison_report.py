@@ -46,9 +46,9 @@ METHODS = (
     "Differences: second minus first, runs of one seed paired; t test over seeds, sign test where "
     "all differences are equal. Significant: p below 0.05 after Holm's correction for all pairs of "
     "the figure. Each interval is for one difference alone.",
-    "Effect of a factor: mean difference over all pairs of runs that are equal in seed and in all "
-    "other factors, of two seeds or more; t test over these pairs, which takes trainings as "
-    "independent apart from what a pair shares; Holm's correction for all effects on the figure.",
+    "Effect of a factor: mean difference of pairs of runs that are equal in seed and in all other "
+    "factors, over the pairs of a seed, then over seeds; t test over seeds, since runs of one seed "
+    "are not independent; Holm's correction for all effects on the figure.",
     "An interaction is listed if its two effects differ significantly (Holm), or if the effects of "
     "both factors change their sign with the other's value.",
     "What seeds can show: a difference that is significant among all pairs of the figure in "
@@ -221,7 +221,7 @@ def _power(
 
 def effect_table(comparison: Comparison) -> Table:
     """The effect of each factor of a grid in each figure."""
-    head = ("figure", "factor", "from", "to", "difference", "95 % interval", "p (Holm)", "pairs")
+    head = ("figure", "factor", "from", "to", "difference", "95 % interval", "p (Holm)", "seeds")
     rows = [
         _effect_row(figure, effect)
         for figure, found in comparison.effects.items()
@@ -236,7 +236,7 @@ def _effect_row(figure: str, effect: Effect) -> tuple[str, ...]:
     cells = (form.format(factor * effect.test.mean), *_test_cells(effect.test, form, factor))
     verdict = "yes" if effect.test.p < ALPHA else "no"
     name = figure + ", points" * (factor == 100)
-    return (name, effect.factor, effect.first, effect.second, *cells, f"{effect.pairs}", verdict)
+    return (name, effect.factor, effect.first, effect.second, *cells, f"{effect.seeds}", verdict)
 
 
 def interaction_lines(comparison: Comparison) -> list[str]:

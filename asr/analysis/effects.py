@@ -2,13 +2,16 @@
 
 A factor is a setting with several values, a cell one run's settings and seed. Pairs of runs differ
 in one factor alone, not in the seed: a factorial experiment in blocks, the seeds (Fisher 1935, The
-Design of Experiments). The t test over all pairs takes trainings as independent apart from what the
-runs of a pair share. Where the effect depends on other factors, its interval becomes wider.
+Design of Experiments). Each seed gives one value, the mean of its pairs, to the t test: runs of one
+seed share their initial weights and the order of the data, so its pairs are no independent repeats
+(Hurlbert 1984, Pseudoreplication).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+
+import numpy as np
 
 from asr.analysis.statistics import PairedT, corrected, paired_t
 
@@ -19,12 +22,12 @@ Contrast = tuple[str, str, str]  # a factor and two of its values
 
 @dataclass(frozen=True)
 class Effect:
-    """The second value of a factor minus the first, over all seeds and other factors."""
+    """The second value of a factor minus the first, over all other factors, then over seeds."""
 
     factor: str
     first: str
     second: str
-    pairs: int
+    seeds: int
     test: PairedT  # p is corrected for all effects (Holm)
 
 
@@ -39,7 +42,7 @@ class Interaction:
     values: tuple[str, str]  # of `other`
     effects: tuple[float, float]  # of `factor`, at these
     crosses: bool  # both factors' effects change their sign with the other's value
-    test: PairedT | None  # of their difference, if there are two or more; p as in Effect
+    test: PairedT | None  # of their difference, over seeds if there are two; p as in Effect
 
 
 def effects(cells: Mapping[Cell, float]) -> list[Effect]:
@@ -51,9 +54,10 @@ def effects(cells: Mapping[Cell, float]) -> list[Effect]:
     for factor, first, second in _contrasts(cells):
         starts = [cell for cell in cells if (factor, first) in cell[0]]
         pairs = [(cell, end) for cell in starts if (end := _with(cell, factor, second)) in cells]
-        if min(len({cell[part] for cell, _ in pairs}) for part in (0, 1)) > 1:
-            found.append((factor, first, second, len(pairs)))
-            tests.append(paired_t(*([cells[c] for c in side] for side in zip(*pairs, strict=True))))
+        means = _means_of_seeds(cells, pairs)
+        if len(means) > 1 and len({settings for (settings, _), _ in pairs}) > 1:
+            found.append((factor, first, second, len(means)))
+            tests.append(paired_t(*means.T))
     return [Effect(*one, test) for one, test in zip(found, corrected(tests), strict=True)]
 
 
@@ -64,16 +68,16 @@ def large_interactions(cells: Mapping[Cell, float]) -> list[Interaction]:
     for one, two in combinations(contrasts, 2):
         if one[0] == two[0] or not (squares := _squares(cells, one, two)):
             continue
-        at_first, at_second = ([s[i + 1] - s[i] for s in squares] for i in (0, 2))
-        a, b, c, d = (sum(corner) / len(squares) for corner in zip(*squares, strict=True))
+        a, b, c, d = means = _means_of_seeds(cells, squares).T
+        tests.append(paired_t(b - a, d - c))
+        a, b, c, d = means.mean(axis=1).tolist()
         crosses = (b - a) * (d - c) < 0 and (c - a) * (d - b) < 0
         found.append((*one, two[0], two[1:], (b - a, d - c), crosses))
-        tests.append(paired_t(at_first, at_second))
     all_tested = (Interaction(*i, test) for i, test in zip(found, corrected(tests), strict=True))
     return [i for i in all_tested if i.crosses or (i.test and i.test.p < ALPHA)]
 
 
-def _contrasts(cells: Mapping[Cell, float]) -> list[Contrast]:
+def _contrasts(cells: Iterable[Cell]) -> list[Contrast]:
     values: dict[str, dict[str, None]] = {}  # as an ordered set
     for settings, _ in cells:
         for factor, value in settings:
@@ -81,16 +85,22 @@ def _contrasts(cells: Mapping[Cell, float]) -> list[Contrast]:
     return [(factor, *two) for factor, known in values.items() for two in combinations(known, 2)]
 
 
-def _squares(cells: Mapping[Cell, float], one: Contrast, two: Contrast) -> list[Sequence[float]]:
-    """The figures of four runs each, which differ in two factors: `one` at each value of `two`."""
+def _squares(cells: Mapping[Cell, float], one: Contrast, two: Contrast) -> list[tuple[Cell, ...]]:
+    """Four cells each, which differ in two factors: those of `one` at each value of `two`."""
     squares = []
     for cell in cells:
         if one[:2] in cell[0] and two[:2] in cell[0]:
             columns = (cell, _with(cell, two[0], two[2]))
-            corners = [_with(c, one[0], value) for c in columns for value in one[1:]]
-            if all(corner in cells for corner in corners):
-                squares.append([cells[corner] for corner in corners])
-    return squares
+            squares.append(tuple(_with(c, one[0], value) for c in columns for value in one[1:]))
+    return [square for square in squares if all(corner in cells for corner in square)]
+
+
+def _means_of_seeds(cells: Mapping[Cell, float], rows: Iterable[tuple[Cell, ...]]) -> np.ndarray:
+    """Rows of K cells of one seed each -> the mean figures of each seed's rows (seeds, K)."""
+    by_seed: dict[int, list[list[float]]] = {}
+    for row in rows:
+        by_seed.setdefault(row[0][1], []).append([cells[cell] for cell in row])
+    return np.array([np.mean(figures, axis=0) for figures in by_seed.values()])
 
 
 def _with(cell: Cell, factor: str, value: str) -> Cell:

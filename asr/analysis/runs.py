@@ -179,22 +179,35 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
     for folder, name in zip(folders, run_names(folders), strict=True):
         try:
             settings = flat(recipe_of(folder))
-            content = _content(folder)
-            settings[DATA] = _data_hash(folder, content, settings)
-            settings |= _learned_from(content)
             curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
+            fault, content = _fault(folder, curves, curve), _content(folder)
+            if content or not fault:
+                settings[DATA] = _data_hash(folder, content, settings)
+            settings |= _learned_from(content)
         except UserError as error:
             runs.append(RunRecord(folder, {}, {}, str(error), name))
             continue
         except OSError as error:
             runs.append(RunRecord(folder, {}, {}, f"{error.filename}: {error.strerror}", name))
             continue
-        runs.append(RunRecord(folder, settings, curves, _fault(folder, curves, curve), name))
-    readable = [run for run in runs if run.settings]
-    if any(TRAINING_DATA not in run.settings for run in readable):  # unknown, not another
-        for run in readable:
-            run.settings.pop(TRAINING_DATA, None)
+        runs.append(RunRecord(folder, settings, curves, fault, name))
+    counted = [run.settings for run in runs if not run.fault]
+    lost = [run.settings for run in runs if run.settings and run.fault]
+    if not all(TRAINING_DATA in settings for settings in counted):  # unknown, not another
+        for settings in (*counted, *lost):
+            settings.pop(TRAINING_DATA, None)
+    for settings in lost if counted else ():
+        # Without a checkpoint its data are unknown: as of the run that it agrees most with.
+        nearest = max(counted, key=lambda other: _agreement(settings, other))
+        for key in (DATA, TRAINING_DATA):
+            if key in nearest:
+                settings.setdefault(key, nearest[key])
     return runs
+
+
+def _agreement(settings: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """The number of equal settings."""
+    return sum(key in other and other[key] == value for key, value in settings.items())
 
 
 def _fault(folder: Path, curves: dict[str, Curve], curve: str) -> str | None:
