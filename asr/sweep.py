@@ -17,7 +17,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -184,6 +185,29 @@ def check_training(recipe: "Recipe") -> None:
             load_split_manifest(data, getattr(data, role), role)
 
 
+def find_folders(runs: Sequence[SweepRun], out: Path) -> list[SweepRun]:
+    """The runs, those of an equal recipe that `out` has under another name by that name.
+
+    A sweep that had fewer keys or seeds named its runs otherwise.
+    """
+    from asr.analysis.runs import recipe_of
+    from asr.config.loader import flat
+
+    names, others = {run.name for run in runs}, {}
+    for path in sorted(out.glob("*/recipe.yaml")):
+        if path.parent.name not in names:
+            with suppress(UserError):  # of another version
+                others[path.parent.name] = flat(recipe_of(path.parent))
+    found = []
+    for run in runs:
+        if not (out / run.name).exists():
+            equal = (name for name, old in others.items() if not _changed_keys(run, old))
+            run = replace(run, name=next(equal, run.name))
+            others.pop(run.name, None)
+        found.append(run)
+    return found
+
+
 def check_folder(run: SweepRun, folder: Path) -> None:
     """Raise UserError if the folder has a run of another recipe, or a link.
 
@@ -210,14 +234,18 @@ def check_folder(run: SweepRun, folder: Path) -> None:
 
 
 def _changed_keys(run: SweepRun, old: Mapping[str, Any]) -> list[str]:
-    """The keys whose change makes another run."""
+    """The keys whose change makes another run: those of what is learned, and decode.* in the grid,
+    since the evaluation reads the settings in the folder.
+    """
     from asr.config.loader import flat
+    from asr.training.resume import NOT_LEARNING, is_among
 
     new, grid = flat(run.recipe), set(map(key_of, run.overrides))
     return [
         key
         for key in old | new
-        if old.get(key) != new.get(key) and (key in grid or not key.startswith("decode."))
+        if old.get(key) != new.get(key)
+        and (not is_among(key, NOT_LEARNING) or (key.startswith("decode.") and key in grid))
     ]
 
 
@@ -345,7 +373,7 @@ def _continues(job: SweepProcess, threads: int, failed: dict[str, str]) -> bool:
         return True
     seconds, name = time.monotonic() - job.started, job.run.name
     if code and job.next_command():
-        reason = last_error(job.folder).strip(" ()") or f"exit code {code}"
+        reason = last_error(job.folder)[2:-1] or f"exit code {code}"
         failed[name] = f"{reason}; see {job.console}"
         print_line(f"{name}: FAILED after {seconds:.0f} s: {failed[name]}")
         return False
@@ -382,8 +410,9 @@ def main() -> int:
     args = parser.parse()
     from asr.analysis.runs import finished
 
-    runs = read_grid(args.recipe, args.grid)
-    out = args.out or Path("runs") / f"{runs[0].recipe.run}_sweep"
+    grid = read_grid(args.recipe, args.grid)
+    out = args.out or Path("runs") / f"{grid[0].recipe.run}_sweep"
+    runs = find_folders(grid, out)
     for run in runs:
         check_folder(run, out / run.name)
     if args.evaluate:

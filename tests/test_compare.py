@@ -461,6 +461,35 @@ def test_a_run_lost_before_its_first_checkpoint_keeps_its_setting(tmp_path, comm
     }
 
 
+def test_means_of_unequal_seeds_may_contradict_the_pairs(tmp_path, commands):
+    for norm, seed, loss in (
+        *(("ba", 1, 0.5), ("ba", 2, 0.52), ("ba", 3, 0.1)),
+        *(("none", 1, 0.4), ("none", 2, 0.43)),
+    ):
+        run = tmp_path / "s" / f"{norm}{seed}"
+        make_run(run, [f"model.listener.norm={norm}", f"seed={seed}"], falling(loss))
+    out = report(commands, tmp_path / "s")
+    assert "best mean: listener.norm=ba" in out and "Next: listener.norm=none, 0.0950 lower" in out
+    assert "On the 2 seeds of both it is better: they have unequal numbers of seeds." in out
+
+
+def test_more_settings_than_are_paired_are_tested_against_the_first(tmp_path, commands):
+    for size, seed in product(range(17), (1, 2)):
+        loss = (0.1 if size else 0.5) + 1e-4 * seed * size
+        settings = [f"model.listener.hidden={8 + 2 * size}", f"seed={seed}"]
+        make_run(tmp_path / "s" / f"{size}-{seed}", settings, falling(loss))
+    out = report(commands, tmp_path / "s")
+    assert "17 groups: tested against the first, listener.hidden=8, only." in out
+    assert "best mean: listener.hidden=10, significantly better than 1 of the 1 that it is" in out
+
+
+def test_values_in_brackets_are_text_in_latex(tmp_path):
+    for speeds in ("[0.9,1.1]", "[1.0]"):
+        make_run(tmp_path / "s" / speeds, [f"features.speed_perturb={speeds}"], falling(0.1))
+    table = compare_runs([tmp_path / "s"]).to_latex()
+    assert "\n{}[0.9,1.1] & " in table and "\n{}[1.0] & " in table
+
+
 @pytest.mark.parametrize("curve", ["valid/accuracy", "valid/diagonality", "speed/audio_hours"])
 def test_a_curve_whose_highest_value_is_the_best_is_refused(curve, two_groups, commands):
     line = commands.refused(compare, two_groups, "--curve", curve)
@@ -769,7 +798,10 @@ def test_t_intervals_and_paired_tests_agree_with_scipy():
             stats.t.interval(0.95, count - 1, a.mean(), stats.sem(a))
         )
         assert paired_t(a, b).p == pytest.approx(stats.ttest_rel(b, a).pvalue)
-    assert spread([2.0]).interval is None and paired_t([1.0], [2.0]) is None
+    assert (
+        spread([2.0]).interval is spread([0.1, 0.1]).interval is None
+        and paired_t([1.0], [2.0]) is None
+    )
     assert paired_t([1.0, 2.0], [1.0, 2.0]).p == 1
 
 

@@ -109,6 +109,30 @@ def test_a_folder_of_another_recipe_is_refused(tiny, commands, tmp_path):
     assert "has a run of another recipe (train.steps = 3, now 4)" in line
 
 
+def test_keys_that_change_nothing_learned_may_differ(tiny, commands, tmp_path):
+    (tmp_path / "seed=1").mkdir()
+    write_recipe(read_recipe(tiny, ["train.threads=2"]), tmp_path / "seed=1" / "recipe.yaml")
+    for change in ("train.threads=1", "train.log_every=7", "data.workers=0"):
+        command = (sweep, tiny, "seed=1,2", change, "--out", tmp_path, "--dry-run")
+        assert commands(*command)[1] == "seed=1\nseed=2\n"
+
+
+def test_runs_of_a_smaller_grid_are_taken_over(tiny, commands, tmp_path):
+    """Their names lack the keys that did not vary."""
+    for norm in ("ba", "none"):
+        folder = tmp_path / f"norm={norm}"
+        folder.mkdir()
+        recipe = read_recipe(tiny, [f"model.listener.norm={norm}", "seed=2", "decode.beam=3"])
+        write_recipe(recipe, folder / "recipe.yaml")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "recipe.yaml").write_text("task: none\n")
+    grid = ("model.listener.norm=ba,none", "seed=1,2", "--out", tmp_path, "--dry-run")
+    names = commands(sweep, tiny, *grid)[1].splitlines()
+    assert [name.rpartition("norm=")[2] for name in names] == [
+        "ba,seed=1", "ba", "none,seed=1", "none"
+    ]  # fmt: skip
+
+
 def test_a_tuned_run_still_belongs_to_the_grid(tiny, commands, tmp_path):
     (tmp_path / "seed=1").mkdir()
     write_recipe(read_recipe(tiny, ["decode.beam=3"]), tmp_path / "seed=1" / "recipe.yaml")

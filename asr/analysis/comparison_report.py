@@ -14,6 +14,7 @@ from asr.analysis.charts import Panel, Strip, draw_curves, draw_seeds
 from asr.analysis.comparison import (
     Comparison,
     SettingDifference,
+    better_and_worse,
     comparable_in,
     compared_figures,
     figure_spread,
@@ -42,7 +43,7 @@ METHODS = (
     "A setting is the runs whose recipes differ only in the seed; its figures are means over them.",
     "Intervals, 95 %: over runs by Student's distribution, for other seeds too; that of a rate is "
     "cut at 0, and at 100 % unless a run is above. Over utterances by bootstrap (Bisani & Ney "
-    "2004), for these trained models only: another seed can reverse such a difference.",
+    "2004), for these models and speakers only: another seed can reverse such a difference.",
     "Differences: second minus first, runs of one seed paired; t test over seeds, sign test where "
     "all differences are equal. Significant: p below 0.05 after Holm's correction for all pairs of "
     "the figure. Each interval is for one difference alone.",
@@ -130,6 +131,11 @@ def answer(comparison: Comparison, figure: str) -> str:
     pair = next((p for p in pairs if {p.first, p.second} == {best.short, following.short}), None)
     if pair:
         lines = [f"Next: {following.name}, {_distance(figure, pair, best.short, len(pairs))}."]
+        if pair.mean and better_and_worse(figure, pair)[0] == following.short:
+            seeds = _count(pair.seeds, "seed")
+            lines.append(
+                f"On the {seeds} of both it is better: they have unequal numbers of seeds."
+            )
     if not tested:
         lines.append("One seed in common allows no conclusion for others: train or evaluate more.")
     elif not comparison.winner(figure):
@@ -161,6 +167,9 @@ def _verdict_of_all(comparison: Comparison, figure: str) -> str:
         return f"{shown} among {count} settings; best mean: {best.name}"
     beaten = sum(better == best.short for better, _ in significant)
     others = f"{beaten or 'no'} other{'s' * (beaten > 1)}"
+    pairs = [d for d in comparison.differences[figure] if best.short in (d.first, d.second)]
+    if (tested := sum(pair.over_seeds is not None for pair in pairs)) < count - 1:
+        others = f"{beaten} of the {tested} that it is tested against"
     return (
         f"no single best of {count} settings is shown; best mean: {best.name}, significantly "
         f"better than {others}"

@@ -69,7 +69,9 @@ def confusion(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over several runs. `sd` and `interval` are None for a single run."""
+    """A figure over several runs. `sd` and `interval` are None for a single run, and the interval
+    where all runs have the same figure, which says nothing about others.
+    """
 
     count: int
     mean: float
@@ -83,6 +85,8 @@ def spread(values: Sequence[float]) -> Spread:
     if count < 2:
         return Spread(count, mean, None, None)
     sd = float(np.std(values, ddof=1))
+    if sd <= _ROUNDING * abs(mean):
+        return Spread(count, mean, 0.0, None)
     half = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * sd / math.sqrt(count)
     return Spread(count, mean, sd, (mean - half, mean + half))
 
@@ -110,7 +114,7 @@ def paired_t(first: Sequence[float], second: Sequence[float]) -> PairedT | None:
     mean, sd, count = differences.mean, differences.sd, differences.count
     if sd is None:
         return None
-    if sd <= _ROUNDING * abs(mean):
+    if not sd:
         return PairedT(mean, None, 2.0 ** (1 - count) if mean else 1.0, 0.0)
     p = 2 * float(stdtr(count - 1, -abs(mean / sd * math.sqrt(count))))
     return PairedT(mean, differences.interval, p, sd)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from asr import __version__
 from asr.config.loader import as_yaml, at_stage, flat, non_default, write_recipe
 from asr.config.schema import Recipe, TrainConfig
 from asr.data.batching import Broken
@@ -587,10 +588,12 @@ class Training:
         """Lines on the model, the corpus, and settings that the run is too short for."""
         recipe, warmup = self.task.recipe, self.config.schedule.warmup
         device = next(self.task.objective.parameters()).device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         lines = [
             f"{'resuming' if resumed else 'training'} {recipe.run}: "
             f"{self.count_parameters()}, {self.task.describe()}"
-            f"{f', {world()} ranks' if world() > 1 else ''}"
+            f"{f', {world()} ranks' if world() > 1 else ''}, on {name}; "
+            f"layernorm-asr {__version__}, torch {torch.__version__}"
         ]
         total = planned_steps(self.task.epochs, self.config, self.state)
         if self.config.precision == "bf16" and not distributed.computes_bf16(device):
