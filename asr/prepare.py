@@ -5,7 +5,7 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -243,9 +243,9 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
         manifests.append(valid)
     hours = {manifest: _report(manifest) for manifest in manifests}
     train, valid = _find_splits(args.to, hours)
-    with suppress(UserError):  # an older table in the folder may not be a manifest
-        if train and valid:
-            for line in overlap(train, valid):
+    for other in sorted({*manifests, *filter(None, [valid])} - {train}) if train else ():
+        with suppress(UserError):  # an older table in the folder may not be a manifest
+            for line in overlap(train, other):
                 print_line(line)
     print_line(_next_command(args.to, train, valid, hours.get(train, 0.0)))
 
@@ -368,11 +368,6 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
         return f"next: prepare a {missing} split into {folder}{remedy}"
     from asr.data.corpus import read_manifest
 
-    if hours < FEW_HOURS:
-        print_line(
-            f"{hours:.2f} hours are few to train a model from nothing (docs/real_speech.md, Hours "
-            "of speech): rather fine-tune a trained one (docs/corpora.md, Fine-tune a model)"
-        )
     is_large = hours >= LARGE_HOURS
     recipe = LARGE_RECIPE if is_large else SMALL_RECIPE
     command = ["python", "-m", "asr.train", recipe]
@@ -385,8 +380,21 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
                 "recipes skip (data.max_seconds): cut them, columns start and end of a table"
             )
         letters = set().union(*corpus.texts)
+        if hours < FEW_HOURS:
+            print_line(
+                f"{hours:.2f} hours are few to train a model from nothing (docs/real_speech.md, "
+                f"Hours of speech): rather {_with_few_hours(letters)}"
+            )
         command += ["text.kind=characters"] if len(letters) > MOST_LETTERS else []
     return f"next: {shlex.join([*command, f'data.train={train}', f'data.valid={valid}'])}"
+
+
+def _with_few_hours(letters: Iterable[str]) -> str:
+    """The advice for a small corpus; the models of this project know the letters A to Z."""
+    alphabet = [letter for letter in letters if letter.isalpha()]
+    if 2 * sum(map(str.isascii, alphabet)) >= len(alphabet):
+        return "fine-tune a trained one (docs/corpora.md, Fine-tune a model)"
+    return "take the features of a multilingual encoder (docs/pretrained_encoders.md)"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import gzip
 import importlib.util
 import io
 import sys
+import unicodedata
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -245,10 +247,13 @@ def test_common_voice_has_its_splits(tmp_path, asr_prepare):
     assert lines[0].startswith("--text upper-az: 45 dropped: '“' 9, ',' 9, '”' 9, '.' 9, '0' 3")
     assert lines[1] == "--text upper-az: 9 changed: 'Ç to C' 9"
     assert lines[2].startswith("warning: 9 transcripts lost letters, digits or signs")
-    assert lines[3].startswith("warning: 3 of 3 utterances of ") and "have a text that" in lines[3]
-    assert lines[4].startswith("warning: 3 of 3 ") and "have a speaker that" in lines[4]
-    assert "hours are few to train a model from nothing" in lines[5]
-    assert lines[6].startswith("next: python -m asr.train ")
+    for line, (split, column) in zip(
+        lines[3:7], product(("dev", "test"), ("text", "speaker")), strict=True
+    ):
+        assert line.startswith("warning: 3 of 3 utterances of ")
+        assert f"{split}.tsv have a {column} that" in line
+    assert "hours are few to train a model from nothing" in lines[7]
+    assert lines[8].startswith("next: python -m asr.train ")
 
 
 def test_a_table_of_common_voice_alone(tmp_path, asr_prepare):
@@ -370,6 +375,9 @@ def test_speakers_of_both_splits_are_counted(tmp_path, asr_prepare):
     )
     code, out, _ = asr_prepare(*call)
     assert code == 0 and f"warning: 2 of 5 utterances of {valid} have a speaker that" in out
+    table.write_text(table.read_text().replace("valid", "test"))
+    code, out, _ = asr_prepare(*call[:-1], tmp_path / "other")
+    assert f"warning: 2 of 5 utterances of {tmp_path}/other/test.tsv have a speaker that" in out
 
 
 def test_utterances_of_few_speakers_are_held_out(tmp_path):
@@ -776,6 +784,10 @@ def test_auto_says_what_it_found_and_what_is_missing(tmp_path, asr_prepare):
         ("增长了50％，３．１４", "增长了50％ ３．１４"),
         ("١٢٫٥٪، نعم", "١٢٫٥٪ نعم"),
         ("re- x_y /z -- 'tis", "re x y z tis"),
+        ('צה"ל, "שלום" אמר', "צה״ל שלום אמר"),
+        ("Ինչո՞ւ։ Ա՛յո, ի՜նչ", "Ինչու Այո ինչ"),
+        ("EU:n ja 3:n, klo 10:30: kto\u2011to", "EU:n ja 3:n klo 10:30 kto-to"),
+        ("ဦးဘ၏ အိမ်၌ ရှိ၍ ၎င်းသည်။", "ဦးဘ၏ အိမ်၌ ရှိ၍ ၎င်းသည်"),
         ("wait...what. he left.She, Ph.D. U.S.A. 3.5...", "wait what he left She PhD USA 3.5"),
     ],
 )
@@ -783,6 +795,53 @@ def test_punctuation_is_dropped_in_any_language(text, expected):
     normalize = TextNormalizer("keep", punctuation="drop")
     assert normalize(text) == expected and normalize(expected) == expected
     assert all(line.startswith(("--punctuation drop: ", "")) for line in normalize.report())
+
+
+@pytest.mark.parametrize(
+    ("names", "channels"),
+    [("A B", (0, 1)), ("Right LEFT", (1, 0)), ("1 2", (0, 1)), ("1 0", (1, 0))],
+)
+def test_the_channel_of_a_table_is_cut_out(tmp_path, asr_prepare, names, channels):
+    """Two speakers of one call, at the same time; times of day or seconds."""
+    samples = noise(tmp_path / "call.wav", 5.0, channels=2)
+    first, second = names.split()
+    (tmp_path / "calls.csv").write_text(
+        "path,start,end,channel,text\n"
+        f"call.wav,0:01.5,00:00:03,{first},one\ncall.wav,1.5,0:04,{second},two\n"
+    )
+    assert asr_prepare("table", tmp_path / "calls.csv", "--to", tmp_path / "to")[0] == 0
+    corpus = read_manifest(tmp_path / "to" / "calls.tsv")
+    assert [u.id for u in corpus] == [f"call-0001500-{first}", f"call-0001500-{second}"]
+    for utterance, channel, end in zip(corpus, channels, (3, 4), strict=True):
+        check_audio(utterance, samples[round(1.5 * RATE) : end * RATE, [channel]])
+
+
+def test_a_speaker_may_have_the_name_of_a_split(tmp_path, asr_prepare):
+    for name in ("Dev", "Anil", "Priya"):
+        noise(tmp_path / "in" / name / "a.wav")
+        (tmp_path / "in" / name / "a.txt").write_text(name)
+    assert asr_prepare("folder", tmp_path / "in", "--to", tmp_path / "to")[0] == 0
+    assert read_manifest(tmp_path / "to" / "in.tsv").speakers == ["Anil", "Dev", "Priya"]
+
+
+def test_names_of_files_are_equal_in_either_form_of_unicode(tmp_path, asr_prepare):
+    """macOS and its archives decompose letters, tables and keyboards do not."""
+    name = "größe"
+    noise(tmp_path / "in" / f"{unicodedata.normalize('NFD', name)}.wav")
+    (tmp_path / "in" / f"{name}.txt").write_text("one")
+    assert asr_prepare("folder", tmp_path / "in", "--to", tmp_path / "to")[0] == 0
+    for form in ("NFC", "NFD"):
+        table = tmp_path / "in" / f"{form}.csv"
+        table.write_text(unicodedata.normalize(form, f"path,text\n{name}.wav,one\n{name},two\n"))
+        assert asr_prepare("table", table, "--to", tmp_path / "to", "--skip-bad")[0] == 0
+        assert len(read_manifest(tmp_path / "to" / f"{form}.tsv")) == 1
+
+
+def test_a_column_of_broadcasters_names_no_channel(tmp_path, asr_prepare):
+    noise(tmp_path / "a.wav", channels=2)
+    (tmp_path / "t.csv").write_text("path,channel,text\na.wav,NHK,x\n")
+    assert asr_prepare("table", tmp_path / "t.csv", "--to", tmp_path / "to")[0] == 0
+    assert "NHK" in (tmp_path / "to" / "t.tsv").read_text()
 
 
 def test_what_error_rates_count_is_reported():

@@ -197,6 +197,12 @@ def test_alignment_is_an_optimal_path_through_both_texts():
         assert sum(e.mark != "C" for e in edits) == levenshtein(ours.split(), theirs.split())
 
 
+def test_alignment_of_words_from_right_to_left_has_columns_from_left_to_right():
+    """Each word of Hebrew is followed by a mark, which has no width."""
+    text = alignment_text([Edit("S", "שלום", "שלם"), Edit("C", "ab", "ab")])
+    assert text == "REF: שלום\u200e ab\nHYP: שלם\u200e  ab\n     S"
+
+
 def test_alignment_text_by_hand():
     edits = [
         Edit("C", "THE", "THE"),

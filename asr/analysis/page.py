@@ -195,10 +195,13 @@ def _speakers(score: Score) -> str:
 
 def _counts_table(first: str, rows: Iterable[tuple[str, Counts]]) -> str:
     """A table; rows: markup of the first column, and the counts."""
-    head = "".join(f"<th>{name}</th>" for name in (first, "Utt.", "Words", "S", "D", "I", "WER"))
+    head = "".join(
+        f"<th>{name}</th>" for name in (first, "Utt.", "Words", "S", "D", "I", "WER", "CER")
+    )
     body = "".join(
         f"<tr><td>{name}</td><td>{c.sentences}</td><td>{c.words}</td><td>{c.substitutions}</td>"
-        f"<td>{c.deletions}</td><td>{c.insertions}</td><td>{percent(c.wer)}</td></tr>"
+        f"<td>{c.deletions}</td><td>{c.insertions}</td><td>{percent(c.wer)}</td>"
+        f"<td>{percent(c.cer)}</td></tr>"
         for name, c in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

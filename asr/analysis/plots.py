@@ -5,11 +5,14 @@ U tokens, T frames of memory, F mel bins, K classes.
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import get_font_names
+from matplotlib.text import Text
 
 from asr.words import is_unspaced
 
@@ -17,6 +20,12 @@ _MOST_TOKEN_ROWS = 32  # an attention picture with more rows is labelled by word
 _LABEL_INCHES = 0.17  # height of a label
 _FRAME_INCHES = 1.0  # height of title and time axis
 _SMALL, _LARGE = 12, 14  # points: TensorBoard shows a picture in half its size
+# For letters that matplotlib's own font lacks; of Linux, macOS and Windows, as far as installed.
+_FONTS = (
+    "Noto Sans CJK JP", "Noto Sans Thai", "Noto Sans Devanagari", "Noto Sans Bengali",
+    "Noto Sans Tamil", "Noto Sans Khmer", "Noto Sans Myanmar", "Noto Sans Ethiopic",
+    "Arial Unicode MS", "Microsoft YaHei", "Malgun Gothic", "Nirmala UI", "Leelawadee UI",
+)  # fmt: skip
 _LONGEST_LABEL = 20  # characters: an untrained model may write one word of hundreds
 
 
@@ -125,7 +134,7 @@ def _pixels(draw: Callable[[Axes], None], title: str, size: tuple[float, float])
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     with warnings.catch_warnings():
-        # A character that the font lacks is drawn as a box; a corpus may have thousands.
+        # A character that the fonts lack is drawn as a box; a corpus may have thousands.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         axes = figure.subplots()
         axes.tick_params(labelsize=_SMALL)
@@ -133,5 +142,14 @@ def _pixels(draw: Callable[[Axes], None], title: str, size: tuple[float, float])
             axis.label.set_size(_LARGE)
         draw(axes)
         axes.set_title(title, parse_math=False, fontsize=_LARGE)
+        for text in figure.findobj(lambda part: isinstance(part, Text)):
+            if not text.get_text().isascii():
+                text.set_fontfamily(_fonts())
         canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+@cache
+def _fonts() -> list[str]:
+    """The default font, then those of other scripts, for the letters that those before it lack."""
+    return ["sans-serif", *sorted(set(_FONTS) & set(get_font_names()), key=_FONTS.index)]

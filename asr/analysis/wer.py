@@ -30,6 +30,7 @@ from asr.errors import UserError
 from asr.words import columns, split_words, without_loose_spaces
 
 Units = Literal["utterances", "speakers"]
+LEFT_TO_RIGHT = "\u200e"
 UNTRAINED = 0.9  # WER from which a model counts as untrained
 _MARKS = {"equal": "C", "substitute": "S", "delete": "D", "insert": "I"}
 
@@ -113,8 +114,13 @@ def _cells(edit: Edit) -> tuple[str, str, str]:
     width = max(columns(edit.reference), columns(edit.hypothesis))
     mark = "" if edit.mark == "C" else edit.mark
     cells = (edit.reference or "*" * width, edit.hypothesis or "*" * width, mark)
-    ours, theirs, mark = (cell + " " * (width - columns(cell)) for cell in cells)
+    ours, theirs, mark = (_left_to_right(cell) + " " * (width - columns(cell)) for cell in cells)
     return ours, theirs, mark
+
+
+def _left_to_right(word: str) -> str:
+    """The word; of Hebrew or Arabic with a mark behind it, so that the next one is to its right."""
+    return word + LEFT_TO_RIGHT * any(unicodedata.bidirectional(c) in ("R", "AL") for c in word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +326,14 @@ def by_group(score: Score, group_of: Mapping[str, str]) -> dict[str, Score]:
 
 
 def group_lines(by: str, groups: Mapping[str, Score]) -> list[str]:
-    """A table of groups: utterances, words, S, D, I, WER and its 95 % interval."""
-    rows = [(by, "utt.", "words", "S", "D", "I", "WER", "95 %")]
+    """A table of groups: utterances, words, S, D, I, WER and its 95 % interval, CER."""
+    rows = [(by, "utt.", "words", "S", "D", "I", "WER", "95 %", "CER")]
     for name, part in groups.items():
         counts = (part.sentences, part.words, part.substitutions, part.deletions, part.insertions)
         interval = between(part.wer_interval) if part.wer_interval else "-"
-        rows.append((name or "(none)", *map(str, counts), percent(part.wer), interval))
+        rows.append(
+            (name or "(none)", *map(str, counts), percent(part.wer), interval, percent(part.cer))
+        )
     return table(rows)
 
 

@@ -8,6 +8,7 @@ that belongs to it alone.
 import os
 import shlex
 import shutil
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,9 +171,9 @@ def check_vocabulary_coverage(
     shown = " ".join(sorted(missing, key=lambda letter: (-missing[letter], letter))[:MAX_SHOWN])
     line = f"{path}: {100 * share:.3g} % of its letters are not in the vocabulary: {shown}"
     if share > MAX_UNKNOWN:
-        has_case = any(letter.lower() != letter.upper() for letter in missing)
+        is_latin = any(unicodedata.normalize("NFD", letter)[0].isascii() for letter in missing)
         remedy = "check case and language (asr.prepare --text upper-az, lower)"
-        if not has_case:
+        if not is_latin:
             remedy = "check the language: another one needs its own vocabulary, without train.init"
         raise UserError(f"{line}; {remedy}")
     return line

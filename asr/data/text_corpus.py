@@ -11,6 +11,7 @@ line and a pool. A plan depends on (seed, epoch) alone, so resuming skips its fi
 N lines, B sentences in a batch, U tokens.
 """
 
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -57,12 +58,14 @@ def _read_blocks(path: Path) -> Iterator[Block]:
 
 
 def clean_lines(path: Path) -> Iterator[str]:
-    """The sentences of a file, words separated by single spaces."""
+    """The sentences of a file in Unicode's form NFC, words separated by single spaces."""
     if path.suffix == ".tsv":
-        texts = (" ".join(row["text"].split()) for _, row in read_rows(path, ["text"]))
+        texts = (row["text"] for _, row in read_rows(path, ["text"]))
     else:
-        texts = (" ".join(line.split()) for line in raw_lines(path))
-    yield from filter(None, texts)
+        texts = raw_lines(path)
+    for text in texts:
+        if words := text.split():
+            yield unicodedata.normalize("NFC", " ".join(words))
 
 
 def plan_sentences(

@@ -209,6 +209,7 @@ def check_writable(folder: Path) -> Path:
 def _group_facts(part: Score) -> dict[str, Any]:
     return {
         "wer": part.wer,
+        "cer": part.cer,
         "words": part.words,
         "wer_interval": part.wer_interval,
         "wer_interval_over_speakers": _interval_over_speakers(part),

@@ -10,7 +10,9 @@ are to be skipped.
 
 import math
 import os
+import shlex
 import sys
+import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -135,7 +137,7 @@ class _Output:
         if not row.text:
             raise ValueError("the text is empty")
         audio = row.audio + ("" if _has_suffix(row.audio) else self.suffix)
-        path = os.path.abspath(os.path.join(self.base, audio))  # noqa: PTH100, PTH118
+        path = os.path.abspath(_joined(self.base, audio))  # noqa: PTH100
         if row.load is None and not path.startswith(os.path.join(self.root, "")):  # noqa: PTH118
             if not os.path.lexists(path):
                 raise ValueError(f"no such file: {row.audio!r}")
@@ -278,11 +280,20 @@ def _find_audio(split: Split, root: str) -> tuple[str, str]:
     for base, below in product((root, corpus, os.getcwd(), os.path.dirname(corpus)), FOLDERS):  # noqa: PTH109, PTH120
         folder = os.path.normpath(os.path.join(base, below))  # noqa: PTH118
         for name in names:
-            path = os.path.join(folder, name)  # noqa: PTH118
             for suffix in ("",) if _has_suffix(name) else ("", *sorted(RECORDING_SUFFIXES)):
-                if os.path.isfile(path + suffix):  # noqa: PTH113
+                if os.path.isfile(_joined(folder, name + suffix)):  # noqa: PTH113
                     return folder, suffix
     return root, ""
+
+
+def _joined(folder: str, name: str) -> str:
+    """The path; macOS and its archives decompose letters, so that of a file in either form."""
+    path = os.path.join(folder, name)  # noqa: PTH118
+    if name.isascii() or os.path.lexists(path):
+        return path
+    names = (unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
+    paths = (os.path.join(folder, name) for name in names)  # noqa: PTH118
+    return next(filter(os.path.lexists, paths), path)
 
 
 def _write_split(output: _Output, normalize: TextNormalizer, only: bool) -> None:
@@ -365,7 +376,8 @@ def _measure(row: Row, path: str, options: Options) -> Measured | str:
     except AudioError as error:
         file = Path(path)
         if file.suffix.lower() in FFMPEG_SUFFIXES and file.is_file():
-            return f"{error}; convert it: ffmpeg -i {file} {file.with_suffix('.flac')}"
+            names = shlex.join([str(file), str(file.with_suffix(".flac"))])
+            return f"{error}; convert it: ffmpeg -i {names}"
         return str(error)
     except ValueError as error:
         return str(error)

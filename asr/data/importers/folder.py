@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from asr.data.importers.rows import (
     SPEAKER_KEYS,
@@ -70,6 +71,9 @@ def _folders(source: Path) -> dict[str, Path]:
         return {}
     folders = [path for path in sorted(source.iterdir()) if path.is_dir()]
     splits = {SPLITS[f.name.lower()]: f for f in folders if f.name.lower() in SPLITS}
+    others = [folder for folder in folders if folder not in splits.values()]
+    if "train" not in splits and any(map(_pairs, others)):
+        splits = {}  # Dev and Val are names of speakers, too
     named = [split_of(folder.name) for folder in folders]
     if not splits and all(named) and len(set(named)) > 1:  # as LibriTTS
         splits = {folder.name: folder for folder in folders}
@@ -111,11 +115,12 @@ def _files(folder: Path) -> tuple[dict[Key, list[Path]], dict[Key, list[Path]]]:
         for name in sorted(names):
             if name.startswith("."):
                 continue
-            stem, suffix = os.path.splitext(name)  # noqa: PTH122 (a Path each costs seconds)
+            key = normalize("NFC", name)  # audio and texts may be of different systems
+            stem, suffix = os.path.splitext(key)  # noqa: PTH122 (a Path each costs seconds)
             if suffix.lower() in RECORDING_SUFFIXES:
                 audio.setdefault((*parts, stem), []).append(Path(root, name))
-            elif suffix := next((s for s in TEXT_SUFFIXES if name.lower().endswith(s)), ""):
-                texts.setdefault((*parts, name[: -len(suffix)]), []).append(Path(root, name))
+            elif suffix := next((s for s in TEXT_SUFFIXES if key.lower().endswith(s)), ""):
+                texts.setdefault((*parts, key[: -len(suffix)]), []).append(Path(root, name))
     return audio, texts
 
 

@@ -43,15 +43,15 @@ def hold_out(manifest: Path, share: float) -> tuple[Path, str]:
     )
 
 
-def overlap(train: Path, valid: Path) -> list[str]:
+def overlap(train: Path, other: Path) -> list[str]:
     """Warnings of texts and of speakers that both manifests have."""
     warnings = []
     for column, new in (("text", "texts"), ("speaker", "voices")):
         known = {hash(row[column]) for _, row in read_rows(train, COLUMNS)}
-        values = [hash(row[column]) for _, row in read_rows(valid, COLUMNS)]
+        values = [hash(row[column]) for _, row in read_rows(other, COLUMNS)]
         if count := sum(value in known for value in values):
             warnings.append(
-                f"warning: {count:,} of {len(values):,} utterances of {valid} have a {column} that "
+                f"warning: {count:,} of {len(values):,} utterances of {other} have a {column} that "
                 f"{train} has too: error rates are higher for new {new}"
             )
     return warnings

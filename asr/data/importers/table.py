@@ -2,8 +2,9 @@
 
 Columns are found by their usual names in any case, such as path and sentence (Mozilla Common
 Voice), file_name and transcription (Hugging Face's audiofolder) or audio and text. Also read are
-an id, a speaker, seconds, and the start and end of a part; an id is otherwise the path without its
-suffix. Further columns are kept. A delimiter is a tab, comma, semicolon or |.
+an id, a speaker, seconds, the start and end of a part (seconds or h:mm:ss), and the channel that is
+spoken on (A and B, left and right, or numbers, from 1 where none is 0); an id is otherwise the path
+without its suffix. Further columns are kept. A delimiter is a tab, comma, semicolon or |.
 
 SOURCE is a table, or a folder with some: train, dev and test, each a split, or one in each folder.
 A single table is divided by its column `split`, or by paths that begin with train, test or alike.
@@ -53,9 +54,12 @@ ID_KEYS = ("id", "utt_id", "utterance_id", "utt", "key")
 SECONDS_KEYS = ("seconds", "duration")
 START_KEYS, END_KEYS = ("start", "start_time", "offset"), ("end", "end_time")
 READ_KEYS = (ID_KEYS, SECONDS_KEYS, START_KEYS, END_KEYS)  # beside audio, text and speaker
+CHANNEL_KEYS = ("channel",)
+CHANNELS = {"a": 0, "b": 1, "left": 0, "right": 1, "l": 0, "r": 1}
 SPLIT_KEYS = ("split", "subset", "partition")
 METADATA = "metadata"  # audiofolder's name of a table, which says nothing of its content
 MAX_LIST = 1 << 28  # bytes of a JSON list, which is read as a whole
+CLOCK = re.compile(r"(\d+:)?\d+:\d{1,2}(\.\d*)?")  # 1:02:03.5
 WINDOWS = re.compile(r"[A-Za-z]:[/\\]|\\\\")
 
 
@@ -199,12 +203,31 @@ def _splits(
         raise UserError(_missing(path))
     known = {*SPEAKER_KEYS, *SPLIT_KEYS, *COLUMNS, key_of(text), key_of(audio)}
     known |= {key_of(table.column(keys) or "") for keys in READ_KEYS}
+    channels = _channels(table)
+    known |= {key_of(table.column(CHANNEL_KEYS) or "")} if channels else set()
     more = [] if table.delimiter in "{[" else [n for n in columns if key_of(n) not in known]
-    read_row = partial(_row, table, key_of(audio), key_of(text), tuple(map(key_of, more)))
+    more_keys = tuple(map(key_of, more))
+    read_row = partial(_row, table, key_of(audio), key_of(text), channels, more_keys)
     names = tuple(" ".join(name.split()) for name in more)
     for name, part in _names(table, key_of(audio), source, tables).items():
         rows = partial(_rows, table, partial(read_row, part))
         yield Split(name, path, path.parent, rows, more=names)
+
+
+def _channels(table: Table) -> dict[str, int]:
+    """The channel, from 0, of each value in its column; empty where the column names no channels,
+    but broadcasters, say.
+    """
+    if table.column(CHANNEL_KEYS) is None:
+        return {}
+    records = (found for found in table.records() if not isinstance(found, Fault))
+    values = {text_of(record, *CHANNEL_KEYS).lower() for _, record in records} - {""}
+    if values <= CHANNELS.keys():
+        return CHANNELS
+    if not all(value.isdecimal() for value in values):
+        return {}
+    first = min(1, min(map(int, values)))
+    return {value: int(value) - first for value in values}
 
 
 def _names(table: Table, audio: str, source: Path, tables: list[Table]) -> dict[str, str | None]:
@@ -241,6 +264,7 @@ def _row(
     table: Table,
     audio_key: str,
     text_key: str,
+    channels: dict[str, int],
     more: tuple[str, ...],
     split: str | None,
     line: int,
@@ -255,7 +279,8 @@ def _row(
     start, length = _part(record)
     seconds = "" if start is not None else text_of(record, *SECONDS_KEYS).replace(",", ".")
     key = next((key for key in ID_KEYS if key in record), None)
-    name = text_of(record, key) if key else _id(audio, start)
+    channel = text_of(record, *CHANNEL_KEYS) if channels else ""
+    name = text_of(record, key) if key else _id(audio, start) + (channel and f"-{channel}")
     yield Row(
         table.path,
         line,
@@ -266,6 +291,7 @@ def _row(
         seconds,
         start,
         length,
+        channels.get(channel.lower()),
         more=tuple(" ".join(str(record[key]).split()) for key in more),
     )
 
@@ -293,4 +319,7 @@ def _part(record: dict[str, Any]) -> tuple[float | None, float | None]:
 
 def _time(record: dict[str, Any], keys: tuple[str, ...]) -> float | None:
     text = text_of(record, *keys).replace(",", ".")  # a spreadsheet's point may be a comma
+    if CLOCK.fullmatch(text):
+        parts = reversed(text.split(":"))
+        return sum(float(part) * 60**power for power, part in enumerate(parts))
     return number_of({keys[0]: text}, keys[0]) if text else None

@@ -32,8 +32,12 @@ APOSTROPHES = "\u2018\u2019\u02bc\u0060\u00b4"
 NO_GAP = ".\u200c\u200d"  # full stop and joiners
 SPOKEN = re.compile(r"[LN].|S[cmo]")  # categories of Unicode: letters, numbers, symbols
 SPOKEN_MARKS = "%&@#‰§٪％＆＠＃"
-# Kept within a word: hyphens, Catalan's point, marks of Hebrew, Tibetan and Armenian.
-IN_WORDS = "'-\u2010\u2011\u00b7\u0f0b\u055a\u05be\u05f3\u05f4"
+WRITTEN_WORDS = "၌၍၎၏"  # of Burmese, which Unicode calls punctuation
+HYPHENS = "\u2010\u2011"
+# Kept within a word: hyphens, Catalan's point, marks of Hebrew, Tibetan and Armenian, and the colon
+# of Finnish and Swedish (EU:n).
+IN_WORDS = "'-:\u00b7\u0f0b\u055a\u05be\u05f3\u05f4"
+INTONATION = "\u055b\u055c\u055e"  # Armenian: above the vowel of a word, dropped without a gap
 IN_NUMBERS = ".,:٫٬．，："
 LAUGHED = "[laughter-WORD]"  # in reports
 SHOWN = 12  # characters or tags in the report
@@ -151,14 +155,16 @@ class TextNormalizer:
         if not _is_punctuation(mark):
             return mark
         before, after = text[at - 1 : at], text[at + 1 : at + 2]
-        plain = "'" if mark in APOSTROPHES else mark
+        plain = "'" if mark in APOSTROPHES else "-" if mark in HYPHENS else mark
+        if mark == '"' and "\u05d0" <= before <= "\u05ea":
+            plain = "\u05f4"  # the mark of Hebrew's abbreviations, which keyboards lack
         if plain in IN_WORDS and _in_word(before) and _in_word(after):
             return plain
         if mark in IN_NUMBERS and before.isdigit() and after.isdigit():
             return mark
         self.punctuation[mark] += 1
         is_end = mark == "." and not _BETWEEN_WORDS.match(text, at)
-        return "" if is_end else _gap(text, at, at + 1)
+        return "" if is_end or mark in INTONATION else _gap(text, at, at + 1)
 
     def _without(self, text: str, others: list[str]) -> str:
         text = _BETWEEN_WORDS.sub(" ", text).translate(self._table)
@@ -252,7 +258,7 @@ def _is_punctuation(character: str) -> bool:
     """Whether it is punctuation or an accent without a letter, and not spoken."""
     category = unicodedata.category(character)
     is_mark = category.startswith("P") or category == "Sk" or character in APOSTROPHES
-    return is_mark and character not in SPOKEN_MARKS
+    return is_mark and character not in SPOKEN_MARKS + WRITTEN_WORDS
 
 
 def _in_word(character: str) -> bool:
