@@ -1,16 +1,16 @@
-"""Fewer layers: python -m asr.prune RUN --to RUN2 [--encoder N] [--decoder M] [--how HOW]
+"""Fewer layers: python -m asr.prune RUN --to RUN2 [--encoder N] [--decoder M]
 
 Removes layers of a Transformer that was trained with LayerDrop (Fan, Grave & Joulin 2019,
-arXiv:1909.11556): by the paper's rule, `every_other`, or by `search_layers` on the validation set.
-The result is a run without the state of a training, from which another run can start with
-train.init. Its recipe states the residual scales of `deepnet` as numbers, since
-they depend on the layer counts that the weights were trained with.
+arXiv:1909.11556), evenly spread, by the rule that the paper recommends. The result is a run without
+the state of a training, from which another run can start with train.init. Its recipe states the
+residual scales of `deepnet` as numbers, since they depend on the layer counts that the weights were
+trained with.
 
 Functions import what takes time, so that --help is fast.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +19,7 @@ from asr.errors import UserError, run_command
 
 if TYPE_CHECKING:
     from asr.config.schema import Recipe, SpeechRecipe
-    from asr.inference.recognition import Recognizer
     from asr.models.transformer import Transformer
-
-Layers = tuple[list[int], list[int]]  # indices of encoder layers and of decoder layers, from 0
-Score = Callable[["Transformer"], float]  # the lower the better
 
 
 def main() -> None:
@@ -39,17 +35,14 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True, help="folder of the pruned run")
     parser.add_argument("--encoder", type=int, help="encoder layers to keep (default: all)")
     parser.add_argument("--decoder", type=int, help="decoder layers to keep (default: all)")
-    ways = ("every-other", "search")
-    how = "evenly spread (default), or the layers without which the validation loss is highest"
-    parser.add_argument("--how", choices=ways, default=ways[0], help=how)
     args = parser.parse()
     if args.encoder is None and args.decoder is None:
         raise UserError("nothing to prune: give the layers to keep, --encoder N or --decoder M")
-    prune_run(args.run, args.overrides, args.to, (args.encoder, args.decoder), args.how)
+    prune_run(args.run, args.overrides, args.to, (args.encoder, args.decoder))
 
 
 def prune_run(
-    run: Path, overrides: Sequence[str], to: Path, keep: tuple[int | None, int | None], how: str
+    run: Path, overrides: Sequence[str], to: Path, keep: tuple[int | None, int | None]
 ) -> None:
     """Write a pruned run folder; `keep`: encoder and decoder layers, None for all.
 
@@ -70,24 +63,17 @@ def prune_run(
         raise UserError(f"{run}: model.intermediate_ctc numbers its layers; it cannot be pruned")
     check_new_folder(to)
     recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS])
-    model, loss = recognizer.model, math.inf
+    model = recognizer.model
     before = (len(model.encoder.layers), len(model.decoder.layers))
     counts = [n if k is None else k for n, k in zip(before, keep, strict=True)]
     kept: list[list[int]] = []
     for option, layers, count in zip(("--encoder", "--decoder"), before, counts, strict=True):
         with config_errors(option):
             check_count(layers, count)
-            if how == "every-other":
-                kept.append(every_other(layers, count))
-    if how == "search":
-        score = validation_loss(recognizer, recipe)
-        kept = search_layers(model, *counts, score)
-        keep_layers(model, *kept)
-        loss = score(model)
-    else:
-        keep_layers(model, *kept)
+            kept.append(every_other(layers, count))
+    keep_layers(model, *kept)
     step = choose(run, recipe.decode.checkpoint, 1)[0].step
-    write_run(to, pruned_recipe(recipe, model, to), recognizer, step, loss)
+    write_run(to, pruned_recipe(recipe, model, to), recognizer, step, math.inf)
     for name, indices, layers in zip(("encoder", "decoder"), kept, before, strict=True):
         print(f"{name}: kept {' '.join(str(i + 1) for i in indices)} of {layers} layers")
     print(f"the run is in {to}")
@@ -103,34 +89,10 @@ def every_other(layers: int, keep: int) -> list[int]:
     removed = layers - keep
     if 2 * removed > layers:
         raise ValueError(
-            f"every-other cannot prune {layers} layers to {keep}, fewer than half: use search"
+            f"pruning {layers} layers to {keep} would keep fewer than half: prune the result again"
         )
     period = layers // removed if removed else layers + 1  # floor(1/p), in integers
     return [depth - 1 for depth in range(1, layers + 1) if depth % period]
-
-
-def search_layers(model: "Transformer", encoder: int, decoder: int, score: Score) -> Layers:
-    """Which `encoder` and `decoder` layers to keep; the model is not changed.
-
-    Greedy: removes one layer at a time, from either stack, each time the one without which
-    score(model) is lowest, the first of equals. Removing d of N layers takes about d (N - d/2)
-    scores.
-    """
-    stacks, keep = (model.encoder, model.decoder), (encoder, decoder)
-    full = [stack.layers for stack in stacks]
-    kept = tuple(list(range(len(layers))) for layers in full)
-
-    def score_without(removed: tuple[int, int]) -> float:
-        keep_layers(model, *([i for i in part if (s, i) != removed] for s, part in enumerate(kept)))
-        loss = score(model)
-        for stack, layers in zip(stacks, full, strict=True):
-            stack.layers = layers
-        return loss
-
-    while choices := [(s, i) for s in (0, 1) if len(kept[s]) > keep[s] for i in kept[s]]:
-        s, removed = min(choices, key=score_without)
-        kept[s].remove(removed)
-    return kept
 
 
 def keep_layers(model: "Transformer", encoder: Sequence[int], decoder: Sequence[int]) -> None:
@@ -153,30 +115,6 @@ def residual_alphas(model: "Transformer") -> dict[str, float]:
     """The model's alphas as a residual_scale setting."""
     stacks = {"encoder": model.encoder, "decoder": model.decoder}
     return {name: stack.layers[0].around_feed_forward.alpha for name, stack in stacks.items()}
-
-
-def validation_loss(recognizer: "Recognizer", recipe: "SpeechRecipe") -> Score:
-    """The loss that selects checkpoints, in nats per token of the validation split."""
-    from asr.data.batching import plan_evaluation
-    from asr.data.loader import UtteranceDataset, load_batches, with_split_statistics
-    from asr.data.splits import load_split_manifest
-    from asr.training.losses import SpeechObjective, means
-    from asr.training.trainer import validate
-
-    corpus = load_split_manifest(recipe.data, recipe.data.valid, "valid")
-    front_end = with_split_statistics(recognizer.front_end, corpus, recipe.data.workers, (1.0,))
-    dataset = UtteranceDataset(corpus, front_end, recognizer.tokenizer, recipe.seed)
-    plan = plan_evaluation(corpus.seconds, recipe.decode.batch_seconds)
-
-    def score(model: "Transformer") -> float:
-        objective = SpeechObjective(model, recipe.model.ctc_weight, recipe.train.label_smoothing)
-        batches = load_batches(dataset, plan.batches, recipe.data.workers)
-        sums = means(validate(objective, batches, recipe.train.precision)[0])
-        if "nll" not in sums:
-            raise UserError(corpus.unreadable())
-        return sums["nll"]
-
-    return score
 
 
 def pruned_recipe(recipe: "SpeechRecipe", model: "Transformer", to: Path) -> "Recipe":

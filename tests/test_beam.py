@@ -8,7 +8,7 @@ import torch
 from toy_speller import NO_FRAMES, ToySpeller, alone, beam_search, toy_memory
 
 from asr.data.tokenizer import BLANK, EOS, SOS, UNK
-from asr.decoding.beam_search import FLOOR, Ranking
+from asr.decoding.beam_search import Ranking
 from asr.decoding.scorer import Hypothesis, greedy
 from asr.errors import UserError
 from asr.nn.attention import Memory
@@ -62,7 +62,7 @@ def brute_force(model, memory, longest, *, ctc=None, lm=None, **settings):
     results = []
     for length in range(longest + 1):
         for tokens in itertools.product(WORDS, repeat=length):
-            log_probs, attention = model.spell(memory, tokens)
+            log_probs = model.spell(memory, tokens)
             best_other = float(log_probs[-1, list(WORDS)].max())
             threshold = settings.get("eos_threshold", math.inf)
             if float(log_probs[-1, EOS]) < threshold * best_other and length < longest:
@@ -74,8 +74,6 @@ def brute_force(model, memory, longest, *, ctc=None, lm=None, **settings):
             if lm_weight:
                 score += lm_weight * lm.sentence(tokens)
             score /= ((5 + length + 1) / 6) ** settings.get("length_penalty", 0.0)
-            covered = sum(math.log(min(max(c, FLOOR), 1.0)) for c in attention.sum(0).tolist())
-            score += settings.get("coverage_penalty", 0.0) * covered
             score += settings.get("token_reward", 0.0) * (length + 1)
             results.append((score, tokens))
     return sorted(results, reverse=True)
@@ -86,7 +84,6 @@ SETTINGS = {
     "length": {"length_penalty": 0.9},
     "reward": {"token_reward": 0.7},
     "fine": {"token_reward": -0.4, "length_penalty": 0.3},
-    "coverage": {"coverage_penalty": 0.6},
     "threshold": {"eos_threshold": 1.5},
     "ctc": {"ctc_weight": 0.4},
     "ctc alone": {"ctc_weight": 1.0},
@@ -95,7 +92,6 @@ SETTINGS = {
     "all": {
         "length_penalty": 0.6,
         "token_reward": 0.2,
-        "coverage_penalty": 0.3,
         "eos_threshold": 2.0,
         "ctc_weight": 0.3,
         "lm_weight": 0.4,
@@ -141,8 +137,8 @@ def test_brute_force_results_depend_on_the_settings():
         name: brute_force(model, memory, 4, ctc=ctc, lm=lm, **settings)[0]
         for name, settings in SETTINGS.items()
     }
-    assert len({round(score, 6) for score, _ in best.values()}) > 8
-    assert len({tokens for _, tokens in best.values()}) > 3
+    assert len({round(score, 6) for score, _ in best.values()}) > 7
+    assert len({tokens for _, tokens in best.values()}) > 2
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -160,7 +156,6 @@ def test_beam_1_is_greedy(seed):
 EVERYTHING = {
     "length_penalty": 0.6,
     "token_reward": 0.1,
-    "coverage_penalty": 0.05,
     "eos_threshold": 1.5,
     "ctc_weight": 0.3,
 }
@@ -180,14 +175,13 @@ def test_a_batch_equals_its_utterances_one_by_one():
             assert ours.score == pytest.approx(other.score, abs=1e-5)
             assert ours.log_probs == pytest.approx(other.log_probs, abs=1e-5)
             assert ours.parts == pytest.approx(other.parts, abs=1e-5)
-            assert ours.covered == pytest.approx(other.covered, abs=1e-5)
 
 
 def test_scores_add_up_from_their_parts():
     model, memory, lm = ToySpeller(V, sharpness=1.5), toy_memory(7, 5), Bigrams()
     ctc = random_ctc(memory)
     results = beam_search(model, memory, 5, nbest=5, ctc=ctc, scorers=[(0.2, lm)], **EVERYTHING)
-    ranking = Ranking(0.6, 0.1, 0.05)
+    ranking = Ranking(0.6, 0.1)
     for utterance, frames in enumerate([7, 5]):
         for hypothesis in results[utterance]:
             attention_part, ctc_part, lm_part = hypothesis.parts
@@ -196,7 +190,7 @@ def test_scores_add_up_from_their_parts():
             assert ctc_part == pytest.approx(judge, abs=1e-5)
             assert lm_part == pytest.approx(lm.sentence(hypothesis.tokens), abs=1e-5)
             total = 0.7 * attention_part + 0.3 * ctc_part + 0.2 * lm_part
-            score = ranking.final(total, len(hypothesis.tokens) + 1, hypothesis.covered)
+            score = ranking.final(total, len(hypothesis.tokens) + 1)
             assert hypothesis.score == pytest.approx(score, abs=1e-5)
 
 
@@ -235,11 +229,11 @@ def test_the_early_stop_saves_steps(monkeypatch):
 
 def test_the_bound_is_reached_by_no_longer_sentence():
     for alpha, reward in itertools.product([0.0, 0.6, 2.0], [-0.5, 0.0, 0.5]):
-        ranking = Ranking(alpha, reward, 0.1)
+        ranking = Ranking(alpha, reward)
         bound = ranking.bound(-3.0, 4, 9)
-        for length, loss, covered in itertools.product(range(4, 10), [0.0, 2.0], [0.0, -1.0]):
-            assert ranking.final(-3.0 - loss, length, covered) <= bound + 1e-12
-    assert Ranking(0.0, 0.0, 0.0).bound(0.1, 1, 2) == math.inf
+        for length, loss in itertools.product(range(4, 10), [0.0, 2.0]):
+            assert ranking.final(-3.0 - loss, length) <= bound + 1e-12
+    assert Ranking(0.0, 0.0).bound(0.1, 1, 2) == math.inf
 
 
 def test_without_eos_hypotheses_have_the_maximum_length():
@@ -322,19 +316,6 @@ def test_errors_are_one_clear_line(settings, message):
     with pytest.raises(UserError, match=message) as error:
         beam_search(ToySpeller(V), toy_memory(3), **settings)
     assert "\n" not in str(error.value)
-
-
-def test_coverage_without_attention_is_reported():
-    class NoAttention(ToySpeller):
-        def step(self, state, tokens):
-            log_probs, state = super().step(state, tokens)
-            return log_probs, state._replace(attention=None)
-
-        def select(self, state, rows):
-            return super().select(state._replace(attention=state.hidden), rows)
-
-    with pytest.raises(UserError, match="coverage_penalty needs attention weights"):
-        beam_search(NoAttention(V), toy_memory(3), coverage_penalty=0.1)
 
 
 def test_nan_is_reported_before_the_search():

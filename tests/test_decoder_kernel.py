@@ -54,7 +54,7 @@ def step_by_step(ours, memory, tokens):
     for token in tokens.unbind(1):
         output, state = ours.advance(state, token[:, None])
         outputs.append(output)
-        weights.append(state.attention)
+        weights.append(state.attended.weights)
     return torch.cat(outputs, 1), torch.cat(weights, 1)
 
 

@@ -58,7 +58,6 @@ def test_a_beam_as_wide_as_the_space_is_brute_force(seeds):
 
 EVERYTHING = {
     "length_penalty": 0.6,
-    "coverage_penalty": 0.05,
     "eos_threshold": 1.5,
     "ctc_weight": WEIGHT,
 }

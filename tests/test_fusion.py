@@ -113,7 +113,7 @@ def test_fused_scores_add_up(family, kind):
 def test_a_batch_equals_its_utterances_one_by_one(family, kind):
     model, scorers = tiny(family), [(0.5, language_model(kind, V))]
     memory, ctc = encoded(model)
-    settings = {"nbest": 3, "ctc_weight": 0.3, "coverage_penalty": 0.1, "length_penalty": 0.6}
+    settings = {"nbest": 3, "ctc_weight": 0.3, "length_penalty": 0.6}
     together = beam_search(model, memory, 4, ctc=ctc, scorers=scorers, **settings)
     for b, ours in enumerate(together):
         mine, own_ctc = alone(memory, ctc, b)

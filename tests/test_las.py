@@ -116,7 +116,7 @@ def test_steps_equal_the_whole_sequence(kind):
     for u, token in enumerate(tokens.unbind(dim=1)):
         log_probs, state = model.step(state, token[:, None])
         torch.testing.assert_close(log_probs[:, 0], expected[:, u])
-        torch.testing.assert_close(state.attention[:, 0], weights[:, u])
+        torch.testing.assert_close(state.attended.weights[:, 0], weights[:, u])
 
 
 @torch.no_grad()

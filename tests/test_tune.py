@@ -33,8 +33,8 @@ def spoken(**texts):
     return [Utterance(name, "s", None, 1.0, text) for name, text in texts.items()]
 
 
-def hypothesis(tokens, *parts, covered=0.0):
-    return Hypothesis(tokens, 0.0, True, parts=parts, covered=covered)
+def hypothesis(tokens, *parts):
+    return Hypothesis(tokens, 0.0, True, parts=parts)
 
 
 def reranked(setting, corpus, nbest):
@@ -47,7 +47,6 @@ def reranked(setting, corpus, nbest):
             share, length = setting["ctc_weight"], len(h.tokens) + 1
             total = (1 - share) * model + share * ctc + setting["lm_weight"] * lm
             total /= ((5 + length) / 6) ** setting["length_penalty"]
-            total += setting["coverage_penalty"] * h.covered
             return total + setting["token_reward"] * length
 
         texts.append(TOKENIZER.decode(max(nbest[utterance.id], key=final).tokens))
@@ -82,9 +81,9 @@ def test_the_best_setting_equals_an_exhaustive_search(monkeypatch, seed):
             ids[word] if draw.random() < 0.6 else draw.choice([*WORDS]) for word in text.split()
         ]
         parts = [draw.uniform(-4, 0) * len(tokens) for _ in range(3)]
-        return hypothesis(tuple(tokens[: draw.randint(1, 4)]), *parts, covered=draw.uniform(-20, 0))
+        return hypothesis(tuple(tokens[: draw.randint(1, 4)]), *parts)
 
-    nbest = {u.id: [rival(u.text) for _ in range(5)] for u in corpus}
+    nbest = {u.id: [rival(u.text) for _ in range(9)] for u in corpus}
     monkeypatch.setattr(tune, "nbests", lambda *_: [nbest])
     plain = dict.fromkeys(tune.PENALTIES, 0.0)
     grid = [{"beam": 8, "ctc_weight": 0.4, "lm_weight": tune.LM_WEIGHT, **plain}]

@@ -17,7 +17,6 @@ from asr.nn.attention import Memory
 class ToyState(NamedTuple):
     memory: Memory
     hidden: Tensor  # (B, K, H)
-    attention: Tensor | None  # (B, K, T)
 
 
 class ToySpeller:
@@ -36,7 +35,7 @@ class ToySpeller:
         self.steps = 0  # rows computed, for tests of a search's cost
 
     def start(self, memory):
-        return ToyState(memory, torch.zeros(len(memory.valid), 1, self.size).double(), None)
+        return ToyState(memory, torch.zeros(len(memory.valid), 1, self.size).double())
 
     def step(self, state, tokens):
         self.steps += tokens.numel()
@@ -47,27 +46,22 @@ class ToySpeller:
         weights = energy.softmax(dim=2)
         features = torch.cat([hidden, weights @ memory.states], dim=2)
         log_probs = (features @ self.output).log_softmax(dim=2)
-        return log_probs, ToyState(memory, hidden, weights)
+        return log_probs, ToyState(memory, hidden)
 
     def select(self, state, rows):
         beam = state.hidden.shape[1]
         utterances = rows[:, 0] // beam
         assert (rows // beam == utterances[:, None]).all(), "a line of rows mixes utterances"
-
-        def take(rows_of):
-            return None if rows_of is None else rows_of.flatten(0, 1)[rows]
-
         memory = Memory(state.memory.states[utterances], state.memory.valid[utterances])
-        return ToyState(memory, take(state.hidden), take(state.attention))
+        return ToyState(memory, state.hidden.flatten(0, 1)[rows])
 
     def spell(self, memory, tokens):
-        """One utterance's memory, tokens without SOS -> log-probs (U + 1, V), attention."""
-        state, rows, weights = self.start(memory), [], []
+        """One utterance's memory, tokens without SOS -> log-probs (U + 1, V)."""
+        state, rows = self.start(memory), []
         for token in [SOS, *tokens]:
             log_probs, state = self.step(state, torch.tensor([[token]]))
             rows.append(log_probs[0, 0])
-            weights.append(state.attention[0, 0])
-        return torch.stack(rows), torch.stack(weights)
+        return torch.stack(rows)
 
 
 def toy_memory(*lengths, size=5, seed=1):

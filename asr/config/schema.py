@@ -676,7 +676,6 @@ class BeamConfig(Config):
     length_penalty: Annotated[float, Field(ge=0.0, le=10.0)] = 0.6
     # added to the score per token; no effect with beam 1
     token_reward: Annotated[float, Field(ge=-1000.0, le=1000.0)] = 0.0
-    coverage_penalty: NotNegative = 0.0  # beta of Wu et al. 2016
     # <eos> needs a log-probability of at least this factor times the best other token's (Hannun et
     # al. 2019); null: no limit
     eos_threshold: Positive | None = 1.5

@@ -3,13 +3,11 @@
 At each step the `beam` best continuations of every utterance are kept. A hypothesis that takes EOS
 and is among the `beam` best moves to the finished hypotheses of its utterance, which are ranked by
 
-    s(Y) = log P(Y | X) / lp(Y) + coverage_penalty * cp(X; Y) + token_reward * |Y|
+    s(Y) = log P(Y | X) / lp(Y) + token_reward * |Y|
     lp(Y) = ((5 + |Y|) / 6) ^ length_penalty
-    cp(X; Y) = sum over frames of log min(attention that the frame received in all steps, 1)
 
-after Wu et al. 2016 (GNMT, arXiv:1609.08144), equation 14, with a reward per token added. |Y|
-counts EOS, so the empty sentence has length 1 and lp 1. We differ once: a frame with less attention
-than FLOOR counts as FLOOR, since a weight may underflow to 0.
+after Wu et al. 2016 (GNMT, arXiv:1609.08144), equation 14, with a reward per token in place of
+their coverage penalty. |Y| counts EOS, so the empty sentence has length 1 and lp 1.
 
 An utterance is done, and leaves the batch, when no unfinished hypothesis can enter its n-best list.
 With scores that are log-probabilities this stop is exact: a beam as wide as the search space finds
@@ -47,33 +45,24 @@ from asr.errors import UserError
 from asr.nn.attention import Memory
 
 WeightedScorer = tuple[float, Scorer]
-FLOOR = 1e-4
-
-
-def coverage_penalty(attention_sum: Tensor, valid: Tensor) -> Tensor:
-    """attention_sum (B, K, T) over the steps, valid (B, T) -> cp (B, K), at most 0."""
-    logs = attention_sum.clamp(FLOOR, 1.0).log()
-    return logs.masked_fill(~valid[:, None], 0.0).sum(dim=2)
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The three weights of s(Y); all 0: the plain log-probability."""
+    """The two weights of s(Y); both 0: the plain log-probability."""
 
     length_penalty: float
     token_reward: float
-    coverage_penalty: float
 
-    def final(self, log_prob: Tensor, length: int, covered: Tensor | float = 0.0) -> Tensor:
-        """log P and cp of hypotheses of one length (EOS counted) -> s, the same shape."""
-        extras = self.coverage_penalty * covered + self.token_reward * length
-        return log_prob / self._lp(length) + extras
+    def final(self, log_prob: Tensor, length: int) -> Tensor:
+        """log P of hypotheses of one length (EOS counted) -> s, the same shape."""
+        return log_prob / self._lp(length) + self.token_reward * length
 
     def bound(self, log_prob: float, min_length: int, max_length: int) -> float:
         """The largest s of any hypothesis of these lengths that continues one with log_prob.
 
         Exact where every further token's score is at most 0, as a log-probability is: log P can
-        only fall and cp only rise to 0. Each term takes the length that is best for it.
+        only fall. Each term takes the length that is best for it.
         """
         if log_prob > 0:
             return torch.inf
@@ -142,8 +131,6 @@ class BeamState(NamedTuple):
     scores: Tensor  # (B, K) weighted sums
     log_probs: Tensor  # (B, K, U) the model's
     parts: Tensor  # (B, K, S) unweighted sums
-    attention_sum: Tensor | None  # (B, K, T) over the steps; None without a coverage penalty
-    valid: Tensor  # (B, T)
     max_length: Tensor  # (B,) tokens without EOS
 
     def unfinished(self, b: int, ranking: Ranking) -> Hypothesis:
@@ -162,7 +149,7 @@ class BeamState(NamedTuple):
 class Candidates(NamedTuple):
     """The continuations of one step: each hypothesis with EOS, and the best with another token."""
 
-    state: BeamState  # scorer states and attention after the step, all else before it
+    state: BeamState  # scorer states after the step, all else before it
     token_scores: list[Tensor]  # S of (B, K, V), unweighted
     eos_scores: Tensor  # (B, K) scores of the hypotheses with EOS
     finished: Tensor  # (B, K) bool: AllowedTokens.finished
@@ -171,9 +158,9 @@ class Candidates(NamedTuple):
     nan: Tensor  # (B,) bool: a log-probability of the model is NaN
 
     def finish(
-        self, places: Sequence[tuple[int, int]], scores: Sequence[float], covered: Sequence[float]
+        self, places: Sequence[tuple[int, int]], scores: Sequence[float]
     ) -> list[Hypothesis]:
-        """The hypotheses (b, k) with EOS, from their scores and coverage penalties."""
+        """The hypotheses (b, k) with EOS, from their scores."""
         b, k = indices(places, self.eos_scores.device).unbind(1)
         state, length = self.state, self.state.tokens.shape[2] - 1
         eos = torch.stack([each[b, k, EOS] for each in self.token_scores], dim=1)  # (N, S)
@@ -186,9 +173,8 @@ class Candidates(NamedTuple):
                 finished=bool(row[-1]),
                 log_probs=tuple(row[length : 2 * length + 1]),
                 parts=tuple(row[2 * length + 1 : -1]),
-                covered=penalty,
             )
-            for row, score, penalty in zip(rows_of_numbers(*columns), scores, covered, strict=True)
+            for row, score in zip(rows_of_numbers(*columns), scores, strict=True)
         ]
 
     def select(self, scorers: Sequence[WeightedScorer], kept: Tensor) -> BeamState:
@@ -212,8 +198,6 @@ class Candidates(NamedTuple):
             scores=self.scores[kept],
             log_probs=torch.cat([take(old.log_probs), each[0]], dim=2),
             parts=take(old.parts) + torch.cat(each, dim=2),
-            attention_sum=None if old.attention_sum is None else take(old.attention_sum),
-            valid=old.valid[kept],
             max_length=old.max_length[kept],
         )
 
@@ -223,7 +207,7 @@ class BeamSearch:
 
     def __init__(self, config: BeamConfig, scorers: Sequence[WeightedScorer]) -> None:
         self.config, self.scorers = config, scorers
-        self.ranking = Ranking(config.length_penalty, config.token_reward, config.coverage_penalty)
+        self.ranking = Ranking(config.length_penalty, config.token_reward)
 
     def run(self, state: BeamState, finished: list[FinishedHypotheses]) -> None:
         """Search from the first state and fill the finished hypotheses of B utterances."""
@@ -242,17 +226,13 @@ class BeamSearch:
 
     def start(self, memory: Memory, max_length: Tensor) -> BeamState:
         """The empty hypothesis of every utterance; max_length (B,) in tokens without EOS."""
-        B, T = memory.valid.shape
-        device = memory.states.device
-        use_coverage = self.ranking.coverage_penalty > 0
+        B, device = len(memory.valid), memory.states.device
         return BeamState(
             scorer_states=[scorer.start(memory) for _, scorer in self.scorers],
             tokens=torch.full((B, 1, 1), SOS, device=device),
             scores=torch.zeros(B, 1, device=device),
             log_probs=torch.zeros(B, 1, 0, device=device),
             parts=torch.zeros(B, 1, len(self.scorers), device=device),
-            attention_sum=torch.zeros(B, 1, T, device=device) if use_coverage else None,
-            valid=memory.valid,
             max_length=max_length,
         )
 
@@ -266,14 +246,7 @@ class BeamSearch:
         allowed = allowed_tokens(self.config, state, total, model_scores)
         possible = total.shape[1] * (total.shape[2] - len(NEVER) - 1)  # neither NEVER nor EOS
         best = allowed.tokens.flatten(1).topk(min(self.config.beam, possible))
-        attention_sum = state.attention_sum
-        if attention_sum is not None:
-            if scorer_states[0].attention is None:
-                raise UserError(
-                    "coverage_penalty needs attention weights, which this model lacks; set it to 0"
-                )
-            attention_sum = attention_sum + scorer_states[0].attention
-        state = state._replace(scorer_states=scorer_states, attention_sum=attention_sum)
+        state = state._replace(scorer_states=scorer_states)
         return Candidates(state, token_scores, allowed.eos, allowed.finished, *best, nan)
 
     def _score(self, state: BeamState) -> tuple[list[Tensor], list[Any], Tensor]:
@@ -305,22 +278,19 @@ class BeamSearch:
         everything = torch.cat([eos_scores, candidates.scores], dim=1)  # (B, K + K')
         last = everything.topk(min(self.config.beam, everything.shape[1])).values[:, -1:]
         ends = (eos_scores >= last) & eos_scores.isfinite()
-        covered = torch.zeros_like(eos_scores)
-        if state.attention_sum is not None:
-            covered = coverage_penalty(state.attention_sum, state.valid)
-        final = self.ranking.final(eos_scores, state.tokens.shape[2], covered)
+        final = self.ranking.final(eos_scores, state.tokens.shape[2])
         K = eos_scores.shape[1]
-        rows = rows_of_numbers(candidates.scores[:, :1], candidates.nan, ends, final, covered)
+        rows = rows_of_numbers(candidates.scores[:, :1], candidates.nan, ends, final)
         check_not_nan(any(row[1] for row in rows))
-        entering = [  # b, k, score, coverage penalty
-            (b, k, row[2 + K + k], row[2 + 2 * K + k])
+        entering = [  # b, k, score
+            (b, k, row[2 + K + k])
             for b, row in enumerate(rows)
             for k in range(K)
             if row[2 + k] and row[2 + K + k] > finished[b].min_score
         ]
         if entering:
-            *places, scores, penalties = zip(*entering, strict=True)
-            found = candidates.finish(list(zip(*places, strict=True)), scores, penalties)
+            *places, scores = zip(*entering, strict=True)
+            found = candidates.finish(list(zip(*places, strict=True)), scores)
             for b, hypothesis in zip(places[0], found, strict=True):
                 if hypothesis.score > finished[b].min_score:
                     finished[b].add(hypothesis)
@@ -368,7 +338,7 @@ def beam_search(
     the scorers. An utterance without a frame in one of the memories gives one empty hypothesis.
 
     Raises UserError for nbest out of range, a ctc_weight without ctc, a scorer of another
-    vocabulary, a coverage_penalty without attention, and NaN from the model.
+    vocabulary, and NaN from the model.
     """
     if not 1 <= nbest <= config.beam:
         raise UserError(f"nbest is {nbest}; it must be between 1 and beam ({config.beam})")

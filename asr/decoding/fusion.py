@@ -37,17 +37,8 @@ CLOSED = -99.0  # kenlm's log10 of an unknown word where the file has no <unk> i
 MANY = 0.1  # share of unknown words, or of tokens without spaces, that is a fault
 
 
-class EnsembleState(NamedTuple):
-    members: list[Any]  # the members' states
-
-    @property
-    def attention(self) -> Tensor | None:
-        """The weights of the first member, in whose memory the search counts frames."""
-        return self.members[0].attention
-
-
 class Ensemble:
-    """A Scorer: the mean of its members' log-probabilities.
+    """A Scorer: the mean of its members' log-probabilities. Its state is the list of theirs.
 
     Every member has a memory of the same utterances, with any number of frames. What is
     impossible for one member, as a sentence longer than its frames for CTC, is so for all.
@@ -56,22 +47,22 @@ class Ensemble:
     def __init__(self, members: Sequence[tuple[Scorer, Memory]]) -> None:
         self.members = members
 
-    def start(self, memory: Memory) -> EnsembleState:
+    def start(self, memory: Memory) -> list[Any]:
         """Of `memory` only the number of utterances is used; it must be the members'."""
         assert all(len(other.valid) == len(memory.valid) for _, other in self.members)
-        return EnsembleState([scorer.start(other) for scorer, other in self.members])
+        return [scorer.start(other) for scorer, other in self.members]
 
-    def step(self, state: EnsembleState, tokens: Tensor) -> tuple[Tensor, EnsembleState]:
+    def step(self, state: list[Any], tokens: Tensor) -> tuple[Tensor, list[Any]]:
         """tokens (B, K), SOS first -> mean scores (B, K, V), next state."""
-        pairs = zip(self.members, state.members, strict=True)
+        pairs = zip(self.members, state, strict=True)
         stepped = [scorer.step(one, tokens) for (scorer, _), one in pairs]
         scores, states = zip(*stepped, strict=True)
-        return torch.stack(scores).mean(dim=0), EnsembleState(list(states))
+        return torch.stack(scores).mean(dim=0), list(states)
 
-    def select(self, state: EnsembleState, rows: Tensor) -> EnsembleState:
+    def select(self, state: list[Any], rows: Tensor) -> list[Any]:
         """rows (B', K'): numbers b * K + k of hypotheses, the same for every member."""
-        pairs = zip(self.members, state.members, strict=True)
-        return EnsembleState([scorer.select(one, rows) for (scorer, _), one in pairs])
+        pairs = zip(self.members, state, strict=True)
+        return [scorer.select(one, rows) for (scorer, _), one in pairs]
 
 
 class NgramContext(NamedTuple):

@@ -25,9 +25,7 @@ MAX_CONSTANT = 10.0  # tokens that a search allows in addition to max_ratio * fr
 class Scorer(Protocol):
     """Anything that scores the next token: an encoder-decoder, a language model, CTC.
 
-    Scores are log-probabilities, at most 0: the exact stop of beam search relies on it. The state
-    of a speech model has `attention`: the last step's weights (B, K, T), None before the first step
-    and where there are none.
+    Scores are log-probabilities, at most 0: the exact stop of beam search relies on it.
     """
 
     def start(self, memory: Memory) -> Any:
@@ -49,7 +47,6 @@ class Hypothesis:
     finished: bool  # False where the length limit ended it and another token was likelier than EOS
     log_probs: tuple[float, ...] = ()  # the model's, one per token and one for EOS
     parts: tuple[float, ...] = ()  # unweighted sums: the model's log-probs, then each scorer's
-    covered: float = 0.0  # unweighted coverage penalty, where beam search used it
 
 
 def length_limits(valid: Tensor, ratio: float, constant: float) -> Tensor:

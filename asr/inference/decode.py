@@ -59,7 +59,6 @@ def is_greedy(config: BeamConfig) -> bool:
     return (
         config.beam == 1
         and (config.eos_threshold is None or config.eos_threshold >= 1)
-        and not config.coverage_penalty
         and not config.ctc_weight
     )
 

@@ -33,10 +33,8 @@ LM_WEIGHT = 0.3  # for the n-bests
 PENALTIES = {
     "length_penalty": (0.0, 0.3, 0.6, 1.0),
     "token_reward": (0.0, 0.2, 0.5),
-    "coverage_penalty": (0.0, 0.05, 0.2),
 }
 FINALISTS = 3
-TRACE = 1e-9  # coverage penalty: too small to change a choice, enough to be computed
 
 DecodeSetting = Mapping[str, float]  # decode key -> value
 NBests = dict[str, list[Hypothesis]]  # utterance id -> hypotheses, best first
@@ -113,8 +111,7 @@ def search(
 
     `faults` receives the reason for every utterance that could not be read.
     """
-    traced = [{**setting, "coverage_penalty": TRACE} for setting in grid]
-    decoded = nbests(recognizer, corpus, recipe, traced, faults)
+    decoded = nbests(recognizer, corpus, recipe, grid, faults)
     results = []
     for setting, nbest in zip(grid, decoded, strict=True):
         wrong = errors(recognizer, corpus, nbest)
@@ -197,7 +194,7 @@ def rescore(
     def final(hypothesis: Hypothesis) -> float:
         # Scorers of weight 0 have no part; greedy search has no scorer.
         log_prob = sum(w * part for w, part in zip(weights, hypothesis.parts, strict=False) if w)
-        return ranking.final(log_prob, len(hypothesis.tokens) + 1, hypothesis.covered)
+        return ranking.final(log_prob, len(hypothesis.tokens) + 1)
 
     counts = [
         wrong[name][max(range(len(ranked)), key=lambda k, ranked=ranked: final(ranked[k]))]

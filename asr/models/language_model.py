@@ -33,7 +33,6 @@ class LSTMState(NamedTuple):
     h: Tensor
     c: Tensor
     beam: int
-    attention: None = None  # a language model attends to no audio
 
 
 class LSTMLanguageModel(nn.Module):
@@ -97,7 +96,6 @@ class CausalState(NamedTuple):
 
     past: Tensor
     rows: Tensor
-    attention: None = None
 
 
 class TransformerLanguageModel(nn.Module):

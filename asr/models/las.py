@@ -125,11 +125,6 @@ class SpellerState(NamedTuple):
     context: Tensor  # (B, K, E), c_u of the last step
     attended: AttentionState
 
-    @property
-    def attention(self) -> Tensor:
-        """The last step's attention weights, (B, K, T)."""
-        return self.attended.weights
-
 
 class Speller(nn.Module):
     """Attention decoder with input feeding: c_{u-1} is part of each step's input."""
@@ -315,7 +310,7 @@ class LAS(nn.Module):
             token = self._sample(true, outputs[-1]) if sampled and outputs else true
             output, state = self.speller.advance(state, token.unsqueeze(1))
             outputs.append(output)
-            weights.append(state.attention)
+            weights.append(state.attended.weights)
         return torch.cat(outputs, dim=1), torch.cat(weights, dim=1)
 
     def _sample(self, true: Tensor, output: Tensor) -> Tensor:

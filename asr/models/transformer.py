@@ -48,14 +48,12 @@ class TransformerState(NamedTuple):
     past (U, N, L, 2, E): keys and values of the U tokens read so far by N hypotheses; rows (B, K):
     which of the N each hypothesis continues. So selecting hypotheses copies nothing, and the next
     step copies the past once, in the new order and with room for one more token.
-    attention (B, K, T): weights of the last step, None before the first.
     """
 
     memory: list[tuple[Tensor, Tensor]]
     valid: Tensor
     past: Tensor
     rows: Tensor
-    attention: Tensor | None
 
 
 class Transformer(nn.Module):
@@ -149,7 +147,7 @@ class Transformer(nn.Module):
         keys = [layer.cross_attention.project(memory.states) for layer in self.decoder.layers]
         past = memory.states.new_empty(0, batch, len(keys), 2, size)
         rows = torch.arange(batch, device=past.device).unsqueeze(1)
-        return TransformerState(keys, memory.valid, past, rows, None)
+        return TransformerState(keys, memory.valid, past, rows)
 
     @torch.no_grad()
     def step(self, state: TransformerState, tokens: Tensor) -> tuple[Tensor, TransformerState]:
@@ -157,21 +155,19 @@ class Transformer(nn.Module):
         past, valid = extend_past(state.past, state.rows), state.valid[:, None, None]
         x = self._embed(tokens, past.size(0) - 1)
         for i, layer in enumerate(self.decoder.layers):
-            last = i == len(self.decoder.layers) - 1
-            x, weights = layer.step(x, past[:, :, i], state.memory[i], valid, need_weights=last)
+            x = layer.step(x, past[:, :, i], state.memory[i], valid)
         rows = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
-        state = TransformerState(state.memory, state.valid, past, rows, weights)
+        state = TransformerState(state.memory, state.valid, past, rows)
         return self._logits(x).log_softmax(-1), state
 
     def select(self, state: TransformerState, rows: Tensor) -> TransformerState:
         """Keep and reorder hypotheses: rows (B', K') number them b * K + k, a row per utterance."""
-        memory, valid, past, before, attention = state
+        memory, valid, past, before = state
         utterances = rows[:, 0] // before.size(1)
         if not keeps_all(utterances, len(valid)):
             memory = [(keys[utterances], values[utterances]) for keys, values in memory]
             valid = valid[utterances]
-        attention = None if attention is None else attention.flatten(0, 1)[rows]
-        return TransformerState(memory, valid, past, before.flatten()[rows], attention)
+        return TransformerState(memory, valid, past, before.flatten()[rows])
 
     def _embed(self, tokens: Tensor, start: int | None = None) -> Tensor:
         """tokens (B, U) at the positions 0 .. U - 1, or all at the position `start`."""

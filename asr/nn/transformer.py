@@ -395,10 +395,8 @@ class DecoderLayer(nn.Module):
         attend = functools.partial(self.self_attention, causal=True)
         return self._sublayers(x, attend, memory, valid, need_weights)
 
-    def step(
-        self, x: Tensor, past: Tensor, memory: KeyValue, valid: Tensor, need_weights: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """One more token of every hypothesis: x (B, K, E) -> (B, K, E), weights (B, K, T) or None.
+    def step(self, x: Tensor, past: Tensor, memory: KeyValue, valid: Tensor) -> Tensor:
+        """One more token of every hypothesis: x (B, K, E) -> (B, K, E).
 
         past (U, B*K, 2, E) as for SelfAttention.step; K hypotheses are K queries to one memory.
         """
@@ -406,7 +404,7 @@ class DecoderLayer(nn.Module):
         def attend(y: Tensor) -> Tensor:
             return self.self_attention.step(y.flatten(0, 1), past).view_as(y)
 
-        return self._sublayers(x, attend, memory, valid, need_weights)
+        return self._sublayers(x, attend, memory, valid, need_weights=False)[0]
 
     def _sublayers(
         self,
