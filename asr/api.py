@@ -124,7 +124,7 @@ class Run(os.PathLike):
 
 
 def train(
-    recipe: AnyPath | Recipe,
+    recipe: AnyPath,
     overrides: Sequence[str] = (),
     run: AnyPath | None = None,
     *,
@@ -150,16 +150,8 @@ def train(
     SIGINT (a notebook's stop button) finishes the step and saves; then KeyboardInterrupt is raised.
     Raises UserError as asr.train does.
     """
-    overridden: set[str] = set()
-    if isinstance(recipe, Recipe):
-        if overrides:
-            raise UserError("overrides are for a recipe file: give its path, or change the recipe")
-        settings, folder = recipe, Path("runs") / recipe.run
-    else:
-        settings = read_recipe(recipe, overrides)
-        overridden |= set(map(key_of, overrides))
-        folder = default_run(recipe, settings, overridden)
-    folder = folder if run is None else Path(run)
+    settings, overridden = read_recipe(recipe, overrides), set(map(key_of, overrides))
+    folder = default_run(recipe, settings, overridden) if run is None else Path(run)
     parts: dict[str, Any] = {}
     data = {"train": train_data, "valid": valid_data}
     if named := {role: examples for role, examples in data.items() if examples is not None}:

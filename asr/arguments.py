@@ -4,9 +4,7 @@ Imports nothing that takes time, so that --help is fast.
 """
 
 import argparse
-import errno
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from typing import Any, NoReturn
 from asr.errors import UserError
 from asr.shipped import find_run
 
-MAX_PATH = 1000  # bytes; systems allow little more, and commands add names to a path
 LONGEST = 300  # characters of a message, since it may quote an argument of any length
 
 # Task -> command -> an example of its arguments.
@@ -72,7 +69,7 @@ class CommandParser(argparse.ArgumentParser):
         for name in (None, "store"):
             self.register("action", name, StoreOnce)
         self.register("type", None, not_empty)
-        self.register("type", Path, _usable_path)
+        self.register("type", Path, _path)
 
     def add_overrides(self) -> None:
         """Add `overrides`: keys of the recipe with values."""
@@ -151,21 +148,13 @@ def not_empty(text: str) -> str:
     return text
 
 
-def _usable_path(text: str) -> Path:
-    """A path, whether it exists or not; refuses link loops and paths that are too long."""
-    if len(os.fsencode(not_empty(text))) > MAX_PATH:
-        raise argparse.ArgumentTypeError(f"{text[:60]!r}...: longer than {MAX_PATH} bytes")
-    try:
-        os.stat(text)  # noqa: PTH116 (Path refuses some of these texts with other errors)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
-            raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error.strerror}") from None
-    return Path(text)
+def _path(text: str) -> Path:
+    return Path(not_empty(text))
 
 
 def run_folder(text: str) -> Path:
     """The folder of a run; a name can stand for a shipped run."""
-    return find_run(_usable_path(text))
+    return find_run(_path(text))
 
 
 def natural(text: str) -> int:

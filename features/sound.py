@@ -240,7 +240,8 @@ class Sound:
         """All samples (S, C), decoded once for all parts that are cut of a file."""
         if isinstance(self._path, bytes):
             return np.concatenate([block.copy() for block in self.blocks(dtype, BLOCK_VALUES)])
-        return _decoded_file(os.fspath(self._path), dtype, self._version()).samples()
+        with _decoding:
+            return _decoded_file(os.fspath(self._path), dtype, self._version())
 
     def _read(self, file: DecodedFile, block: np.ndarray) -> int:
         """Fill `block` (S, C) from its start -> the number of samples, less at the end."""
@@ -322,28 +323,17 @@ def _count(path: Source) -> int:
         return sum(len(block) for block in sound.blocks("int16", BLOCK_VALUES))
 
 
-class _DecodedSamples:
-    """The samples of a file, decoded into a temporary file when they are first asked for."""
-
-    def __init__(self, path: str, dtype: str) -> None:
-        self._path, self._dtype, self._lock = path, dtype, threading.Lock()
-        self._samples: np.ndarray | None = None
-
-    def samples(self) -> np.ndarray:
-        """(S, C), mapped. Raises AudioError."""
-        with self._lock:
-            if self._samples is None:
-                with TemporaryFile() as file, open_audio(self._path) as sound:
-                    for block in sound.blocks(self._dtype, BLOCK_VALUES):
-                        file.write(block)
-                    file.flush()
-                    self._samples = np.memmap(file, self._dtype, "r").reshape(-1, sound.channels)
-            return self._samples
+_decoding = threading.Lock()  # else each thread would decode the file of its part
 
 
 @lru_cache(maxsize=KEPT)
-def _decoded_file(path: str, dtype: str, version: tuple[int, ...]) -> _DecodedSamples:
-    return _DecodedSamples(path, dtype)
+def _decoded_file(path: str, dtype: str, version: tuple[int, ...]) -> np.ndarray:
+    """The samples (S, C) of a file, mapped from a temporary file. Raises AudioError."""
+    with TemporaryFile() as file, open_audio(path) as sound:
+        for block in sound.blocks(dtype, BLOCK_VALUES):
+            file.write(block)
+        file.flush()
+        return np.memmap(file, dtype, "r").reshape(-1, sound.channels)
 
 
 def _check_read(window: Window, name: str) -> None:

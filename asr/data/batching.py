@@ -125,7 +125,7 @@ def _planned(
     """Cut the items, in their order, into batches; length (N,) is in the corpus' order."""
     real = float(length.sum())
     length = (np.ceil(length / grid) * grid if grid else length)[items.order]
-    cuts = np.fromiter(_cuts(length, cap), np.int64)
+    cuts = np.fromiter(batch_starts(length, cap), np.int64)
     starts, stops = cuts[:-1], cuts[1:]
     longest = np.maximum.reduceat(length, starts) if len(starts) else np.zeros(0)
     padded = float((longest * (stops - starts)).sum())
@@ -136,8 +136,8 @@ def _planned(
     return EpochPlan(BatchSequence(items, starts, stops), 1.0 - real / padded if padded else 0.0)
 
 
-def _cuts(length: np.ndarray, cap: float) -> Iterator[int]:
-    """length (N,) in the batches' order -> where each batch begins, and N."""
+def batch_starts(length: np.ndarray, cap: float) -> Iterator[int]:
+    """length (N,) in the batches' order, cap of a padded batch -> where each begins, and N."""
     yield 0
     count, longest, index = 0, 0.0, 0
     for chunk in range(0, len(length), CHUNK):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from asr.data.batching import BatchSequence, Broken, EpochPlan, halves
+from asr.data.batching import BatchSequence, Broken, EpochPlan, batch_starts, halves
 from asr.data.line_index import Block, Lines, open_lines
 from asr.data.loader import read_batches, start_worker
 from asr.data.manifest import raw_lines, read_rows
@@ -84,7 +84,7 @@ def plan_sentences(
         part = order[start : start + pool]
         part = part[np.argsort(lengths[part], kind="stable")]
         line_bytes = lengths[part].astype(np.int64) + 1
-        cuts = _cuts(line_bytes, cap)
+        cuts = np.fromiter(batch_starts(line_bytes, cap), np.int64)
         batches = random.permutation(len(cuts) - 1) if epoch else np.arange(len(cuts) - 1)
         order[start : start + pool] = np.concatenate([part[cuts[b] : cuts[b + 1]] for b in batches])
         sizes.append(np.diff(cuts)[batches])
@@ -93,18 +93,6 @@ def plan_sentences(
     cuts = np.cumsum(np.concatenate(sizes))
     planned = BatchSequence(order, cuts[:-1], cuts[1:])
     return EpochPlan(planned, 1 - real / padded if padded else 0.0)
-
-
-def _cuts(line_bytes: np.ndarray, cap: int) -> np.ndarray:
-    """line_bytes (n,) of each line, ascending -> where each batch begins, and n."""
-    cuts = [0]
-    while cuts[-1] < len(line_bytes):
-        start = cuts[-1]
-        most = min(max(cap // int(line_bytes[start]), 1), len(line_bytes) - start)
-        # The most lines whose padded bytes, the last line's times their number, fit.
-        padded = line_bytes[start : start + most] * np.arange(1, most + 1)
-        cuts.append(start + max(int(np.searchsorted(padded, cap, side="right")), 1))
-    return np.array(cuts)
 
 
 @dataclass(frozen=True)
