@@ -67,8 +67,8 @@ def test_speller_equals_the_slow_loop(kind, tied, memory):
                 alone = Memory(memory.states[b : b + 1, :length], memory.valid[b : b + 1, :length])
                 expected, weights = slow_speller(ours, alone, sentences[b][: u + 1])
                 torch.testing.assert_close(logits[b, 0], expected[-1])
-                torch.testing.assert_close(state.attention[b, 0, :length], weights[-1])
-                assert (state.attention[b, 0, length:] == 0).all()
+                torch.testing.assert_close(state.attended.weights[b, 0, :length], weights[-1])
+                assert (state.attended.weights[b, 0, length:] == 0).all()
 
 
 def test_a_step_does_not_change_the_state_before_it(memory):
@@ -106,7 +106,7 @@ def test_select_reorders_expands_and_drops(memory):
         alone = Memory(memory.states[1:, :4], memory.valid[1:, :4])
         expected, after = spell(ours, ours.start(alone), torch.tensor([[words]]))
         torch.testing.assert_close(logits[0, k], expected[0, 0])
-        torch.testing.assert_close(state.attention[0, k, :4], after.attention[0, 0])
+        torch.testing.assert_close(state.attended.weights[0, k, :4], after.attended.weights[0, 0])
         torch.testing.assert_close(state.attended.total[0, k, :4], after.attended.total[0, 0])
 
 

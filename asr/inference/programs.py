@@ -181,7 +181,7 @@ class TransformerDecoder(nn.Module):
         past = state[0].flatten(0, 1).movedim(1, 0)  # (U, B * K, L, 2, E)
         rows = torch.arange(tokens.numel()).view_as(tokens)
         memory = list(zip(flat[::2], flat[1::2], strict=True))
-        before = TransformerState(memory, valid, past, rows, None)
+        before = TransformerState(memory, valid, past, rows)
         log_probs, after = self.model.step(before, tokens)
         return log_probs, after.past.movedim(0, 1).unflatten(0, tokens.shape)
 

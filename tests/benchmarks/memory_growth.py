@@ -117,7 +117,7 @@ def train(path: Path, run: Path, workers: int) -> list[tuple[int, float]]:
     readings, lines = [], []
     for text in process.stdout:
         lines.append(text)
-        if step := STEP.match(text):
+        if step := STEP.search(text):
             readings.append((int(step[1]), resident(process.pid) / 1e6))
     if process.wait():
         raise SystemExit("".join(lines[-20:]))

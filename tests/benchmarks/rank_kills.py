@@ -45,7 +45,7 @@ def workers(agent: int) -> list[int]:
 def starts(run: Path) -> int:
     """The number of times that training started."""
     text = run.with_suffix(".txt").read_text()
-    return text.count("\nresuming tiny: ") + text.count("training tiny: ")
+    return text.count("resuming tiny: ") + text.count("training tiny: ")
 
 
 def kill_one(training: subprocess.Popen[str], run: Path, before: int, chance: random.Random) -> str:
