@@ -145,7 +145,6 @@ def test_every_parameter_has_a_gradient_and_is_saved(settings):
         ({"norm": "batch"}, "normalises over a whole batch and is for convolution modules alone"),
         ({"norm_position": "both"}, "should be 'pre', 'post', 'peri', 'reordered', 'hybrid' or"),
         ({"dropout": 1.0}, "should be less than 1"),
-        ({"layer_drop": {"encoders": 0.1}}, "should be at least 0 and below 1, or {encoder"),
         ({"attention_drop": 0.1}, "Extra inputs are not permitted"),
     ],
 )

@@ -16,7 +16,7 @@ from reference_transformer import (
 )
 from torch import nn
 
-from asr.config.schema import DropPerStack, PerStack, TransformerConfig
+from asr.config.schema import PerStack, TransformerConfig
 from asr.nn.norm import ROW_NORMS, SQUASHING
 from asr.nn.positions import RotaryPositions, make_positions
 from asr.nn.transformer import (
@@ -199,7 +199,7 @@ def test_layers_equal_slow_loops(kind, position, alpha, more, monkeypatch):
     past, steps = torch.empty(0, 2, 2, E, dtype=torch.float64), []
     for u in range(U):
         past = torch.cat((past, torch.full_like(states[:1, :2, None].expand(-1, -1, 2, -1), 9.0)))
-        steps.append(decoder.step(tokens[:, u : u + 1], past, memory, valid)[0])
+        steps.append(decoder.step(tokens[:, u : u + 1], past, memory, valid))
     torch.testing.assert_close(torch.cat(steps, 1), out)
     for b, length in enumerate((T, 5)):
         slow = slow_layer(encoder, kind, position, alpha, x[b, :length], scale=scale)
@@ -242,7 +242,7 @@ def test_dropout_is_on_the_sublayer_output_only():
     ],
 )
 def test_number_of_norms(position, in_encoder, in_decoder, around):
-    settings = (config(norm_position=position), 5, LayerScales(1.0), 0.0)
+    settings = (config(norm_position=position), 5, LayerScales(1.0))
     stacks = encoder_stack(*settings, None, None, "layer"), decoder_stack(*settings)
     for stack, in_layer in zip(stacks, (in_encoder, in_decoder), strict=True):
         norms = sum(isinstance(module, nn.LayerNorm) for module in stack.modules())
@@ -252,7 +252,7 @@ def test_number_of_norms(position, in_encoder, in_decoder, around):
 
 
 def test_depth_scaled_norms_are_divided_by_the_root_of_the_layer():
-    settings = config(depth_scaled=True), 5, LayerScales(1.0), 0.0
+    settings = config(depth_scaled=True), 5, LayerScales(1.0)
     x = torch.randn(3, E)
     for stack in (encoder_stack(*settings, None, None, "layer"), decoder_stack(*settings)):
         for number, layer in enumerate(stack.layers, start=1):
@@ -330,4 +330,3 @@ def test_activations(name):
 def test_a_number_for_both_stacks_or_for_each():
     assert per_stack(0.3) == (0.3, 0.3)
     assert per_stack(PerStack(decoder=2)) == (1.0, 2.0)
-    assert per_stack(DropPerStack(encoder=0.1)) == (0.1, 0.0)

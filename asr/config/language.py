@@ -57,7 +57,6 @@ class TransformerLanguageModelConfig(TransformerLayersConfig):
     kind: Literal["transformer"]  # selects the model
     layers: Depth = 6  # decoder layers
     residual_scale: Positive | Literal["deepnet"] = 1.0  # alpha in sublayer(x) + alpha * x
-    layer_drop: Rate = 0.0  # LayerDrop rate
 
     @model_validator(mode="after")
     def _residual_scale_fits(self) -> "TransformerLanguageModelConfig":

@@ -345,13 +345,6 @@ class PerStack(Config):
     decoder: Positive = 1.0  # of the decoder's layers
 
 
-class DropPerStack(Config):
-    """A rate for each stack of layers."""
-
-    encoder: Rate = 0.0  # of the encoder's layers
-    decoder: Rate = 0.0  # of the decoder's layers
-
-
 ResidualScale = Annotated[
     Positive | PerStack | Literal["deepnet"],
     _one_line_error("should be a number above 0, {encoder: NUMBER, decoder: NUMBER} or deepnet"),
@@ -360,10 +353,6 @@ Device = Annotated[
     str,
     Field(pattern=r"^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"),
     _one_line_error("should be auto, cpu, cuda or cuda:N with N from 0 to 99"),
-]
-LayerDropRate = Annotated[
-    Rate | DropPerStack,
-    _one_line_error("should be at least 0 and below 1, or {encoder: RATE, decoder: RATE}"),
 ]
 
 
@@ -402,6 +391,7 @@ class TransformerLayersConfig(Config):
     attention_dropout: Rate = 0.0  # on attention weights
     feed_forward_dropout: Rate = 0.0  # after the activation
     drop_head: Rate = 0.0  # DropHead rate
+    layer_drop: Rate = 0.0  # LayerDrop rate
 
     @field_validator("heads")
     @classmethod
@@ -455,7 +445,6 @@ class EncoderDecoderConfig(TransformerLayersConfig):
     reduction: Literal[2, 4, 6, 8] = 4  # input frames per frame of memory
     subsampling_channels: Count = 32  # of the strided convolutions
     residual_scale: ResidualScale = 1.0  # alpha in sublayer(x) + alpha * x
-    layer_drop: LayerDropRate = 0.0  # LayerDrop rate
     # in convolution modules; null: as `norm`
     convolution_norm: Annotated[Literal[NormKind, "batch"] | None, READ_NORM, AS_TEXT] = None
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head

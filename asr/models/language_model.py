@@ -116,7 +116,7 @@ class TransformerLanguageModel(nn.Module):
         self.words = WordEmbedding(vocabulary, size, config.fixnorm)
         self.positions = make_positions(config.positions, size)
         extras = (None, None, config.norm)
-        self.stack = encoder_stack(config, layers, scales, config.layer_drop, *extras)
+        self.stack = encoder_stack(config, layers, scales, *extras)
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.dropout = Dropout(config.dropout)
 

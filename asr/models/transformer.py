@@ -37,7 +37,6 @@ from asr.nn.transformer import (
     encoder_stack,
     extend_past,
     layer_scales,
-    per_stack,
 )
 
 
@@ -71,13 +70,12 @@ class Transformer(nn.Module):
         features = frontend.size if frontend else features
         size, counts = config.d_model, (config.encoder_layers, config.decoder_layers)
         scales = layer_scales(config.residual_scale, config.norm_position, *counts)
-        drops = per_stack(config.layer_drop)
         self.front = ConvSubsampling(features, size, config.reduction, config.subsampling_channels)
         self.frame_positions = make_positions(config.positions, size)
-        self.encoder = self.make_encoder(config, scales[0], drops[0])
+        self.encoder = self.make_encoder(config, scales[0])
         self.words = WordEmbedding(vocabulary, size, config.fixnorm)
         self.token_positions = make_positions(config.positions, size)
-        self.decoder = decoder_stack(config, counts[1], scales[1], drops[1])
+        self.decoder = decoder_stack(config, counts[1], scales[1])
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.ctc_head = nn.Linear(size, vocabulary) if config.ctc_weight else None
         self.dropout = Dropout(config.dropout)
@@ -85,11 +83,11 @@ class Transformer(nn.Module):
         self.conditioning = self_conditioning(config.intermediate_ctc, vocabulary, size)
 
     @staticmethod
-    def make_encoder(config: TransformerConfig, scales: LayerScales, layer_drop: float) -> Stack:
+    def make_encoder(config: TransformerConfig, scales: LayerScales) -> Stack:
         """The encoder's layers."""
         norm = config.convolution_norm or config.norm
         extras = (config.encoder_windows, config.encoder_convolution, norm)
-        return encoder_stack(config, config.encoder_layers, scales, layer_drop, *extras)
+        return encoder_stack(config, config.encoder_layers, scales, *extras)
 
     def memory_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory (B,) for that many frames of features (B,)."""
@@ -184,6 +182,6 @@ class Conformer(Transformer):
     """A Transformer whose encoder has the Conformer's layers."""
 
     @staticmethod
-    def make_encoder(config: ConformerConfig, scales: LayerScales, layer_drop: float) -> Stack:
+    def make_encoder(config: ConformerConfig, scales: LayerScales) -> Stack:
         """The encoder's layers."""
-        return conformer_stack(config, config.encoder_layers, scales, layer_drop)
+        return conformer_stack(config, config.encoder_layers, scales)

@@ -51,10 +51,8 @@ class ConformerLayer(nn.Module):
         return self.norm(self.around_feed_forward.wrap(x, self.feed_forward, share=0.5))
 
 
-def conformer_stack(
-    config: ConformerConfig, count: int, scales: LayerScales, layer_drop: float
-) -> Stack:
+def conformer_stack(config: ConformerConfig, count: int, scales: LayerScales) -> Stack:
     """`count` Conformer layers, the last of which ends with the norm of the stack."""
     layers = [ConformerLayer(config, layer) for layer in scales_by_layer(config, scales, count)]
     first, _ = norms_around(config)
-    return Stack(layers, first, nn.Identity(), layer_drop)
+    return Stack(layers, first, nn.Identity(), config.layer_drop)

@@ -30,18 +30,11 @@ from asr.config.registered import REGISTERED, RegisteredNorm
 EPS = 1e-6  # not that of the LSTM's norms
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x (..., size) -> (..., size): x by its root mean square, with a gain per element."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-
     def forward(self, x: Tensor) -> Tensor:
-        wide = _at_least_float32(x)
-        scaled = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (scaled * self.weight).to(x.dtype)
+        return super().forward(_at_least_float32(x)).to(x.dtype)
 
 
 class ScaleNorm(nn.Module):

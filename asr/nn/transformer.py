@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from asr.config.schema import DropPerStack, PerStack, TransformerLayersConfig, WindowsConfig
+from asr.config.schema import PerStack, TransformerLayersConfig, WindowsConfig
 from asr.nn.convolution import ConvolutionModule
 from asr.nn.dropout import DropHead, Dropout, LayerDrop
 from asr.nn.norm import make_norm
@@ -313,9 +313,9 @@ def layer_scales(
     return LayerScales(encoder_alpha, gains[0]), LayerScales(decoder_alpha, gains[1])
 
 
-def per_stack(setting: float | PerStack | DropPerStack) -> tuple[float, float]:
+def per_stack(setting: float | PerStack) -> tuple[float, float]:
     """(encoder's, decoder's): one number for both, or one for each."""
-    pair = isinstance(setting, PerStack | DropPerStack)
+    pair = isinstance(setting, PerStack)
     return (setting.encoder, setting.decoder) if pair else (setting, setting)
 
 
@@ -446,7 +446,6 @@ def encoder_stack(
     config: TransformerLayersConfig,
     count: int,
     scales: LayerScales,
-    layer_drop: float,
     windows: WindowsConfig | None,
     kernel: int | None,
     convolution_norm: str,
@@ -455,15 +454,13 @@ def encoder_stack(
     extras = (windows, kernel, convolution_norm)
     by_layer = scales_by_layer(config, scales, count)
     layers = [EncoderLayer(config, layer_scales, *extras) for layer_scales in by_layer]
-    return Stack(layers, *norms_around(config), layer_drop)
+    return Stack(layers, *norms_around(config), config.layer_drop)
 
 
-def decoder_stack(
-    config: TransformerLayersConfig, count: int, scales: LayerScales, layer_drop: float
-) -> Stack:
+def decoder_stack(config: TransformerLayersConfig, count: int, scales: LayerScales) -> Stack:
     """`count` decoder layers and the norms around them."""
     layers = [DecoderLayer(config, layer) for layer in scales_by_layer(config, scales, count)]
-    return Stack(layers, *norms_around(config), layer_drop)
+    return Stack(layers, *norms_around(config), config.layer_drop)
 
 
 def scales_by_layer(
