@@ -33,22 +33,12 @@ FORMATS = {
         "SOURCE",
         "CSV, TSV or JSON lines: a path and a text in each row\n\n"
         "SOURCE: a table, or a folder with some, such as train.csv and dev.csv, those of Common "
-        "Voice or an audiofolder's metadata.csv. Columns are found by their usual names: path, "
-        "audio or file_name; text, sentence or transcript; optionally id, speaker, seconds, and "
-        "start and end of a part, which is cut out. Other columns are kept.",
+        "Voice, an audiofolder's metadata.csv, manifests of NeMo or lists of WeNet. Columns are "
+        "found by their usual names: path, audio or file_name; text, sentence or transcript; "
+        "optionally id, speaker, seconds, and start and end of a part, which is cut out. Other "
+        "columns are kept.",
     ),
     "ljspeech": ("FOLDER", "LJ Speech and similar: metadata.csv (id|text|normalised), wavs/"),
-    "nemo": (
-        "SOURCE",
-        "NeMo manifests: JSON lines with audio_filepath, text\n\n"
-        "SOURCE: a manifest, or a folder of several. Parts with offset and duration are cut out.",
-    ),
-    "wenet": (
-        "SOURCE",
-        "WeNet's data.list: JSON lines with key, wav, txt\n\n"
-        "SOURCE: a list, a folder with a data.list, or a folder of such folders. Parts with start "
-        "and end are cut out.",
-    ),
     "datasets": (
         "FOLDER",
         "A data set saved by Hugging Face datasets (extra: datasets)\n\n"

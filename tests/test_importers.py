@@ -399,7 +399,7 @@ def test_nemo_offsets_are_cut(tmp_path, asr_prepare):
     ]
     manifest = json_lines(tmp_path / "set" / "train_manifest.json", rows)
     code, out, err = asr_prepare("auto", manifest, "--to", tmp_path / "to")
-    assert code == 0 and err == [] and "read as nemo" in out
+    assert code == 0 and err == [] and "read as table" in out
     corpus = read_manifest(tmp_path / "to" / "train_manifest.tsv")
     assert corpus.texts == ["one", "two", "whole", "no duration"] and corpus.speakers[1] == "7"
     check_audio(corpus[0], part(stereo, 0.37, 2.27))
@@ -435,7 +435,7 @@ def test_each_fault_of_a_nemo_manifest(tmp_path, asr_prepare, row, words):
     noise(tmp_path / "b.wav", 1.0)
     manifest = tmp_path / "set" / "train.json"
     json_lines(manifest, [{"audio_filepath": "a.wav", "text": "good"}, row])
-    code, _, err = asr_prepare("nemo", manifest, "--to", tmp_path / "to")
+    code, _, err = asr_prepare("table", manifest, "--to", tmp_path / "to")
     assert code == 2 and err[0].startswith(f"{manifest}:2: ") and words in err[0]
     assert len(err) == 2 and not (tmp_path / "to").exists()
 
@@ -450,14 +450,11 @@ def test_wenet_lists(tmp_path, asr_prepare):
         json_lines(tmp_path / "data" / split / "data.list", rows)
     call = ("auto", tmp_path / "data", "--to", tmp_path / "to", "--audio", tmp_path / "data")
     code, out, err = asr_prepare(*call)
-    assert code == 0 and "read as wenet" in out and err == []
-    corpus = read_manifest(tmp_path / "to" / "dev.tsv")
+    assert code == 0 and "read as table" in out and err == []
+    corpus = read_manifest(tmp_path / "to" / "valid.tsv")
     assert corpus.ids == ["u1", "u2"] and corpus.texts == ["whole", "part"]
     check_audio(corpus[0], samples)
     check_audio(corpus[1], part(samples, 0.41, 1.83))
-    shards = json_lines(tmp_path / "shards.list", ["shards/0.tar"])
-    code, _, err = asr_prepare("wenet", shards, "--to", tmp_path / "to")
-    assert code == 2 and "is a list of shards" in err[0] and "asr.prepare webdataset" in err[0]
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
@@ -1052,7 +1049,7 @@ def test_durations_of_codecs_that_pad(tmp_path, asr_prepare):
         for name, duration, offset in rows
     ]
     manifest = json_lines(tmp_path / "set" / "train.json", about)
-    code, out, err = asr_prepare("nemo", manifest, "--to", tmp_path / "to", "--skip-bad")
+    code, out, err = asr_prepare("table", manifest, "--to", tmp_path / "to", "--skip-bad")
     assert code == 0 and [line.split(":")[2] for line in err] == ["4", "6", "7"]
     assert f"{manifest}: 3 durations differ by 0.1 to 0.5 s from the audio" in out
     corpus = read_manifest(tmp_path / "to" / "train.tsv")
@@ -1079,7 +1076,7 @@ def test_hours_are_of_each_split_and_cut_no_more(tmp_path, asr_prepare):
     noise(tmp_path / "set" / "a.wav", 5.0)
     for split, count in (("train", 40), ("dev", 2)):
         json_lines(tmp_path / "set" / f"{split}.json", rows[:count])
-    call = ("nemo", tmp_path / "set", "--to", tmp_path / "to", "--hours", 4.6 / 3600)
+    call = ("table", tmp_path / "set", "--to", tmp_path / "to", "--hours", 4.6 / 3600)
     assert asr_prepare(*call)[0] == 0
     train, dev = (read_manifest(tmp_path / "to" / f"{name}.tsv") for name in ("train", "dev"))
     assert len(train) == 5 and len(dev) == 2
@@ -1094,7 +1091,7 @@ def test_a_part_is_held_out_of_the_training_split(tmp_path, asr_prepare):
         json_lines(
             tmp_path / "set" / f"{split}.json", [{"audio_filepath": "a.wav", "text": "a"}] * 9
         )
-    call = ("nemo", tmp_path / "set", "--to", tmp_path / "to", "--valid", 0.3)
+    call = ("table", tmp_path / "set", "--to", tmp_path / "to", "--valid", 0.3)
     code, out, _ = asr_prepare(*call)
     assert code == 0
     sizes = {path.stem: len(read_manifest(path)) for path in (tmp_path / "to").glob("*.tsv")}
@@ -1116,7 +1113,7 @@ def test_no_part_is_held_out_of_a_test_split(tmp_path, asr_prepare, train, test)
     for name, count in ((train, 9), (test, 8)):
         rows = [{"audio_filepath": "a.wav", "text": "a"}] * count
         json_lines(tmp_path / "set" / f"{name}.json", rows)
-    call = ("nemo", tmp_path / "set", "--to", tmp_path / "to", "--valid", 0.3)
+    call = ("table", tmp_path / "set", "--to", tmp_path / "to", "--valid", 0.3)
     code, out, _ = asr_prepare(*call)
     assert (
         code == 0
@@ -1145,7 +1142,7 @@ def test_nothing_is_left_of_a_faulty_corpus(tmp_path, asr_prepare):
     row = {"audio_filepath": "a.wav", "offset": 1, "duration": 1, "text": "a"}
     json_lines(tmp_path / "set" / "dev.json", [row])
     json_lines(tmp_path / "set" / "train.json", [row, {**row, "text": ""}])
-    call = ("nemo", tmp_path / "set", "--to", tmp_path / "to")
+    call = ("table", tmp_path / "set", "--to", tmp_path / "to")
     code, _, err = asr_prepare(*call)
     assert code == 2 and "1 of 3 rows are faulty" in err[-1] and not (tmp_path / "to").exists()
     assert asr_prepare(*call, "--skip-bad")[0] == 0
@@ -1175,7 +1172,7 @@ def test_parts_of_lossy_and_fine_audio(tmp_path, asr_prepare, kind, rate):
     whole, _ = soundfile.read(tmp_path / "set" / f"a.{kind}", dtype="float64", always_2d=True)
     row = {"audio_filepath": f"a.{kind}", "offset": 1.23, "duration": 1.7, "text": "a"}
     json_lines(tmp_path / "set" / "dev.json", [row])
-    assert asr_prepare("nemo", tmp_path / "set" / "dev.json", "--to", tmp_path)[0] == 0
+    assert asr_prepare("table", tmp_path / "set" / "dev.json", "--to", tmp_path)[0] == 0
     (utterance,) = read_manifest(tmp_path / "dev.tsv")
     actual = read_audio(utterance.audio, rate)
     step = 2**-23 if kind == "wav" else 2**-15
@@ -1273,7 +1270,7 @@ def test_a_transcript_of_tags_alone_is_a_fault(tmp_path, asr_prepare):
     noise(tmp_path / "set" / "a.wav")
     rows = [{"audio_filepath": "a.wav", "text": text} for text in ("a <COMMA> b", "<SIL>")]
     manifest = json_lines(tmp_path / "set" / "train.json", rows)
-    call = ("nemo", manifest, "--to", tmp_path / "to")
+    call = ("table", manifest, "--to", tmp_path / "to")
     code, _, err = asr_prepare(*call)
     assert code == 2 and err[0] == f"{manifest}:2: no text is left of '<SIL>'"
     code, out, _ = asr_prepare(*call, "--skip-bad")

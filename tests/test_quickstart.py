@@ -190,21 +190,6 @@ def ljspeech(folder: Path) -> None:
     (folder / "LJSpeech-1.1" / "metadata.csv").write_text("".join(lines))
 
 
-def nemo(folder: Path) -> None:
-    for split, rows in ROWS.items():
-        lines = [
-            {"audio_filepath": f"{folder}/wav/{r.name}.wav", "duration": 0.9, "text": r.text}
-            for r in rows
-        ]
-        json_lines(folder / "manifests" / f"{split}.json", lines)
-
-
-def wenet(folder: Path) -> None:
-    for part, rows in DEV.items():
-        lines = [{"key": r.name, "wav": f"{folder}/wav/{r.name}.wav", "txt": r.text} for r in rows]
-        json_lines(folder / "data" / part / "data.list", lines)
-
-
 def sidecars(folder: Path) -> None:
     for number in range(60):
         path = folder / "my" / "recordings" / f"s{number % 3}" / f"{number}.wav"
@@ -263,8 +248,6 @@ FORMS = (
     common_voice,
     kaldi,
     ljspeech,
-    nemo,
-    wenet,
     datasets,
     lhotse,
     webdataset,

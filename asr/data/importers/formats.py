@@ -14,10 +14,8 @@ from asr.data.importers import (
     lhotse,
     librispeech,
     ljspeech,
-    nemo,
     table,
     webdataset,
-    wenet,
 )
 from asr.data.importers.rows import Split
 from asr.errors import UserError
@@ -26,8 +24,6 @@ from asr.features.files import RECORDING_SUFFIXES
 FORMATS: dict[str, ModuleType] = {
     "kaldi": kaldi,
     "ljspeech": ljspeech,
-    "nemo": nemo,
-    "wenet": wenet,
     "datasets": datasets,
     "lhotse": lhotse,
     "webdataset": webdataset,

@@ -6,7 +6,9 @@ an id, a speaker, seconds, the start and end of a part (seconds or h:mm:ss), and
 spoken on (A and B, left and right, or numbers, from 1 where none is 0); an id is otherwise the path
 without its suffix. Further columns are kept. A delimiter is a tab, comma, semicolon or |.
 
-SOURCE is a table, or a folder with some: train, dev and test, each a split, or one in each folder.
+NeMo's manifests (JSON lines with audio_filepath, text, duration and perhaps offset) and WeNet's
+data.list (key, wav, txt and perhaps start and end) are such tables. SOURCE is a table, or a folder
+with some: train, dev and test, each a split, or one in each folder.
 A single table is divided by its column `split`, or by paths that begin with train, test or alike.
 """
 
@@ -43,19 +45,21 @@ from asr.errors import UserError, print_line
 from asr.features.files import AUDIO_SUFFIXES, RECORDING_SUFFIXES
 from asr.io import read_json
 
-ENDINGS = (".csv", ".tsv", ".jsonl", ".json")
+ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".list")
 SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 DELIMITERS = "\t,;|"
 AUDIO_KEYS = (
     "audio", "path", "file", "file_name", "filename", "file_path", "filepath", "audio_path",
     "audio_file", "audio_filename", "audio_filepath", "wav", "wav_path", "wav_file", "wav_filename",
 )  # fmt: skip
+NEMO = "audio_filepath"  # in whose manifests a duration without an offset is a part, too
 ID_KEYS = ("id", "utt_id", "utterance_id", "utt", "key")
 SECONDS_KEYS = ("seconds", "duration")
 START_KEYS, END_KEYS = ("start", "start_time", "offset"), ("end", "end_time")
 READ_KEYS = (ID_KEYS, SECONDS_KEYS, START_KEYS, END_KEYS)  # beside audio, text and speaker
 CHANNEL_KEYS = ("channel",)
 CHANNELS = {"a": 0, "b": 1, "left": 0, "right": 1, "l": 0, "r": 1}
+NOT_NEMO = (*END_KEYS, "start", "start_time")
 SPLIT_KEYS = ("split", "subset", "partition")
 METADATA = "metadata"  # audiofolder's name of a table, which says nothing of its content
 MAX_LIST = 1 << 28  # bytes of a JSON list, which is read as a whole
@@ -240,7 +244,7 @@ def _names(table: Table, audio: str, source: Path, tables: list[Table]) -> dict[
         alone = sum(other.path.parent == path.parent for other in tables) == 1
         name = SPLITS.get(folder.lower(), folder)
         return {name if alone else f"{name}-{stem}": None}
-    rest = folder if stem == METADATA else stem
+    rest = folder if stem == METADATA or path.suffix == ".list" else stem
     records = (found for found in table.records() if not isinstance(found, Fault))
     names = {_split_of(record, audio) for _, record in records}
     if names <= {""}:
@@ -276,11 +280,16 @@ def _row(
     if WINDOWS.match(audio):
         raise ValueError(f"audio {audio!r} is a path of Windows; write it relative to the table")
     audio = audio.replace("\\", "/")
-    start, length = _part(record)
-    seconds = "" if start is not None else text_of(record, *SECONDS_KEYS).replace(",", ".")
-    key = next((key for key in ID_KEYS if key in record), None)
     channel = text_of(record, *CHANNEL_KEYS) if channels else ""
-    name = text_of(record, key) if key else _id(audio, start) + (channel and f"-{channel}")
+    key = next((key for key in ID_KEYS if key in record), None)
+    if audio_key == NEMO and table.delimiter == "{" and record.keys().isdisjoint(NOT_NEMO):
+        start, length = number_of(record, "offset") or None, number_of(record, "duration")
+        other_name = f"{table.path.stem}-{line}"
+    else:
+        start, length = _part(record)
+        other_name = _id(audio, start) + (channel and f"-{channel}")
+    seconds = "" if start or length else text_of(record, *SECONDS_KEYS).replace(",", ".")
+    name = text_of(record, key) if key else other_name
     yield Row(
         table.path,
         line,
