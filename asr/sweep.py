@@ -2,6 +2,7 @@
 
 Every combination of the values is a run, named after the keys with several values. Commas within
 brackets, braces or quotes belong to a value: features.speed_perturb=[0.9,1.1],[1.0] has two values.
+Keys joined by + have equal values: model.listener.norm+model.speller.norm=none,ba is two runs.
 
 Every run is a separate process, `python -m asr.train ... --resume`, with a folder under --out, so
 the same command resumes a sweep that was stopped. On Linux the processes get SIGTERM when the sweep
@@ -71,15 +72,16 @@ def read_grid(recipe: Path, arguments: Sequence[str]) -> list[SweepRun]:
             f"trained by python -m asr.train {recipe}"
         )
     axes = dict(map(_axis, arguments))
-    if len(axes) < len(arguments):
-        keys = list(map(key_of, arguments))
-        twice = next(key for key in keys if keys.count(key) > 1)
+    keys = [key for argument in arguments for key in _joined_keys(key_of(argument))]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise UserError(f"command line: {twice}: given twice; write {twice}=a,b,c")
     size = math.prod(map(len, axes.values()))
     if size > _MOST_RUNS:
         raise UserError(f"command line: a grid of {size} runs; at most {_MOST_RUNS} are allowed")
     rows = [tuple(zip(axes, row, strict=True)) for row in product(*axes.values())]
-    overrides = [tuple(f"{key}={value}" for key, value in row) for row in rows]
+    overrides = [
+        tuple(f"{key}={value}" for keys, value in row for key in _joined_keys(keys)) for row in rows
+    ]
     recipes = []
     for changes in overrides:
         try:
@@ -106,6 +108,11 @@ def split_values(text: str) -> list[str]:
     return [value.strip() for value in values]
 
 
+def _joined_keys(keys: str) -> list[str]:
+    """a+b -> a, b: keys with equal values."""
+    return [key.strip() for key in keys.split("+")]
+
+
 def _axis(argument: str) -> tuple[str, list[str]]:
     key, equals, text = argument.partition("=")
     key, values = key.strip(), split_values(text)
@@ -115,12 +122,12 @@ def _axis(argument: str) -> tuple[str, list[str]]:
         raise UserError(f"command line: {argument!r} has an empty value; write {key}=a,b,c")
     if len(set(values)) < len(values):
         raise UserError(f"command line: {argument!r} has a value twice")
-    if key.startswith("decode.") and len(values) > 1:
+    if len(values) > 1 and any(part.startswith("decode.") for part in _joined_keys(key)):
         raise UserError(
             f"command line: {argument} would train the same model {len(values)} times; train it "
             f"once, then give {key}=... and --out to python -m asr.evaluate RUN"
         )
-    if key == "run":
+    if "run" in _joined_keys(key):
         raise UserError("command line: a sweep names its runs; choose their folder with --out")
     return key, values
 
@@ -132,10 +139,12 @@ def _names(
     from asr.analysis.runs import short_names
 
     varying = [key for key, values in axes.items() if len(values) > 1]
-    short = short_names(varying, {*keys, *varying})
+    parts = [part for key in varying for part in _joined_keys(key)]
+    short = short_names(parts, {*keys, *parts})
+    labels = {key: "+".join(short[part] for part in _joined_keys(key)) for key in varying}
     names = []
     for number, row in enumerate(rows):
-        parts = [f"{short[key]}={value}" for key, value in row if key in short]
+        parts = [f"{labels[key]}={value}" for key, value in row if key in labels]
         name = re.sub(r"[^\w.,+=\[\]-]", "-", ",".join(parts)) or "run"
         unusable = name in names or len(name.encode()) > _LONGEST_NAME
         names.append(f"{number:04d}" if unusable else name)
@@ -398,7 +407,8 @@ def main() -> int:
     parser = CommandParser(
         prog="python -m asr.sweep",
         description="Train every combination of the values.",
-        epilog="Commas within brackets belong to the value: features.speed_perturb=[0.9,1.1],[1.0]",
+        epilog="Commas within brackets belong to the value: features.speed_perturb=[0.9,1.1],[1.0]."
+        " Keys joined by + have equal values: model.listener.norm+model.speller.norm=none,ba",
     )
     add = parser.add_argument
     add("recipe", type=Path, help="a recipe, or the name of a shipped one: demo")

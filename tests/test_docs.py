@@ -30,7 +30,7 @@ GUIDES = [
     *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "corpora", "api")),
 ]
 CODE = re.compile(r"`([^`]+)`|^ {4}(.+)$", re.MULTILINE)  # inline, or an indented line
-OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
+OVERRIDE = re.compile(r"[a-z_]+([.+][a-z_]+)*=")
 
 
 def name_of(page):
@@ -134,7 +134,7 @@ def test_a_setting_outside_of_commands_is_accepted(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     for code, _ in CODE.findall(page.read_text(encoding="utf-8")):
         if OVERRIDE.match(code) and " -m " not in code:
-            read_recipe("recipes/demo.yaml", re.split(r"\s(?=[a-z_.]+=)", code))
+            read_grid(Path("recipes/demo.yaml"), re.split(r"\s(?=[a-z_.]+=)", code))
 
 
 @cache

@@ -52,6 +52,16 @@ def test_every_combination_is_a_run_named_by_what_varies(tiny):
     assert [run.name for run in read_grid(tiny, ["seed=7"])] == ["run"]
 
 
+def test_joined_keys_have_equal_values(tiny):
+    runs = read_grid(tiny, ["model.listener.norm+model.speller.norm=none,ba", "seed=1,2"])
+    assert [run.name for run in runs][:2] == [
+        "listener.norm+speller.norm=none,seed=1",
+        "listener.norm+speller.norm=none,seed=2",
+    ]
+    norms = [(r.recipe.model.listener.norm, r.recipe.model.speller.norm) for r in runs]
+    assert norms == [("none", "none")] * 2 + [("ba", "ba")] * 2
+
+
 def test_names_are_folders_whatever_the_values(tiny):
     runs = read_grid(tiny, ["data.valid=a/b.tsv,a-b.tsv,../c d.tsv"])
     names = [run.name for run in runs]
@@ -68,6 +78,8 @@ def test_names_are_folders_whatever_the_values(tiny):
         (["seed=1,1"], "'seed=1,1' has a value twice"),
         (["seed=1", "seed=2"], "seed: given twice"),
         (["run=a,b"], "a sweep names its runs"),
+        (["seed=1", "model.listener.norm+seed=2"], "seed: given twice"),
+        (["model.listener.norm+=ba"], "'=ba' is not of the form key.path=value"),
         (["seed=1,2", "model.listener.hidden=5,-3"], "(of seed=1 model.listener.hidden=-3)"),
         (["seed=1,2", "--evaluate", "tset"], "--split tset: the run has train, valid"),
         (["decode.beam=1,4"], "would train the same model 2 times"),
