@@ -233,9 +233,9 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
         manifests.append(valid)
     hours = {manifest: _report(manifest) for manifest in manifests}
     train, valid = _find_splits(args.to, hours)
-    for other in sorted({*manifests, *filter(None, [valid])} - {train}) if train else ():
+    if train:
         with suppress(UserError):  # an older table in the folder may not be a manifest
-            for line in overlap(train, other):
+            for line in overlap(train, sorted({*manifests, *filter(None, [valid])} - {train})):
                 print_line(line)
     print_line(_next_command(args.to, train, valid, hours.get(train, 0.0)))
 

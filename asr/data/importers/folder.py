@@ -72,7 +72,7 @@ def _folders(source: Path) -> dict[str, Path]:
     folders = [path for path in sorted(source.iterdir()) if path.is_dir()]
     splits = {SPLITS[f.name.lower()]: f for f in folders if f.name.lower() in SPLITS}
     others = [folder for folder in folders if folder not in splits.values()]
-    if "train" not in splits and any(map(_pairs, others)):
+    if splits and "train" not in splits and any(map(_pairs, others)):
         splits = {}  # Dev and Val are names of speakers, too
     named = [split_of(folder.name) for folder in folders]
     if not splits and all(named) and len(set(named)) > 1:  # as LibriTTS

@@ -4,7 +4,8 @@ Who is held out depends on the names alone, so the same command gives the same s
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -43,18 +44,27 @@ def hold_out(manifest: Path, share: float) -> tuple[Path, str]:
     )
 
 
-def overlap(train: Path, other: Path) -> list[str]:
-    """Warnings of texts and of speakers that both manifests have."""
-    warnings = []
-    for column, new in (("text", "texts"), ("speaker", "voices")):
-        known = {hash(row[column]) for _, row in read_rows(train, COLUMNS)}
-        values = [hash(row[column]) for _, row in read_rows(other, COLUMNS)]
-        if count := sum(value in known for value in values):
-            warnings.append(
-                f"warning: {count:,} of {len(values):,} utterances of {other} have a {column} that "
-                f"{train} has too: error rates are higher for new {new}"
-            )
-    return warnings
+def overlap(train: Path, others: Iterable[Path]) -> Iterator[str]:
+    """Warnings of texts and of speakers that other manifests have, too; tables that are no
+    manifests are skipped.
+    """
+    known = [set(values) for values in _texts_and_speakers(train)]
+    for other in others:
+        with suppress(UserError):
+            columns = zip(("text", "speaker"), known, _texts_and_speakers(other), strict=True)
+            for column, in_train, values in columns:
+                if count := sum(value in in_train for value in values):
+                    new = {"text": "texts", "speaker": "voices"}[column]
+                    yield (
+                        f"warning: {count:,} of {len(values):,} utterances of {other} have a "
+                        f"{column} that {train} has too: error rates are higher for new {new}"
+                    )
+
+
+def _texts_and_speakers(manifest: Path) -> tuple[list[int], list[int]]:
+    """The hashes of both columns. Raises UserError as read_rows does."""
+    rows = [(hash(row["text"]), hash(row["speaker"])) for _, row in read_rows(manifest, COLUMNS)]
+    return [text for text, _ in rows], [speaker for _, speaker in rows]
 
 
 def _choose(counts: Counter[str], share: float) -> set[str]:
