@@ -165,6 +165,8 @@ class TestMuon:
         matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         settings = optim.Muon([torch.nn.Parameter(matrix)]).param_groups[0]
         direction = orthogonal(matrix, settings)
+        both = orthogonal(torch.stack([-matrix, matrix]), settings)
+        torch.testing.assert_close(both, torch.stack([-direction, direction]), rtol=0, atol=0.02)
         assert direction.dtype == (torch.bfloat16 if fast else torch.float32)
         u, _, v = torch.linalg.svd(matrix, full_matrices=False)
         inner = u.T @ direction.float() @ v.T

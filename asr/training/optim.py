@@ -261,34 +261,57 @@ def _step_by_shares(muon: optim.Muon) -> None:
     used = [(p, group) for p, group in used if p.grad is not None]
     # Multiplications of one Newton-Schulz iteration, up to a factor.
     owners = distributed.assign_owners([max(p.shape) * min(p.shape) ** 2 for p, _ in used])
-    for (parameter, group), owner in zip(used, owners, strict=True):
-        gradient, decay = parameter.grad, group["momentum"]
-        state = muon.state[parameter]
-        momentum = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
-        momentum.lerp_(gradient, 1 - decay)
-        if owner == distributed.rank():
-            direction = orthogonal(gradient.lerp(momentum, decay), group)
-            scale = 0.2 * math.sqrt(max(parameter.shape))  # the step size of AdamW
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(direction, alpha=-group["lr"] * scale)
+    owned = {p for (p, _), owner in zip(used, owners, strict=True) if owner == distributed.rank()}
+    for group in muon.param_groups:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
+            continue
+        decay, gradients = group["momentum"], [p.grad for p in parameters]
+        momenta = [
+            muon.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters
+        ]
+        torch._foreach_lerp_(momenta, gradients, 1 - decay)
+        ahead = dict(zip(parameters, torch._foreach_lerp(gradients, momenta, decay), strict=True))
+        for alike in _of_one_shape([p for p in parameters if p in owned]):
+            first, *others = (ahead[p] for p in alike)
+            directions = orthogonal(torch.stack([first, *others]) if others else first, group)
+            directions = directions.float().view(len(alike), *first.shape).unbind()
+            scale = 0.2 * math.sqrt(max(first.shape))  # the step size of AdamW
+            torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(alike, directions, alpha=-group["lr"] * scale)
     distributed.broadcast([p for p, _ in used], owners)
 
 
-def orthogonal(matrix: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """(M, N) -> nearly U V^T of its singular value decomposition, by Newton-Schulz iterations.
+def _of_one_shape(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices to multiply at once: on a GPU, where launching takes longer, all of one shape."""
+    if not matrices or matrices[0].device.type == "cpu":
+        yield from ([matrix] for matrix in matrices)
+        return
+    for _, alike in groupby(sorted(matrices, key=_shape), _shape):
+        yield list(alike)
+
+
+def _shape(matrix: Tensor) -> torch.Size:
+    return matrix.shape
+
+
+def orthogonal(matrices: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """(M, N) or (B, M, N) -> nearly U V^T of each one's singular value decomposition, by
+    Newton-Schulz iterations.
 
     As torch's Muon, whose ns_coefficients, ns_steps and eps are the settings, in bf16; but float32
     on a CPU without bf16 instructions, where bf16 takes twenty times as long.
     """
     a, b, c = settings["ns_coefficients"]
-    x = matrix.to(torch.bfloat16 if distributed.computes_bf16(matrix.device) else torch.float32)
-    turned = x.size(0) > x.size(1)
-    x = x.T if turned else x
-    x = x / x.norm().clamp(min=settings["eps"])
+    add_product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
+    x = matrices.to(torch.bfloat16 if distributed.computes_bf16(matrices.device) else torch.float32)
+    turned = x.size(-2) > x.size(-1)
+    x = x.mT if turned else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=settings["eps"])
     for _ in range(settings["ns_steps"]):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if turned else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if turned else x
 
 
 def load_moments(optimizer: "optim.Optimizer | Muon", state: dict[str, Any]) -> None:
