@@ -185,8 +185,11 @@ def choose_device(name: str) -> torch.device:
     Raises UserError for a GPU that does not exist.
     """
     device = check_device(name)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # streams and graphs belong to the current one
+    if device.type == "cuda":
+        # cuDNN's attention plans each new batch shape, for 7 ms in each layer: docs/scaling.md.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        if device.index is not None:
+            torch.cuda.set_device(device)  # streams and graphs belong to the current one
     return device
 
 
