@@ -67,7 +67,7 @@ def score_alone(model, memory, tokens):
 def test_a_sentence_has_the_mean_score_of_the_single_runs(tiny, tiny_run, tmp_path):
     """Two families, three speeds: six memories."""
     other = save_run(tmp_path / "other", tiny_run, model=TRANSFORMER)
-    ours = Recognizer.load(tiny_run, [*SEARCH, *SUMS, together(other)])
+    ours = Recognizer.load(tiny_run, [*SEARCH, *SUMS, SHORT, together(other)])
     corpus, recipe = (
         read_manifest(tiny.parent / "test.tsv"),
         load_run_recipe(tiny_run, [*SUMS, SHORT]),

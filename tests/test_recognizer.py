@@ -42,6 +42,14 @@ def test_ctc_times_are_exact_to_a_frame():
         assert 0.95 < word.confidence <= 1
 
 
+def test_the_default_size_of_a_batch_depends_on_the_device():
+    recognizer = tone_recognizer()
+    assert recognizer.batch_seconds == 240.0
+    recognizer.model.to("meta")
+    assert recognizer.batch_seconds == 1920.0
+    assert tone_recognizer(batch_seconds=7.0).batch_seconds == 7.0
+
+
 @pytest.mark.parametrize("beam", [1, 4])
 def test_ctc_alone_gives_times_and_confidences_too(beam):
     samples, _ = spoken(WORDS, 0.3)

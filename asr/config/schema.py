@@ -678,7 +678,8 @@ class DecodeConfig(BeamConfig):
 
     checkpoint: Literal["best", "last"] = "best"  # ranked by train.early_stopping.metric
     average: Count = 1  # best or last checkpoints to average
-    batch_seconds: Positive = 240.0  # padded seconds per batch
+    # padded seconds per batch; null: 240, on a GPU 1,920, in training 240
+    batch_seconds: Positive | None = None
     search: Literal["beam", "ctc"] = "beam"  # ctc: prefix beam search by the CTC head alone
     # encode each utterance at these speeds and average the log-probabilities; not in training
     speeds: Annotated[tuple[Speed, ...], Field(min_length=1, max_length=20)] = (1.0,)
@@ -695,6 +696,10 @@ class DecodeConfig(BeamConfig):
     # The text of noise or music is dropped where its mean log-probability per token is below this
     # and the CTC head prefers no text; null: never.
     no_speech_log_prob: Annotated[float, Field(ge=-1000.0, le=0.0)] | None = -0.8
+
+    def seconds_at_once(self, on_gpu: bool = False) -> float:
+        """batch_seconds or its default: on a GPU launching takes longer than computing."""
+        return self.batch_seconds or (1920.0 if on_gpu else 240.0)
 
     @property
     def other_speeds(self) -> list[float]:

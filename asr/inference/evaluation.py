@@ -272,7 +272,7 @@ def read_batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -
         skips=has_no_speech,
         cache=stored_features(chosen, recognizer.front_end),
     )
-    plan = plan_evaluation(chosen.seconds, recipe.decode.batch_seconds)
+    plan = plan_evaluation(chosen.seconds, recognizer.batch_seconds)
     return load_batches(dataset, plan.batches, recipe.data.workers)
 
 

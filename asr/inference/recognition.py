@@ -134,6 +134,12 @@ class Recognizer:
             else:
                 faults[recording.audio] = fault_line(recording)
 
+    @property
+    def batch_seconds(self) -> float:
+        """Padded seconds that are decoded together, on the model's device."""
+        device = next(self.model.parameters()).device
+        return self.decode.seconds_at_once(on_gpu=device.type != "cpu")
+
     def to(self, device: torch.device | str) -> "Recognizer":
         """Move all models to a device, such as "cuda:1"; errors as those of nn.Module.to."""
         for model in (self.model, self.lm, *self.ensemble):
@@ -296,7 +302,7 @@ def decode_stream(
                 break
             seconds += sum(end - start for (start, end), _ in group) / rate
             parts += _add(recording, group)
-        if seconds >= recognizer.decode.batch_seconds:
+        if seconds >= recognizer.batch_seconds:
             _decode(recognizer, parts, form)
             seconds = 0.0
         yield from _finished(queue)
@@ -315,7 +321,7 @@ def _groups(recognizer: Recognizer, recording: Recording) -> Iterator[list[tuple
 
     At least one; none after a fault, which is recorded.
     """
-    most = recognizer.decode.batch_seconds * recognizer.front_end.sample_rate
+    most = recognizer.batch_seconds * recognizer.front_end.sample_rate
     group: list[tuple[Segment, Tensor]] = []
     longest = 0
     try:
@@ -371,7 +377,7 @@ def _decode(recognizer: Recognizer, parts: list[_Part], form: Format) -> None:
     """Decode the segments, as many together as possible, and empty the list."""
     sound = [part for part in parts if part.recording.fault is None]
     parts.clear()
-    rate, most = recognizer.front_end.sample_rate, recognizer.decode.batch_seconds
+    rate, most = recognizer.front_end.sample_rate, recognizer.batch_seconds
     seconds = np.array([len(part.samples) / rate for part in sound])
     decode = partial(_decode_together, recognizer, form)
     for planned in plan_evaluation(seconds, most).batches:

@@ -125,7 +125,7 @@ class SpeechTask(Task):
         return augmentation | manifests | {OBJECTIVE: describe_objective(type(self.objective))}
 
     def validation_batches(self, share: slice = slice(None)) -> Iterator[Batch]:
-        plan = plan_evaluation(self.validation.corpus.seconds, self.recipe.decode.batch_seconds)
+        plan = plan_evaluation(self.validation.corpus.seconds, self.recipe.decode.seconds_at_once())
         return load_batches(self.validation, plan.batches[share], self.recipe.data.workers)
 
     def audio_remedy(self) -> str:
@@ -142,7 +142,7 @@ class SpeechTask(Task):
         train, corpus, model = self.recipe.train, self.validation.corpus, self.objective.model
         decode = self.validation.tokenizer.decode
         seconds = corpus.seconds[: train.wer_utterances]
-        plan = plan_evaluation(seconds, self.recipe.decode.batch_seconds)
+        plan = plan_evaluation(seconds, self.recipe.decode.seconds_at_once())
         texts: dict[str, str] = {}
         ctc_texts: dict[str, str] = {}
         slopes = []
