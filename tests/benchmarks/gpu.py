@@ -700,7 +700,8 @@ class ScriptedLSTM(nn.Module):
 
 # Training ---------------------------------------------------------------------------------------
 
-HOURS, STEP_SECONDS = 100, 12  # of the artificial corpus; of training with the loader
+HOURS = 100  # of the artificial corpus
+STEP_SECONDS = 12  # of training with the loader, after as many in which kernels are recorded
 RECIPES = {"las": "", "transformer": "_transformer", "conformer": "_conformer"}
 SMALL = {
     "las": ["model.listener.hidden=8", "model.speller.hidden=8", "model.attention_size=8"],
@@ -793,15 +794,16 @@ def steps_of(family: str, precision: str, folder: Path, tiny: bool) -> dict[str,
     held = list(islice(batches, 2 if tiny else 4))
     for batch in held:  # compiles and records
         take([batch.to(DEVICE)])
-    audio, waited, steps = 0.0, 0.0, 0
-    begin = before = wait_for_device()
-    for batch in batches:
-        waited += time.perf_counter() - before
-        if time.perf_counter() - begin > STEP_SECONDS:
-            break
-        take([batch.to(DEVICE)])
-        audio, steps, before = audio + batch.seconds, steps + 1, time.perf_counter()
-    total = wait_for_device() - begin
+    for _ in range(2):  # the shapes of most batches come up in the first round
+        audio, waited, steps = 0.0, 0.0, 0
+        begin = before = wait_for_device()
+        for batch in batches:
+            waited += time.perf_counter() - before
+            take([batch.to(DEVICE)])
+            audio, steps, before = audio + batch.seconds, steps + 1, time.perf_counter()
+            if time.perf_counter() - begin > (0.1 if tiny else STEP_SECONDS):
+                break
+        total = wait_for_device() - begin
     for _ in range(2):  # first to record again the shapes that were dropped meanwhile
         begin = wait_for_device()
         for batch in held:
@@ -876,6 +878,9 @@ def peers(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
     import las
     import transformer
 
+    from asr.training.distributed import choose_device
+
+    choose_device("auto")  # torch's settings in training
     rows = []
     batch = {"B": 2, "T": 40, "U": 3} if tiny else {"B": 32, "T": 1200, "U": 66}
     sizes, wide = las.Sizes(**batch), transformer.Sizes(**batch)
@@ -938,12 +943,12 @@ def wait_for_device() -> float:
 
 
 def search(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
-    """Greedy and beam search of untrained models over 16 utterances of 12 s."""
+    """Greedy and beam search of untrained models over utterances of 12 s, in one batch."""
     import soundfile  # noqa: F401
 
     from asr.config.schema import DecodeConfig
 
-    B, T = (2, 40) if tiny else (16, 1200)
+    counts, T = ((2,), 40) if tiny else ((160, 16), 1200)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         make_corpus(Path(folder), 24 if tiny else 200, tiny)
@@ -951,16 +956,16 @@ def search(tiny: bool, budget: Budget) -> list[dict[str, Any]]:
             if not budget.allows(f"search {family}"):
                 continue
             model = speech_task_of(family, "fp32", Path(folder), tiny).objective.model.eval()
-            features = torch.randn(B, T, 80, device=DEVICE)
-            for beam, weight in ((1, 0.0), (10, 0.0), (10, 0.3)):
+            for B, (beam, weight) in product(counts, ((1, 0.0), (10, 0.0), (10, 0.3))):
                 decode = DecodeConfig(beam=beam, ctc_weight=weight, max_ratio=BEAM_RATIO)
-                run = partial(search_once, model, features, decode)
-                if budget.allows(f"search {family} beam {beam} CTC {weight}"):
+                run = partial(search_once, model, torch.randn(B, T, 80, device=DEVICE), decode)
+                if budget.allows(f"search {family} B {B} beam {beam} CTC {weight}"):
                     run()
                     took = statistics.median(seconds(run) for _ in range(1 if tiny else 3))
                     rows.append(
-                        {"family": family, "beam": beam, "ctc_weight": weight, "seconds": took}
-                        | {"audio_hours_per_hour": B * T / 100 / took, "peak_mib": peak_mib(run)}
+                        {"family": family, "B": B, "beam": beam, "ctc_weight": weight}
+                        | {"seconds": took, "audio_hours_per_hour": B * T / 100 / took}
+                        | {"peak_mib": peak_mib(run), "gpu_busy": kernel_seconds(run) / took}
                     )
     return rows
 
@@ -1018,8 +1023,9 @@ def table_lines(results: dict[str, Any]) -> Iterator[str]:
         )
     for row in results.get("search", []):
         yield (
-            f"search {row['family']} beam {row['beam']} CTC {row['ctc_weight']}: "
-            f"{row['audio_hours_per_hour']:.0f} h/h, {row['peak_mib']:.0f} MiB"
+            f"search {row['family']} B {row['B']} beam {row['beam']} CTC {row['ctc_weight']}: "
+            f"{row['audio_hours_per_hour']:.0f} h/h, GPU busy {100 * row['gpu_busy']:.0f} %, "
+            f"{row['peak_mib']:.0f} MiB"
         )
     for name, skipped in results["skipped"].items():
         yield f"skipped in {name}: {len(skipped)}: {'; '.join(skipped[:4])}"
