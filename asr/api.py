@@ -12,9 +12,12 @@ unreadable audio raises AudioError. Nothing here changes os.environ or ends the 
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from asr.analysis import runs as run_folders
 from asr.analysis.comparison import Comparison, compare_runs
@@ -106,8 +109,9 @@ class Run(os.PathLike):
         """
         opened = evaluation.open_split(self.folder, os.fspath(split), overrides)
         folder = evaluation.check_writable(Path(out)) if out is not None else opened.result_folder()
-        result, recognizer = opened.evaluate()
-        evaluation.write(folder, result, recognizer, pictures=0)
+        with _same_threads():
+            result, recognizer = opened.evaluate()
+            evaluation.write(folder, result, recognizer, pictures=0)
         return result.score
 
     def load(self, overrides: Sequence[str] = ()) -> Recognizer:
@@ -165,10 +169,21 @@ def train(
         parts["objective_class"] = objective
     if parts and settings.task != "speech":
         raise UserError(f"recipe of the task {settings.task}: only speech takes data or objective")
-    code = trainer.train(settings, folder, resume, force, overridden, parts)
+    with _same_threads():
+        code = trainer.train(settings, folder, resume, force, overridden, parts)
     if code == EXIT_STOPPED:
         raise KeyboardInterrupt(f"{folder}: training was stopped and saved; resume=True continues")
     return Run(folder)
+
+
+@contextmanager
+def _same_threads() -> Iterator[None]:
+    """Restore the number of torch's threads, which `train.threads` sets."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def compare(

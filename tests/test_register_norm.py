@@ -1,5 +1,7 @@
 """Norms that a user's program registers by a name."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -72,12 +74,52 @@ def _with_gradients(lstm, x):
         (lambda size: lambda x: x.detach(), "passes no gradient"),
         (lambda size: lambda x: x / x.std(0, correction=0).add(1), "depends on the other rows"),
         (nn.BatchNorm1d, "depends on the other rows of a batch: Expected more than 1 value"),
+        (lambda x: functional.normalize(x, dim=-1), "make must be a function of the size"),
+        (nn.LayerNorm(24), "make must be a function of the size"),
     ],
 )
 def test_what_is_no_norm_of_rows_is_refused(make, fault):
     with pytest.raises(ValueError, match=fault):
         asr.register_norm("mine", make)
     assert not REGISTERED
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("ones", torch.ones(size))
+
+    def forward(self, x):
+        return functional.layer_norm(x, x.shape[-1:]) * self.ones
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (nn.LayerNorm, "has weights or buffers"),
+        (WithBuffer, "has weights or buffers"),
+        (lambda size: lambda x: x / x.norm(dim=-1, keepdim=True), "gives NaN for a row of zeros"),
+        (
+            lambda size: lambda x: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-6),
+            "gives NaN for a row of zeros",
+        ),
+    ],
+    ids=["weights", "buffer", "value", "gradient"],
+)
+def test_a_norm_that_is_not_for_lstms_is_one_for_transformers(make, reason):
+    asr.register_norm("mine", make)
+    assert make_norm("mine", 6)(torch.randn(2, 3, 6)).isfinite().all()
+    with pytest.raises(ValueError, match=f"norm_kind 'mine' {reason}"):
+        asr.CellSettings("ba", norm_kind="mine")
+
+
+@pytest.mark.parametrize("other", [{"eps": 1.0}, {"zero_variance": "raw"}])
+def test_settings_that_a_registered_norm_would_ignore_are_refused(other):
+    asr.register_norm("mine", layer_norm(1e-5))
+    settings = asr.CellSettings("ba", norm_kind="mine")
+    assert replace(settings, cell_norm="state").eps == settings.eps
+    with pytest.raises(ValueError, match="eps and zero_variance are its own"):
+        asr.CellSettings("ba", norm_kind="mine", **other)
 
 
 @pytest.mark.parametrize("name", ["layer", "dyt", "batch", "", "a b"])
@@ -104,7 +146,9 @@ def test_recipes_of_this_process_may_use_the_name():
 def test_a_run_with_it_is_trained_and_loaded(tiny, tmp_path):
     asr.register_norm("mine", layer_norm(1e-5))
     keys = ["model.listener.norm_kind=mine", "train.steps=2"]
-    run = asr.api.train(tiny, keys, tmp_path / "run")
+    before = torch.get_num_threads()
+    run = asr.api.train(tiny, [*keys, f"train.threads={before + 1}"], tmp_path / "run")
+    assert torch.get_num_threads() == before
     assert isinstance(run.load()(tiny.parent / "test-0.flac").text, str)
     REGISTERED.clear()
     with pytest.raises(

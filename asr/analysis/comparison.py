@@ -68,7 +68,7 @@ class SettingDifference:
     decoded_alike: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Settings with their runs, every pair of them tested in every figure, and effects of factors.
 
@@ -85,6 +85,9 @@ class Comparison:
     effects: Mapping[str, Sequence[Effect]]
     interactions: Mapping[str, Sequence[Interaction]]
     notes: Sequence[str]
+
+    def __repr__(self) -> str:
+        return f"Comparison({len(self.runs)} runs, {len(self.settings)} settings)"
 
     def ranking(self, figure: str) -> list[tuple[SettingRuns, Spread]]:
         """The settings with that figure and its spread over their runs, the best first."""

@@ -16,7 +16,7 @@ words.
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -190,8 +190,8 @@ class Score(Counts):
     wer_interval: Interval | None
     cer_interval: Interval | None
     interval_over: Units
-    speakers: tuple[SpeakerScore, ...]
-    utterances: tuple[UtteranceScore, ...]
+    speakers: tuple[SpeakerScore, ...] = field(repr=False)
+    utterances: tuple[UtteranceScore, ...] = field(repr=False)
 
 
 def score(

@@ -60,11 +60,8 @@ class CellSettings:
                 choices = ", ".join(filter(None, allowed))
                 raise ValueError(f"{name} {value!r} is not known; choose one of {choices}")
         registered = REGISTERED.get(self.norm_kind)
-        if registered and registered.has_weights:
-            raise ValueError(
-                f"norm_kind {self.norm_kind!r} has weights, but an LSTM's norms have the gains of "
-                "its layer: register a norm without"
-            )
+        if registered and registered.obstacle:
+            raise ValueError(f"norm_kind {self.norm_kind!r} {registered.obstacle}")
         if self.eps is not None and not 0 < self.eps < math.inf:
             raise ValueError(f"eps is {self.eps}; it must be above 0 and finite")
         if not 0 <= self.recurrent_gain <= 1000:  # NaN is neither
@@ -74,6 +71,10 @@ class CellSettings:
         # The class is frozen: None is replaced here alone.
         object.__setattr__(self, "cell_norm", self.cell_norm or cell_norm)
         object.__setattr__(self, "eps", eps if self.eps is None else self.eps)
+        if registered and (self.eps != eps or self.zero_variance != "guard"):
+            raise ValueError(
+                f"norm_kind {self.norm_kind!r} is registered: eps and zero_variance are its own"
+            )
 
     def _check_fit(self, fixed: str) -> None:
         """Raise ValueError for a setting that does not fit `norm`, whose cell_norm is `fixed`."""

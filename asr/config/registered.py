@@ -12,6 +12,7 @@ class RegisteredNorm(NamedTuple):
 
     make: Callable[[int], Callable[[Any], Any]]
     has_weights: bool
+    obstacle: str | None  # why an LSTM cannot use it
 
 
 REGISTERED: dict[str, RegisteredNorm] = {}

@@ -184,8 +184,15 @@ def register_norm(name: str, make: Callable[[int], Callable[[Tensor], Tensor]]) 
     if not name.isidentifier() or name in (*ROW_NORMS, *SQUASHING, "batch"):
         raise ValueError(f"norm {name!r}: must be an identifier that no norm of this library has")
     size = 24
-    norm, x = make(size), torch.linspace(-3, 5, 7 * size).sin().view(7, size).requires_grad_()
-    y = norm(x)
+    x = torch.linspace(-3, 5, 7 * size).sin().view(7, size).requires_grad_()
+    try:
+        norm = make(size)
+        y = norm(x)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"norm {name!r}: make must be a function of the size that gives the norm, "
+            f"`lambda size: ...`: {error}"
+        ) from error
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ValueError(
             f"norm {name!r}: changes {tuple(x.shape)} {x.dtype} to {y.shape} {y.dtype}"
@@ -202,14 +209,26 @@ def register_norm(name: str, make: Callable[[int], Callable[[Tensor], Tensor]]) 
     if not torch.allclose(alone, y, atol=1e-5):
         raise ValueError(fault)
     has_weights = isinstance(norm, nn.Module) and any(True for _ in norm.parameters())
-    REGISTERED[name] = RegisteredNorm(make, has_weights)
+    REGISTERED[name] = RegisteredNorm(make, has_weights, _obstacle_in_lstm(norm, size))
+
+
+def _obstacle_in_lstm(norm: Callable[[Tensor], Tensor], size: int) -> str | None:
+    """Why LSTMs cannot use a norm; their layers share one that is in no layer's state."""
+    if isinstance(norm, nn.Module) and norm.state_dict():
+        return "has weights or buffers, but an LSTM's norms have the gains of its layer alone"
+    zeros = torch.zeros(1, size, requires_grad=True)
+    y = norm(zeros)
+    (gradient,) = torch.autograd.grad(y.sum(), zeros)
+    if y.isfinite().all() and gradient.isfinite().all():
+        return None
+    return "gives NaN for a row of zeros, the first state of an LSTM: add eps within the root"
 
 
 def make_norm(kind: str, size: int) -> nn.Module:
     """The norm `kind` of the last dimension. Raises ValueError for an unknown kind."""
     if kind in REGISTERED:
-        make, has_weights = REGISTERED[kind]
-        return RowNorm(make(size), size, affine=not has_weights)
+        registered = REGISTERED[kind]
+        return RowNorm(registered.make(size), size, affine=not registered.has_weights)
     if kind in SQUASHING:
         return SQUASHING[kind](size)
     if kind not in ROW_NORMS:
