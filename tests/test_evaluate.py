@@ -123,13 +123,14 @@ def test_the_page_has_the_attention_of_the_worst_utterances(drawn, tiny_run, com
     assert len(pictures) == 2 and min(map(len, pictures)) > 1000
 
 
-def test_silence_and_a_few_frames_have_an_empty_hypothesis(tiny_run, commands, tmp_path):
+def test_silence_and_a_few_frames_are_not_decoded(tiny_run, commands, tmp_path):
     """As in asr.transcribe; no model computes them."""
-    sounds = {"silent": np.zeros(RATE), "short": np.sin(np.arange(RATE // 20))}
+    speech = read_recipe(tiny_run / "recipe.yaml").data.test["test"].parent / "test-0.flac"
+    late = np.concatenate([np.zeros(3 * RATE), soundfile.read(speech)[0]])
+    sounds = {"silent": np.zeros(RATE), "short": np.sin(np.arange(RATE // 20)), "late": late}
     rows = [f"{name}\tx\t{name}.wav\t{len(sound) / RATE}\t" for name, sound in sounds.items()]
     for name, sound in sounds.items():
         soundfile.write(tmp_path / f"{name}.wav", sound, RATE)
-    speech = read_recipe(tiny_run / "recipe.yaml").data.test["test"].parent / "test-0.flac"
     (tmp_path / "speech.flac").symlink_to(speech)
     rows.append("speech\tx\tspeech.flac\t1.0\tbc")
     table = "\n".join(["id\tspeaker\taudio\tseconds\ttext", *rows]) + "\n"
@@ -138,7 +139,13 @@ def test_silence_and_a_few_frames_have_an_empty_hypothesis(tiny_run, commands, t
     code, *_ = commands(evaluate, tiny_run, *call)
     texts = {row["id"]: row["hypothesis"] for row in hypothesis_rows(tmp_path / "out")}
     assert code == 0 and texts["silent"] == texts["short"] == ""
-    assert texts["speech"] == Recognizer.load(tiny_run, ["decode.beam=2"])(speech).text
+    model = Recognizer.load(tiny_run, ["decode.beam=2"])
+    assert texts["speech"] == model(speech).text
+    assert (
+        texts["late"]
+        == model(late, RATE).text
+        == model(late[-len(late) + 11 * RATE // 4 :], RATE).text
+    )
 
 
 def test_a_run_trained_without_speakers_can_be_decoded_by_speaker(

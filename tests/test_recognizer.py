@@ -129,6 +129,24 @@ def test_samples_need_their_rate_and_shape():
         recognizer(samples)
 
 
+def test_long_silences_are_not_decoded(monkeypatch):
+    """Features of the parts with sound alone; times and length are those of the recording."""
+    samples, starts = spoken(WORDS[:4], 0.3)
+    gap, end = np.full(3 * RATE, 1e-5), np.full(5 * RATE, 1e-5)
+    recognizer, lengths = tone_recognizer(30.0), []
+    encode = recognizer.model.encode
+    monkeypatch.setattr(
+        recognizer.model, "encode", lambda x, n: lengths.extend(n.tolist()) or encode(x, n)
+    )
+    result = recognizer(np.concatenate([gap, samples, gap, samples, end]), RATE)
+    assert [word.text for word in result.words] == 2 * WORDS[:4]
+    second = 6 + len(samples) / RATE
+    times = [start + shift for shift in (3, second) for start in starts]
+    assert np.abs(np.array([word.start for word in result.words]) - times).max() <= 0.12
+    assert result.seconds == pytest.approx(11 + 2 * len(samples) / RATE)
+    assert sum(lengths) / 100 < 2 * len(samples) / RATE + 1.1
+
+
 def test_a_silent_segment_is_skipped():
     samples, starts = spoken(["abc", "cab"], 0.3)
     silence = np.zeros(30 * RATE)

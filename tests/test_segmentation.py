@@ -8,7 +8,13 @@ import torch
 
 from asr.decoding import segmentation
 from asr.decoding.alignment import TimedWord, group_words, join_words
-from asr.decoding.segmentation import SILENT, Segment, loudness, merge_words
+from asr.decoding.segmentation import (
+    SILENT,
+    Segment,
+    loudness,
+    merge_words,
+    sound_and_silence,
+)
 from asr.errors import UserError
 
 RATE = 1000
@@ -51,6 +57,31 @@ def test_without_a_pause_segments_overlap():
     wave = speech(20, [])
     pieces = split_at_pauses(wave, RATE, max_seconds=8.0, overlap=1.5)
     assert pieces == [Segment(0, 8000), Segment(6500, 14500), Segment(13000, 20000)]
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-3, 10 ** (-42 / 20)])
+def test_long_silences_are_parts_of_their_own(floor):
+    silences = [(0, 2.3), (4.0, 5.4), (6.0, 8.7), (9.1, 14.0)]  # the second is short
+    wave = speech(14, silences, floor)
+    parts = sound_and_silence(wave, RATE)
+    expected = [(0, 2.05), (2.05, 6.25), (6.25, 8.45), (8.45, 9.35), (9.35, 14.0)]
+    assert [part for part, _ in parts] == [
+        Segment(*(round(RATE * t) for t in one)) for one in expected
+    ]
+    assert [has_sound for _, has_sound in parts] == [False, True, False, True, False]
+
+
+def test_neither_noise_nor_a_short_silence_is_a_part():
+    whole = [(Segment(0, 9000), True)]
+    assert sound_and_silence(speech(9, [(2.0, 7.0)], floor=10 ** (-28 / 20)), RATE) == whole
+    assert sound_and_silence(speech(9, [(0.0, 1.4), (5.0, 6.4), (7.6, 9.0)]), RATE) == whole
+    assert sound_and_silence(torch.zeros(3), RATE) == [(Segment(0, 3), True)]
+
+
+def test_a_click_makes_no_speech_a_silence():
+    wave = speech(9, [])
+    wave[2000:2100] = 100.0 * torch.tensor([1.0, -1.0]).repeat(50)  # 60 dB louder, 0.1 s
+    assert sound_and_silence(wave, RATE) == [(Segment(0, 9000), True)]
 
 
 def test_silence_needs_no_overlap():

@@ -9,6 +9,7 @@ Shapes: S samples.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,10 @@ QUIET = -70.0  # where the loudest part of a recording is below, its text may su
 SILENT = -110.0  # where no part is louder, there is nothing to decode
 LOWEST = -180.0  # any lower level counts as this one
 BELOW_LOUDEST = 40.0  # dB: what is QUIET and so far below its segment's loudest part is a pause
+# A long silence is more than BELOW_LOUD dB below the loudest LOUD of its segment for more than
+# LONGEST_SILENCE; KEPT of it stays on each side.
+BELOW_LOUD = 35.0
+LOUD, LONGEST_SILENCE, KEPT = 0.2, 1.5, 0.25  # seconds
 # Seconds between the middles of one word as two segments time it, at most. These differ by a few
 # frames of memory; a repetition of the word is seldom so close.
 MAX_DIFFERENCE = 0.4
@@ -65,6 +70,29 @@ def split_at_pauses(
             held, first = held[start // hop * hop - first :], start // hop * hop
     if first + len(held) > start:
         yield Segment(start, first + len(held)), held[start - first :].clone()
+
+
+def sound_and_silence(samples: Tensor, sample_rate: int) -> list[tuple[Segment, bool]]:
+    """The parts of samples (S,), in order, and which have sound; the others are long silences.
+
+    A model was trained on utterances without them: they change its features' mean and variance.
+    """
+    hop, whole = max(1, round(HOP * sample_rate)), Segment(0, len(samples))
+    decibels = _decibels(samples, hop)
+    if len(decibels) <= LONGEST_SILENCE / HOP:
+        return [(whole, True)]
+    loudest = float(decibels.topk(round(LOUD / HOP)).values[-1])
+    loud = (decibels > max(loudest - BELOW_LOUD, SILENT)).nonzero()[:, 0].tolist()
+    kept, parts, end = round(KEPT / HOP), [], 0  # end: of the parts so far
+    for last, following in pairwise([-1, *loud, len(decibels)]):
+        if (following - last - 1) * HOP <= LONGEST_SILENCE:
+            continue
+        first = 0 if last < 0 else (last + 1 + kept) * hop
+        stop = len(samples) if following == len(decibels) else (following - kept) * hop
+        parts += [(Segment(end, first), True)] if first > end else []
+        parts.append((Segment(first, stop), False))
+        end = stop
+    return parts if end == len(samples) else [*parts, (Segment(end, len(samples)), True)]
 
 
 def loudness(waveform: Tensor, sample_rate: int) -> float:

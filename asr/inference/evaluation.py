@@ -67,9 +67,9 @@ from asr.inference.recognition import (
     Recording,
     decode_batch,
     decode_stream,
+    decodes_in_parts,
     fault_line,
     frame_seconds,
-    has_no_speech,
     transcripts,
 )
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
@@ -260,7 +260,7 @@ def too_long(recognizer: Recognizer, seconds: np.ndarray) -> np.ndarray:
 def read_batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Iterable[Batch]:
     """The batches of the utterances that are not too long, the longest first.
 
-    They lack utterances without speech. recognizer: from for_split.
+    They lack utterances without speech or with a long silence. recognizer: from for_split.
     """
     chosen = corpus.take(np.flatnonzero(~too_long(recognizer, corpus.seconds)))
     dataset = UtteranceDataset(
@@ -269,7 +269,7 @@ def read_batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -
         recognizer.tokenizer,
         recipe.seed,
         other_speeds=recipe.decode.other_speeds,
-        skips=has_no_speech,
+        skips=decodes_in_parts,
         cache=stored_features(chosen, recognizer.front_end),
     )
     plan = plan_evaluation(chosen.seconds, recognizer.batch_seconds)

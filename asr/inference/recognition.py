@@ -24,7 +24,14 @@ from asr.data.batching import Batch, Example, collate, plan_evaluation
 from asr.data.tokenizer import Tokenizer, load_tokenizer
 from asr.decoding.alignment import has_ctc_path
 from asr.decoding.scorer import Hypothesis, Scorer
-from asr.decoding.segmentation import LOWEST, SILENT, Segment, loudness, split_at_pauses
+from asr.decoding.segmentation import (
+    LOWEST,
+    SILENT,
+    Segment,
+    loudness,
+    sound_and_silence,
+    split_at_pauses,
+)
 from asr.errors import UserError, check_list, is_out_of_memory
 from asr.features import AudioError, NoSamples
 from asr.features.audio import array_and_rate, from_samples
@@ -191,6 +198,12 @@ def frame_seconds(recognizer: Recognizer) -> float:
     return MANY_FRAMES / memory_frames * extract.shift / extract.sample_rate
 
 
+def decodes_in_parts(front_end: FrontEnd, waveform: Tensor) -> bool:
+    """Whether audio (S,) has no speech or a long silence, so that it is not decoded as it is."""
+    parts = sound_and_silence(waveform, front_end.sample_rate)
+    return len(parts) > 1 or has_no_speech(front_end, waveform)
+
+
 def has_no_speech(front_end: FrontEnd, waveform: Tensor) -> bool:
     """Whether audio (S,) is silent or of fewer than FEWEST_FRAMES frames: its text is empty."""
     if front_end.extract.num_frames(len(waveform)) < FEWEST_FRAMES:
@@ -340,12 +353,16 @@ def _groups(recognizer: Recognizer, recording: Recording) -> Iterator[list[tuple
 
 
 def _segments(recognizer: Recognizer, recording: Recording) -> Iterator[tuple[Segment, Tensor]]:
-    """The segments in which a recording is decoded, and their samples; none without speech."""
+    """The parts of a recording, and their samples where they are decoded: not without speech."""
     front_end, longest = recognizer.front_end, recognizer.max_segment_seconds
     overlap = min(recognizer.decode.overlap, longest / 4)
     blocks = _blocks(front_end, recording)
-    for segment, samples in split_at_pauses(blocks, front_end.sample_rate, longest, overlap):
-        yield segment, torch.zeros(0) if has_no_speech(front_end, samples) else samples
+    for (start, _), samples in split_at_pauses(blocks, front_end.sample_rate, longest, overlap):
+        for part, has_sound in sound_and_silence(samples, front_end.sample_rate):
+            own = samples[part.start : part.end]
+            decoded = has_sound and not has_no_speech(front_end, own)
+            segment = Segment(start + part.start, start + part.end)
+            yield segment, own.clone() if decoded else torch.zeros(0)
 
 
 def _blocks(front_end: FrontEnd, recording: Recording) -> Iterator[Tensor]:
