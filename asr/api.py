@@ -32,6 +32,7 @@ from asr.errors import EXIT_STOPPED, UserError, check_list
 from asr.hub import local_run
 from asr.inference import evaluation
 from asr.inference.recognition import Recognizer
+from asr.io import check_writable
 from asr.training import trainer
 from asr.training.losses import SpeechObjective
 
@@ -108,7 +109,7 @@ class Run(os.PathLike):
         Utterances that cannot be read are scored as empty. Raises UserError as asr.evaluate does.
         """
         opened = evaluation.open_split(self.folder, os.fspath(split), overrides)
-        folder = evaluation.check_writable(Path(out)) if out is not None else opened.result_folder()
+        folder = check_writable(Path(out)) if out is not None else opened.result_folder()
         with _same_threads():
             result, recognizer = opened.evaluate()
             evaluation.write(folder, result, recognizer, pictures=0)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from asr.arguments import CommandParser, natural, run_folder
 from asr.errors import UserError, run_command
+from asr.io import check_writable
 from asr.shipped import is_installed
 
 
@@ -29,7 +30,7 @@ def main() -> int:
         return 0
     out = args.out or (Path("evaluate", args.run.name, split.name) if on_hub else None)
     # Before hours of decoding.
-    folder = evaluation.check_writable(out) if out else split.result_folder()
+    folder = check_writable(out) if out else split.result_folder()
     other = None
     if args.against:
         against = local_run(args.against)

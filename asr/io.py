@@ -87,6 +87,14 @@ def made_folder(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
+def check_writable(folder: Path) -> Path:
+    """The folder. UserError where it cannot be written into or made; it is not made yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        raise UserError(f"{folder}: {existing} cannot be written into; choose another --out")
+    return folder
+
+
 def usable_cores() -> int:
     """The cores this process may use; in a container often fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from asr.arguments import CommandParser, call_of, last_of_each, positive, run_folder
 from asr.errors import UserError, one_line, run_command
-from asr.io import atomic_write
+from asr.io import atomic_write, check_writable
 from asr.shipped import find_run, run_names
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main() -> int:
         if len(sources) > 1 and not args.out and args.format in ("srt", "vtt"):
             kind = f"--format {args.format}"
             raise UserError(f"{kind} makes a file of each recording: add --out FOLDER")
-        places = targets(sources) if args.out else {}
+        places = targets(sources) if args.out and check_writable(args.out) else {}
         recognizer = Recognizer.load(args.run, overrides)
         if args.run in map(find_run, map(Path, run_names())):  # which its user has not evaluated
             print(f"{args.run.name}: {rates_in_card(args.run)}", file=sys.stderr, flush=True)

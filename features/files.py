@@ -6,8 +6,11 @@ import stat
 from typing import IO
 
 AUDIO_SUFFIXES = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au"}
-FFMPEG_SUFFIXES = {".m4a", ".mp4", ".webm", ".mka", ".mkv"}  # features/containers.py
+# features/containers.py
+FFMPEG_SUFFIXES = {".3gp", ".m4a", ".m4b", ".m4v", ".mka", ".mkv", ".mov", ".mp4", ".webm"}
 RECORDING_SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
+UNREAD_SUFFIXES = {".aac", ".ac3", ".amr", ".avi", ".flv", ".mpeg", ".mpg", ".wma", ".wmv"}
+CONVERSION = "convert it to FLAC: ffmpeg -i FILE FILE.flac"
 
 
 def name_of(path: str | os.PathLike[str]) -> str:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from pathlib import Path
 from tempfile import TemporaryFile
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from asr.features import AudioError
-from asr.features.files import Window, name_of, open_regular
+from asr.features.files import CONVERSION, UNREAD_SUFFIXES, Window, name_of, open_regular
 from asr.features.libsndfile import (
     HAS_FILE_NAMES,
     INDEXED,
@@ -104,7 +105,9 @@ def open_audio(path: Source) -> Iterator["Sound"]:
                 file = stack.enter_context(DecodedFile(source, closefd=False))
         except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
             _check_read(window, name)
-            raise AudioError(f"{name}: not readable as audio ({sound_error(error)})") from error
+            remedy = f"; {CONVERSION}" if Path(name).suffix.lower() in UNREAD_SUFFIXES else ""
+            reason = f"not readable as audio ({sound_error(error)}){remedy}"
+            raise AudioError(f"{name}: {reason}") from error
         whole_rate(file.samplerate, name)
         yield Sound(path, name, file, window)
         _check_read(window, name)

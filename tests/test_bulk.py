@@ -260,6 +260,9 @@ def test_an_invalid_list(commands, tiny_run, tmp_path):
     (tmp_path / "none.txt").write_text("\n\n")
     line = commands.refused(asr_transcribe, tiny_run, "--list", tmp_path / "none.txt", *out)
     assert "the list is empty" in line and not (tmp_path / "out").exists()
+    (tmp_path / "a.wav").write_bytes(b"RIFF\0\0\0\0WAVE")
+    line = commands.refused(asr_transcribe, tiny_run, "--list", tmp_path / "a.wav", *out)
+    assert "a.wav: no list of files; name audio without --list" in line
     line = commands.refused(asr_transcribe, tiny_run, "--list", tmp_path / "none.txt")
     assert line == "--list needs a folder for the transcripts: --out FOLDER"
 

@@ -19,6 +19,7 @@ from tone_model import spoken, tone_recognizer
 from asr import transcribe
 from asr.features.containers import container_of, stream_container
 from asr.inference import recognition
+from asr.inference.sources import open_sources
 
 
 @pytest.fixture
@@ -193,6 +194,26 @@ def test_audio_of_a_few_frames_has_no_text(recordings, commands, tmp_path):
 
 
 FFMPEG = shutil.which("ffmpeg")
+
+
+def test_other_kinds_of_recordings_in_a_folder_are_named(tmp_path):
+    names = {"a.wav": 1, "b.mov": 1, "c.avi": 0, "d.txt": 0, "e.WMA": 0}
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    faults = {}
+    with open_sources([tmp_path], faults) as sources:
+        assert [source.path.name for source in sources] == [n for n, read in names.items() if read]
+    assert [path.name for path in faults] == ["c.avi", "e.WMA"]
+    assert "convert it to FLAC: ffmpeg -i FILE FILE.flac" in faults[tmp_path / "c.avi"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_decoding(commands, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "a.wav").write_bytes(b"")
+    line = commands.refused(transcribe, "run", tmp_path / "a.wav", "--out", tmp_path / "file")
+    assert f"{tmp_path}/file: {tmp_path}/file cannot be written into; choose another --out" in line
+
+
 CODECS = {"m4a": "aac", "mp4": "aac", "webm": "libopus"}
 
 
@@ -295,7 +316,8 @@ def test_quiet_and_silent_files_are_named_with_their_level(commands, tiny_run, t
     assert err.splitlines() == [
         f"warning: {tmp_path}/quiet.wav: too quiet, {quiet['level']:.0f} dB of full scale at most; "
         "its transcript may be wrong",
-        f"warning: {tmp_path}/silent.wav: silent; its transcript is empty",
+        f"warning: {tmp_path}/silent.wav: silent, or its channels cancel each other; "
+        "its transcript is empty",
     ]
 
 

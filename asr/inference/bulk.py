@@ -167,6 +167,8 @@ def read_list(path: Path, allow_outside: bool = False) -> list[str]:
         try:  # a name may have bytes that are not text, and an editor may add a byte order mark
             with open_file(path, LIST_BYTES) as file:
                 text = file.read(LIST_BYTES).decode("utf-8-sig", "surrogateescape")
+            if "\0" in text:
+                raise UserError(f"{path}: no list of files; name audio without --list")
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         # Not splitlines, which also splits at form feeds and other characters of a name.

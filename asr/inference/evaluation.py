@@ -1,7 +1,6 @@
 """Decode a split, score it, and write the result: files, HTML page, printed lines."""
 
 import io
-import os
 import shlex
 from base64 import b64encode
 from collections import Counter
@@ -73,7 +72,7 @@ from asr.inference.recognition import (
     transcripts,
 )
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
-from asr.io import check_run_folder
+from asr.io import check_run_folder, check_writable
 
 # Where the decoder loops or stops early; eos_threshold would refuse ends that it is unsure of.
 SAFE_SEARCH = "decode.beam=4 decode.ctc_weight=0.3 decode.eos_threshold=null"
@@ -196,14 +195,6 @@ def open_split(
     name, corpus = evaluation_name(split), splits.load_split(recipe.data, split)
     labels = {column: groups_of(corpus, column) for column in by}
     return EvaluationSplit(run, split, name, recipe, corpus, labels, overrides)
-
-
-def check_writable(folder: Path) -> Path:
-    """The folder. UserError where it cannot be written into or made; it is not made yet."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        raise UserError(f"{folder}: {existing} cannot be written into; choose another --out")
-    return folder
 
 
 def _group_facts(part: Score) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tempfile import NamedTemporaryFile
 from typing import IO, NamedTuple
 
 from asr.errors import UserError
-from asr.features.files import RECORDING_SUFFIXES, name_of
+from asr.features.files import CONVERSION, RECORDING_SUFFIXES, UNREAD_SUFFIXES, name_of
 from asr.io import CHUNK
 
 STDIN = Path("-")
@@ -97,10 +97,12 @@ def _below(folder: Path, faults: dict[Path, str]) -> list[Source]:
 
     for root, folders, names in os.walk(folder, onerror=report):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = (Path(root, name) for name in sorted(names) if not name.startswith("."))
-        found += [
-            path for path in paths if path.suffix.lower() in RECORDING_SUFFIXES and path.is_file()
-        ]
+        for path in (Path(root, name) for name in sorted(names) if not name.startswith(".")):
+            suffix = path.suffix.lower()
+            if suffix in RECORDING_SUFFIXES and path.is_file():
+                found.append(path)
+            elif suffix in UNREAD_SUFFIXES:
+                faults[path] = f"{name_of(path)}: {suffix} is not read; {CONVERSION}"
     if not found and folder not in faults:
         faults[folder] = f"{name_of(folder)}: no audio file in this folder"
     return [Source(path, path, path.relative_to(folder)) for path in found]

@@ -123,7 +123,7 @@ def level_warning(level: float) -> str | None:
     if level > QUIET:
         return None
     if level <= SILENT:
-        return "silent; its transcript is empty"
+        return "silent, or its channels cancel each other; its transcript is empty"
     return f"too quiet, {level:.0f} dB of full scale at most; its transcript may be wrong"
 
 
