@@ -2,10 +2,9 @@
 
 The library is stored in $LAYERNORM_LSTM_CACHE, else in ~/.cache/layernorm-asr, or, where that is
 not writable or full, in a temporary folder owned by this user. Its name is a hash of the sources,
-the flags and the processor's features. A file beside it has its checksum, because a library that is
-truncated would end the process; one that does not fit is compiled again. Where several processes
-need it, one compiles under a file lock, which the system releases with the process; the others
-wait.
+the flags and the processor's features, and it is renamed to it once it is on the disk as a whole.
+Where several processes need it, one compiles under a file lock, which the system releases with the
+process; the others wait.
 
 $CXX names the compiler (c++). $LAYERNORM_LSTM_MARCH overrides the processor to compile for
 (-march): x86-64-v3 is AVX2.
@@ -29,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asr.errors import UserError
-from asr.io import atomic_writer, lock_file, read_small_file, sha256_of_files, sync, user_cache
+from asr.io import lock_file, sync, user_cache
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
@@ -64,12 +63,11 @@ def obstacle() -> str | None:
 
     Whether the compiler works is not tried.
     """
-    if _loaded:  # the file need not be read again for its checksum
+    if _loaded:
         return _loaded[0] if isinstance(_loaded[0], str) else None
     try:
-        if _fault(_library_path()) is None:
-            return None
-        _compiler()
+        if not _library_path().exists():
+            _compiler()
     except (BuildError, OSError, RuntimeError) as error:
         return _first_error(str(error))
     return None
@@ -89,52 +87,26 @@ def _compiler() -> list[str]:
 
 def _compiled() -> Path:
     target = _library_path()
-    if _fault(target) is None:
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with lock_file(target.with_suffix(".lock"), refusal=None):
-        if fault := _fault(target):
-            _compile(target, fault)
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with lock_file(target.with_suffix(".lock"), refusal=None):
+            if not target.exists():
+                _compile(target)
     return target
 
 
-def _fault(library: Path) -> str | None:
-    """Why a library cannot be loaded as it is: it is missing, or its checksum differs."""
-    if not library.exists():
-        return "once"
-    try:
-        if read_small_file(_checksum_file(library)) == _checksum(library):
-            return None
-    except (FileNotFoundError, UserError, ValueError):
-        pass
-    return f"again, since {library.name} does not fit the checksum beside it"
-
-
-def _checksum_file(library: Path) -> Path:
-    return library.with_suffix(".sha256")
-
-
-def _checksum(library: Path) -> str:
-    """As sha256sum prints it."""
-    return f"{sha256_of_files([library])}  {library.name}\n"
-
-
-def _compile(target: Path, why: str) -> None:
+def _compile(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         folder = Path(name)
         _check_compiler(folder)
-        print(f"compiling the CPU kernels into {target.parent}, {why}", file=sys.stderr)
+        print(f"compiling the CPU kernels into {target.parent}, once", file=sys.stderr)
         try:
             built = _build(folder, [_march(), "-fopenmp"])
         except RuntimeError as error:  # some compilers support neither flag
             print(f"compiling again, for any processor: {error}", file=sys.stderr)
             built = _build(folder, [])
-        # A rename, for another process may have the old one loaded. The checksum comes last: what
-        # has one is complete, also after a power failure.
         sync(built)
         built.replace(target)
-        with atomic_writer(_checksum_file(target), sync=True) as file:
-            file.write(_checksum(target).encode())
 
 
 def _check_compiler(folder: Path) -> None:
@@ -219,7 +191,7 @@ def _library_path() -> Path:
     for folder in (cache_folder, _temporary_folder):
         folders.append(folder())
         library = folders[-1] / f"layernorm_lstm_{key}.so"
-        if _fault(library) is None or _has_room(library.parent):
+        if library.exists() or _has_room(library.parent):
             return library
     raise BuildError(f"no room for the compiled kernels in {folders[0]} and {folders[1]}")
 
