@@ -33,15 +33,13 @@ REVISION = re.compile(r"\w[\w./+-]{0,199}", re.ASCII)
 COMMIT = re.compile("[0-9a-f]{40}")
 TIMEOUT = 10.0  # seconds without an answer after which the hub counts as unreachable
 # The files that transcription needs. No others are downloaded: pickles, for example.
-NEEDED = re.compile(
-    r"recipe\.yaml|tokenizer\.(json|model)|features\.safetensors|encoder\.json"
-    r"|encoder/((config|preprocessor_config)\.json|README\.md"
-    r"|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?)"
-    r"|checkpoints/[0-9]{8,15}/(sha256\.json|model\.safetensors)"
-)
 ENCODER = re.compile(
     r"(config|preprocessor_config)\.json|README\.md"
     r"|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?"
+)
+NEEDED = re.compile(
+    r"recipe\.yaml|tokenizer\.(json|model)|features\.safetensors|encoder\.json"
+    rf"|encoder/({ENCODER.pattern})|checkpoints/[0-9]{{8,15}}/(sha256\.json|model\.safetensors)"
 )
 # All that a run may consist of: a push deletes what the new run lacks.
 RUN_PATTERNS = [

@@ -69,7 +69,6 @@ def prune_run(
     kept: list[list[int]] = []
     for option, layers, count in zip(("--encoder", "--decoder"), before, counts, strict=True):
         with config_errors(option):
-            check_count(layers, count)
             kept.append(every_other(layers, count))
     keep_layers(model, *kept)
     step = choose(run, recipe.decode.checkpoint, 1)[0].step
@@ -84,8 +83,12 @@ def every_other(layers: int, keep: int) -> list[int]:
 
     The layer at depth d, counted from 1, is removed when d mod floor(1/p) == 0, with
     p = 1 - keep/layers. If 1/p is not an integer the rule may keep fewer than `keep`. Raises
-    ValueError for p above 1/2, where floor(1/p) = 1 removes all.
+    ValueError for p above 1/2, where floor(1/p) = 1 removes all, and below 0.
     """
+    if keep < 1:
+        raise ValueError(f"pruning {layers} layers to {keep} would leave no layer: keep at least 1")
+    if keep > layers:
+        raise ValueError(f"pruning cannot keep {keep} layers: the stack has {layers}")
     removed = layers - keep
     if 2 * removed > layers:
         raise ValueError(
@@ -101,14 +104,6 @@ def keep_layers(model: "Transformer", encoder: Sequence[int], decoder: Sequence[
 
     for stack, kept in ((model.encoder, encoder), (model.decoder, decoder)):
         stack.layers = nn.ModuleList(stack.layers[i] for i in sorted(set(kept)))
-
-
-def check_count(layers: int, keep: int) -> None:
-    """Raise ValueError unless `keep` of a stack's `layers` can be kept."""
-    if keep < 1:
-        raise ValueError(f"pruning {layers} layers to {keep} would leave no layer: keep at least 1")
-    if keep > layers:
-        raise ValueError(f"pruning cannot keep {keep} layers: the stack has {layers}")
 
 
 def residual_alphas(model: "Transformer") -> dict[str, float]:

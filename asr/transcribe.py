@@ -6,6 +6,7 @@ torchrun --nproc-per-node N -m asr.transcribe RUN --list FILES.txt --out DIR
 
 import argparse
 import errno
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -166,17 +167,10 @@ def arguments() -> argparse.Namespace:
 
 def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """Files, each once, and overrides: KEY.PATH=..., unless it is a file's name."""
-    overrides = [text for text in arguments if OVERRIDE.match(text) and not is_there(text)]
+    # Unlike Path.exists, also for a name that no file can have.
+    overrides = [t for t in arguments if OVERRIDE.match(t) and not os.path.exists(t)]  # noqa: PTH110
     files = dict.fromkeys(Path(text) for text in arguments if text not in overrides)
     return list(files), last_of_each(overrides)
-
-
-def is_there(name: str) -> bool:
-    """Whether a file has that name; False for a name that no file can have."""
-    try:
-        return Path(name).exists()
-    except OSError:
-        return False
 
 
 def transcribe_list(args: argparse.Namespace, files: list[Path], overrides: list[str]) -> int:

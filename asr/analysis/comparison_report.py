@@ -22,7 +22,7 @@ from asr.analysis.comparison import (
 )
 from asr.analysis.curves import band, choose_levels, finite, first_below, median_reached
 from asr.analysis.effects import ALPHA, Effect, Interaction
-from asr.analysis.report import DASH, Picture, Points, Table, write_report
+from asr.analysis.report import DASH, Picture, Points, Table, html, markdown
 from asr.analysis.runs import BEST, REPORT, TRAIN, WER_OF, SettingRuns, best_of, is_run
 from asr.analysis.significance import Difference
 from asr.analysis.statistics import (
@@ -37,7 +37,7 @@ from asr.analysis.statistics import (
 )
 from asr.analysis.wer import between, pooled
 from asr.errors import UserError
-from asr.io import atomic_writer
+from asr.io import atomic_writer, write_files
 
 METHODS = (
     "A setting is the runs whose recipes differ only in the seed; its figures are means over them.",
@@ -75,11 +75,13 @@ def report(comparison: Comparison, out: Path, levels: Sequence[float] | None = N
     tables = [*evaluation_tables(settings), loss_table(settings, curve)]
     tables += [level_table(comparable, levels)]
     tables += [Table("Runs that are not counted", ("run", "why"), failed)] if failed else []
-    first, pairs, facts = _first_parts(comparison), pair_tables(comparison), answers(comparison)
+    pairs = [difference_table(*one) for one in comparison.differences.items() if one[1]]
+    first, facts = _first_parts(comparison), answers(comparison)
     out.mkdir(parents=True, exist_ok=True)
     pictures = [draw_figures(out, settings, curve), draw_losses(out, comparable, curve, levels)]
     parts = [*first, *pictures, *tables, *pairs, Points("Methods", METHODS, folded=True)]
-    write_report(out, "compare", "Comparison of runs", facts, parts)
+    report = ("Comparison of runs", facts, parts)
+    write_files(out, {"compare.md": markdown(*report), "compare.html": html(*report)})
     print("\n".join(fact.replace("\n", "\n  ") for fact in facts))
     for part in (*first, *tables):
         print("", *part.text(), sep="\n")
@@ -92,9 +94,10 @@ def _first_parts(comparison: Comparison) -> list[Table | Points]:
     """Effects of factors, what letters stand for, and notes, where there are any."""
     settings = comparison.settings
     letters = [f"{s.short}. {s.legend}" for s in settings if s.label == s.short != s.legend]
+    crossed = comparison.interactions.items()
     parts = [
         effect_table(comparison),
-        Points("Interactions", interaction_lines(comparison)),
+        Points("Interactions", [_interaction(name, one) for name, of in crossed for one in of]),
         Points("Settings", letters),
         Points("Notes", comparison.notes),
     ]
@@ -248,15 +251,6 @@ def _effect_row(figure: str, effect: Effect) -> tuple[str, ...]:
     return (name, effect.factor, effect.first, effect.second, *cells, f"{effect.seeds}", verdict)
 
 
-def interaction_lines(comparison: Comparison) -> list[str]:
-    """A sentence for each large interaction."""
-    return [
-        _interaction(figure, one)
-        for figure, found in comparison.interactions.items()
-        for one in found
-    ]
-
-
 def _interaction(figure: str, one: Interaction) -> str:
     factor, digits = scale(figure)
     at_each = " and ".join(
@@ -272,11 +266,6 @@ def _interaction(figure: str, one: Interaction) -> str:
 
 def _p(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
-
-
-def pair_tables(comparison: Comparison) -> list[Table]:
-    """Every pair of settings in each figure."""
-    return [difference_table(*one) for one in comparison.differences.items() if one[1]]
 
 
 def difference_table(figure: str, differences: Sequence[SettingDifference]) -> Table:

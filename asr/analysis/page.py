@@ -62,7 +62,10 @@ def write_page(
     alignments = align([u.reference for u in utterances], [u.hypothesis for u in utterances])
     parts = {
         "title": escape(title),
-        "facts": "".join(_fact(*item) for item in (facts or {}).items()),
+        "facts": "".join(
+            f"<div><dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd></div>"
+            for name, value in (facts or {}).items()
+        ),
         "groups": "".join(_group_table(*item) for item in (groups or {}).items()),
         "figures": _figures(score),
         "note": _note(score),
@@ -95,7 +98,9 @@ def _data(
         row |= {"S": utterance.substitutions, "D": utterance.deletions, "I": utterance.insertions}
         row["edits"] = _joined(edits)
         if utterance.id in audio:
-            row["audio"] = _link(audio[utterance.id], folder)
+            # A URL relative to the folder, quoted so that it has no scheme, query or fragment.
+            path = Path(os.path.relpath(audio[utterance.id], folder)).as_posix()
+            row["audio"] = quote(os.fsencode(path), safe="/")
         if utterance.id in pictures:
             row["picture"] = pictures[utterance.id]
         row["flags"] = list(flags.get(utterance.id, ()))
@@ -135,15 +140,6 @@ def _joined(edits: Iterable[Edit]) -> list[list[str]]:
         else:
             joined += [list(edit) for edit in run]
     return joined
-
-
-def _link(path: Path, folder: Path) -> str:
-    """A URL relative to the page's folder, quoted so that it has no scheme, query or fragment."""
-    return quote(os.fsencode(Path(os.path.relpath(path, folder)).as_posix()), safe="/")
-
-
-def _fact(name: str, value: object) -> str:
-    return f"<div><dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd></div>"
 
 
 def _figures(score: Score) -> str:

@@ -13,7 +13,6 @@ from html import escape
 from pathlib import Path
 
 from asr.errors import printable
-from asr.io import write_files
 
 DASH = "–"  # in a table cell without a value
 _NUMBER = re.compile(r"[-+<>−–±≤%\d.,()\[\]/e ]*(to [-+−\d.,() %]*)?")
@@ -76,19 +75,11 @@ def policy_hash(text: str) -> str:
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
 
 
-def write_report(
-    folder: Path, name: str, title: str, facts: Sequence[str], parts: Sequence[Part]
-) -> None:
-    """Write folder/NAME.md and folder/NAME.html: a title, facts, then the parts.
+def markdown(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
+    """The report as GitHub's Markdown.
 
     A fact is a paragraph, or a line to stress and a paragraph on it.
     """
-    pages = {f"{name}.md": markdown(title, facts, parts), f"{name}.html": html(title, facts, parts)}
-    write_files(folder, pages)
-
-
-def markdown(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
-    """The report as GitHub's Markdown."""
     blocks = [f"# {markdown_text(title)}"]
     for fact in facts:
         first, _, rest = map(markdown_text, fact.partition("\n"))

@@ -198,16 +198,13 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
             settings.pop(TRAINING_DATA, None)
     for settings in lost if counted else ():
         # Without a checkpoint its data are unknown: as of the run that it agrees most with.
-        nearest = max(counted, key=lambda other: _agreement(settings, other))
+        nearest = max(
+            counted, key=lambda other: sum(pair in other.items() for pair in settings.items())
+        )
         for key in (DATA, TRAINING_DATA):
             if key in nearest:
                 settings.setdefault(key, nearest[key])
     return runs
-
-
-def _agreement(settings: Mapping[str, Any], other: Mapping[str, Any]) -> int:
-    """The number of equal settings."""
-    return sum(key in other and other[key] == value for key, value in settings.items())
 
 
 def _fault(folder: Path, curves: dict[str, Curve], curve: str) -> str | None:

@@ -36,7 +36,6 @@ from asr.io import open_file, read_json, write_files
 
 MAX_BYTES = 1 << 30  # of hypotheses.tsv
 MAX_LINE = 1 << 19  # bytes: texts of ten hours; the memory of an alignment is quadratic in it
-MAX_UTTERANCES = 1_000_000
 MAX_NAME = 200  # bytes of the name of an evaluation's folder
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TEXTS = ("id", "speaker", "reference", "hypothesis")
@@ -187,8 +186,6 @@ def _utterances(rows: Iterator[list[str]]) -> list[UtteranceScore]:
     for number, cells in enumerate(rows, 2):
         if len(cells) != len(names):
             raise ValueError(f"hypotheses.tsv:{number}: {len(cells)} of {len(names)} columns")
-        if number > MAX_UTTERANCES + 1:
-            raise ValueError(f"hypotheses.tsv: more than {MAX_UTTERANCES} utterances")
         texts = dict(zip(_TEXTS, cells, strict=False))
         counts = dict(zip(COUNTS, map(_count, cells[len(_TEXTS) :]), strict=False))
         utterances.append(UtteranceScore(**counts, **texts))

@@ -193,7 +193,10 @@ def open_split(
     """
     recipe = load_run_recipe(run, overrides)
     name, corpus = evaluation_name(split), splits.load_split(recipe.data, split)
-    labels = {column: groups_of(corpus, column) for column in by}
+    labels = {
+        column: {row["id"]: row[column] for _, row in read_rows(corpus.path, ("id", column))}
+        for column in by
+    }
     return EvaluationSplit(run, split, name, recipe, corpus, labels, overrides)
 
 
@@ -340,11 +343,6 @@ def _merged(recording: Recording[DecodedUtterance], rate: int) -> DecodedUtteran
         all(part.finished for part, _ in known),
         mean_health([part.health for part, _ in known], [length for _, length in known]),
     )
-
-
-def groups_of(corpus: Corpus, column: str) -> dict[str, str]:
-    """Utterance id -> its value in a column of the manifest. UserError without such a column."""
-    return {row["id"]: row[column] for _, row in read_rows(corpus.path, ("id", column))}
 
 
 def evaluation_of_run(run: Path, given: Path, name: str, corpus: Corpus) -> SavedEvaluation:

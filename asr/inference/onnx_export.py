@@ -32,12 +32,6 @@ from asr.io import made_folder, new_folder
 PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 
 
-def _check_packages() -> None:
-    """Raise UserError where a package for export, or for the check of its result, is missing."""
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise UserError(f"--onnx: {missing_package(missing[0], 'onnx')}")
-
-
 def write_onnx(recognizer: Recognizer, recipe: SpeechRecipe, to: Path) -> str:
     """Write the files into the folder `to`, which is empty or does not exist.
 
@@ -45,7 +39,8 @@ def write_onnx(recognizer: Recognizer, recipe: SpeechRecipe, to: Path) -> str:
     missing package, for features that have no ONNX program, for programs that do not compute the
     same as the model, and where the files cannot be written.
     """
-    _check_packages()
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise UserError(f"--onnx: {missing_package(missing[0], 'onnx')}")
     features = recipe.features
     if features.kind == "encoder":
         raise UserError(

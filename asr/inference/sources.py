@@ -7,7 +7,7 @@ it needs room on the disk, and no more memory than any file.
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from tempfile import NamedTemporaryFile
 from typing import IO, NamedTuple
@@ -39,7 +39,7 @@ def open_sources(names: Sequence[Path], faults: dict[Path, str]) -> Iterator[lis
         for name in names:
             if name == STDIN:
                 found = _read_stdin(copy, faults)
-            elif _is_folder(name):
+            elif os.path.isdir(name):  # noqa: PTH112 (also for a name that no file can have)
                 found = _below(name, faults)
             else:
                 found = [Source(name, name, PurePath(name.name))]
@@ -79,12 +79,6 @@ def _sharing(chosen: Mapping[Source, PurePath]) -> list[list[Source]]:
     for source, target in chosen.items():
         groups.setdefault(target, []).append(source)
     return [group for group in groups.values() if len(group) > 1]
-
-
-def _is_folder(name: Path) -> bool:
-    with suppress(OSError, ValueError):  # a name that no file can have
-        return name.is_dir()
-    return False
 
 
 def _below(folder: Path, faults: dict[Path, str]) -> list[Source]:

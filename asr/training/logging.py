@@ -183,7 +183,8 @@ class Log:
             timed = _timed(text)
             with self._console():
                 if self.progress:
-                    shown = _encodable(printable(timed), self.progress.console.encoding)
+                    encoding = self.progress.console.encoding
+                    shown = printable(timed).encode(encoding, "backslashreplace").decode(encoding)
                     self.progress.console.print(shown, markup=False, highlight=False)
                 else:
                     print(timed, flush=True)
@@ -350,11 +351,6 @@ def _plain(text: str) -> str:
     """The text in Markdown, its markup as entities: a line of a table or code would be none."""
     line = " ".join(printable(text).split())  # four spaces at the begin are code
     return MARKUP.sub(lambda sign: f"&#{ord(sign[0])};", line)
-
-
-def _encodable(text: str, encoding: str) -> str:
-    """The text with escapes for what the encoding lacks."""
-    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class _Lines:

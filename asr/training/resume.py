@@ -18,7 +18,6 @@ from asr.training.checkpoint import (
     list_checkpoints,
     newest_sound,
     read_training,
-    set_aside,
 )
 from asr.training.distributed import world
 from asr.training.optim import make_schedule
@@ -126,11 +125,6 @@ class ResumePoint:
                 "--resume --force"
             )
         return [f"changed since: {line}" for line in changed]
-
-    def set_damaged_aside(self) -> None:
-        """So that none of them is taken for the last or the best checkpoint."""
-        for folder in self.damaged:
-            set_aside(folder)
 
     def changed_course(self, train: TrainConfig, batches: int) -> list[str]:
         """Lines for the log where the planned end or the number of ranks has changed.

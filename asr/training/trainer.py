@@ -38,6 +38,7 @@ from asr.training.checkpoint import (
     prune,
     read_training,
     save_checkpoint,
+    set_aside,
     unreadable,
 )
 from asr.training.distributed import add_gradients, add_sums, gather, is_first, rank, world
@@ -555,7 +556,8 @@ class Training:
             self.make_task(stage, resume=start is not None)
             if start:
                 messages += start.check_content(self.content, force)
-                start.set_damaged_aside()
+                for folder in start.damaged:  # so that none is taken for the last or the best one
+                    set_aside(folder)
             else:
                 if resume:
                     messages.append(f"{self.run} has no checkpoint: training starts from step 0")

@@ -52,7 +52,7 @@ def fetch(url: str, path: str | Path, md5: str) -> None:
     part = path.with_name(f"{path.name}.part")
     with writing(part), open_append(part) as file:  # closing it writes, too
         try:
-            _receive_all(url, _Part(part, file))
+            _receive_all(url, file)
             os.fsync(file.fileno())
         finally:
             if os.fstat(file.fileno()).st_size == 0:
@@ -87,30 +87,6 @@ def _is_this_machine(host: str) -> bool:
         return False
 
 
-class _Part:
-    """The file NAME.part while it grows."""
-
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.path, self.file = path, file
-
-    @property
-    def size(self) -> int:
-        return self.file.seek(0, os.SEEK_END)
-
-    def restart(self) -> None:
-        """Begin again with no content."""
-        self.file.truncate(0)
-
-    def append(self, content: bytes) -> None:
-        """Raises UserError where the file cannot be written."""
-        try:
-            self.file.write(content)
-            self.file.flush()
-        except OSError as error:
-            fault = f"cannot be written: {error.strerror}; the same command resumes"
-            raise UserError(f"{self.path}: {fault}") from None
-
-
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows only redirections to permitted addresses: never from TLS to plain text."""
 
@@ -119,15 +95,15 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(request, *more)
 
 
-def _receive_all(url: str, part: _Part) -> None:
+def _receive_all(url: str, part: IO[bytes]) -> None:
     """Connect again and again, as long as the file grows."""
     columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
     rest, console = progress.TimeRemainingColumn(), Console(file=terminal(sys.stderr))
     failed = 0
     with progress.Progress("{task.description}", *columns, rest, console=console) as bar:
-        task = bar.add_task(part.path.name.removesuffix(".part"), total=None)
+        task = bar.add_task(Path(part.name).stem, total=None)
         while True:
-            before = part.size
+            before = part.seek(0, os.SEEK_END)
             try:
                 if _receive(url, part, lambda **news: bar.update(task, **news)):
                     return
@@ -136,10 +112,11 @@ def _receive_all(url: str, part: _Part) -> None:
                 reason = _reason(url, error)
             except (ValueError, OverflowError) as error:  # of a redirection or a length
                 raise UserError(f"{url}: an invalid answer: {_short(error)}") from None
-            failed = 1 if part.size >= before + LEAST else failed + 1
+            size = part.seek(0, os.SEEK_END)
+            failed = 1 if size >= before + LEAST else failed + 1
             if failed >= TRIES:
                 raise UserError(
-                    f"{url}: {reason}; {part.size} bytes are kept in {part.path}, "
+                    f"{url}: {reason}; {size} bytes are kept in {part.name}, "
                     "the same command resumes there"
                 )
             time.sleep(PAUSE * 2 ** (failed - 1))
@@ -164,9 +141,9 @@ def _short(reason: object) -> str:
     return " ".join(str(reason).split())[:200]
 
 
-def _receive(url: str, part: _Part, update: Callable[..., None]) -> bool:
+def _receive(url: str, part: IO[bytes], update: Callable[..., None]) -> bool:
     """One connection, appended to `part` -> whether the file is complete by the server's length."""
-    have = part.size
+    have = part.seek(0, os.SEEK_END)
     try:
         response = _open(url, have)
     except HTTPError as error:
@@ -180,12 +157,17 @@ def _receive(url: str, part: _Part, update: Callable[..., None]) -> bool:
         total = start + int(length) if LENGTH.fullmatch(length) else None
         update(completed=start, total=total)
         if start == 0:
-            part.restart()
+            part.truncate(0)
         # read1 returns what is there: read would wait, and a chunk of -1 bytes would have no end.
         while content := response.read1(CHUNK):
-            part.append(content)
+            try:
+                part.write(content)
+                part.flush()
+            except OSError as error:
+                fault = f"cannot be written: {error.strerror}; the same command resumes"
+                raise UserError(f"{part.name}: {fault}") from None
             update(advance=len(content))
-    return total is None or part.size == total
+    return total is None or part.seek(0, os.SEEK_END) == total
 
 
 def _start(response: http.client.HTTPResponse, have: int) -> int:

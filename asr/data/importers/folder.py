@@ -132,7 +132,8 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
         if key not in texts:
             yield Fault(path, 0, f"has no text: no {SHOWN_SUFFIXES} of the same name")
             continue
-        text = min(texts[key], key=_preference)
+        # Of several the first kind of TEXT_SUFFIXES.
+        text = next(p for s in TEXT_SUFFIXES for p in texts[key] if p.name.lower().endswith(s))
         try:
             record = _description(text)
         except ValueError as error:
@@ -145,10 +146,6 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
         path = texts[key][0]
         if path.parent in with_text and not OTHER_TEXTS.match(path.name):
             yield Fault(path, 0, "has no audio: no audio file of the same name")
-
-
-def _preference(path: Path) -> int:
-    return [path.name.lower().endswith(suffix) for suffix in TEXT_SUFFIXES].index(True)
 
 
 def _description(path: Path) -> dict[str, Any]:

@@ -192,7 +192,10 @@ def _build(folder: Path, counts: dict[str, int], seed: int) -> None:
     texts = phrases(draw)
     # One stream of phrases without repeats for all splits, so that none is shared.
     scripts = {split: assign(split, count, texts, draw) for split, count in counts.items()}
-    scripts["train"] += speechless(counts["train"] // SPEECH_PER_NOISE, draw)
+    scripts["train"] += [  # without speech, of a speaker "noise"
+        Script(f"train-noise-{number:05d}", "noise", "", 0, 0, draw.getrandbits(32))
+        for number in range(counts["train"] // SPEECH_PER_NOISE)
+    ]
     jobs = [(script, folder / split) for split in counts for script in scripts[split]]
     for split in counts:
         (folder / split).mkdir()
@@ -230,14 +233,6 @@ def assign(split: str, count: int, texts: Iterator[str], draw: random.Random) ->
             pitch=draw.randint(30, 70),
             seed=draw.getrandbits(32),
         )
-        for number in range(count)
-    ]
-
-
-def speechless(count: int, draw: random.Random) -> list[Script]:
-    """Training utterances without speech, of a speaker "noise"."""
-    return [
-        Script(f"train-noise-{number:05d}", "noise", "", 0, 0, draw.getrandbits(32))
         for number in range(count)
     ]
 
