@@ -5,6 +5,7 @@ would wait for it, and so does mixing them with tensors on the CPU.
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -38,7 +39,7 @@ from asr.images.data import ImageBatch
 from asr.images.models import Draw, RowClassifier
 from asr.images.task import BoundObjective, ClassObjective
 from asr.kernels import dispatch
-from asr.kernels.cuda.lstm import GraphCache, Recorded
+from asr.kernels.cuda.lstm import GraphCache, Recorded, graph_key
 from asr.models.language_model import LSTMLanguageModel, TransformerLanguageModel
 from asr.models.las import LAS
 from asr.models.transformer import Conformer, Transformer
@@ -283,6 +284,38 @@ def test_replayed_graphs_read_new_inputs_and_are_dropped_beyond_their_memory():
     assert recorded == [7] * 4
     graphs.replay(4, loop, room, torch.ones(70), None)  # larger than all room: kept alone
     assert list(graphs.recorded) == [4]
+
+
+def test_threads_that_share_a_graph_get_their_own_results():
+    graphs = GraphCache(
+        lambda loop, given: Recorded(StandInGraph(loop, given, out := loop(*given)), given, out)
+    )
+    before, wrong = sys.getswitchinterval(), []
+
+    def work(number):
+        x = torch.full((1000,), float(number))
+        for _ in range(300):
+            (found,) = graphs.replay(0, lambda x: (2 * x,), 1e9, x)
+            wrong.extend([] if torch.equal(found, 2 * x) else [number])
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(work, range(3)))
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
+def test_a_graph_is_of_one_precision_of_products():
+    x, before = torch.ones(3), torch.get_float32_matmul_precision()
+    keys = {graph_key("plan", "loop", x, None), graph_key("plan", "loop", x.clone(), None)}
+    try:
+        torch.set_float32_matmul_precision("high")
+        keys.add(graph_key("plan", "loop", x, None))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(keys) == 2
 
 
 def test_a_lack_of_memory_frees_the_graphs_before_the_halves_are_tried(monkeypatch):

@@ -267,9 +267,10 @@ def _step_by_shares(muon: optim.Muon) -> None:
         if not parameters:
             continue
         decay, gradients = group["momentum"], [p.grad for p in parameters]
-        momenta = [
-            muon.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters
-        ]
+        for p in parameters:
+            if "momentum_buffer" not in muon.state[p]:
+                muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momenta = [muon.state[p]["momentum_buffer"] for p in parameters]
         torch._foreach_lerp_(momenta, gradients, 1 - decay)
         ahead = dict(zip(parameters, torch._foreach_lerp(gradients, momenta, decay), strict=True))
         for alike in _of_one_shape([p for p in parameters if p in owned]):

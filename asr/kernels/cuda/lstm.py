@@ -15,6 +15,7 @@ the longest length rounded up to a multiple of BUCKET: few graphs serve all batc
 import functools
 import importlib.util
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from asr.kernels.double_backward import refuse_operators
 from asr.kernels.types import MODES, LayerInput, LayerOutput, Weights
 
 Steps = Callable[..., tuple[Tensor | None, ...]]
-MOST = 64  # graphs kept; each holds the memory of its loop
+MOST = 128  # graphs kept; each holds the memory of its loop
 MEMORY_SHARE = 0.3  # of the GPU's memory that all kept graphs may hold
 BUCKET = 32  # frames
 WHAT, REMEDY = "the LSTM's CUDA backend", "use backend='python'"  # for what it refuses
@@ -51,30 +52,40 @@ class Recorded(NamedTuple):
 
 
 class GraphCache:
-    """Recorded loops, the last used last. The first are dropped beyond MOST or `room` bytes."""
+    """Recorded loops, the last used last. The first are dropped beyond MOST or `room` bytes.
+
+    Models of one shape share a loop, so threads replay one after the other.
+    """
 
     def __init__(self, record: Callable[[Steps, list[Tensor | None]], Recorded]) -> None:
         self.record = record
         self.recorded: OrderedDict[Hashable, Recorded] = OrderedDict()
+        self.lock = threading.RLock()
 
     def replay(
         self, key: Hashable, loop: Steps, room: float, *inputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """loop(*inputs); `key` identifies all shapes, dtypes, devices and options."""
-        if key not in self.recorded:
-            # Tensors of inference mode could not be written outside it.
-            with torch.inference_mode(False), torch.no_grad():
-                buffers = [t if t is None else t.clone() for t in inputs]
-                self.recorded[key] = self.record(loop, buffers)
-            self._drop_first(room)
-        self.recorded.move_to_end(key)
-        recorded = self.recorded[key]
-        for buffer, value in zip(recorded.inputs, inputs, strict=True):
-            if buffer is not None:
-                buffer.copy_(value)
-        recorded.graph.replay()
-        # The next replay overwrites them.
-        return tuple(out if out is None else out.clone() for out in recorded.outputs)
+        with self.lock:
+            if key not in self.recorded:
+                # Tensors of inference mode could not be written outside it.
+                with torch.inference_mode(False), torch.no_grad():
+                    buffers = [t if t is None else t.clone() for t in inputs]
+                    self.recorded[key] = self.record(loop, buffers)
+                self._drop_first(room)
+            self.recorded.move_to_end(key)
+            recorded = self.recorded[key]
+            for buffer, value in zip(recorded.inputs, inputs, strict=True):
+                if buffer is not None:
+                    buffer.copy_(value)
+            recorded.graph.replay()
+            # The next replay overwrites them.
+            return tuple(out if out is None else out.clone() for out in recorded.outputs)
+
+    def release(self) -> None:
+        """Free the memory of all recorded loops."""
+        with self.lock:
+            self.recorded.clear()
 
     def _drop_first(self, room: float) -> None:
         held = sum(recorded.bytes for recorded in self.recorded.values())
@@ -88,12 +99,14 @@ def replay(key: Hashable, loop: Steps, *inputs: Tensor | None) -> tuple[Tensor |
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return loop(*inputs)
     room = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    # Two streams would overwrite each other's inputs.
+    key = key, torch.cuda.current_stream(device).cuda_stream
     return _graphs.replay(key, loop, room, *inputs)
 
 
 def release_graphs() -> None:
     """Free the memory of all recorded loops."""
-    _graphs.recorded.clear()
+    _graphs.release()
 
 
 def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
@@ -105,8 +118,8 @@ def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
     graph = torch.cuda.CUDAGraph()
     try:
         # thread_local: by default the calls of other threads, such as the one that pins batches,
-        # would end the recording.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # would end the recording. Without a stream torch takes one on the first GPU that recorded.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             before = torch.cuda.memory_reserved()
             outputs = loop(*inputs)
             pool = torch.cuda.memory_reserved() - before
@@ -334,7 +347,8 @@ def _affine_gradients(
 
 
 def graph_key(plan: Hashable, name: str, *tensors: Tensor | None) -> tuple[Any, ...]:
-    return plan, name, *(t if t is None else (tuple(t.shape), t.dtype, t.device) for t in tensors)
+    kinds = (t if t is None else (tuple(t.shape), t.dtype, t.device) for t in tensors)
+    return plan, name, torch.get_float32_matmul_precision(), *kinds
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
