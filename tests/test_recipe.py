@@ -273,9 +273,10 @@ def test_a_wrong_override_is_attributed_to_the_command_line(read, override, mess
     assert message in refusal(read, PLAIN, override)
 
 
-def test_overrides_are_a_list():
-    with pytest.raises(RecipeError, match=r"overrides = 'seed=2': must be a list, \['seed=2'\]"):
-        read_recipe("demo", "seed=2")
+@pytest.mark.parametrize("given", ["seed=2", {"seed": 2}])
+def test_overrides_are_a_list(given):
+    with pytest.raises(RecipeError, match=r"overrides = .*: must be a list, \['seed=2'\]"):
+        read_recipe("demo", given)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,10 @@ def override(recipe: Recipe, overrides: Iterable[str], source: str) -> Recipe:
 
 
 def _overridden(tree: dict[str, Any], overrides: Iterable[str], source: str) -> Recipe:
-    if isinstance(overrides, str):
-        raise RecipeError(f"overrides = {_shown(overrides)}: must be a list, [{overrides!r}].")
+    if isinstance(overrides, str | dict):
+        pairs = overrides.items() if isinstance(overrides, dict) else ()
+        texts = [f"{key}={value}" for key, value in pairs] or [overrides]
+        raise RecipeError(f"overrides = {_shown(overrides)}: must be a list, {texts}.")
     changed, changes = set(), {}
     for text in overrides:
         keys, change = _parse_override(text)
