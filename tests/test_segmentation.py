@@ -63,7 +63,7 @@ def test_without_a_pause_segments_overlap():
 def test_long_silences_are_parts_of_their_own(floor):
     silences = [(0, 2.3), (4.0, 5.4), (6.0, 8.7), (9.1, 14.0)]  # the second is short
     wave = speech(14, silences, floor)
-    parts = sound_and_silence(wave, RATE)
+    parts = sound_and_silence(wave, RATE, 1.5)
     expected = [(0, 2.05), (2.05, 6.25), (6.25, 8.45), (8.45, 9.35), (9.35, 14.0)]
     assert [part for part, _ in parts] == [
         Segment(*(round(RATE * t) for t in one)) for one in expected
@@ -73,15 +73,16 @@ def test_long_silences_are_parts_of_their_own(floor):
 
 def test_neither_noise_nor_a_short_silence_is_a_part():
     whole = [(Segment(0, 9000), True)]
-    assert sound_and_silence(speech(9, [(2.0, 7.0)], floor=10 ** (-28 / 20)), RATE) == whole
-    assert sound_and_silence(speech(9, [(0.0, 1.4), (5.0, 6.4), (7.6, 9.0)]), RATE) == whole
-    assert sound_and_silence(torch.zeros(3), RATE) == [(Segment(0, 3), True)]
+    assert sound_and_silence(speech(9, [(2.0, 7.0)], floor=10 ** (-28 / 20)), RATE, 1.5) == whole
+    assert sound_and_silence(speech(9, [(0.0, 1.4), (5.0, 6.4), (7.6, 9.0)]), RATE, 1.5) == whole
+    assert sound_and_silence(speech(9, [(2.0, 7.0)]), RATE, None) == whole
+    assert sound_and_silence(torch.zeros(3), RATE, 1.5) == [(Segment(0, 3), True)]
 
 
 def test_a_click_makes_no_speech_a_silence():
     wave = speech(9, [])
     wave[2000:2100] = 100.0 * torch.tensor([1.0, -1.0]).repeat(50)  # 60 dB louder, 0.1 s
-    assert sound_and_silence(wave, RATE) == [(Segment(0, 9000), True)]
+    assert sound_and_silence(wave, RATE, 1.5) == [(Segment(0, 9000), True)]
 
 
 def test_silence_needs_no_overlap():

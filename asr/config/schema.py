@@ -693,6 +693,9 @@ class DecodeConfig(BeamConfig):
     # longer audio is cut at pauses; null: data.max_seconds
     max_segment_seconds: Annotated[float, Field(ge=1.0, le=1e9)] | None = None
     overlap: NotNegative = 2.0  # seconds, of segments cut without a pause
+    # Longer silences, in seconds, are not decoded: they change the mean and variance of features.
+    # null: all is decoded, for a model trained on utterances with long silences
+    max_silence: Annotated[float, Field(ge=0.5, le=1e9)] | None = 1.5
     # The text of noise or music is dropped where its mean log-probability per token is below this
     # and the CTC head prefers no text; null: never.
     no_speech_log_prob: Annotated[float, Field(ge=-1000.0, le=0.0)] | None = -0.8

@@ -28,10 +28,10 @@ QUIET = -70.0  # where the loudest part of a recording is below, its text may su
 SILENT = -110.0  # where no part is louder, there is nothing to decode
 LOWEST = -180.0  # any lower level counts as this one
 BELOW_LOUDEST = 40.0  # dB: what is QUIET and so far below its segment's loudest part is a pause
-# A long silence is more than BELOW_LOUD dB below the loudest LOUD of its segment for more than
-# LONGEST_SILENCE; KEPT of it stays on each side.
+# A silence is more than BELOW_LOUD dB below the loudest LOUD of its segment; KEPT of a long one
+# stays on each side.
 BELOW_LOUD = 35.0
-LOUD, LONGEST_SILENCE, KEPT = 0.2, 1.5, 0.25  # seconds
+LOUD, KEPT = 0.2, 0.25  # seconds
 # Seconds between the middles of one word as two segments time it, at most. These differ by a few
 # frames of memory; a repetition of the word is seldom so close.
 MAX_DIFFERENCE = 0.4
@@ -72,20 +72,21 @@ def split_at_pauses(
         yield Segment(start, first + len(held)), held[start - first :].clone()
 
 
-def sound_and_silence(samples: Tensor, sample_rate: int) -> list[tuple[Segment, bool]]:
-    """The parts of samples (S,), in order, and which have sound; the others are long silences.
-
-    A model was trained on utterances without them: they change its features' mean and variance.
+def sound_and_silence(
+    samples: Tensor, sample_rate: int, max_silence: float | None
+) -> list[tuple[Segment, bool]]:
+    """The parts of samples (S,), in order, and which have sound; the others are silences of more
+    than max_silence seconds (0.5 or more; None: there are none).
     """
     hop, whole = max(1, round(HOP * sample_rate)), Segment(0, len(samples))
-    decibels = _decibels(samples, hop)
-    if len(decibels) <= LONGEST_SILENCE / HOP:
+    if max_silence is None or len(samples) <= max_silence * sample_rate:
         return [(whole, True)]
+    decibels = _decibels(samples, hop)
     loudest = float(decibels.topk(round(LOUD / HOP)).values[-1])
     loud = (decibels > max(loudest - BELOW_LOUD, SILENT)).nonzero()[:, 0].tolist()
     kept, parts, end = round(KEPT / HOP), [], 0  # end: of the parts so far
     for last, following in pairwise([-1, *loud, len(decibels)]):
-        if (following - last - 1) * HOP <= LONGEST_SILENCE:
+        if (following - last - 1) * HOP <= max_silence:
             continue
         first = 0 if last < 0 else (last + 1 + kept) * hop
         stop = len(samples) if following == len(decibels) else (following - kept) * hop

@@ -263,7 +263,7 @@ def read_batches(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -
         recognizer.tokenizer,
         recipe.seed,
         other_speeds=recipe.decode.other_speeds,
-        skips=decodes_in_parts,
+        skips=partial(decodes_in_parts, recognizer.decode.max_silence),
         cache=stored_features(chosen, recognizer.front_end),
     )
     plan = plan_evaluation(chosen.seconds, recognizer.batch_seconds)

@@ -198,9 +198,9 @@ def frame_seconds(recognizer: Recognizer) -> float:
     return MANY_FRAMES / memory_frames * extract.shift / extract.sample_rate
 
 
-def decodes_in_parts(front_end: FrontEnd, waveform: Tensor) -> bool:
+def decodes_in_parts(max_silence: float | None, front_end: FrontEnd, waveform: Tensor) -> bool:
     """Whether audio (S,) has no speech or a long silence, so that it is not decoded as it is."""
-    parts = sound_and_silence(waveform, front_end.sample_rate)
+    parts = sound_and_silence(waveform, front_end.sample_rate, max_silence)
     return len(parts) > 1 or has_no_speech(front_end, waveform)
 
 
@@ -355,10 +355,11 @@ def _groups(recognizer: Recognizer, recording: Recording) -> Iterator[list[tuple
 def _segments(recognizer: Recognizer, recording: Recording) -> Iterator[tuple[Segment, Tensor]]:
     """The parts of a recording, and their samples where they are decoded: not without speech."""
     front_end, longest = recognizer.front_end, recognizer.max_segment_seconds
+    rate, max_silence = front_end.sample_rate, recognizer.decode.max_silence
     overlap = min(recognizer.decode.overlap, longest / 4)
     blocks = _blocks(front_end, recording)
-    for (start, _), samples in split_at_pauses(blocks, front_end.sample_rate, longest, overlap):
-        for part, has_sound in sound_and_silence(samples, front_end.sample_rate):
+    for (start, _), samples in split_at_pauses(blocks, rate, longest, overlap):
+        for part, has_sound in sound_and_silence(samples, rate, max_silence):
             own = samples[part.start : part.end]
             decoded = has_sound and not has_no_speech(front_end, own)
             segment = Segment(start + part.start, start + part.end)
