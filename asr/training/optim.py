@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -288,12 +289,9 @@ def _of_one_shape(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     if not matrices or matrices[0].device.type == "cpu":
         yield from ([matrix] for matrix in matrices)
         return
-    for _, alike in groupby(sorted(matrices, key=_shape), _shape):
+    shape = attrgetter("shape")
+    for _, alike in groupby(sorted(matrices, key=shape), shape):
         yield list(alike)
-
-
-def _shape(matrix: Tensor) -> torch.Size:
-    return matrix.shape
 
 
 def orthogonal(matrices: Tensor, settings: Mapping[str, Any]) -> Tensor:
