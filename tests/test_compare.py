@@ -988,6 +988,14 @@ class Elements(HTMLParser):
         self.words.append(data)
 
 
+def test_a_value_beside_keys_of_a_group_is_a_setting():
+    runs = [{"model.residual_scale": value} for value in (1.0, "deepnet", 2.0)]
+    runs.append({"model.residual_scale.encoder": 1.2, "model.residual_scale.decoder": 1.0})
+    groups = group([*runs, dict(runs[1])])
+    assert [each.members for each in groups] == [(0,), (1, 4), (2,), (3,)]
+    assert len({each.label for each in groups}) == 4
+
+
 def test_hostile_text_stays_text():
     pages = [
         Elements(html(text, [text, f"{text}\n{text}"], [Table(text, [text], [[text]])]))

@@ -325,8 +325,10 @@ def group(runs: Sequence[RecipeKeys], ignore: Iterable[str] = ()) -> list[Group]
 def _columns(runs: Sequence[RecipeKeys], ignore: set[str]) -> dict[str, tuple[str, ...]]:
     """The keys that are not the same in all runs, with every run's value as text."""
     keys = list(dict.fromkeys(key for run in runs for key in run))
-    # If one run has `train.guided_attention: null` and another has keys below it, use only these.
+    # If one run has `train.guided_attention: null` and another has keys below it, use only these;
+    # `model.residual_scale: deepnet` is more than null.
     parents = {key[:dot] for key in keys for dot, sign in enumerate(key) if sign == "."}
+    parents -= {key for run in runs for key in parents if run.get(key) is not None}
     keys = [key for key in keys if key not in ignore and key not in parents]
     columns = {key: tuple(_value(run, key) for run in runs) for key in keys}
     return {key: values for key, values in columns.items() if len(set(values)) > 1}
