@@ -85,6 +85,15 @@ class TestBatchNorm:
         assert ours(torch.randn(B, T, E), torch.zeros(B, T, dtype=torch.bool)).isfinite().all()
         assert all(torch.equal(before[name], ours.state_dict()[name]) for name in before)
 
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    def test_a_batch_whose_step_is_skipped_changes_no_statistics(self, value):
+        ours, x = BatchNorm(E, 1e-6), torch.randn(B, T, E)
+        ours(x, valid())
+        before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+        x[0, 0, 1] = value
+        ours(x, valid())
+        assert all(torch.equal(before[name], ours.state_dict()[name]) for name in before)
+
     def test_one_frame_has_no_variance_and_finite_statistics(self):
         ours = BatchNorm(E, 1e-6)
         ours(torch.randn(1, 1, E), torch.ones(1, 1, dtype=torch.bool))

@@ -120,6 +120,20 @@ def test_without_drops_training_equals_evaluation():
     assert not torch.allclose(dropping.decode(dropping.encode(features, lengths), tokens), expected)
 
 
+def test_layer_drop_with_attention_keeps_the_last_layer():
+    """As without attention, where it keeps the last one too."""
+    ours = model(dropout=0.0, layer_drop=0.5, decoder_layers=3).train()
+    features, lengths, tokens = batch()
+    memory, drop = ours.eval().encode(features, lengths), ours.decoder.layer_drop
+    ours.train()
+    for draws, alike in (([0.1, 0.9, 0.9], [0.1, 0.9, 0.9]), ([0.9, 0.1, 0.1], [0.9, 0.1, 0.9])):
+        drop.draw = iter(draws).__next__
+        logits, weights = ours.decode_and_attend(memory, tokens)
+        drop.draw = iter(alike).__next__
+        torch.testing.assert_close(logits, ours.decode(memory, tokens))
+        torch.testing.assert_close(weights.sum(2), torch.ones_like(weights.sum(2)))
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_every_parameter_has_a_gradient_and_is_saved(settings):
     ours = model(**settings)
@@ -194,6 +208,11 @@ def test_bad_settings_give_one_clear_line(settings, message):
             {"kind": "conformer", "heads": 1, "residual_scale": "deepnet", "norm_position": "post"},
             ("residual_scale = deepnet", "kind = conformer"),
             "model.kind=transformer",
+        ),
+        (
+            {"encoder_convolution": 5, "residual_scale": "deepnet", "norm_position": "post"},
+            ("residual_scale = deepnet", "encoder_convolution=null"),
+            "model.residual_scale=1",
         ),
     ],
 )

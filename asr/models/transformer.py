@@ -131,11 +131,13 @@ class Transformer(nn.Module):
         return self.decode_and_attend(memory, tokens)[1]
 
     def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of decode and attention in one pass, without LayerDrop."""
+        """The results of decode and attention in one pass. LayerDrop keeps the last layer."""
         x, valid = self._embed(tokens), memory.valid[:, None, None]
-        for number, layer in enumerate(self.decoder.layers, start=1):
+        last = len(self.decoder.layers)
+        layers = dict(self.decoder.passing()) | {last: self.decoder.layers[-1]}
+        for number, layer in layers.items():
             keys = layer.cross_attention.project(memory.states)
-            x, weights = layer(x, keys, valid, need_weights=number == len(self.decoder.layers))
+            x, weights = layer(x, keys, valid, need_weights=number == last)
         return self._logits(x), weights
 
     @torch.no_grad()

@@ -132,9 +132,10 @@ class BatchNorm(nn.Module):
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         unbiased = variance * (count / (count - 1).clamp_min(1))
-        weight = self.MOMENTUM * (count > 0)  # a batch without frames changes nothing
-        self.running_mean.lerp_(mean.to(self.running_mean), weight)
-        self.running_var.lerp_(unbiased.to(self.running_var), weight)
+        # A batch without frames changes nothing, nor one of values whose step is skipped.
+        sound = (mean.sum() + unbiased.sum()).isfinite() & (count > 0)
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.lerp_(torch.where(sound, new.to(running), running), self.MOMENTUM)
 
 
 def valid_moments(x: Tensor, valid: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
