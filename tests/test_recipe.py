@@ -267,6 +267,13 @@ def test_overrides_of_another_kind_of_model_in_any_order():
             "command line: model.listener.recurrent_gain = 0.5 does not fit model.listener.norm = "
             "joined: only ba has this gain.",
         ),
+        (
+            "model.listener={norm: none, eps: 1e-3}",
+            "command line: model.listener.eps = 0.001 does not fit model.listener.norm = none: it "
+            "changes nothing.",
+        ),
+        ("model.speller={norm: none, zero_variance: raw}", "model.speller.norm = none: it changes"),
+        ("model.listener={norm: none, norm_layers: first}", "norm_layers = first does not fit"),
     ],
 )
 def test_a_wrong_override_is_attributed_to_the_command_line(read, override, message):

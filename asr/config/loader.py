@@ -93,17 +93,21 @@ def _overridden(tree: dict[str, Any], overrides: Iterable[str], source: str) -> 
 
 
 def _check_gains(recipe: Recipe, changes: Mapping[str, Any]) -> None:
-    """Raise RecipeError where the command line changes the gain of a norm that is not there.
+    """Raise RecipeError where the command line changes a setting of a norm that is not there.
 
     A recipe may have one beside another norm, so that a sweep over norms can start from it.
     """
+    settings = flat(recipe)
     for key, value in leaves(changes):
         section, _, name = key.rpartition(".")
-        if name == "recurrent_gain" and (norm := flat(recipe)[f"{section}.norm"]) != "ba":
-            raise RecipeError(
-                f"{COMMAND_LINE}: {key} = {value} does not fit {section}.norm = {norm}: only ba "
-                "has this gain."
-            )
+        norm, reason = settings.get(f"{section}.norm"), None
+        if name == "recurrent_gain" and norm != "ba":
+            reason = "only ba has this gain"
+        elif name in ("eps", "norm_layers", "zero_variance") and norm == "none":
+            reason = "it changes nothing"
+        if reason:
+            fault = f"does not fit {section}.norm = {norm}: {reason}."
+            raise RecipeError(f"{COMMAND_LINE}: {key} = {value} {fault}")
 
 
 def parse_recipe(text: str, source: str) -> Recipe:

@@ -6,9 +6,11 @@ Figures, by their names below `valid_health/` in TensorBoard:
 
     variance/LAYER/GATE      of the gate's pre-activations
     saturated/LAYER/GATE     share of them whose activation is within 5 % of an end of its range
-    flat/LAYER/NORM          share of rows that enter a norm with (nearly) no variance
+    flat/LAYER/NORM          share of rows that enter a norm with (nearly) no variance; of an LSTM's
+                             h at least those of the first steps, which are zero
     gain/LAYER, gain_max/    mean and largest absolute value of a norm's gain
-    gradient/LAYER           norm of the gradient of the layer's weights
+    gradient/LAYER           norm of the gradient of the layer's weights, of validation's loss:
+                             without dropout, guided attention and intermediate CTC
     attention/diagonality, attention/coverage    see asr.decoding.alignment
 
 B utterances, T frames, I input size, H hidden size, D directions, N rows still running.
@@ -31,7 +33,7 @@ from asr.decoding.alignment import coverage, diagonality, teacher_forced_attenti
 from asr.kernels import reference
 from asr.kernels.types import LayerInput, Weights
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, get_weights
-from asr.nn.norm import ROW_NORMS, SQUASHING, BatchNorm, BiasNorm
+from asr.nn.norm import ROW_NORMS, SQUASHING, BatchNorm, BiasNorm, RowNorm
 
 GATES = ("input", "forget", "candidate", "output")  # in the order of their 4H pre-activations
 FLAT = 1e-6  # variance (without centring: mean square) below which a row counts as flat
@@ -212,7 +214,8 @@ def _observe(
     elif isinstance(module, LayerNormLSTMCell):
         internals.add_step(name, _cell_internals(module, *args, **named))
     else:
-        rows = spread(args[0], isinstance(module, nn.LayerNorm))
+        entering = args[0] - module.bias if isinstance(module, BiasNorm) else args[0]
+        rows = spread(entering, isinstance(module, nn.LayerNorm))
         internals.add(f"flat/{name}", rows < FLAT)
 
 
@@ -232,7 +235,8 @@ def gains(model: nn.Module) -> dict[str, float]:
         if isinstance(module, LSTMS):
             found = {f"{name}.{n}": p for n, p in module.named_parameters() if n.startswith("gain")}
         else:
-            found = {name: gain_of(module)} if isinstance(module, NORMS) else {}
+            own = isinstance(module, RowNorm) and module.weight is not None
+            found = {name: gain_of(module)} if own or isinstance(module, NORMS) else {}
         for path, gain in found.items():
             figures[f"gain/{path}"] = float(gain.detach().abs().mean())
             figures[f"gain_max/{path}"] = float(gain.detach().abs().max())

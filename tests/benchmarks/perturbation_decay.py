@@ -28,15 +28,16 @@ from asr.nn.lstm import LayerNormLSTM
 FRAMES, DISTURBED, UTTERANCES, INPUT, HIDDEN = 210, 50, 8, 40, 128
 LATER = (1, 5, 10, 20, 50, 100, 150)
 SETTINGS = {
-    **{norm: CellSettings(norm) for norm in ("none", "cell", "per_gate", "ba")},
+    **{norm: CellSettings(norm) for norm in ("none", "cell", "per_gate")},
+    "ba": CellSettings("ba", recurrent_gain=1.0),
     "ba, gain 0.3": CellSettings("ba", recurrent_gain=0.3),
     "ba, gain 0.1": CellSettings("ba", recurrent_gain=0.1),
     "joined": CellSettings("joined"),
-    "ba, rms": CellSettings("ba", norm_kind="rms"),
+    "ba, rms": CellSettings("ba", norm_kind="rms", recurrent_gain=1.0),
     "joined, rms": CellSettings("joined", norm_kind="rms"),
-    "ba, cell_norm none": CellSettings("ba", cell_norm="none"),
-    "ba, cell_norm carried": CellSettings("ba", cell_norm="carried"),
-    "ba, cell_norm state": CellSettings("ba", cell_norm="state"),
+    "ba, cell_norm none": CellSettings("ba", cell_norm="none", recurrent_gain=1.0),
+    "ba, cell_norm carried": CellSettings("ba", cell_norm="carried", recurrent_gain=1.0),
+    "ba, cell_norm state": CellSettings("ba", cell_norm="state", recurrent_gain=1.0),
     "joined, hidden_norm": CellSettings("joined", hidden_norm=True),
     "ba, gain 0.1, hidden_norm": CellSettings("ba", recurrent_gain=0.1, hidden_norm=True),
     "per_gate, rms": CellSettings("per_gate", norm_kind="rms"),
