@@ -477,6 +477,9 @@ def test_non_finite_losses_stop_the_run_and_the_batches_are_kept(
     assert "gradients: not finite: " in report
     assert load_file(folder / "model.safetensors")
     assert "not used; utterances train-" in (tmp_path / "train.log").read_text()
+    assert commands(train, tiny, "--run", tmp_path / "short", "train.steps=2")[0] == 0
+    log = (tmp_path / "short" / "train.log").read_text()
+    assert "the last 2 steps changed no weight: their gradients were not finite" in log
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from asr.config.loader import read_recipe
 from asr.config.schema import TrainConfig
 from asr.data.batching import Batch, Broken, EpochPlan
 from asr.errors import UserError
-from asr.training import distributed
+from asr.training import distributed, trainer
 from asr.training.losses import Objective, Sum, means
 from asr.training.optim import constant
 from asr.training.state import TrainState, random_state, restore_random_state
@@ -147,13 +147,15 @@ def test_clipping_matches_torch(clip):
     torch.testing.assert_close(ours.state_dict(), judge.state_dict())
 
 
-def test_a_non_finite_gradient_is_skipped_and_reported():
+def test_a_non_finite_gradient_is_skipped_and_reported(monkeypatch):
     bad = batch(2)
     bad.features[0, 0, 0] = math.inf
     objective, state, seen, _ = run([bad], CONFIG)
     torch.testing.assert_close(objective.state_dict(), Frames().state_dict())
     assert state.step == 1
     assert seen.notes == ["step 1: loss or gradient not finite, not used; utterances u2.0 u2.1"]
+    monkeypatch.setattr(trainer, "MAX_LOGGED", 1)
+    assert run([bad], CONFIG)[2].notes[0].endswith("; utterances u2.0 and 1 more")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

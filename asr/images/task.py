@@ -241,6 +241,8 @@ def image_task(recipe: ImageRecipe, run: Path, resume: bool, stage: int = 0) -> 
 
 def read(data: ImageDataConfig) -> tuple[Images, Images]:
     """The training and test images of the recipe."""
+    if data.folder is not None and data.folder.is_file():
+        raise UserError(f"data.folder: {data.folder} is a file; name its folder")
     if data.folder is not None and not data.folder.is_dir():
         raise UserError(
             f"data.folder: {data.folder} is missing. Make it with: python -m asr.prepare mnist "

@@ -51,9 +51,12 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
     path = run / "recipe.yaml"
     trained = read_recipe(path)
     if not isinstance(trained, SpeechRecipe):
+        where = "the log of its training"
+        if trained.task == "images":
+            where = f"{run / 'evaluate' / 'test' / 'score.json'}, for asr.compare"
         raise UserError(
             f"{run}: a run of the task {trained.task}, without speech to decode; its results are "
-            f"in the log of its training and in tensorboard --logdir {run}"
+            f"in {where} and in tensorboard --logdir {run}"
         )
     if not overrides:
         return trained

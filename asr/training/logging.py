@@ -257,7 +257,8 @@ class Log:
         losses = means(self.sums)
         elapsed = max(time.perf_counter() - self.since, 1e-9)
         rate = self.audio / elapsed
-        figures = {"learning_rate": step.lr, "gradient_norm": self.norm, "epoch": state.epoch}
+        figures = {"learning_rate": step.lr, "epoch": state.epoch}
+        figures |= {"gradient_norm": self.norm} if losses else {}  # none of a step that is not used
         self.scalars("train", losses | figures, state.step)
         cost = {"audio_hours": state.audio_seconds / 3600, "train_seconds": state.train_seconds}
         self.scalars("speed", {"audio_per_second": rate} | cost, state.step)

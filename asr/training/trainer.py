@@ -76,6 +76,7 @@ TASKS: Mapping[str, str] = {
 }
 HARDLY_A_WORD = 0.9  # word error rate; an empty transcript has 1
 MAX_NAMED = 5  # utterances that the report of a validation names
+MAX_LOGGED = 40  # of a step that is not used
 
 
 @dataclass(frozen=True)
@@ -329,8 +330,10 @@ class Training:
         number, objective = self.state.step, self.task.objective
         named = dict(objective.named_parameters())
         optim.check_weights(named, number - 1, self.config.optimizer)
-        ids = " ".join(chain(*gather([name for batch in group for name in batch.ids])))
-        self.log.info(f"step {number}: loss or gradient not finite, not used; utterances {ids}")
+        ids = list(chain(*gather([name for batch in group for name in batch.ids])))
+        more = [f"and {len(ids) - MAX_LOGGED} more"] if len(ids) > MAX_LOGGED else []
+        listed = " ".join(ids[:MAX_LOGGED] + more)
+        self.log.info(f"step {number}: loss or gradient not finite, not used; utterances {listed}")
         self.bad_steps += 1
         if self.bad_steps >= self.config.bad_steps:
             from asr.training.debug import dump_bad_batch  # which few runs need
@@ -715,6 +718,9 @@ def train(
                     "the same command with --resume continues"
                 )
                 return EXIT_STOPPED
+            if training.bad_steps:
+                unused = f"the last {training.bad_steps} steps changed no weight"
+                training.log.info(f"{unused}: their gradients were not finite")
             training.log_results(overridden)
             training.log.info(f"finished at step {state.step}; the run is in {run}")
             return 0
