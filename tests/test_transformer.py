@@ -209,11 +209,6 @@ def test_bad_settings_give_one_clear_line(settings, message):
             ("residual_scale = deepnet", "kind = conformer"),
             "model.kind=transformer",
         ),
-        (
-            {"encoder_convolution": 5, "residual_scale": "deepnet", "norm_position": "post"},
-            ("residual_scale = deepnet", "encoder_convolution=null"),
-            "model.residual_scale=1",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_together_name_both_keys_and_a_remedy(settings, keys, fits):

@@ -497,11 +497,6 @@ class TransformerConfig(EncoderDecoderConfig):
                 f"model.convolution_norm = {self.convolution_norm} needs a convolution module: set "
                 "model.encoder_convolution=15, or model.convolution_norm=null"
             )
-        if self.residual_scale == "deepnet" and self.encoder_convolution is not None:
-            raise ValueError(
-                "model.residual_scale = deepnet is for layers of two sublayers: set "
-                "model.residual_scale=1 or model.encoder_convolution=null"
-            )
         return self
 
 
