@@ -78,8 +78,8 @@ def override(recipe: Recipe, overrides: Iterable[str], source: str) -> Recipe:
 
 def _overridden(tree: dict[str, Any], overrides: Iterable[str], source: str) -> Recipe:
     if isinstance(overrides, str | dict):
-        pairs = overrides.items() if isinstance(overrides, dict) else ()
-        texts = [f"{key}={value}" for key, value in pairs] or [overrides]
+        is_text = isinstance(overrides, str)
+        texts = [overrides] if is_text else [f"{k}={v}" for k, v in overrides.items()]
         raise RecipeError(f"overrides = {_shown(overrides)}: must be a list, {texts}.")
     changed, changes = set(), {}
     for text in overrides:

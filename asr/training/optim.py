@@ -267,18 +267,18 @@ def _step_by_shares(muon: optim.Muon) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
         if not parameters:
             continue
-        decay, gradients = group["momentum"], [p.grad for p in parameters]
+        decay = group["momentum"]
         for p in parameters:
             if "momentum_buffer" not in muon.state[p]:
                 muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        momenta = [muon.state[p]["momentum_buffer"] for p in parameters]
-        torch._foreach_lerp_(momenta, gradients, 1 - decay)
-        ahead = dict(zip(parameters, torch._foreach_lerp(gradients, momenta, decay), strict=True))
+        momenta = {p: muon.state[p]["momentum_buffer"] for p in parameters}
+        torch._foreach_lerp_(list(momenta.values()), [p.grad for p in parameters], 1 - decay)
         for alike in _of_one_shape([p for p in parameters if p in owned]):
-            first, *others = (ahead[p] for p in alike)
-            directions = orthogonal(torch.stack([first, *others]) if others else first, group)
-            directions = directions.float().view(len(alike), *first.shape).unbind()
-            scale = 0.2 * math.sqrt(max(first.shape))  # the step size of AdamW
+            gradients, own = [p.grad for p in alike], [momenta[p] for p in alike]
+            ahead = torch._foreach_lerp(gradients, own, decay)
+            directions = orthogonal(torch.stack(ahead) if len(ahead) > 1 else ahead[0], group)
+            directions = directions.float().view(len(alike), *ahead[0].shape).unbind()
+            scale = 0.2 * math.sqrt(max(ahead[0].shape))  # the step size of AdamW
             torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(alike, directions, alpha=-group["lr"] * scale)
     distributed.broadcast([p for p, _ in used], owners)

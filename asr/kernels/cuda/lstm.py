@@ -82,11 +82,6 @@ class GraphCache:
             # The next replay overwrites them.
             return tuple(out if out is None else out.clone() for out in recorded.outputs)
 
-    def release(self) -> None:
-        """Free the memory of all recorded loops."""
-        with self.lock:
-            self.recorded.clear()
-
     def _drop_first(self, room: float) -> None:
         held = sum(recorded.bytes for recorded in self.recorded.values())
         while len(self.recorded) > 1 and (len(self.recorded) > MOST or held > room):
@@ -106,7 +101,8 @@ def replay(key: Hashable, loop: Steps, *inputs: Tensor | None) -> tuple[Tensor |
 
 def release_graphs() -> None:
     """Free the memory of all recorded loops."""
-    _graphs.release()
+    with _graphs.lock:
+        _graphs.recorded.clear()
 
 
 def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
