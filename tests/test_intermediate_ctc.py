@@ -185,3 +185,18 @@ def test_an_exported_encoder_reads_its_own_predictions():
     memory = network.encode(features, lengths)
     states = program(features, lengths)
     torch.testing.assert_close(states[memory.valid], memory.states[memory.valid])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, LAS_KIND])
+@torch.no_grad()
+def test_mixed_precision_does_not_round_the_logarithms_of_probabilities(kind):
+    network, (features, lengths, _) = made(kind), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        memory, inner = network.encode_with_intermediate_ctc(features, lengths)
+        log_probs = [network.ctc(memory), *inner]
+        logits = network.ctc_head(memory.states)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(log_probs[0], logits.double().log_softmax(-1).float())
+    for each in log_probs:
+        sums = each.exp().sum(-1)
+        torch.testing.assert_close(sums, torch.ones_like(sums), atol=1e-6, rtol=0)

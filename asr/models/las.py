@@ -35,6 +35,7 @@ from asr.nn.dropout import Dropout, draw_mask
 from asr.nn.frontend import Frontend
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, get_weights
+from asr.nn.norm import at_least_float32
 from asr.nn.subsampling import ConvSubsampling
 
 CHANNELS = 32  # of the convolutions
@@ -283,7 +284,9 @@ class LAS(nn.Module):
 
     def ctc(self, memory: Memory) -> Tensor | None:
         """Log-probabilities (B, T, V) of each frame's label; None without a CTC head."""
-        return None if self.ctc_head is None else self.ctc_head(memory.states).log_softmax(dim=-1)
+        if self.ctc_head is None:
+            return None
+        return at_least_float32(self.ctc_head(memory.states)).log_softmax(-1)
 
     def start(self, memory: Memory) -> SpellerState:
         """One hypothesis per utterance, before <sos>."""

@@ -27,7 +27,7 @@ from asr.nn.conformer import conformer_stack
 from asr.nn.dropout import Dropout
 from asr.nn.frontend import Frontend
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
-from asr.nn.norm import WordEmbedding
+from asr.nn.norm import WordEmbedding, at_least_float32
 from asr.nn.positions import make_positions
 from asr.nn.subsampling import ConvSubsampling
 from asr.nn.transformer import (
@@ -117,7 +117,9 @@ class Transformer(nn.Module):
 
     def ctc(self, memory: Memory) -> Tensor | None:
         """Log-probabilities (B, T, V) of CTC's symbols, or None without a head."""
-        return None if self.ctc_head is None else self.ctc_head(memory.states).log_softmax(-1)
+        if self.ctc_head is None:
+            return None
+        return at_least_float32(self.ctc_head(memory.states)).log_softmax(-1)
 
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
         """tokens (B, U), beginning with SOS -> logits (B, U, V) of the token after each."""

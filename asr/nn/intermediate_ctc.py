@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from asr.config.schema import IntermediateCtcConfig
+from asr.nn.norm import at_least_float32
 
 
 def self_conditioning(
@@ -43,7 +44,7 @@ class IntermediateCTC:
         """The output (B, T, E) of layer `number`, counted from 1 -> the input of the next."""
         if number not in self.layers:
             return x
-        log_probs = self.head(x).log_softmax(-1)
+        log_probs = at_least_float32(self.head(x)).log_softmax(-1)
         self.log_probs.append(log_probs)
         if self.conditioning is None:
             return x

@@ -34,7 +34,7 @@ class RMSNorm(nn.RMSNorm):
     """x (..., size) -> (..., size): x by its root mean square, with a gain per element."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_at_least_float32(x)).to(x.dtype)
+        return super().forward(at_least_float32(x)).to(x.dtype)
 
 
 class ScaleNorm(nn.Module):
@@ -49,7 +49,7 @@ class ScaleNorm(nn.Module):
         self.weight = nn.Parameter(torch.tensor(math.sqrt(size)))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = _at_least_float32(x)
+        wide = at_least_float32(x)
         length = (wide.square().sum(-1, keepdim=True) + self.eps**2).sqrt()
         return (wide * (self.weight / length)).to(x.dtype)
 
@@ -67,7 +67,7 @@ class BiasNorm(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = _at_least_float32(x)
+        wide = at_least_float32(x)
         power = (wide - self.bias).square().mean(-1, keepdim=True) + self.eps
         return (wide * (power.rsqrt() * self.log_scale.exp())).to(x.dtype)
 
@@ -82,7 +82,7 @@ class DynamicTanh(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        squashed = (self.alpha * _at_least_float32(x)).tanh()
+        squashed = (self.alpha * at_least_float32(x)).tanh()
         return torch.addcmul(self.bias, squashed, self.weight).to(x.dtype)
 
 
@@ -97,7 +97,7 @@ class DynamicErf(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        squashed = (self.alpha * _at_least_float32(x) + self.shift).erf()
+        squashed = (self.alpha * at_least_float32(x) + self.shift).erf()
         return torch.addcmul(self.bias, squashed, self.weight).to(x.dtype)
 
 
@@ -120,7 +120,7 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor) -> Tensor:
         """valid (B, T) bool: the frames in the statistics."""
-        wide = _at_least_float32(x)
+        wide = at_least_float32(x)
         mean, variance = self.running_mean, self.running_var
         if self.training and self.weight.requires_grad:
             count = valid.sum()
@@ -238,7 +238,8 @@ def make_norm(kind: str, size: int) -> nn.Module:
     return ROW_NORMS[kind](size, eps=EPS)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
+    """For statistics and logarithms, which bf16 rounds too much."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -201,15 +201,14 @@ class SpeechObjective(Objective):
         log_probs = self.model.ctc(memory)
         if log_probs is None:
             return sums
-        log_probs, frames = log_probs.float(), self.model.memory_lengths(batch.lengths)
-        labels = frames, batch.tokens, batch.token_lengths
+        labels = self.model.memory_lengths(batch.lengths), batch.tokens, batch.token_lengths
         loss, count = sums["objective"]
         sums["objective"] = Sum((1 - self.ctc_weight) * loss, count)
         inner_weight = self.intermediate_weight if intermediate else 0.0
         last_weight = self.ctc_weight * (1 - inner_weight)
         add_loss(sums, "ctc", ctc_loss(log_probs, *labels), last_weight)
         if intermediate:
-            inner = sum(ctc_loss(each.float(), *labels) for each in intermediate)
+            inner = sum(ctc_loss(each, *labels) for each in intermediate)
             mean = inner / len(intermediate)
             add_loss(sums, "intermediate_ctc", mean, self.ctc_weight * inner_weight)
         if consistency:
