@@ -97,6 +97,43 @@ def test_schedule_free_resumes_with_the_weight_of_its_average():
     assert all(map(torch.equal, values(straight), values(module)))
 
 
+def test_schedule_free_counts_the_steps_of_weights_that_a_stage_trains_from_their_first():
+    """With the steps of the others, the first one of theirs would be 31 times as long."""
+
+    def two():
+        module = nn.Sequential(layer(), nn.Tanh(), nn.Linear(7, 3))
+        return module, list(module[0].parameters()), list(module[2].parameters())
+
+    def judged(parameters):
+        groups = [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for p in parameters]
+        made = AdamWScheduleFree(groups, lr=0.03, betas=(0.8, 0.9))
+        made.train()
+        return made
+
+    (ours, early, _), (theirs, early_judged, late_judged) = two(), two()
+    optimizer, judges = make_optimizer(SCHEDULE_FREE, ours), [judged(late_judged)]
+    generator = torch.Generator().manual_seed(3)
+    for step in range(17):
+        if step == 11:
+            judges.append(judged(early_judged))
+        if step in (3, 11, 13):  # resumed before, with and after the beginning of a stage
+            state, optimizer = optimizer.state_dict(), make_optimizer(SCHEDULE_FREE, ours)
+            load_moments(optimizer, state)
+        for p in (*early, *early_judged):
+            p.requires_grad_(step >= 11)
+        x = torch.randn(3, 5, generator=generator)
+        for module, made in ((ours, [optimizer]), (theirs, judges)):
+            module.zero_grad()
+            module(x).square().sum().backward()
+            for each in made:
+                each.step()
+    torch.testing.assert_close(values(ours), values(theirs), rtol=0, atol=0)
+    with EvaluationWeights(ours, optimizer, None).applied():
+        for judge in judges:
+            judge.eval()
+        torch.testing.assert_close(values(ours), values(theirs), rtol=0, atol=0)
+
+
 def test_only_batch_statistics_are_saved_for_each_rank(monkeypatch):
     """Else the state of eight ranks would exceed what a checkpoint may have."""
 

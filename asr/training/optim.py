@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import accumulate, groupby
+from itertools import accumulate, count, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -326,9 +326,16 @@ def load_moments(optimizer: "optim.Optimizer | Muon", state: dict[str, Any]) -> 
     if ours != theirs:
         raise ValueError("optimizer: moments of other parameters")
     saved = {n: group for group in state["param_groups"] for n in group["params"]}
+    # Parameters that a stage trains from now on have no moments, and their steps count from 0.
+    progress = [
+        {key: saved[n].get(key) for key in _PROGRESS} if n in state["state"] else {} for n in ours
+    ]
+    if kind_of(groups[0]) == "schedule_free":
+        optimizer.param_groups[:] = _by_progress(optimizer.param_groups, progress)
+        groups = optimizer.state_dict()["param_groups"]
     for group in (group for group in groups if group["params"]):
-        before = saved[group["params"][0]]
-        group |= {key: _progress(key, before.get(key)) for key in _PROGRESS if key in group}
+        before = progress[group["params"][0]]
+        group |= {k: _progress(k, before[k]) for k in _PROGRESS if k in group and k in before}
     known = {
         number: (parameter, _MOMENTS[kind_of(group)])
         for group, mapped in zip(optimizer.param_groups, groups, strict=True)
@@ -356,6 +363,18 @@ def kind_of(group: dict[str, Any]) -> str:
     if "ns_steps" in group:
         return "muon"
     return "schedule_free" if "weight_sum" in group else "adam"
+
+
+def _by_progress(
+    groups: Sequence[dict[str, Any]], progress: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The groups, divided where the progress of their parameters, in order, differs."""
+    numbers = count()
+    return [
+        {**group, "params": list(part)}
+        for group in groups
+        for _, part in groupby(group["params"], lambda _: progress[next(numbers)])
+    ]
 
 
 def _progress(key: str, value: Any) -> float:
