@@ -164,7 +164,9 @@ class SpeechTask(Task):
         self._texts(log, step, texts, ctc_texts)
         if not texts:
             return {}
-        rates = {"wer": self._rate(texts), "diagonality": float(np.mean(slopes))}
+        rates = {"wer": self._rate(texts)}
+        if self.recipe.model.ctc_weight < 1:  # else the decoder does not learn to attend
+            rates["diagonality"] = float(np.mean(slopes))
         return rates | ({"ctc_wer": self._rate(ctc_texts)} if ctc_texts else {})
 
     def health_batches(self) -> Iterator[Batch]:
