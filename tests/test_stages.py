@@ -84,6 +84,20 @@ def test_a_run_killed_in_its_second_stage_resumes_there(tiny, commands, tmp_path
     assert read_recipe(tmp_path / "killed" / "recipe.yaml").stages[0].start == 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "start", "reached"),
+    [("epochs=2", 0.5, True), ("epochs=2", 0.51, False), ("steps=2", 0.5, False)],
+)
+def test_a_stage_that_never_begins_is_named(end, start, reached, tiny, commands, tmp_path):
+    options = [f"train.{end}", "train.wer_utterances=0", staged(start), "--run", tmp_path / "run"]
+    code, out, _ = commands(train, tiny, *options)
+    assert code == 0
+    assert last_state(tmp_path / "run")[1]["stage"] == int(reached)
+    line = f"stages[0].start = {start} is never reached: a stage begins with an epoch"
+    assert (line in out) is not reached
+
+
 def test_stages_add_up(tiny):
     stages = [
         {

@@ -614,7 +614,22 @@ class Training:
             )
         if total <= warmup:
             lines.append(f"all {total} steps are within train.schedule.warmup = {warmup}")
-        return lines
+        return lines + self.unreached_stages()
+
+    def unreached_stages(self) -> list[str]:
+        """A line where the last epoch begins too early for the last stage to begin with it."""
+        config, starts = self.config, [stage.start for stage in self.recipe.stages]
+        last = (config.epochs - 1) / config.epochs  # share of the run before the last epoch
+        if config.steps is not None:
+            epoch = math.ceil(self.batches_of_epoch() / (config.accumulate * world()))  # steps
+            last = (config.steps - 1) // epoch * epoch / config.steps
+        reached = max(self.state.stage, sum(start <= last for start in starts))
+        if reached == len(starts):
+            return []
+        return [
+            f"stages[{reached}].start = {starts[reached]:g} is never reached: a stage begins with "
+            f"an epoch, and the last one begins at {last:.2f} of the run: lower it, or train longer"
+        ]
 
     def count_parameters(self) -> str:
         """In millions; where some are frozen, also those that train."""
