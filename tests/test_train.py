@@ -712,6 +712,13 @@ def test_patience_beyond_the_run_is_named(tiny, commands, tmp_path):
         assert (f"{line}train.validate_every = {every}" in out) == expected
 
 
+def test_the_highest_rate_of_noam_is_logged(tiny, commands, tmp_path):
+    """With the default of train.optimizer.lr, which is a rate, noam's factor is far too low."""
+    noam = "train.schedule={kind: noam, warmup: 3, width: 7}", "train.optimizer.lr=0.02"
+    _, out, _ = commands(train, tiny, "--run", tmp_path / "run", *noam, "train.steps=1")
+    assert f"the learning rate rises to {0.02 / math.sqrt(7 * 3):.2g}, with the factor" in out
+
+
 def test_fine_tuning_keeps_the_vocabulary(tiny, tiny_run, commands, tmp_path):
     """The new text has fewer letters, and one that the old text did not have."""
     corpus = read_manifest(tiny.parent / "train.tsv")

@@ -614,6 +614,12 @@ class Training:
             )
         if total <= warmup:
             lines.append(f"all {total} steps are within train.schedule.warmup = {warmup}")
+        if self.config.schedule.kind == "noam":
+            peak, factor = self.schedule(max(warmup, 1), 0.0), self.config.optimizer.lr
+            lines.append(
+                f"train.schedule.kind = noam: the learning rate rises to {peak:.2g}, with the "
+                f"factor train.optimizer.lr = {factor:g}"
+            )
         return lines + self.unreached_stages()
 
     def unreached_stages(self) -> list[str]:
