@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from asr.inference.evaluation import read_batches
 from asr.inference.load import STATISTICS, load_run_recipe
 from asr.inference.recognition import Recognizer
 from asr.models import build
+from asr.shipped import find_run
 
 TRANSFORMER = {"kind": "transformer", "d_model": 8, "heads": 2, "feed_forward": 13}
 TRANSFORMER |= {"encoder_layers": 2, "decoder_layers": 1}
@@ -197,3 +199,12 @@ def test_a_list_s_transcripts_depend_on_the_weights_of_all(tiny_run, tmp_path):
     shutil.rmtree(tmp_path / "moved")
     save_run(tmp_path / "moved", tiny_run, seed=6)
     assert identity(tiny_run, moved)["decode.ensemble"] != both["decode.ensemble"]
+
+
+def test_a_list_may_be_transcribed_with_shipped_runs_by_name():
+    run, other = (find_run(Path(name)) for name in ("conformer", "las"))
+    named, by_path = (
+        identity(run, load_run_recipe(run, [f"decode.ensemble=[{member}]"]))
+        for member in ("las", other)
+    )
+    assert named == by_path and named["decode.ensemble"]

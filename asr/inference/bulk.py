@@ -28,6 +28,7 @@ from asr.data.corpus import read_manifest
 from asr.data.manifest import write_rows
 from asr.errors import UserError, one_line
 from asr.features.files import name_of
+from asr.hub import local_run
 from asr.inference.load import missing_language_model
 from asr.inference.recognition import Recognizer
 from asr.inference.transcript import ON_ONE_LINE, json_line, json_row, level_warning
@@ -188,7 +189,9 @@ def identity(run: Path, recipe: SpeechRecipe) -> dict[str, Any]:
     decode, features = recipe.decode, recipe.features
     weights = _sha256s(run, decode.checkpoint, decode.average)
     try:
-        others = [_sha256s(one, decode.checkpoint, decode.average) for one in decode.ensemble]
+        others = [
+            _sha256s(local_run(one), decode.checkpoint, decode.average) for one in decode.ensemble
+        ]
     except UserError as error:
         raise UserError(f"decode.ensemble: {error}") from None
     lm = decode.lm
