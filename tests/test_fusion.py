@@ -173,6 +173,8 @@ def test_another_vocabulary_is_one_clear_line(commands, tiny_run, tmp_path):
         (["decode.lm=."], "no recipe.yaml in it, so it is no run folder"),
         (["decode.lm=away", "decode.search=ctc"], "decode.lm needs decode.search=beam"),
         (["decode.lm_weight=-1"], "decode.lm_weight = -1: should be greater than or equal to 0"),
+        (["decode.lm_weight=0.5"], "decode.lm_weight = 0.5 changes nothing without a language"),
+        (["decode.lm_unit=token"], "decode.lm_unit = token changes nothing without a language"),
     ],
 )
 def test_errors_are_one_clear_line(commands, tiny_run, overrides, message):

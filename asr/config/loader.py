@@ -88,12 +88,13 @@ def _overridden(tree: dict[str, Any], overrides: Iterable[str], source: str) -> 
         changed.add(keys)
     # Together, for model.kind replaces the model of the file, but no other override.
     recipe = validate(_merge(tree, changes), source, changed)
-    _check_gains(recipe, changes)
+    _check_effect(recipe, changes)
     return recipe
 
 
-def _check_gains(recipe: Recipe, changes: Mapping[str, Any]) -> None:
-    """Raise RecipeError where the command line changes a setting of a norm that is not there.
+def _check_effect(recipe: Recipe, changes: Mapping[str, Any]) -> None:
+    """Raise RecipeError where the command line changes a setting of what is not there: a norm, or
+    a language model.
 
     A recipe may have one beside another norm, so that a sweep over norms can start from it.
     """
@@ -108,6 +109,11 @@ def _check_gains(recipe: Recipe, changes: Mapping[str, Any]) -> None:
         if reason:
             fault = f"does not fit {section}.norm = {norm}: {reason}."
             raise RecipeError(f"{COMMAND_LINE}: {key} = {value} {fault}")
+        if key in ("decode.lm_weight", "decode.lm_unit") and settings["decode.lm"] is None:
+            raise RecipeError(
+                f"{COMMAND_LINE}: {key} = {value} changes nothing without a language model: add "
+                "decode.lm=RUN_OR_NGRAMS."
+            )
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
