@@ -5,10 +5,10 @@ onnxruntime and soundfile (to read files), and nothing of layernorm-asr: copy it
 into another language. Its text is that of asr.transcribe with these settings, and decode.search=ctc
 for --ctc:
 
-    decode.beam=1 decode.ctc_weight=0 decode.speeds=[1.0]
+    decode.beam=1 decode.ctc_weight=0 decode.speeds=[1.0] decode.max_silence=null
 
 Audio must have the sample rate of the model and at most max_seconds of model.json: asr.transcribe
-also resamples it and splits it at pauses.
+also resamples it, splits it at pauses and does not decode long silences.
 
 Shapes: S samples, T frames of features, T' of memory, V vocabulary.
 """
