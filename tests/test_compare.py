@@ -692,6 +692,19 @@ def test_no_seed_in_common_is_not_tested(tmp_path, commands):
     assert "Pairs of settings" not in (tmp_path / "c" / "compare.md").read_text()
 
 
+def test_a_figure_that_no_common_seed_has_is_named(tmp_path, commands):
+    """Both settings have seeds 1 and 2; one was evaluated with seed 1, the other with seed 2."""
+    for norm, seed in product(("ba", "none"), (1, 2)):
+        errors = [seed == 1] * 20 if (norm == "ba") == (seed == 1) else None
+        keys = [f"model.listener.norm={norm}", f"seed={seed}"]
+        make_run(tmp_path / "s" / f"{norm}{seed}", keys, falling(0.1), errors=errors)
+    out = report(commands, tmp_path / "s")
+    assert out.count("have no seed in common") == 1
+    assert "- WER of test: listener.norm=ba and listener.norm=none have no seed in common" in out
+    text = (tmp_path / "s" / "compare" / "compare.md").read_text()
+    assert "Pairs of settings: best loss" in text and "Pairs of settings: WER" not in text
+
+
 def test_seeds_that_disagree_leave_a_difference_to_the_models(tmp_path, commands):
     """Significant over utterances, but one seed has the opposite sign."""
     for norm, wrong in (("ba", (5, 5, 9)), ("none", (30, 20, 8))):

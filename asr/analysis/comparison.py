@@ -483,10 +483,7 @@ def setting_differences(
     Pairs that cannot be tested are named in `notes`.
     """
     differences = []
-    for first, second, paired in _setting_pairs(comparable_in(figure, settings), notes):
-        pairs = [pair for pair in paired if all(figure in member.figures for member in pair)]
-        if not pairs:
-            continue
+    for first, second, pairs in _setting_pairs(comparable_in(figure, settings), figure, notes):
         values = [[member.figures[figure] for member in side] for side in zip(*pairs, strict=True)]
         means = (sum(values[0]) / len(pairs), sum(values[1]) / len(pairs))
         difference = SettingDifference(
@@ -507,21 +504,23 @@ def setting_differences(
 
 
 def _setting_pairs(
-    settings: Sequence[SettingRuns], notes: list[str]
+    settings: Sequence[SettingRuns], figure: str, notes: list[str]
 ) -> Iterator[tuple[SettingRuns, SettingRuns, list[Pair]]]:
-    """Pairs of settings that have seeds in common, and their runs paired by seed."""
+    """Pairs of settings that have the figure of a common seed, and their runs paired by seed."""
     chosen = list(combinations(settings, 2))
     if len(settings) > _MOST_IN_PAIRS:
         first = settings[0]
         notes.append(f"{len(settings)} groups: tested against the first, {first.short}, only.")
         chosen = [(first, other) for other in settings[1:]]
     for first, second in chosen:
-        ours, theirs = ({m.seed: m for m in s.members} for s in (first, second))
+        ours, theirs = (
+            {m.seed: m for m in s.members if figure in m.figures} for s in (first, second)
+        )
         pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
         if pairs:
             yield first, second, pairs
         else:
-            names = f"{first.short} and {second.short}"
+            names = f"{figure}: {first.short} and {second.short}"
             notes.append(f"{names} have no seed in common: their difference is not tested.")
 
 
