@@ -4,6 +4,7 @@ import random
 from math import comb, erfc, sqrt
 
 import pytest
+from scipy import stats
 
 from asr.analysis.significance import compare_two, matched_pairs, paired_bootstrap
 from asr.analysis.wer import score
@@ -152,6 +153,17 @@ def test_runs_of_other_utterances_are_refused():
         matched_pairs(a, c)
     with pytest.raises(UserError, match="over speakers needs at least two, there is 1"):
         paired_bootstrap(a, a, units="speakers")
+
+
+def test_few_utterances_are_not_tested():
+    """If all of three improve, the bootstrap's p is 0.0002 and that of the exact sign test 0.25."""
+    three = [run([rate] * 3, seed=1) for rate in (1.0, 0.0)]
+    assert paired_bootstrap(*three).p < 0.001 < stats.binomtest(3, 3).pvalue
+    assert not any("bootstrap over utterances" in line for line in compare_two(*three))
+    for count, tested in ((19, False), (20, True)):
+        lines = compare_two(*(run([0.2] * count, seed) for seed in (1, 2)))
+        assert any(f"bootstrap over utterances ({count})" in line for line in lines) is tested
+        assert ("  over utterances: not tested, there are fewer than 20" in lines) is not tested
 
 
 def test_few_speakers_are_not_tested():

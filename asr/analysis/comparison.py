@@ -39,7 +39,7 @@ from asr.analysis.runs import (
     value_text,
 )
 from asr.analysis.significance import Difference, paired_bootstrap
-from asr.analysis.statistics import PairedT, Spread, corrected, paired_t, spread
+from asr.analysis.statistics import MIN_UNITS, PairedT, Spread, corrected, paired_t, spread
 from asr.analysis.wer import pooled, untrained
 from asr.errors import UserError
 from asr.training.resume import NOT_LEARNING, is_among
@@ -533,7 +533,7 @@ def _tested_over_utterances(
     alike = all(a.decoded[split] == b.decoded[split] for a, b in pairs)
     difference = replace(difference, decoded_alike=alike)
     first, second = (pooled(scores, draws=1) for scores in sides)
-    if len(first.utterances) < 2:  # nothing to resample
+    if len(first.utterances) < MIN_UNITS:
         return difference
     test = paired_bootstrap(first, second)
     return replace(difference, mean=test.wer, over_utterances=test)

@@ -26,6 +26,7 @@ from asr.analysis.report import DASH, Picture, Points, Table, html, markdown
 from asr.analysis.runs import BEST, REPORT, TRAIN, WER_OF, SettingRuns, best_of, is_run
 from asr.analysis.significance import Difference
 from asr.analysis.statistics import (
+    MIN_UNITS,
     MOST_PAIRS,
     POWER,
     Interval,
@@ -43,7 +44,8 @@ METHODS = (
     "A setting is the runs whose recipes differ only in the seed; its figures are means over them.",
     "Intervals, 95 %: over runs by Student's distribution, for other seeds too; that of a rate is "
     "cut at 0, and at 100 % unless a run is above. Over utterances by bootstrap (Bisani & Ney "
-    "2004), for these models and speakers only: another seed can reverse such a difference.",
+    "2004), for these models and speakers only: another seed can reverse such a difference. "
+    f"Differences over utterances need {MIN_UNITS} of them.",
     "Differences: second minus first, runs of one seed paired; t test over seeds, sign test where "
     "all differences are equal. Significant: p below 0.05 after Holm's correction for all pairs of "
     "the figure. Each interval is for one difference alone.",

@@ -5,8 +5,8 @@ matched_pairs     Gillick & Cox 1989 (MAPSSWE): a normal test on the mean differ
                   whose errors are independent. We differ once: the variance is taken about zero,
                   the mean under the null hypothesis, which is conservative with few segments.
 
-Errors within a speaker are correlated. A test over "utterances" is valid for these speakers, one
-over "speakers" for others like them; it needs MIN_SPEAKERS.
+Errors within a speaker are correlated. A bootstrap over "utterances" is valid for these speakers,
+one over "speakers" for others like them. With fewer than MIN_UNITS its p is too small.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asr.analysis.statistics import (
-    MIN_SPEAKERS,
+    MIN_UNITS,
     NORMAL_QUANTILE,
     Interval,
     percentile_interval,
@@ -154,12 +154,12 @@ def compare_two(first: Score, second: Score) -> list[str]:
     Raises UserError if the utterances differ.
     """
     tests = {"matched pairs over phrases": matched_pairs(first, second)}
-    counts: dict[Units, tuple[int, int]] = {
-        "utterances": (len(first.utterances), 2),
-        "speakers": (len(first.speakers), MIN_SPEAKERS),
+    counts: dict[Units, int] = {
+        "utterances": len(first.utterances),
+        "speakers": len(first.speakers),
     }
-    for units, (count, needed) in counts.items():
-        if count >= needed:
+    for units, count in counts.items():
+        if count >= MIN_UNITS:
             tests[f"paired bootstrap over {units}"] = paired_bootstrap(first, second, units=units)
     points = 100 * (second.wer - first.wer)
     lines = [f"{percent(second.wer)} against {percent(first.wer)}: {points:+.2f} points"]
@@ -167,6 +167,7 @@ def compare_two(first: Score, second: Score) -> list[str]:
         low, high = (100 * side for side in difference.interval)
         interval = f"95 % {low:+.2f} to {high:+.2f}"
         lines.append(f"  {name} ({difference.units}): {interval}, p = {difference.p:.2g}")
-    if len(first.speakers) < MIN_SPEAKERS:
-        lines.append(f"  over speakers: not tested, there are fewer than {MIN_SPEAKERS}")
+    for units, count in counts.items():
+        if count < MIN_UNITS:
+            lines.append(f"  over {units}: not tested, there are fewer than {MIN_UNITS}")
     return lines

@@ -22,9 +22,9 @@ Interval = tuple[float, float]
 LEVEL = 0.95
 POWER = 0.8  # the usual power of a planned experiment (Cohen 1988)
 NORMAL_QUANTILE = 1.959963984540054  # of the standard normal distribution at 0.975
-# Fewer make an interval over speakers too narrow: with 10 a bootstrap finds a difference between
-# equal systems in 10 % of cases, not 5, and with 2 in half of them.
-MIN_SPEAKERS = 20
+# Utterances or speakers. Fewer make a bootstrap interval too narrow: of equal systems it finds a
+# difference with 10 in up to 10 % of cases, not 5, with 3 to 8 in 13 %, with 2 in a third or half.
+MIN_UNITS = 20
 MOST_PAIRS = 1000  # that pairs_needed tries
 _ROUNDING = 1e-9  # relative to the mean: differences that vary less count as equal
 _CHUNK = 1 << 20  # indices drawn at a time: 8 MB

@@ -183,8 +183,8 @@ class Score(Counts):
     """All utterances in input order; speakers in alphabetical order.
 
     The intervals are 95 % percentile bootstrap intervals (Bisani & Ney 2004) over the units of
-    `interval_over`, None for a single unit. Few errors make them too narrow: without errors they
-    are (0, 0).
+    `interval_over`, None for a single unit. Few units (MIN_UNITS) or errors make them too narrow:
+    without errors they are (0, 0).
     """
 
     wer_interval: Interval | None

@@ -31,7 +31,7 @@ from asr.analysis.score_files import (
     read_evaluation,
     write_evaluation,
 )
-from asr.analysis.statistics import MIN_SPEAKERS
+from asr.analysis.statistics import MIN_UNITS
 from asr.analysis.wer import (
     Score,
     between,
@@ -211,7 +211,7 @@ def _group_facts(part: Score) -> dict[str, Any]:
 
 
 def _interval_over_speakers(part: Score) -> tuple[float, float] | None:
-    if len(part.speakers) < MIN_SPEAKERS:
+    if len(part.speakers) < MIN_UNITS:
         return None
     return summarize(part.utterances, interval_over="speakers").wer_interval
 
