@@ -57,21 +57,11 @@ class SpecAugment:
         self, features: Tensor, generator: torch.Generator | None, groups: int = 1
     ) -> Tensor:
         """(T, F) -> (T, F), a copy. groups: equal parts of F, which the same masks cover."""
-        frames, size = len(features), features.size(1) // groups
-        warp = torch.rand(2, generator=generator)
-        time = torch.rand(self.time_masks, 2, generator=generator)
-        freq = torch.rand(self.freq_masks, 2, generator=generator)
-        if not features.numel():
-            return features.clone()
-        longest = min(self.time_width, int(self.time_fraction * frames))
-        masked = _masks(time, longest, frames)[:, None]  # (T, 1)
-        masked_features = _masks(freq, min(self.freq_width, size), size).repeat(groups)
-        masked = (masked | masked_features).to(features.device)  # (T, F)
-        warped = self._warp(features, *warp.tolist())
-        return warped.masked_fill(masked, float(features.detach().mean()))
+        return self.mask(self.warp(features, generator), generator, groups)
 
-    def _warp(self, features: Tensor, position: float, move: float) -> Tensor:
+    def warp(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
         """Move one frame by up to `time_warp` and stretch both sides to fit: (T, F) -> (T, F)."""
+        position, move = torch.rand(2, generator=generator).tolist()
         reach, frames = self.time_warp, len(features)
         if reach == 0 or frames <= 2 * reach + 1:
             return features
@@ -80,6 +70,19 @@ class SpecAugment:
         target = pivot - reach + int(move * (2 * reach + 1))
         left = _stretch(features[:pivot], target)
         return torch.cat([left, _stretch(features[pivot:], frames - target)])
+
+    def mask(self, features: Tensor, generator: torch.Generator | None, groups: int = 1) -> Tensor:
+        """The masks alone: (T, F) -> (T, F), a copy."""
+        frames, size = len(features), features.size(1) // groups
+        time = torch.rand(self.time_masks, 2, generator=generator)
+        freq = torch.rand(self.freq_masks, 2, generator=generator)
+        if not features.numel():
+            return features.clone()
+        longest = min(self.time_width, int(self.time_fraction * frames))
+        masked = _masks(time, longest, frames)[:, None]  # (T, 1)
+        masked_features = _masks(freq, min(self.freq_width, size), size).repeat(groups)
+        masked = (masked | masked_features).to(features.device)  # (T, F)
+        return features.masked_fill(masked, float(features.detach().mean()))
 
 
 def _masks(draws: Tensor, longest: int, length: int) -> Tensor:

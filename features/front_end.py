@@ -144,11 +144,16 @@ class FrontEnd:
     def masked(
         self, features: Tensor, generator: torch.Generator, views: int = 1
     ) -> tuple[Tensor, ...]:
-        """Normalised features (T, F) -> `views` times with masks, where training has some."""
+        """Normalised features (T, F) -> `views` times with masks, where training has some.
+
+        All views have one time warp, since their frames are compared one by one (Yao et al. 2024,
+        arXiv:2410.05101).
+        """
         if self.spec_augment is None:
             return (features,) * views
-        groups = self.extract.groups
-        return tuple(self.spec_augment(features, generator, groups) for _ in range(views))
+        augment, groups = self.spec_augment, self.extract.groups
+        warped = augment.warp(features, generator)
+        return tuple(augment.mask(warped, generator, groups) for _ in range(views))
 
 
 def group_of(speaker: str | None, speed: float) -> str | None:

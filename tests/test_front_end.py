@@ -88,14 +88,27 @@ def test_the_room_comes_before_the_noise_of_files(path, tmp_path):
 
 
 def test_of_two_views_only_the_masks_differ(path):
-    augment = spec_augment(time_masks=3, time_width=11)
+    augment = spec_augment(time_masks=3, time_width=11, time_warp=7)
     front = FrontEnd(Fbank(num_mel_bins=41), MeanVarianceNorm("utterance"), noise=(7, 13))
     waveform, generator = front.load(path), seeded(5)
     (bare,) = front.augmented(waveform, "ann", 0.9, generator)
     front.spec_augment = augment
     first, second = front.augmented(waveform, "ann", 0.9, seeded(5), views=2)
-    assert torch.equal(first, augment(bare, generator))
-    assert torch.equal(second, augment(bare, generator)) and not torch.equal(first, second)
+    bare = augment.warp(bare, generator)
+    assert torch.equal(first, augment.mask(bare, generator))
+    assert torch.equal(second, augment.mask(bare, generator)) and not torch.equal(first, second)
+
+
+def test_a_frame_of_two_views_is_from_the_same_time():
+    """A ramp over time shows the source of each frame."""
+    warp = spec_augment(freq_masks=0, time_masks=0, time_warp=13)
+    front = FrontEnd(Fbank(), MeanVarianceNorm("none"), warp)
+    ramp, furthest = torch.arange(211.0)[:, None].expand(211, 3), 0.0
+    for seed in range(50):
+        first, second = front.masked(ramp, seeded(seed), views=2)
+        assert torch.equal(first, second)
+        furthest = max(furthest, float((first - ramp).abs().max()))
+    assert 11 < furthest <= 14
 
 
 def test_without_augmentation_training_equals_evaluation(path):
