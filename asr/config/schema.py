@@ -561,7 +561,8 @@ class ConsistencyConfig(Config):
     """
 
     ctc: NotNegative = 0.2  # weight beside the CTC loss (Yao et al. 2024)
-    decoder: NotNegative = 0.5  # weight beside the cross-entropy (Liang et al. 2021)
+    # weight beside the cross-entropy: half of alpha in R-Drop (Liang et al. 2021)
+    decoder: NotNegative = 0.5
 
 
 class AlarmConfig(Config):
