@@ -710,6 +710,23 @@ def test_folders_of_libritts_are_splits(tmp_path, asr_prepare):
         assert read_manifest(to / f"{name}.tsv").speakers == ["19", "26"]
 
 
+def test_timit_s_texts_have_no_sample_numbers_and_its_dialects_are_no_speakers(
+    tmp_path, asr_prepare
+):
+    names = ["DR1/FCJF0/SA1", "DR1/MCPM0/SX7", "DR8/FBCG1/SX7"]
+    for split, name in product(("TRAIN", "TEST"), names):
+        path = tmp_path / "TIMIT" / split / f"{name}.WAV"
+        samples = noise(path, 1.3, rate=16_000, format="NIST", subtype="PCM_16")
+        path.with_suffix(".TXT").write_text(f"0 {len(samples)} Don't ask {name[-3:]} to. \n")
+        path.with_suffix(".WRD").write_text("3050 5723 don't\n5723 10337 ask\n")
+    code, _, err = asr_prepare("auto", tmp_path / "TIMIT", "--to", tmp_path / "to")
+    assert code == 0 and err == []
+    for split in ("train", "test"):
+        corpus = read_manifest(tmp_path / "to" / f"{split}.tsv")
+        assert corpus.speakers == ["FBCG1", "FCJF0", "MCPM0"]
+        assert corpus.texts == ["Don't ask SX7 to.", "Don't ask SA1 to.", "Don't ask SX7 to."]
+
+
 def as_m4a(path):
     path.rename(path.with_suffix(".m4a")).write_bytes(b"\0\0\0\x18ftypM4A \0\0\0\0" * 9)
 

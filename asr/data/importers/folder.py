@@ -1,9 +1,9 @@
 """A folder of recordings, each with its text in a file of the same name: a.wav and a.txt.
 
 The text is in a .txt or .lab, or in a .json under one of rows.TEXT_KEYS; of LibriTTS the normalised
-text is taken. Audio and texts may be in two trees, such as wav/ and txt/. The first folder below
-these is the speaker, and folders train, dev, test or alike are splits; so are train-clean-100,
-dev-clean or alike where all folders have such names.
+text is taken, of TIMIT that after the sample numbers. Audio and texts may be in two trees, such as
+wav/ and txt/. The first folder below these is the speaker, and folders train, dev, test or alike
+are splits; so are train-clean-100, dev-clean or alike where all folders have such names.
 """
 
 import os
@@ -34,8 +34,10 @@ TEXT_SUFFIXES = (".normalized.txt", ".original.txt", ".txt", ".lab", ".json")
 SHOWN_SUFFIXES = ".txt, .lab or .json"
 # Folders of one kind of file, which say nothing of the recording.
 KINDS = {"wav", "wavs", "wav48", "audio", "clips", "txt", "text", "texts", "transcripts", "lab"}
+KINDS |= {f"dr{region}" for region in range(1, 9)}  # TIMIT's dialects, with folders of speakers
 OTHER_TEXTS = re.compile(r"(readme|licen[cs]e|copying|metadata|speakers?|.*info)\b", re.IGNORECASE)
 TIMED = re.compile(r"\d+ \d+ \S+(\n\d+ \d+ \S+)*")  # HTK's labels
+TIMIT = re.compile(r"0 \d{4,} (?=\D)")  # before its sentences: the first and the last sample
 MAX_TEXT = 1 << 18  # bytes
 
 Key = tuple[str, ...]  # a path without folders of KINDS and without its suffix
@@ -159,7 +161,8 @@ def _description(path: Path) -> dict[str, Any]:
     if path.suffix.lower() != ".json":
         if TIMED.fullmatch(content.strip()):
             raise ValueError("has times as of HTK; a file with the text alone is needed")
-        return {"text": " ".join(content.split())}
+        text = " ".join(content.split())
+        return {"text": text[sample.end() :] if (sample := TIMIT.match(text)) else text}
     try:
         record = parse_json(content)
     except ValueError:
