@@ -737,6 +737,7 @@ FOLDER_FAULTS = [
     (lambda f: (f / "1.txt").write_text(" \n"), "1.txt: the text is empty"),
     (lambda f: (f / "1.txt").write_bytes(b"caf\xe9"), "1.txt: not UTF-8 text"),
     (lambda f: (f / "1.txt").write_text("0 7 a\n7 9 b\n"), "1.txt: has times as of HTK"),
+    (lambda f: (f / "1.txt").write_text("0.5\t0.7\ta b\n"), "1.txt: has times as Audacity's"),
     (lambda f: (f / "1.txt").rename(f / "1.json"), "1.json: not a JSON object"),
     (lambda f: noise(f / "2.flac"), "2.wav: has the same name as "),
     (lambda f: as_m4a(f / "1.wav"), "1.flac"),

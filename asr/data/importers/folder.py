@@ -37,6 +37,7 @@ KINDS = {"wav", "wavs", "wav48", "audio", "clips", "txt", "text", "texts", "tran
 KINDS |= {f"dr{region}" for region in range(1, 9)}  # TIMIT's dialects, with folders of speakers
 OTHER_TEXTS = re.compile(r"(readme|licen[cs]e|copying|metadata|speakers?|.*info)\b", re.IGNORECASE)
 TIMED = re.compile(r"\d+ \d+ \S+(\n\d+ \d+ \S+)*")  # HTK's labels
+LABELS = re.compile(r"\d+\.\d+\t\d+\.\d+\t")  # Audacity's
 TIMIT = re.compile(r"0 \d{4,} (?=\D)")  # before its sentences: the first and the last sample
 MAX_TEXT = 1 << 18  # bytes
 
@@ -161,6 +162,11 @@ def _description(path: Path) -> dict[str, Any]:
     if path.suffix.lower() != ".json":
         if TIMED.fullmatch(content.strip()):
             raise ValueError("has times as of HTK; a file with the text alone is needed")
+        if LABELS.match(content):
+            raise ValueError(
+                "has times as Audacity's labels, of parts of the recording; write them to a table "
+                "with the columns audio, start, end and text"
+            )
         text = " ".join(content.split())
         return {"text": text[sample.end() :] if (sample := TIMIT.match(text)) else text}
     try:
