@@ -570,6 +570,20 @@ def test_paths_of_a_table_are_found(tmp_path, asr_prepare, monkeypatch, paths, c
     check_audio(read_manifest(tmp_path / "to" / "all.tsv")[0], samples)
 
 
+def test_common_voice_of_spontaneous_speech(tmp_path, asr_prepare):
+    samples = [noise(tmp_path / "set" / "audios" / f"{name}.wav") for name in "abc"]
+    splits = {"a": "train", "b": "dev", "c": "test"}
+    rows = [f"{n}\t{n}.wav\t1000\tWhat?\t{n} said\t{split}" for n, split in splits.items()]
+    header = "client_id\taudio_file\tduration_ms\tprompt\ttranscription\tsplit"
+    (tmp_path / "set" / "ss-corpus-cy.tsv").write_text("\n".join([header, *rows, ""]))
+    code, _, err = asr_prepare("auto", tmp_path / "set", "--to", tmp_path / "to")
+    assert code == 0 and err == []
+    for name, split, expected in zip("abc", ("train", "valid", "test"), samples, strict=True):
+        corpus = read_manifest(tmp_path / "to" / f"{split}.tsv")
+        assert corpus.texts == [f"{name} said"] and corpus.speakers == [name]
+        check_audio(corpus[0], expected)
+
+
 def test_a_packed_table_of_windows(tmp_path, asr_prepare):
     samples = noise(tmp_path / "set" / "a.wav")
     table = tmp_path / "set" / "dev.csv.gz"

@@ -49,7 +49,7 @@ EXACT = 1e-3  # seconds: a part that ends so near to its file's end is the whole
 TAR_BYTES = 1e9
 IN_FLIGHT = 8  # rows measured ahead, per thread
 SAMPLED = 10  # rows whose files show where relative paths start
-FOLDERS = ("", "clips", "wavs", "wav", "audio")  # below a corpus, in which its audio may be
+FOLDERS = ("", "clips", "wavs", "wav", "audio", "audios")  # below a corpus, that may hold its audio
 
 
 @dataclass(frozen=True)
