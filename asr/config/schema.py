@@ -331,7 +331,10 @@ class LasConfig(Config):
 
 
 class WindowsConfig(Config):
-    """Section `model.encoder_windows:`: initial Gaussian windows of the encoder's heads."""
+    """Section `model.encoder_windows:`: initial Gaussian windows of the encoder's heads.
+
+    After Sperber et al. 2018; both are learned.
+    """
 
     # one per head: centre minus the query's frame
     offsets: tuple[Annotated[float, Field(ge=-1e5, le=1e5)], ...]
