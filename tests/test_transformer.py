@@ -37,6 +37,20 @@ def test_padding_and_batch_mates_change_nothing(settings):
         assert (weights[:, size:] == 0).all()
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
+@torch.no_grad()
+def test_mixed_precision_keeps_the_residual_stream_in_float32(settings):
+    """Sums over layers: in bf16 each would round what the layers before have added."""
+    ours, streams = model(**settings), []
+    for stack in (ours.encoder, ours.decoder):
+        for layer in stack.layers:
+            layer.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0].dtype))
+    features, lengths, tokens = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours.decode(ours.encode(features, lengths), tokens)
+    assert len(streams) == 5 and set(streams) == {torch.float32}
+
+
 @pytest.mark.parametrize("train", [False, True])
 def test_poisoned_padding_and_empty_utterances_give_finite_gradients(train):
     ours = model(dropout=0.1, attention_dropout=0.1).train(train)
