@@ -93,6 +93,15 @@ def test_curves_images_and_texts_are_written(drawn, tiny, commands, tmp_path):
         assert steps == sorted(set(steps)) and steps[0] > 0, f"{name} has a point beside its curve"
 
 
+def test_the_wer_curve_covers_the_whole_split(tiny, commands, tmp_path):
+    """Of three utterances, which might be of three speakers, the first and the last."""
+    two = "train.wer_utterances=2", "train.samples=2", "train.steps=1"
+    assert commands(train, tiny, "--run", tmp_path, *two)[0] == 0
+    texts = set(events(tmp_path).Tags()["tensors"])
+    assert {f"decoded/valid-{n}/text_summary" for n in (0, 2)} <= texts
+    assert "decoded/valid-1/text_summary" not in texts
+
+
 def test_the_validation_loss_is_the_model_s_on_that_split(tiny, tiny_run):
     """Computed utterance by utterance with torch's cross_entropy; best by that loss."""
     recognizer = Recognizer.load(tiny_run, ["decode.checkpoint=last"])

@@ -623,7 +623,7 @@ class TrainConfig(Config):
     # besides TensorBoard: docs/sharing.md
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     samples: Natural = 4  # validation utterances shown in TensorBoard
-    wer_utterances: Natural = 200  # validation utterances decoded for the WER curves
+    wer_utterances: Natural = 200  # validation utterances, evenly spread, decoded for WER curves
     alarm: AlarmConfig = AlarmConfig()
     health: Natural = 0  # log gates, norms and attention every so many validations; 0: never
     debug: Literal["nan"] | None = None  # nan: stop at the first non-finite value; slow

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -134,20 +134,22 @@ class SpeechTask(Task):
     def no_validation_data(self) -> str:
         return self.validation.corpus.unreadable()
 
-    def report(self, log: Log, step: int) -> dict[str, float]:
-        """-> word error rates and diagonality of attention; logs pictures and texts.
+    @cached_property
+    def decoded(self) -> UtteranceDataset:
+        """The utterances of the WER curves: evenly spread, for manifests are sorted by speaker."""
+        corpus = self.validation.corpus.sample(self.recipe.train.wer_utterances)
+        return replace(self.validation, corpus=corpus)
 
-        Over the first train.wer_utterances of the manifest.
-        """
-        train, corpus, model = self.recipe.train, self.validation.corpus, self.objective.model
+    def report(self, log: Log, step: int) -> dict[str, float]:
+        """-> word error rates and diagonality of attention; logs pictures and texts."""
+        train, corpus, model = self.recipe.train, self.decoded.corpus, self.objective.model
         decode = self.validation.tokenizer.decode
-        seconds = corpus.seconds[: train.wer_utterances]
-        plan = plan_evaluation(seconds, self.recipe.decode.seconds_at_once())
+        plan = plan_evaluation(corpus.seconds, self.recipe.decode.seconds_at_once())
         texts: dict[str, str] = {}
         ctc_texts: dict[str, str] = {}
         slopes = []
         shown = set(corpus[: train.samples].ids)
-        for batch in load_batches(self.validation, plan.batches, self.recipe.data.workers):
+        for batch in load_batches(self.decoded, plan.batches, self.recipe.data.workers):
             if not len(batch):
                 continue
             (encoded,) = encode([model], batch)
@@ -177,8 +179,7 @@ class SpeechTask(Task):
                 yield batch
 
     def _rate(self, texts: dict[str, str]) -> float:
-        corpus = self.validation.corpus[: self.recipe.train.wer_utterances]
-        references = {utterance.id: utterance.text for utterance in corpus}
+        references = {utterance.id: utterance.text for utterance in self.decoded.corpus}
         return score([references[name] for name in texts], list(texts.values()), draws=1).wer
 
     def _pictures(self, log: Log, step: int, batch: Batch, row: int, weights: np.ndarray) -> None:
@@ -194,8 +195,8 @@ class SpeechTask(Task):
             log.picture(f"valid_features/{name}", feature_picture(features, seconds, name), step)
 
     def _texts(self, log: Log, step: int, texts: dict[str, str], ctc_texts: dict[str, str]) -> None:
-        for utterance in self.validation.corpus[: self.recipe.train.samples]:
-            if utterance.id not in texts:  # unreadable, or beyond train.wer_utterances
+        for utterance in self.decoded.corpus[: self.recipe.train.samples]:
+            if utterance.id not in texts:  # unreadable
                 continue
             lines = [f"reference: {utterance.text}", f"attention: {texts[utterance.id]}"]
             if ctc_texts:
