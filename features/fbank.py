@@ -20,6 +20,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torchaudio.compliance import kaldi
 
+FRAME_LENGTH, FRAME_SHIFT = 25.0, 10.0  # milliseconds
+LOW_FREQ = 20.0  # Hz, of Kaldi's lowest mel filter
 KALDI_SCALE = 32768.0  # Kaldi reads samples as 16-bit integers
 # Frames computed at once: an hour of audio needs no more memory than six seconds, and 600 frames
 # fit a core's cache. Frames do not depend on each other.
@@ -34,15 +36,10 @@ class FeatureExtractor:
     groups = 1  # of features within a frame that SpecAugment masks alike
     max_samples: int | None = None  # of the longest waveform
 
-    def __init__(
-        self, sample_rate: int, frame_length: float, frame_shift: float, dither: float
-    ) -> None:
+    def __init__(self, sample_rate: int, dither: float) -> None:
         self.sample_rate, self.dither = sample_rate, dither
-        self.window = int(sample_rate * frame_length * 0.001)  # samples, rounded as Kaldi does
-        self.shift = int(sample_rate * frame_shift * 0.001)
-        if self.window < 2 or self.shift < 1:
-            lengths = f"frame_length {frame_length} ms and frame_shift {frame_shift} ms"
-            raise ValueError(f"{lengths} are too short at {sample_rate} Hz")
+        self.window = int(sample_rate * FRAME_LENGTH * 0.001)  # samples, rounded as Kaldi does
+        self.shift = int(sample_rate * FRAME_SHIFT * 0.001)
 
     @property
     def frame_seconds(self) -> float:
@@ -105,34 +102,25 @@ class FeatureExtractor:
 class Fbank(FeatureExtractor):
     """Kaldi's log-mel filterbank energies: (S,) -> (T, num_mel_bins).
 
-    Lengths in milliseconds, frequencies in Hz; `high_freq` 0 or below counts from the Nyquist
-    frequency; `dither` in units of a 16-bit sample. Raises ValueError for a filterbank with a
-    bin that no FFT frequency falls into (Kaldi refuses those, torchaudio returns a constant).
+    `dither` in units of a 16-bit sample. Raises ValueError for a filterbank with a bin that no FFT
+    frequency falls into (Kaldi refuses those, torchaudio returns a constant).
     """
 
     def __init__(
-        self,
-        sample_rate: int = 16_000,
-        num_mel_bins: int = 80,
-        frame_length: float = 25.0,
-        frame_shift: float = 10.0,
-        dither: float = 0.0,
-        low_freq: float = 20.0,
-        high_freq: float = 0.0,
+        self, sample_rate: int = 16_000, num_mel_bins: int = 80, dither: float = 0.0
     ) -> None:
-        super().__init__(sample_rate, frame_length, frame_shift, dither)
-        _check_band(sample_rate, low_freq, high_freq)
+        super().__init__(sample_rate, dither)
         self.size = num_mel_bins
         if num_mel_bins < 4:
             raise ValueError(f"num_mel_bins {num_mel_bins}: Kaldi's filterbank needs 4 or more")
         fft = 2 ** (self.window - 1).bit_length()
         self.filters, _ = kaldi.get_mel_banks(
-            num_mel_bins, fft, sample_rate, low_freq, high_freq, 100.0, -500.0, 1.0
+            num_mel_bins, fft, sample_rate, LOW_FREQ, 0.0, 100.0, -500.0, 1.0
         )
         _check_filters(self.filters, sample_rate)
         self._options = {"sample_frequency": sample_rate, "num_mel_bins": num_mel_bins}
-        self._options |= {"frame_length": frame_length, "frame_shift": frame_shift}
-        self._options |= {"low_freq": low_freq, "high_freq": high_freq}
+        self._options |= {"frame_length": FRAME_LENGTH, "frame_shift": FRAME_SHIFT}
+        self._options |= {"low_freq": LOW_FREQ}
 
     def _features(self, piece: Tensor) -> Tensor:
         return kaldi.fbank(piece[None] * KALDI_SCALE, **self._options)
@@ -151,15 +139,9 @@ class Mfcc(Fbank):
         num_ceps: int = 13,
         deltas: int = 0,
         num_mel_bins: int = 23,
-        frame_length: float = 25.0,
-        frame_shift: float = 10.0,
         dither: float = 0.0,
-        low_freq: float = 20.0,
-        high_freq: float = 0.0,
     ) -> None:
-        super().__init__(
-            sample_rate, num_mel_bins, frame_length, frame_shift, dither, low_freq, high_freq
-        )
+        super().__init__(sample_rate, num_mel_bins, dither)
         if not 1 <= num_ceps <= num_mel_bins:
             raise ValueError(f"num_ceps {num_ceps} must lie in 1 to num_mel_bins ({num_mel_bins})")
         if deltas not in (0, 1, 2):
@@ -197,20 +179,12 @@ class SlaneyMel(FeatureExtractor):
     """
 
     def __init__(
-        self,
-        sample_rate: int = 16_000,
-        num_mel_bins: int = 80,
-        frame_length: float = 25.0,
-        frame_shift: float = 10.0,
-        dither: float = 0.0,
-        low_freq: float = 0.0,
-        high_freq: float = 0.0,
+        self, sample_rate: int = 16_000, num_mel_bins: int = 80, dither: float = 0.0
     ) -> None:
-        super().__init__(sample_rate, frame_length, frame_shift, dither)
-        top = _check_band(sample_rate, low_freq, high_freq)
+        super().__init__(sample_rate, dither)
         self.size = num_mel_bins
         frequencies = torch.fft.rfftfreq(self.window, 1 / sample_rate, dtype=torch.float64)
-        self.filters = slaney_filters(frequencies, num_mel_bins, low_freq, top).float()
+        self.filters = slaney_filters(frequencies, num_mel_bins, sample_rate / 2).float()
         _check_filters(self.filters, sample_rate)
         self.hann = torch.hann_window(self.window)
 
@@ -220,32 +194,20 @@ class SlaneyMel(FeatureExtractor):
         return (power @ self.filters.T).clamp_min(POWER_FLOOR).log()
 
 
-def slaney_filters(frequencies: Tensor, bins: int, low_freq: float, high_freq: float) -> Tensor:
-    """Triangles of area 1 Hz, equally spaced in Slaney's mel: frequencies (N,) -> (bins, N).
+def slaney_filters(frequencies: Tensor, bins: int, top: float) -> Tensor:
+    """Triangles of area 1 Hz, equally spaced in Slaney's mel from 0 to `top` Hz, 1000 or more:
+    frequencies (N,) -> (bins, N).
 
     That scale is linear to 1 kHz, 15 mel, and logarithmic above: 27 mel to a factor of 6.4.
     """
     step = math.log(6.4) / 27
-    ends = [
-        15 + math.log(f / 1000) / step if f > 1000 else 0.015 * f for f in (low_freq, high_freq)
-    ]
-    mel = torch.linspace(*ends, bins + 2, dtype=torch.float64)[:, None]
+    end = 15 + math.log(top / 1000) / step
+    mel = torch.linspace(0.0, end, bins + 2, dtype=torch.float64)[:, None]
     hertz = torch.where(mel > 15, 1000 * ((mel - 15) * step).exp(), mel / 0.015)  # (bins + 2, 1)
     left, centre, right = hertz[:-2], hertz[1:-1], hertz[2:]
     rising = (frequencies - left) / (centre - left)
     falling = (right - frequencies) / (right - centre)
     return torch.minimum(rising, falling).clamp_min(0) * 2 / (right - left)
-
-
-def _check_band(sample_rate: int, low_freq: float, high_freq: float) -> float:
-    """The upper limit in Hz. Raises ValueError for a band that is empty or beyond Nyquist."""
-    nyquist = sample_rate / 2
-    top = high_freq if high_freq > 0 else nyquist + high_freq
-    if not 0 <= low_freq < top <= nyquist:
-        limits = f"low_freq {low_freq} and high_freq {high_freq} (that is {top} Hz)"
-        half = f"{nyquist} Hz, half the sample rate"
-        raise ValueError(f"{limits} must lie in order between 0 and {half}")
-    return top
 
 
 def _check_filters(filters: Tensor, sample_rate: int) -> None:
@@ -254,5 +216,5 @@ def _check_filters(filters: Tensor, sample_rate: int) -> None:
     if empty:
         raise ValueError(
             f"{empty} of {len(filters)} mel bins at {sample_rate} Hz are narrower than the FFT's"
-            " resolution; take fewer, or a longer frame, or Slaney's filters (kind: slaney)"
+            " resolution; take fewer, or Slaney's filters (kind: slaney)"
         )

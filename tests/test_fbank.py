@@ -59,11 +59,10 @@ def test_log_mel_is_kaldis_by_a_slow_loop():
 
 def test_log_mel_and_mfcc_are_torchaudios_over_block_edges():
     wave = waveform(400 + 160 * 2_310)
-    options = {"num_mel_bins": 41, "frame_length": 25.0, "low_freq": 60.0, "high_freq": -400.0}
-    mine = {"num_mel_bins": 41, "low_freq": 60.0, "high_freq": -400.0}
-    torch.testing.assert_close(Fbank(**mine)(wave), kaldi.fbank(wave[None] * 32768, **options))
-    judge = kaldi.mfcc(wave[None] * 32768, num_ceps=17, **options)
-    torch.testing.assert_close(Mfcc(num_ceps=17, **mine)(wave), judge)
+    judge = kaldi.fbank(wave[None] * 32768, num_mel_bins=41)
+    torch.testing.assert_close(Fbank(num_mel_bins=41)(wave), judge)
+    judge = kaldi.mfcc(wave[None] * 32768, num_ceps=17, num_mel_bins=41)
+    torch.testing.assert_close(Mfcc(num_ceps=17, num_mel_bins=41)(wave), judge)
 
 
 def test_mfcc_is_the_cosine_transform_of_the_slow_log_mel():
@@ -103,12 +102,12 @@ def test_mfcc_with_deltas_begins_with_the_mfcc():
     assert both(wave[:399]).shape == (0, 33)
 
 
-@pytest.mark.parametrize(("rate", "bins", "length"), [(16_000, 80, 25.0), (22_050, 41, 46.5)])
-def test_slaney_mel_is_librosas(rate, bins, length):
+@pytest.mark.parametrize(("rate", "bins"), [(16_000, 80), (22_050, 41)])
+def test_slaney_mel_is_librosas(rate, bins):
     wave = waveform(9_973)
-    ours = SlaneyMel(rate, bins, frame_length=length, low_freq=30.0, high_freq=7_000.0)
+    ours = SlaneyMel(rate, bins)
     # Its filters and scipy's windowed spectra: librosa.feature compiles for half a minute.
-    filters = librosa.filters.mel(sr=rate, n_fft=ours.window, n_mels=bins, fmin=30.0, fmax=7_000.0)
+    filters = librosa.filters.mel(sr=rate, n_fft=ours.window, n_mels=bins)
     frames = np.lib.stride_tricks.sliding_window_view(wave.double().numpy(), ours.window)
     windowed = frames[:: ours.shift] * scipy.signal.get_window("hann", ours.window)
     judge = np.abs(np.fft.rfft(windowed)) ** 2 @ filters.T
@@ -177,11 +176,8 @@ def test_dither_comes_from_the_generator_and_is_the_same_without_one():
         (lambda: Fbank(8_000, 127), r"\d+ of 127 mel bins at 8000 Hz are narrower than the FFT"),
         (lambda: SlaneyMel(8_000, 127), r"\d+ of 127 mel bins at 8000 Hz are narrower"),
         (lambda: Fbank(num_mel_bins=3), "num_mel_bins 3: Kaldi's filterbank needs 4 or more"),
-        (lambda: Fbank(8_000, 23, high_freq=7_600.0), "must lie in order between 0 and 4000.0 Hz"),
-        (lambda: SlaneyMel(low_freq=9_000.0), "must lie in order between 0 and 8000.0 Hz"),
         (lambda: Mfcc(num_ceps=24), r"num_ceps 24 must lie in 1 to num_mel_bins \(23\)"),
         (lambda: Mfcc(deltas=3), "deltas 3 must be 0, 1 or 2"),
-        (lambda: Fbank(frame_shift=0.01), "frame_shift 0.01 ms are too short at 16000 Hz"),
         (lambda: Fbank()(torch.zeros(1, 2, 999)), r"\(samples,\), or .* got shape \(1, 2, 999\)"),
         (lambda: Fbank()(torch.zeros(999), torch.tensor([9])), r"got shape \(999,\)"),
         (
