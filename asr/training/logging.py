@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -34,9 +34,6 @@ from asr.training.checkpoint import NotSaved, checkpoint_folders
 from asr.training.losses import Sum, add, means
 from asr.training.scalars import explanation, first_charts
 from asr.training.state import TrainState
-
-if TYPE_CHECKING:
-    from asr.training.trackers import Trackers
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Figures that are fractions: texts show them in percent, TensorBoard as they are.
@@ -80,7 +77,11 @@ class Log:
         params: Mapping[str, Any] | None = None,
     ) -> None:
         self.run = run
-        self.trackers = self._trackers(trackers, params or {}) if trackers else None
+        self.trackers = None
+        if trackers:
+            from asr.training.trackers import Trackers  # which few runs need
+
+            self.trackers = Trackers(trackers, run.resolve().name, params or {}, self.info)
         self.every = every
         self.total, self.first = total_steps, step + 1
         self.names: set[str] = set()  # of the scalars written
@@ -89,11 +90,6 @@ class Log:
         if self.progress:
             self.task = self.progress.add_task("", total=total_steps, completed=step, figures=[])
         self._reset()
-
-    def _trackers(self, ids: Mapping[str, str], params: Mapping[str, Any]) -> "Trackers":
-        from asr.training.trackers import Trackers  # which few runs need
-
-        return Trackers(ids, self.run.resolve().name, params, self.info)
 
     def __enter__(self) -> "Log":
         with ExitStack() as files:  # closed in reverse order, also where one cannot be opened
@@ -299,12 +295,6 @@ def _timed(line: str) -> str:
 
 class NullLog:
     """The log of all ranks but 0; it writes nothing."""
-
-    def __enter__(self) -> "NullLog":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """It has no files to close."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None

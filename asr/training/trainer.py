@@ -725,7 +725,7 @@ def train(
         state, config, stop = training.state, training.config, training.stop
         total = planned_steps(training.task.epochs, config, state)
         settings = run, config.log_every, total, state.step, training.trackers, flat(recipe)
-        with stop, Log(*settings) if is_first() else NullLog() as training.log:
+        with stop, Log(*settings) if is_first() else nullcontext(NullLog()) as training.log:
             training.log.record(*distributed.printed_lines())
             training.log.info(*messages)
             training.loop()
