@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from asr.config.schema import (
     Config,
@@ -57,11 +57,6 @@ class TransformerLanguageModelConfig(TransformerLayersConfig):
     kind: Literal["transformer"]  # selects the model
     layers: Depth = 6  # decoder layers
     residual_scale: Positive | Literal["deepnet"] = 1.0  # alpha in sublayer(x) + alpha * x
-
-    @model_validator(mode="after")
-    def _residual_scale_fits(self) -> "TransformerLanguageModelConfig":
-        self.check_residual_scale(self.residual_scale)
-        return self
 
 
 LanguageModelConfig = Annotated[

@@ -423,11 +423,7 @@ class TransformerLayersConfig(Config):
                 f"model.positions = rope needs an even d_model / heads, which is {self.d_model} / "
                 f"{self.heads} = {size}: change model.heads, or set model.positions=sinusoidal"
             )
-        return self
-
-    def check_residual_scale(self, scale: object) -> None:
-        """Raise ValueError for a residual_scale that does not fit norm_position."""
-        position = self.norm_position
+        position, scale = self.norm_position, self.residual_scale  # which each subclass declares
         if scale == "deepnet" and position != "post":
             raise ValueError(
                 f"model.residual_scale = deepnet is for norm_position = post, not {position}: "
@@ -438,6 +434,7 @@ class TransformerLayersConfig(Config):
                 "model.norm_position = sub has fixed scales: set model.residual_scale=1, or "
                 "model.norm_position=pre"
             )
+        return self
 
 
 class EncoderDecoderConfig(TransformerLayersConfig):
@@ -452,11 +449,6 @@ class EncoderDecoderConfig(TransformerLayersConfig):
     convolution_norm: Annotated[Literal[NormKind, "batch"] | None, READ_NORM, AS_TEXT] = None
     ctc_weight: Weight = 0.3  # share of the CTC loss; 0: no CTC head
     intermediate_ctc: IntermediateCtcConfig | None = None  # null: none
-
-    @model_validator(mode="after")
-    def _residual_scale_fits(self) -> "EncoderDecoderConfig":
-        self.check_residual_scale(self.residual_scale)
-        return self
 
     @model_validator(mode="after")
     def _intermediate_ctc_fits(self) -> "EncoderDecoderConfig":
