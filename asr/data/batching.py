@@ -10,7 +10,7 @@ N utterances, B in a batch, T frames, F features, U tokens.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -172,8 +172,53 @@ class Broken(NamedTuple):
     reason: str
 
 
+class TaskBatch:
+    """Base of the batches of all tasks, frozen dataclasses with these fields.
+
+    Beyond them the training loop knows nothing of a batch.
+    """
+
+    size_key: ClassVar[str]  # recipe key of the batch size
+    length_key: ClassVar[str | None]  # recipe key of the longest example, if there is one
+    moved: ClassVar[tuple[str, ...]]  # the tensors for the model's device
+    rows: ClassVar[tuple[str, ...]]  # the fields with one row per example
+    ids: tuple[str, ...]  # of its utterances (or sentences, images)
+    seconds: float  # of audio; 0 in tasks without audio
+    broken: tuple[Broken, ...]  # utterances that cannot be read
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device) -> "TaskBatch":
+        """The same on another device, but for the lengths, which are read on the CPU.
+
+        The copy of pinned memory is not waited for.
+        """
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "TaskBatch":
+        """The same in pinned memory; torch's loader calls this."""
+        return self._with_tensors(Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "TaskBatch":
+        found = {name: getattr(self, name) for name in self.moved}
+        return replace(self, **{name: x if x is None else change(x) for name, x in found.items()})
+
+    def split(self) -> "list[TaskBatch]":
+        """Its two halves, for training; itself if it has one row. Rows share `seconds` evenly."""
+        size, middle = len(self), (len(self) + 1) // 2
+        if size < 2:
+            return [self]
+        parts = []
+        for start, stop in ((0, middle), (middle, size)):
+            found = {name: getattr(self, name) for name in self.rows}
+            rows = {name: x if x is None else x[start:stop] for name, x in found.items()}
+            parts.append(replace(self, seconds=self.seconds * (stop - start) / size, **rows))
+        return parts
+
+
 @dataclass(frozen=True)
-class Batch:
+class Batch(TaskBatch):
     """features (B, T, F), lengths (B,), tokens (B, U) without <sos> and <eos>, token_lengths (B,).
 
     Padding is 0 in features and <blank> in tokens. seconds: audio of the real frames. broken:
@@ -183,6 +228,8 @@ class Batch:
 
     size_key: ClassVar = "train.batch_seconds"
     length_key: ClassVar = "data.max_seconds"
+    moved: ClassVar = ("features", "tokens", "second_view")
+    rows: ClassVar = ("ids", "features", "lengths", "tokens", "token_lengths", "second_view")
     ids: tuple[str, ...]
     features: Tensor
     lengths: Tensor
@@ -198,32 +245,12 @@ class Batch:
         """Features and lengths at speed 1, then at each other speed."""
         return [(self.features, self.lengths), *self.other_speeds]
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def to(self, device: torch.device) -> "Batch":
-        """The same on another device, but for the lengths, which are read on the CPU.
-
-        `other_speeds` stay where they are. The copy of pinned memory is not waited for.
-        """
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
-
     def pin_memory(self) -> "Batch":
-        """The same in pinned memory; torch's loader calls this."""
-        pinned = self._with_tensors(Tensor.pin_memory)
+        """As TaskBatch, also `other_speeds`, which `to` leaves where they are."""
         other_speeds = tuple(
             (features.pin_memory(), lengths) for features, lengths in self.other_speeds
         )
-        return replace(pinned, other_speeds=other_speeds)
-
-    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        second_view = None if self.second_view is None else change(self.second_view)
-        return replace(
-            self,
-            features=change(self.features),
-            tokens=change(self.tokens),
-            second_view=second_view,
-        )
+        return replace(super().pin_memory(), other_speeds=other_speeds)
 
     def both_views(self) -> "Batch":
         """A batch of 2 B rows: `features`, then `second_view`."""
@@ -231,26 +258,6 @@ class Batch:
         twice = {name: torch.cat([getattr(self, name)] * 2) for name in names}
         features = torch.cat([self.features, self.second_view])
         return replace(self, ids=self.ids * 2, features=features, second_view=None, **twice)
-
-    def split(self) -> "list[Batch]":
-        """Its two halves, for training, without `other_speeds`; itself if it has one row."""
-        names = ["ids", "features", "lengths", "tokens", "token_lengths"]
-        return halves(self, names if self.second_view is None else [*names, "second_view"])
-
-
-def halves(batch: Any, names: Sequence[str]) -> list[Any]:
-    """A batch as two of half its rows; itself if it has one row.
-
-    names: its fields with one row per utterance. `seconds` is divided by rows.
-    """
-    size, middle = len(batch), (len(batch) + 1) // 2
-    if size < 2:
-        return [batch]
-    parts = []
-    for start, stop in ((0, middle), (middle, size)):
-        rows = {name: getattr(batch, name)[start:stop] for name in names}
-        parts.append(replace(batch, seconds=batch.seconds * (stop - start) / size, **rows))
-    return parts
 
 
 def collate(

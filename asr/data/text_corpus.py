@@ -13,8 +13,8 @@ N lines, B sentences in a batch, U tokens.
 
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from asr.data.batching import BatchSequence, Broken, EpochPlan, batch_starts, halves
+from asr.data.batching import BatchSequence, Broken, EpochPlan, TaskBatch, batch_starts
 from asr.data.line_index import Block, Lines, open_lines
 from asr.data.loader import read_batches, start_worker
 from asr.data.manifest import raw_lines, read_rows
@@ -96,35 +96,19 @@ def plan_sentences(
 
 
 @dataclass(frozen=True)
-class SentenceBatch:
+class SentenceBatch(TaskBatch):
     """tokens (B, U) without <sos> and <eos>, padded with <blank>; token_lengths, words (B,)."""
 
     size_key: ClassVar = "data.batch_bytes"
     length_key: ClassVar = "data.max_bytes"
+    moved: ClassVar = ("tokens", "words")
+    rows: ClassVar = ("ids", "tokens", "token_lengths", "words")
     ids: tuple[str, ...]
     tokens: Tensor
     token_lengths: Tensor
     words: Tensor
     seconds: float = 0.0
     broken: tuple[Broken, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def to(self, device: torch.device) -> "SentenceBatch":
-        """The same on another device, but for the lengths, which are read on the CPU."""
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "SentenceBatch":
-        """The same in pinned memory; torch's loader calls this."""
-        return self._with_tensors(Tensor.pin_memory)
-
-    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "SentenceBatch":
-        return replace(self, tokens=change(self.tokens), words=change(self.words))
-
-    def split(self) -> "list[SentenceBatch]":
-        """Its two halves; itself if it has one sentence."""
-        return halves(self, ("ids", "tokens", "token_lengths", "words"))
 
 
 class Sentences(Dataset):

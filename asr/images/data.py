@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asr.data.batching import Broken, EpochPlan, halves
+from asr.data.batching import Broken, EpochPlan, TaskBatch
 from asr.data.importers.download import fetch
 from asr.errors import UserError
 from asr.io import open_file
@@ -61,29 +61,18 @@ class Images:
 
 
 @dataclass(frozen=True)
-class ImageBatch:
+class ImageBatch(TaskBatch):
     """images (B, R, C) float, 0 to 1, labels (B,). Without audio; all images are readable."""
 
     size_key: ClassVar = "data.batch"
     length_key: ClassVar = None
+    moved: ClassVar = ("images", "labels")
+    rows: ClassVar = ("ids", "images", "labels")
     ids: tuple[str, ...]
     images: Tensor
     labels: Tensor
     seconds: float = 0.0
     broken: tuple[Broken, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def to(self, device: torch.device) -> "ImageBatch":
-        """The batch on another device."""
-        parts = {"images": self.images, "labels": self.labels}
-        moved = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
-        return replace(self, **moved)
-
-    def split(self) -> "list[ImageBatch]":
-        """Its two halves; itself if it has one image."""
-        return halves(self, ("ids", "images", "labels"))
 
 
 @dataclass

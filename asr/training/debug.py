@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from asr.data.batching import TaskBatch
 from asr.errors import UserError, printable
 from asr.io import atomic_write, atomic_writer, check_run_folder
 from asr.nn.lstm import LayerNormLSTM
@@ -25,7 +26,6 @@ from asr.training.checkpoint import WEIGHTS, named_tensors, why_unwritten
 from asr.training.distributed import is_first, rank
 from asr.training.inspection import trace
 from asr.training.state import TrainState
-from asr.training.task import TaskBatch
 
 HISTORY = 12  # computations listed before the first bad value
 SHOWN_FRAMES = 8  # of an LSTM, up to the bad gradient

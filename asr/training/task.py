@@ -4,30 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-import torch
-
 from asr.config.schema import Recipe
-from asr.data.batching import Broken, EpochPlan
+from asr.data.batching import EpochPlan, TaskBatch
 from asr.training.logging import Log
 from asr.training.losses import Objective
 from asr.training.resume import Content
-
-
-class TaskBatch(Protocol):
-    """What the loop needs of a batch; its tensors concern only the task's objective."""
-
-    size_key: ClassVar[str]  # recipe key of the batch size
-    length_key: ClassVar[str | None]  # recipe key of the longest example, if there is one
-    ids: tuple[str, ...]  # of its utterances (or sentences, images)
-    seconds: float  # of audio; 0 in tasks without audio
-    broken: tuple[Broken, ...]  # utterances that cannot be read
-
-    def __len__(self) -> int: ...
-
-    def to(self, device: torch.device) -> "TaskBatch": ...
-
-    def split(self) -> "list[TaskBatch]":
-        """Its two halves; the batch itself where it has one example."""
 
 
 class Epochs(Protocol):
