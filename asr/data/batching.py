@@ -43,6 +43,25 @@ class EpochPlan:
     padding: float
 
 
+class Epochs:
+    """Base of the training corpora: batches, epoch after epoch; epochs count from 1."""
+
+    _last: tuple[int, EpochPlan] | None = None  # the epoch planned last, perhaps 100 megabytes
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The batches of an epoch."""
+        if self._last is None or self._last[0] != epoch:
+            self._last = epoch, self._new_plan(epoch)
+        return self._last[1]
+
+    def _new_plan(self, epoch: int) -> EpochPlan:
+        raise NotImplementedError
+
+    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> "Iterator[TaskBatch]":
+        """The batches of an epoch, read: without the first `skip`, then one of `every`."""
+        raise NotImplementedError
+
+
 @dataclass(eq=False)
 class ItemSequence(Sequence[Item]):
     """Items stored as arrays, which is also how a batch is sent to a loader's worker."""

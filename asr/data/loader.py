@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from asr.data.batching import Batch, Broken, EpochPlan, Example, Item, collate, plan_epoch
+from asr.data.batching import Batch, Broken, EpochPlan, Epochs, Example, Item, collate, plan_epoch
 from asr.data.corpus import Corpus, ExampleAudio, Utterance
 from asr.data.feature_cache import FeatureCache
 from asr.data.tokenizer import Tokenizer
@@ -177,8 +177,8 @@ def utterance_generator(seed: int, epoch: int, name: str) -> torch.Generator:
 
 
 @dataclass
-class SpeechEpochs:
-    """The batches of the training corpus, epoch after epoch."""
+class SpeechEpochs(Epochs):
+    """The batches of utterances."""
 
     utterances: UtteranceDataset
     cap: float  # padded seconds in a batch
@@ -186,19 +186,13 @@ class SpeechEpochs:
     short_first: bool  # in epoch 1
     workers: int
     grid: float = 0.0  # seconds: batches are padded to multiples of it
-    _last: tuple[int, EpochPlan] | None = None  # the epoch planned last, perhaps 100 megabytes
 
-    def plan(self, epoch: int) -> EpochPlan:
-        """The batches of an epoch, counted from 1."""
-        if self._last is None or self._last[0] != epoch:
-            seconds, seed = self.utterances.corpus.seconds, self.utterances.seed
-            first = self.short_first and epoch == 1
-            plan = plan_epoch(seconds, self.cap, seed, epoch, self.speeds, first, self.grid)
-            self._last = epoch, plan
-        return self._last[1]
+    def _new_plan(self, epoch: int) -> EpochPlan:
+        seconds, seed = self.utterances.corpus.seconds, self.utterances.seed
+        first = self.short_first and epoch == 1
+        return plan_epoch(seconds, self.cap, seed, epoch, self.speeds, first, self.grid)
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[Batch]:
-        """The batches of an epoch, read: without the first `skip`, then one of `every`."""
         planned = self.plan(epoch).batches[skip::every]
         return load_batches(self.utterances, planned, self.workers, self.grid)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from asr.data.batching import BatchSequence, Broken, EpochPlan, TaskBatch, batch_starts
+from asr.data.batching import BatchSequence, Broken, EpochPlan, Epochs, TaskBatch, batch_starts
 from asr.data.line_index import Block, Lines, open_lines
 from asr.data.loader import read_batches, start_worker
 from asr.data.manifest import raw_lines, read_rows
@@ -151,30 +151,25 @@ class Sentences(Dataset):
 
 
 @dataclass
-class SentenceEpochs:
-    """The batches of texts, epoch after epoch; epoch 0 is evaluation."""
+class SentenceEpochs(Epochs):
+    """The batches of texts; epoch 0 is evaluation."""
 
     sentences: Sentences
     cap: int  # padded bytes in a batch
     longest: int  # bytes; longer lines are skipped
     seed: int
     workers: int
-    _last: tuple[int, EpochPlan] | None = None  # the epoch planned last, of hundreds of megabytes
 
-    def plan(self, epoch: int) -> EpochPlan:
-        """The batches of an epoch. Raises UserError if every line is too long."""
-        if self._last is not None and self._last[0] == epoch:
-            return self._last[1]
+    def _new_plan(self, epoch: int) -> EpochPlan:
+        """Raises UserError if every line is too long."""
         lengths = self.sentences.lengths
         plan = plan_sentences(lengths, self.cap, self.longest, self.seed, epoch)
         if not len(plan.batches):
             fault = f"each of the {len(lengths)} lines is longer"
             raise UserError(f"data.max_bytes = {self.longest}: {fault}")
-        self._last = epoch, plan
         return plan
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[SentenceBatch]:
-        """The batches of an epoch, read: without the first `skip`, then one of `every`."""
         return read_batches(
             DataLoader(
                 self.sentences,

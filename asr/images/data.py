@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asr.data.batching import Broken, EpochPlan, TaskBatch
+from asr.data.batching import Broken, EpochPlan, Epochs, TaskBatch
 from asr.data.importers.download import fetch
 from asr.errors import UserError
 from asr.io import open_file
@@ -76,7 +76,7 @@ class ImageBatch(TaskBatch):
 
 
 @dataclass
-class ImageEpochs:
+class ImageEpochs(Epochs):
     """The training images in batches; their order depends on seed and epoch."""
 
     images: Images
@@ -84,19 +84,13 @@ class ImageEpochs:
     seed: int
     shift: int  # largest shift of an image, in pixels
 
-    planned: tuple[int, EpochPlan] | None = None  # an epoch and its plan, which is asked for often
-
-    def plan(self, epoch: int) -> EpochPlan:
-        """The batches of an epoch; the last may be smaller."""
-        if self.planned is None or self.planned[0] != epoch:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
-            rows = order.tolist()
-            batches = [rows[i : i + self.size] for i in range(0, len(rows), self.size)]
-            self.planned = epoch, EpochPlan(batches, 0.0)
-        return self.planned[1]
+    def _new_plan(self, epoch: int) -> EpochPlan:
+        """The last batch may be smaller."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
+        rows = order.tolist()
+        return EpochPlan([rows[i : i + self.size] for i in range(0, len(rows), self.size)], 0.0)
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[ImageBatch]:
-        """Every `every`th batch of an epoch, from number `skip` on."""
         batches = self.plan(epoch).batches
         for number in range(skip, len(batches), every):
             batch = make_batch(self.images, batches[number])

@@ -5,19 +5,10 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from asr.config.schema import Recipe
-from asr.data.batching import EpochPlan, TaskBatch
+from asr.data.batching import Epochs, TaskBatch
 from asr.training.logging import Log
 from asr.training.losses import Objective
 from asr.training.resume import Content
-
-
-class Epochs(Protocol):
-    """A training corpus in batches; epochs count from 1."""
-
-    def plan(self, epoch: int) -> EpochPlan: ...
-
-    def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[TaskBatch]:
-        """The planned batches, read: without the first `skip`, then one of `every`."""
 
 
 class Task(Protocol):

@@ -26,7 +26,7 @@ from torch import nn
 from asr import __version__
 from asr.config.loader import as_yaml, at_stage, flat, non_default, write_recipe
 from asr.config.schema import Recipe, TrainConfig
-from asr.data.batching import Broken, TaskBatch
+from asr.data.batching import Broken, Epochs, TaskBatch
 from asr.errors import EXIT_STOPPED, UserError, WorkerKilled
 from asr.io import lock_run_folder
 from asr.nn.dropout import LayerDrop
@@ -64,7 +64,7 @@ from asr.training.state import (
     rank_of,
     restore_random_state,
 )
-from asr.training.task import Epochs, Task
+from asr.training.task import Task
 from asr.training.warm_start import starting_weights
 
 # The maker of each task: (recipe, run folder, whether the run is resumed, stage) -> Task. Resolved
