@@ -98,12 +98,7 @@ def norm_rows(total: Tensor, settings: CellSettings) -> Tensor:
     return total.unflatten(-1, (4, -1)) if settings.gates == "per_gate" else total
 
 
-def add_state(gates: Tensor, h: Tensor, weights: Weights, settings: CellSettings) -> Tensor:
-    """The result of input_part and h (B, H) as W_h reads it -> all pre-activations (B, 4H)."""
-    return _add_product(gates, deferred_linear(h, weights.weight_hh), weights, settings)
-
-
-def _add_product(gates: Tensor, pre: Tensor, weights: Weights, settings: CellSettings) -> Tensor:
+def add_product(gates: Tensor, pre: Tensor, weights: Weights, settings: CellSettings) -> Tensor:
     """The result of input_part and W_h h (B, 4H) -> all pre-activations (B, 4H)."""
     if settings.norms_sum:
         total = gates + pre
@@ -153,7 +148,7 @@ def state_after(
     settings: CellSettings,
 ) -> State:
     """The result of input_part and W_h h (B, 4H), the cell (B, H) -> the next state."""
-    _, h, c = recur(_add_product(gates, product, weights, settings), c, mask, weights, settings)
+    _, h, c = recur(add_product(gates, product, weights, settings), c, mask, weights, settings)
     if settings.hidden_norm:
         h = normalise(h, settings) * weights.gain_hidden + weights.bias_hidden
     return h, c

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from asr.config.cell import CellSettings
 from asr.data.batching import Batch
 from asr.decoding.alignment import coverage, diagonality, teacher_forced_attention
 from asr.kernels import reference
+from asr.kernels.deferred import deferred_linear
 from asr.kernels.types import LayerInput, Weights
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell, State, get_weights
 from asr.nn.norm import ROW_NORMS, SQUASHING, BatchNorm, BiasNorm, RowNorm
@@ -69,11 +69,10 @@ def step_internals(
 ) -> StepInternals:
     """x (N, I), the state before the step -> internals of reference.step."""
     h, c = reversed(state) if settings.swap else state
-    from_x = functional.linear(x, weights.weight_ih)
-    from_h = functional.linear(h, weights.weight_hh)
-    gates = reference.add_state(
-        reference.input_part(from_x, weights, settings), h, weights, settings
-    )
+    from_x = deferred_linear(x, weights.weight_ih)
+    from_h = deferred_linear(h, weights.weight_hh)
+    gates = reference.input_part(from_x, weights, settings)
+    gates = reference.add_product(gates, from_h, weights, settings)
     after = reference.recur(gates, c, None, weights, settings)
     entering = {}
     if settings.norms_sum:
