@@ -86,7 +86,7 @@ def _attention_forward(inputs: AttentionInput, valid: Tensor) -> Pair:
     weights, total = (torch.empty_like(inputs.past_total) for _ in range(2))
     call = _describe_attention(inputs, valid, weights, rows=inputs.query.shape[:2].numel())
     library.point(call, total=total)
-    library.run("attention_forward", call, library.kind_of(weights))
+    library.run("attention_forward", call, library.KINDS[weights.dtype])
     return weights, total
 
 
@@ -106,7 +106,7 @@ def _attention_backward(
     )
     library.point(call, dweights=dweights, dtotal=dtotal)
     library.point(call, **{f"d{name}": slot for name, slot in slots._asdict().items()})
-    library.run("attention_backward", call, library.kind_of(weights))
+    library.run("attention_backward", call, library.KINDS[weights.dtype])
     return slots._replace(**{name: library.add_up(getattr(slots, name)) for name in per_thread})
 
 

@@ -147,15 +147,10 @@ def add_up(parts: Tensor | None) -> Tensor | None:
     return None if parts is None else parts[0] if len(parts) == 1 else parts.sum(0)
 
 
-def kind_of(x: Tensor) -> int:
-    """The number of x's dtype in the kernels."""
-    return KINDS[x.dtype]
-
-
 def kind_of_products(x: Tensor, products: torch.dtype) -> int:
-    """kind_of, or bf16 where the products are to be and this processor multiplies it."""
+    """x's of KINDS, or bf16 where the products are to be and this processor multiplies it."""
     half = products == torch.bfloat16
-    return BF16_PRODUCTS if half and has_bf16() else kind_of(x)
+    return BF16_PRODUCTS if half and has_bf16() else KINDS[x.dtype]
 
 
 def run(name: str, call: Structure, kind: int) -> None:

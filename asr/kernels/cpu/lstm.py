@@ -286,7 +286,7 @@ class _Step(torch.autograd.Function):
         direction = call.direction[0]
         library.point(direction, raw=raw, stats=stats, dh=dh, dc=dc)
         library.point(direction, dax=dax, dah=dah, dc0=dc0, dvectors=sums)
-        library.run("lstm_step_backward", call, library.kind_of(c))
+        library.run("lstm_step_backward", call, library.KINDS[c.dtype])
         parts = zip(vectors, sums.split(sizes), strict=True)
         dvectors = [None if v is None else g for v, g in parts]
         return None, dax, dah, dc0, None, *dvectors
@@ -318,7 +318,7 @@ def _step_forward(
     call, _alive = _describe_step(settings, ax, ah, c, *others)
     h, after, raw, stats = *(torch.empty_like(c) for _ in range(3)), c.new_empty(len(c), STATS)
     library.point(call.direction[0], h=h, c=after, raw=raw, stats=stats)
-    library.run("lstm_step_forward", call, library.kind_of(c))
+    library.run("lstm_step_forward", call, library.KINDS[c.dtype])
     return h, after, raw, stats
 
 
