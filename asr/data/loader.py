@@ -221,18 +221,14 @@ def load_batches(
 MEASURED = 30_000  # utterances, about a hundred hours: more would not move their mean
 
 
+@dataclass(eq=False)
 class _RawFeatures(Dataset):
     """Features (T, F) before normalisation, with their speaker; none if the audio is unreadable."""
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        front_end: FrontEnd,
-        speeds: Sequence[float],
-        cache: FeatureCache | None,
-    ) -> None:
-        self.corpus, self.front_end, self.speeds = corpus, front_end, speeds
-        self.cache = cache
+    corpus: Corpus
+    front_end: FrontEnd
+    speeds: Sequence[float]
+    cache: FeatureCache | None
 
     def __len__(self) -> int:
         return len(self.corpus)

@@ -1,8 +1,7 @@
 """Load what run folders contain: recipe, front end, models of an ensemble, language models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -61,16 +60,12 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
     if not overrides:
         return trained
     recipe = override(trained, overrides, str(path))
-    _check_later(run, flat(trained), flat(recipe))
-    return recipe
-
-
-def _check_later(run: Path, trained: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError where a key has changed that must be as in training, or is of training."""
-    for key in {**trained, **now}:
-        before, after = trained.get(key), now.get(key)
+    old, new = flat(trained), flat(recipe)
+    for key in old | new:
+        before, after = old.get(key), new.get(key)
         if before != after and (reason := unusable_later(key, before, after)):
             raise UserError(f"{run}: {key} = {after}: {reason}; remove it, or train another run")
+    return recipe
 
 
 def load_run_front_end(run: Path, recipe: SpeechRecipe) -> FrontEnd:
