@@ -44,24 +44,17 @@ VARIABLE = "LAYERNORM_LSTM_BACKEND"  # replaces "auto"
 P, R = ParamSpec("P"), TypeVar("R")
 
 
-def _none(*_: object) -> None:
-    return None
-
-
-def _never(*_: object) -> bool:
-    return False
-
-
 class Backend(NamedTuple):
     """The functions of one backend; those that a backend lacks are torch's operators."""
 
     name: str
     layer: Callable[..., LayerOutput]
-    missing: Callable[[], str | None] = _none  # why not on this machine
-    obstacle: Callable[[torch.device, torch.dtype], str | None] = _none  # why not on such weights
+    missing: Callable[[], str | None] = lambda: None  # why not on this machine
+    # Why not on such weights.
+    obstacle: Callable[[torch.device, torch.dtype], str | None] = lambda *_: None
     step: Callable[..., State] = reference.step
     # Does it compute such attention? See `Kernels.covers_decoder`. The next two are then not None.
-    covers_attention: Callable[..., bool] = _never
+    covers_attention: Callable[..., bool] = lambda *_: False
     attend: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     decoder: Callable[..., DecoderOutput] | None = None
 
