@@ -5,14 +5,12 @@ import re
 from base64 import b64encode
 from hashlib import sha256
 from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from asr.analysis.page import write_page
 from asr.analysis.wer import score
-from asr.errors import UserError
 
 PNG = "data:image/png;base64," + b64encode(b"\x89PNG\r\n\x1a\n?").decode()
 HOSTILE = [
@@ -155,14 +153,11 @@ def test_a_file_beside_the_page_cannot_be_named_like_a_scheme(tmp_path):
     assert Parsed(tmp_path / "p.html").data[0]["audio"] == "javascript%3Aalert%281%29"
 
 
-def test_only_png_data_are_pictures(tmp_path):
+def test_an_utterance_needs_no_picture(tmp_path):
     actual = score(["a", "b"], ["a", "b"])
     write_page(tmp_path / "p.html", actual, pictures={"1": PNG})
     first, second = Parsed(tmp_path / "p.html").data
     assert first["picture"] == PNG and "picture" not in second and "audio" not in first
-    for other in ("data:text/html,<script>alert(1)</script>", f"{PNG}\n", "picture.png"):
-        with pytest.raises(UserError, match="must be a PNG"):
-            write_page(tmp_path / "q.html", actual, pictures={"2": other})
 
 
 def test_figures_and_tables_are_on_the_page(tmp_path):
@@ -213,10 +208,3 @@ def test_the_rate_of_an_untrained_model_is_named(tmp_path, hypothesis, words):
     write_page(tmp_path / "p.html", score(["a b c"], [hypothesis]))
     remarks = Parsed(tmp_path / "p.html").texts.get("strong", [])
     assert bool(remarks) is words and all("of an untrained model" in text for text in remarks)
-
-
-@pytest.mark.parametrize("name", ["audio", "pictures", "flags"])
-def test_links_of_unknown_utterances_are_refused(tmp_path, name):
-    with pytest.raises(UserError, match=f"{name} for utterance 'x', which was not scored"):
-        write_page(tmp_path / "p.html", score(["a"], ["b"]), **{name: {"x": Path("x.wav")}})
-    assert list(tmp_path.iterdir()) == []

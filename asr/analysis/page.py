@@ -18,7 +18,6 @@ from urllib.parse import quote
 from asr.analysis.report import plain_text, policy_hash, template
 from asr.analysis.statistics import LEVEL, Interval
 from asr.analysis.wer import Confusions, Counts, Edit, Score, align, confusions, percent, untrained
-from asr.errors import UserError
 from asr.io import write_files
 from asr.words import without_loose_spaces
 
@@ -29,7 +28,6 @@ FLAGS = {
     "not decoded": "the audio cannot be read; scored as empty",
     "repetition": "most of the hypothesis repeats itself",
 }
-_PNG = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 
 
 def write_page(
@@ -51,14 +49,8 @@ def write_page(
     groups    column of the manifest, such as "source" -> group -> its counts
     flags     utterance id -> keys of FLAGS
     Not every utterance needs audio, a picture or a flag.
-    Raises UserError for an utterance that is not in the score and for another kind of picture.
     """
     utterances, audio, pictures, flags = score.utterances, audio or {}, pictures or {}, flags or {}
-    for name, links in (("audio", audio), ("pictures", pictures), ("flags", flags)):
-        if unknown := set(links) - {utterance.id for utterance in utterances}:
-            raise UserError(f"{name} for utterance {min(unknown)!r}, which was not scored")
-    if not all(map(_PNG.fullmatch, pictures.values())):
-        raise UserError("a picture must be a PNG as a data URI")
     alignments = align([u.reference for u in utterances], [u.hypothesis for u in utterances])
     parts = {
         "title": escape(title),
