@@ -14,7 +14,6 @@ from asr.tasks.speech import build_speech_objective
 from asr.training import distributed
 from asr.training.optim import (
     check_patterns,
-    constant,
     cosine,
     freeze,
     load_moments,
@@ -38,9 +37,9 @@ def torch_rates(make, steps, lr=0.7):
 
 def test_constant_matches_torch_linear_warm_up():
     judge = torch_rates(lambda o: optim.lr_scheduler.LinearLR(o, 1 / 13, 1.0, 12), 40)
-    rate = constant(0.7, 13)
+    rate = tri_stage(0.7, 13, hold=1.0, floor=0.5)
     assert [rate(step, 0.0) for step in range(1, 41)] == pytest.approx(judge)
-    assert constant(0.7, 0)(1, 0.0) == 0.7
+    assert tri_stage(0.7, 0, hold=1.0, floor=0.5)(1, 1.0) == 0.7
 
 
 def test_noam_is_the_formula():

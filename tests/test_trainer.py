@@ -16,7 +16,7 @@ from asr.data.batching import Batch, Broken, EpochPlan
 from asr.errors import UserError
 from asr.training import distributed, trainer
 from asr.training.losses import Objective, Sum, means
-from asr.training.optim import constant
+from asr.training.optim import tri_stage
 from asr.training.state import TrainState, random_state, restore_random_state
 from asr.training.task import Task
 from asr.training.trainer import Training, planned_steps, take_step, validate
@@ -89,7 +89,7 @@ class Observed(Training):
         self.set_task(task)
         self.make_optimizer()
         self.optimizer = torch.optim.SGD(task.objective.parameters(), lr=99.0)
-        self.schedule = schedule or constant(0.1, 0)
+        self.schedule = schedule or tri_stage(0.1, 0, hold=1.0, floor=1.0)
         self.log, self.steps, self.events, self.notes = self, [], [], []
 
     def info(self, line):

@@ -31,11 +31,6 @@ from asr.training.losses import read
 Schedule = Callable[[int, float], float]  # (step, progress from 0 to 1) -> learning rate
 
 
-def constant(lr: float, warmup: int) -> Schedule:
-    """Up to lr, then constant."""
-    return lambda step, progress: lr * _ramp(step, warmup)
-
-
 def noam(factor: float, warmup: int, width: int) -> Schedule:
     """factor * width^-0.5 * min(step^-0.5, step * warmup^-1.5): Vaswani et al. 2017, eq. 3."""
     slope = max(warmup, 1) ** -1.5
@@ -76,11 +71,10 @@ def make_schedule(config: ScheduleConfig, lr: float) -> Schedule:
     """The schedule of a recipe; `lr` is that of the optimizer's section."""
     if config.kind == "noam":
         return noam(lr, config.warmup, config.width)
-    if config.kind == "constant":
-        return constant(lr, config.warmup)
     if config.kind == "cosine":
         return cosine(lr, config.warmup, config.floor)
-    return tri_stage(lr, config.warmup, config.hold, config.floor)
+    hold = 1.0 if config.kind == "constant" else config.hold
+    return tri_stage(lr, config.warmup, hold, config.floor)
 
 
 # Matrices with a row per token or class, at the ends of a network; Muon is for those between.
