@@ -101,15 +101,11 @@ def export(
     UserError, before anything is written, where it cannot be.
     """
     from asr.analysis.model_card import model_card
-    from asr.inference.derived import WITHOUT_OTHERS, check_new_folder, write_run
+    from asr.inference.derived import load_alone, write_run
     from asr.inference.encoders import check_shared, copy_files, shared_name
-    from asr.inference.load import load_run_recipe
-    from asr.inference.recognition import Recognizer
     from asr.training.checkpoint import choose
 
-    recipe = load_run_recipe(run, overrides)
-    check_new_folder(to)
-    recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS, "train.device=cpu"])
+    recipe, recognizer = load_alone(run, overrides, to, "train.device=cpu")
     checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
     encoder = recognizer.front_end.extract.encoder if recipe.features.encoder else None
     if encoder and recipe.features.train == "none" and not with_encoder:
@@ -135,14 +131,10 @@ def export(
 
 def export_onnx(run: Path, overrides: Sequence[str], to: Path) -> None:
     """Write the ONNX files of a run. UserError where they cannot be written."""
-    from asr.inference.derived import WITHOUT_OTHERS, check_new_folder
-    from asr.inference.load import load_run_recipe
+    from asr.inference.derived import load_alone
     from asr.inference.onnx_export import write_onnx
-    from asr.inference.recognition import Recognizer
 
-    recipe = load_run_recipe(run, overrides)
-    check_new_folder(to)
-    recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS, "train.device=cpu"])
+    recipe, recognizer = load_alone(run, overrides, to, "train.device=cpu")
     print(write_onnx(recognizer, recipe, to))
     print(f"{', '.join(sorted(path.name for path in to.iterdir()))} are in {to}")
 

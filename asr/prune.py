@@ -48,9 +48,8 @@ def prune_run(
 
     Raises UserError before anything is written.
     """
-    from asr.inference.derived import WITHOUT_OTHERS, check_new_folder, write_run
+    from asr.inference.derived import load_alone, write_run
     from asr.inference.load import load_run_recipe
-    from asr.inference.recognition import Recognizer
     from asr.models.build import config_errors
     from asr.training.checkpoint import choose
 
@@ -61,8 +60,7 @@ def prune_run(
         raise UserError(f"{run}: model.depth_scaled makes its norms depend on the layers before")
     if recipe.model.intermediate_ctc:
         raise UserError(f"{run}: model.intermediate_ctc numbers its layers; it cannot be pruned")
-    check_new_folder(to)
-    recognizer = Recognizer.load(run, [*overrides, *WITHOUT_OTHERS])
+    _, recognizer = load_alone(run, overrides, to)
     model = recognizer.model
     before = (len(model.encoder.layers), len(model.decoder.layers))
     counts = [n if k is None else k for n, k in zip(before, keep, strict=True)]

@@ -1,24 +1,31 @@
 """Derived runs: an ordinary run folder made from another one, by asr.export and asr.prune."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from asr.config.loader import write_recipe
-from asr.config.schema import Recipe
+from asr.config.schema import Recipe, SpeechRecipe
 from asr.data.tokenizer import checkpoint_metadata
 from asr.errors import UserError
-from asr.inference.load import save_inputs
+from asr.inference.load import load_run_recipe, save_inputs
 from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import NotSaved, save_checkpoint
 
-WITHOUT_OTHERS = ("decode.lm=null", "decode.ensemble=[]")  # overrides: load one model alone
 
+def load_alone(
+    run: Path, overrides: Sequence[str], to: Path, *more: str
+) -> tuple[SpeechRecipe, Recognizer]:
+    """The recipe, and with `more` overrides its model without decode.lm and decode.ensemble.
 
-def check_new_folder(to: Path) -> None:
-    """Raise UserError where the folder is not empty."""
+    Raises UserError where the folder `to` is not empty.
+    """
+    recipe = load_run_recipe(run, overrides)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to}: is there already; name a new folder")
+    alone = [*overrides, "decode.lm=null", "decode.ensemble=[]", *more]
+    return recipe, Recognizer.load(run, alone)
 
 
 def derived_recipe(recipe: Recipe, to: Path) -> dict[str, Any]:
