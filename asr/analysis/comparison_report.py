@@ -74,8 +74,9 @@ def report(comparison: Comparison, out: Path, levels: Sequence[float] | None = N
     if levels is None:
         levels = choose_levels([[m.loss for m in s.members] for s in comparable])
     failed = [(run.name, str(run.fault)) for run in comparison.runs if run.fault]
-    tables = [*evaluation_tables(settings), loss_table(settings, curve)]
-    tables += [level_table(comparable, levels)]
+    figures = [figure for figure in compared_figures(settings) if not figure.startswith(BEST)]
+    tables = [figure_table(comparable_in(figure, settings), figure) for figure in figures]
+    tables += [loss_table(settings, curve), level_table(comparable, levels)]
     tables += [Table("Runs that are not counted", ("run", "why"), failed)] if failed else []
     pairs = [difference_table(*one) for one in comparison.differences.items() if one[1]]
     first, facts = _first_parts(comparison), answers(comparison)
@@ -347,12 +348,6 @@ def _level_cells(setting: SettingRuns, level: float) -> list[str]:
     if all(c or s is None for c, s in zip(costs, steps, strict=True)):
         spent = [_cost(median_reached([c and c[i] for c in costs])) for i in (0, 1)]
     return [reached, f"{median:,.0f}", *spent]
-
-
-def evaluation_tables(settings: Sequence[SettingRuns]) -> list[Table]:
-    """The results of the evaluations: mean, standard deviation and intervals of each setting."""
-    figures = [figure for figure in compared_figures(settings) if not figure.startswith(BEST)]
-    return [figure_table(comparable_in(figure, settings), figure) for figure in figures]
 
 
 def figure_table(settings: Sequence[SettingRuns], figure: str) -> Table:

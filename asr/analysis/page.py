@@ -52,6 +52,7 @@ def write_page(
     """
     utterances, audio, pictures, flags = score.utterances, audio or {}, pictures or {}, flags or {}
     alignments = align([u.reference for u in utterances], [u.hypothesis for u in utterances])
+    kinds = sorted({flag for names in flags.values() for flag in names})
     parts = {
         "title": escape(title),
         "facts": "".join(
@@ -63,8 +64,11 @@ def write_page(
         "note": _note(score),
         "speakers": _speakers(score),
         "confusions": _confusions(confusions(alignments, most=50)),
-        "flag_options": _flag_options(flags),
-        "flag_legend": _flag_legend(flags),
+        "flag_options": "".join(
+            f'<option value="flag:{escape(flag)}">flagged: {escape(flag)}</option>'
+            for flag in kinds
+        ),
+        "flag_legend": _flag_legend(kinds),
         "data": _data(path.parent, score, alignments, audio, pictures, flags),
     }
     for kind, file in (("style", "page.css"), ("script", "page.js")):
@@ -101,25 +105,13 @@ def _data(
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _kinds(flags: Mapping[str, Sequence[str]]) -> list[str]:
-    return sorted({flag for names in flags.values() for flag in names})
-
-
-def _flag_options(flags: Mapping[str, Sequence[str]]) -> str:
-    """Options of the list `show`: each kind of flag that an utterance has."""
-    return "".join(
-        f'<option value="flag:{escape(flag)}">flagged: {escape(flag)}</option>'
-        for flag in _kinds(flags)
-    )
-
-
-def _flag_legend(flags: Mapping[str, Sequence[str]]) -> str:
+def _flag_legend(kinds: Sequence[str]) -> str:
     """The meanings of these flags."""
     items = (
         f'<span><span class="flag">{escape(flag)}</span> {escape(FLAGS.get(flag, ""))}</span>'
-        for flag in _kinds(flags)
+        for flag in kinds
     )
-    return f'<p class="legend">{" ".join(items)}</p>' if flags else ""
+    return f'<p class="legend">{" ".join(items)}</p>' if kinds else ""
 
 
 def _joined(edits: Iterable[Edit]) -> list[list[str]]:
