@@ -48,6 +48,8 @@ def prune_run(
 
     Raises UserError before anything is written.
     """
+    from torch import nn
+
     from asr.inference.derived import load_alone, write_run
     from asr.inference.load import load_run_recipe
     from asr.models.build import config_errors
@@ -68,7 +70,8 @@ def prune_run(
     for option, layers, count in zip(("--encoder", "--decoder"), before, counts, strict=True):
         with config_errors(option):
             kept.append(every_other(layers, count))
-    keep_layers(model, *kept)
+    for stack, indices in zip((model.encoder, model.decoder), kept, strict=True):
+        stack.layers = nn.ModuleList(stack.layers[i] for i in indices)
     step = choose(run, recipe.decode.checkpoint, 1)[0].step
     write_run(to, pruned_recipe(recipe, model, to), recognizer, step, math.inf)
     for name, indices, layers in zip(("encoder", "decoder"), kept, before, strict=True):
@@ -96,30 +99,17 @@ def every_other(layers: int, keep: int) -> list[int]:
     return [depth - 1 for depth in range(1, layers + 1) if depth % period]
 
 
-def keep_layers(model: "Transformer", encoder: Sequence[int], decoder: Sequence[int]) -> None:
-    """Keep exactly these layers of each stack, in place and in order."""
-    from torch import nn
-
-    for stack, kept in ((model.encoder, encoder), (model.decoder, decoder)):
-        stack.layers = nn.ModuleList(stack.layers[i] for i in sorted(set(kept)))
-
-
-def residual_alphas(model: "Transformer") -> dict[str, float]:
-    """The model's alphas as a residual_scale setting."""
-    stacks = {"encoder": model.encoder, "decoder": model.decoder}
-    return {name: stack.layers[0].around_feed_forward.alpha for name, stack in stacks.items()}
-
-
 def pruned_recipe(recipe: "SpeechRecipe", model: "Transformer", to: Path) -> "Recipe":
     """The run's recipe with the model's present layer counts."""
     from asr.config.loader import validate
     from asr.inference.derived import derived_recipe
 
     tree = derived_recipe(recipe, to)
-    tree["model"]["encoder_layers"] = len(model.encoder.layers)
-    tree["model"]["decoder_layers"] = len(model.decoder.layers)
+    stacks = {"encoder": model.encoder.layers, "decoder": model.decoder.layers}
+    tree["model"] |= {f"{name}_layers": len(layers) for name, layers in stacks.items()}
     if recipe.model.residual_scale == "deepnet":
-        tree["model"]["residual_scale"] = residual_alphas(model)
+        alphas = {name: layers[0].around_feed_forward.alpha for name, layers in stacks.items()}
+        tree["model"]["residual_scale"] = alphas
     return validate(tree, f"--to {to}")
 
 
