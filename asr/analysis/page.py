@@ -147,7 +147,7 @@ def _note(score: Score) -> str:
     note = f"{score.sentences:,} utterances, {score.words:,} words, "
     note += f"{score.characters:,} characters."
     if score.wer_interval is not None:
-        note += f" Ranges are {100 * LEVEL:g} % bootstrap intervals over {score.interval_over}."
+        note += f" Ranges are {100 * LEVEL:g} % bootstrap intervals over utterances."
     remark = untrained(score.wer)
     return f"<strong>WER {percent(score.wer)}, {remark}.</strong> {note}" if remark else note
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import IO, Any
 
 from asr.analysis.statistics import LEVEL, Interval
 from asr.analysis.wer import (
@@ -22,7 +22,6 @@ from asr.analysis.wer import (
     Confusions,
     Counts,
     Score,
-    Units,
     UtteranceScore,
     align,
     alignment_text,
@@ -95,11 +94,10 @@ def read_evaluation(folder: Path) -> SavedEvaluation:
             summarize(utterances, draws=1),
             wer_interval=_parse_interval(rates["wer_interval"]),
             cer_interval=_parse_interval(rates["cer_interval"]),
-            interval_over=rates["interval_over"],
         )
         same = all(rates[name] == getattr(score, name) for name in COUNTS)
         metadata = rates["about"]
-        if not isinstance(metadata, dict) or score.interval_over not in get_args(Units):
+        if not isinstance(metadata, dict):
             raise TypeError("score.json: unknown values")
     except FileNotFoundError as error:
         raise UserError(f"{error.filename}: missing; run python -m asr.evaluate first") from None
@@ -136,7 +134,7 @@ def _rates(score: Score, confused: Confusions, metadata: Mapping[str, Any]) -> d
         **_counted(score),
         "wer_interval": score.wer_interval,
         "cer_interval": score.cer_interval,
-        "interval_over": score.interval_over,
+        "interval_over": "utterances",
         "interval_level": LEVEL,
         "speakers": [{"speaker": s.speaker, **_counted(s)} for s in score.speakers],
         "confusions": asdict(confused),
@@ -213,7 +211,7 @@ def _parse_interval(value: Any) -> Interval | None:
 def _summary(score: Score, shown: int) -> str:
     interval = ""
     if score.wer_interval:
-        interval = f" ({between(score.wer_interval)}, 95 % over {score.interval_over})"
+        interval = f" ({between(score.wer_interval)}, 95 % over utterances)"
     return (
         f"WER {percent(score.wer)}{interval}, CER {percent(score.cer)}\n"
         f"{score.sentences} utterances, {score.words} words. The {shown} with most errors:\n"

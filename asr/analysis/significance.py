@@ -44,7 +44,7 @@ class Difference:
 
 
 def paired_bootstrap(
-    first: Score, second: Score, *, units: Units = "utterances", draws: int = 10_000, seed: int = 0
+    first: Score, second: Score, *, units: Units = "utterances", draws: int = 10_000
 ) -> Difference:
     """Paired bootstrap of two scores of the same utterances, in any order.
 
@@ -55,7 +55,7 @@ def paired_bootstrap(
     counts = _unit_counts(*_paired(first, second), units)
     if len(counts) < 2:
         raise UserError(f"a bootstrap over {units} needs at least two, there is {len(counts)}")
-    words, wrong_first, wrong_second = resampled_sums(counts, draws, seed).T
+    words, wrong_first, wrong_second = resampled_sums(counts, draws, seed=0).T
     differences = (wrong_second - wrong_first) / np.maximum(words, 1)
     below, above = np.sum(differences <= 0), np.sum(differences >= 0)
     return Difference(

@@ -182,14 +182,13 @@ class SpeakerScore(Counts):
 class Score(Counts):
     """All utterances in input order; speakers in alphabetical order.
 
-    The intervals are 95 % percentile bootstrap intervals (Bisani & Ney 2004) over the units of
-    `interval_over`, None for a single unit. Few units (MIN_UNITS) or errors make them too narrow:
-    without errors they are (0, 0).
+    The intervals are 95 % percentile bootstrap intervals (Bisani & Ney 2004) over utterances, None
+    for a single one. Few utterances (MIN_UNITS) or errors make them too narrow: without errors they
+    are (0, 0).
     """
 
     wer_interval: Interval | None
     cer_interval: Interval | None
-    interval_over: Units
     speakers: tuple[SpeakerScore, ...] = field(repr=False)
     utterances: tuple[UtteranceScore, ...] = field(repr=False)
 
@@ -200,14 +199,11 @@ def score(
     ids: Sequence[str] | None = None,
     speakers: Sequence[str] | None = None,
     *,
-    interval_over: Units = "utterances",
     draws: int = 1000,
-    seed: int = 0,
 ) -> Score:
     """Score hypotheses against references, one of each per utterance.
 
-    `ids` default to "1", "2", ...; `speakers` to one speaker without a name. Errors within a
-    speaker are correlated, so an interval for other speakers needs interval_over="speakers".
+    `ids` default to "1", "2", ...; `speakers` to one speaker without a name.
     Raises UserError if there are no utterances, the lengths differ, an id repeats, or references
     or hypotheses are one text instead of a list.
     """
@@ -221,28 +217,20 @@ def score(
     counts = _count(references, hypotheses)
     texts = zip(ids, speakers, references, hypotheses, strict=True)
     utterances = tuple(UtteranceScore(*c, *t) for c, t in zip(counts, texts, strict=True))
-    return summarize(utterances, interval_over=interval_over, draws=draws, seed=seed)
+    return summarize(utterances, draws)
 
 
-def summarize(
-    utterances: Sequence[UtteranceScore],
-    *,
-    interval_over: Units = "utterances",
-    draws: int = 1000,
-    seed: int = 0,
-) -> Score:
+def summarize(utterances: Sequence[UtteranceScore], draws: int = 1000) -> Score:
     """The Score of utterances such as a subset of another Score's. UserError if there are none."""
     if not utterances:
         raise UserError("nothing to score: there are no utterances")
     rows = np.array([_counts_of(u) for u in utterances], dtype=np.int64)  # (N, 8), columns COUNTS
     names, by_speaker = summed_by([u.speaker for u in utterances], rows)
-    units = {"utterances": rows, "speakers": by_speaker}[interval_over]
-    wer_interval, cer_interval = _intervals(units, draws, seed)
+    wer_interval, cer_interval = _intervals(rows, draws)
     return Score(
         *rows.sum(axis=0).tolist(),
         wer_interval=wer_interval,
         cer_interval=cer_interval,
-        interval_over=interval_over,
         speakers=tuple(map(SpeakerScore, *by_speaker.T.tolist(), names)),
         utterances=tuple(utterances),
     )
@@ -265,7 +253,7 @@ def pooled(scores: Sequence[Score], draws: int = 1000) -> Score:
         replace(u, **{c: sum(getattr(row[u.id], c) for row in rows) for c in COUNTS})
         for u in scores[0].utterances
     ]
-    return summarize(sums, draws=draws)
+    return summarize(sums, draws)
 
 
 def _check(
@@ -302,14 +290,17 @@ def _size(chunk: jiwer.AlignmentChunk) -> int:
     return max(chunk.ref_end_idx - chunk.ref_start_idx, chunk.hyp_end_idx - chunk.hyp_start_idx)
 
 
-def _intervals(
-    units: NDArray[np.int64], draws: int, seed: int
-) -> tuple[Interval | None, Interval | None]:
+def interval_over_speakers(score: Score, draws: int = 1000) -> Interval | None:
+    """That of the WER for other speakers, since errors within a speaker are correlated."""
+    return _intervals(np.array([_counts_of(s) for s in score.speakers]), draws)[0]
+
+
+def _intervals(units: NDArray[np.int64], draws: int) -> tuple[Interval | None, Interval | None]:
     """Bootstrap intervals of WER and CER over units (N, 8)."""
     if len(units) < 2:
         return None, None  # the spread between units is unknown
     words, wrong, characters, wrong_characters = resampled_sums(
-        np.column_stack((units[:, 2], units[:, 3:6].sum(axis=1), units[:, 6:8])), draws, seed
+        np.column_stack((units[:, 2], units[:, 3:6].sum(axis=1), units[:, 6:8])), draws, seed=0
     ).T
     return (
         percentile_interval(wrong / np.maximum(words, 1)),

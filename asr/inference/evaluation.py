@@ -37,9 +37,9 @@ from asr.analysis.wer import (
     between,
     by_group,
     group_lines,
+    interval_over_speakers,
     percent,
     score,
-    summarize,
     tidy,
     untrained,
 )
@@ -211,9 +211,7 @@ def _group_facts(part: Score) -> dict[str, Any]:
 
 
 def _interval_over_speakers(part: Score) -> tuple[float, float] | None:
-    if len(part.speakers) < MIN_UNITS:
-        return None
-    return summarize(part.utterances, interval_over="speakers").wer_interval
+    return interval_over_speakers(part) if len(part.speakers) >= MIN_UNITS else None
 
 
 def for_split(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe) -> Recognizer:
@@ -495,7 +493,7 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
     remark = f" ({remark})" if remark else ""
     yield f"{evaluation.title}: WER {percent(result.wer)}, CER {percent(result.cer)}{remark}"
     over_speakers = metadata["wer_interval_over_speakers"]
-    intervals = {result.interval_over: result.wer_interval, "speakers": over_speakers}
+    intervals = {"utterances": result.wer_interval, "speakers": over_speakers}
     known = [f"{between(side)} over {units}" for units, side in intervals.items() if side]
     if known:
         yield f"95 % intervals of WER: {', '.join(known)}"
