@@ -60,15 +60,12 @@ class AttentionState(NamedTuple):
     total: Tensor
 
 
-KINDS = ("additive", "dot", "location")
-
-
 class Attention(nn.Module):
-    """Weights over the memory for a query.
+    """Weights over the memory for a query; kind: additive, dot or location.
 
     `filters` and `reach` (frames to each side) are for location-aware attention.
     `backend` as for an LSTM (asr/kernels/dispatch.py).
-    Raises ValueError for an unknown kind, or a backend that does not exist or cannot run.
+    Raises ValueError for a backend that does not exist or cannot run.
     """
 
     def __init__(
@@ -83,8 +80,6 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.kernels = dispatch.Kernels(backend, CellSettings("none"))
-        if kind not in KINDS:
-            raise ValueError(f"attention {kind!r} is unknown: choose one of {', '.join(KINDS)}")
         self.kind = kind
         self.to_key = nn.Linear(memory_size, size)
         self.to_query = nn.Linear(query_size, size, bias=False)
