@@ -199,9 +199,7 @@ def _compiles_to_cpp(name: str, settings: CellSettings, dtype: torch.dtype) -> b
     return choose_backend(name, settings, torch.device("cpu"), dtype, dtype).name == "cpu"
 
 
-@_constant
-def _settings_text(settings: CellSettings) -> str:
-    return operator.settings_text(settings)
+_settings_text = _constant(operator.settings_text)
 
 
 class Kernels:
