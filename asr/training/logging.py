@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from rich.console import Console
@@ -95,7 +95,7 @@ class Log:
         with ExitStack() as files:  # closed in reverse order, also where one cannot be opened
             files.enter_context(self._reported())
             files.enter_context(self._thread_errors())
-            self.lines = files.enter_context(closing(_Lines(self.run / "train.log")))
+            self.lines = _Lines(files.enter_context(open_append(self.run / "train.log")))
             files.enter_context(self._warnings())
             # Hides the points that a killed run wrote after its last checkpoint.
             board = SummaryWriter(str(self.run), purge_step=self.first)
@@ -347,8 +347,8 @@ def _plain(text: str) -> str:
 class _Lines:
     """train.log: lines with their time."""
 
-    def __init__(self, path: Path) -> None:
-        self.file = open_append(path)
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
 
     def write(self, text: str) -> None:
         """Append a line; where the disk is full, none of it."""
@@ -363,7 +363,3 @@ class _Lines:
             with suppress(OSError):
                 self.file.truncate(size)
             raise
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
