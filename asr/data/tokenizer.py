@@ -34,17 +34,16 @@ MAX_MODEL = 64 << 20  # bytes: of 32,000 pieces 0.8 MB
 
 
 class Tokenizer(Protocol):
-    """The interface of every vocabulary; `size` includes the four special tokens."""
+    """The interface and the common part of the vocabularies."""
+
+    kind: Literal["characters", "bpe", "unigram"]
+    surfaces: list[str]  # the text of each token, with its spaces; "" for the special ones
+    content: bytes  # what the fingerprint is of
 
     @property
-    def kind(self) -> Literal["characters", "bpe", "unigram"]: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def surfaces(self) -> list[str]:
-        """The text of each token, with its spaces; "" for the special ones."""
+    def size(self) -> int:
+        """The number of tokens, with the four special ones."""
+        return len(self.surfaces)
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -53,7 +52,8 @@ class Tokenizer(Protocol):
     def unknown(self, text: str) -> str:
         """The characters of `text`, each once and sorted, that encode to <unk>."""
 
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()[:16]
 
     def save(self, folder: str | Path) -> None: ...
 
@@ -66,7 +66,7 @@ def splitter(tags: Sequence[str]) -> Callable[[str], Iterable[str]]:
     return re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL).findall
 
 
-class Characters:
+class Characters(Tokenizer):
     """One token per character and per tag of the training text, in the order of code points."""
 
     kind: Literal["characters"] = "characters"
@@ -76,6 +76,8 @@ class Characters:
         if sorted(set(symbols)) != list(symbols) or not all(map(TAG.fullmatch, tags)):
             raise UserError("a character vocabulary is characters and tags, sorted, each once")
         self.symbols = list(symbols)
+        self.surfaces = [""] * len(SPECIAL) + self.symbols
+        self.content = "".join(symbols).encode()
         self._ids = {s: i for i, s in enumerate(symbols, start=len(SPECIAL))}
         self._split = splitter(tags)
 
@@ -88,14 +90,6 @@ class Characters:
             raise UserError("data.train: every text is empty, no vocabulary can be made from it")
         return cls(symbols)
 
-    @property
-    def size(self) -> int:
-        return len(SPECIAL) + len(self.symbols)
-
-    @property
-    def surfaces(self) -> list[str]:
-        return [""] * len(SPECIAL) + self.symbols
-
     def encode(self, text: str) -> list[int]:
         return [self._ids.get(symbol, UNK) for symbol in self._split(text)]
 
@@ -105,14 +99,11 @@ class Characters:
     def unknown(self, text: str) -> str:
         return "".join(sorted(set(self._split(text)) - set(self._ids)))
 
-    def fingerprint(self) -> str:
-        return _fingerprint("".join(self.symbols).encode())
-
     def save(self, folder: str | Path) -> None:
         _describe(folder, {"kind": "characters", "symbols": self.symbols})
 
 
-class SentencePieces:
+class SentencePieces(Tokenizer):
     """Subwords by sentencepiece, from its serialised model."""
 
     def __init__(self, model: bytes) -> None:
@@ -128,7 +119,9 @@ class SentencePieces:
         ours = pieces[: len(SPECIAL)]
         if tuple(ours) != SPECIAL:
             raise UserError(f"a sentencepiece model whose first pieces are {ours}, not {SPECIAL}")
-        self._model = model
+        self.surfaces = [""] * len(SPECIAL)
+        self.surfaces += [piece.replace("▁", " ") for piece in pieces[len(SPECIAL) :]]
+        self.content = model
 
     @classmethod
     def train(
@@ -177,15 +170,6 @@ class SentencePieces:
         scores = map(self._pieces.GetScore, range(self.size))
         return "bpe" if all(score.is_integer() for score in scores) else "unigram"
 
-    @property
-    def size(self) -> int:
-        return len(self._pieces)
-
-    @property
-    def surfaces(self) -> list[str]:
-        pieces = map(self._pieces.IdToPiece, range(len(SPECIAL), self.size))
-        return [""] * len(SPECIAL) + [piece.replace("▁", " ") for piece in pieces]
-
     def encode(self, text: str) -> list[int]:
         return self._pieces.EncodeAsIds(text)
 
@@ -196,12 +180,9 @@ class SentencePieces:
         pieces = zip(self.encode(text), self._pieces.EncodeAsPieces(text), strict=True)
         return "".join(sorted(set("".join(piece for token, piece in pieces if token == UNK))))
 
-    def fingerprint(self) -> str:
-        return _fingerprint(self._model)
-
     def save(self, folder: str | Path) -> None:
         _describe(folder, {"kind": "sentencepiece", "size": self.size})
-        (Path(folder) / MODEL).write_bytes(self._model)
+        (Path(folder) / MODEL).write_bytes(self.content)
 
 
 def _tag_pieces(texts: Sequence[str], marked: Sequence[str]) -> list[str]:
@@ -273,7 +254,3 @@ def _describe(folder: str | Path, description: dict[str, object]) -> None:
     path = Path(folder) / DESCRIPTION
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(description, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _fingerprint(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
