@@ -31,9 +31,8 @@ class Frames(Objective):
     """Classifies every frame by its token: an Objective of one linear layer."""
 
     def __init__(self):
-        super().__init__()
         torch.manual_seed(1)
-        self.model = nn.Linear(F, V)
+        super().__init__(nn.Linear(F, V))
         self.steps = []
 
     def set_step(self, step):

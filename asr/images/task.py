@@ -45,10 +45,6 @@ BINARY_SEED = 0  # not the recipe's seed, so that all runs have the same binary 
 class ClassObjective(Objective):
     """Label-smoothed cross-entropy per image."""
 
-    def __init__(self, model: nn.Module, label_smoothing: float) -> None:
-        super().__init__()
-        self.model, self.label_smoothing = model, label_smoothing
-
     def forward(self, batch: ImageBatch) -> dict[str, Sum]:
         """-> objective, nll, accuracy."""
         logits = self.model(batch.images).float()
@@ -64,10 +60,6 @@ class ClassObjective(Objective):
 
 class BoundObjective(Objective):
     """The variational bound per image (DRAW); nll is the bound itself."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, batch: ImageBatch) -> dict[str, Sum]:
         """-> objective, nll, and its parts reconstruction and divergence."""

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asr.config.language import LanguageDataConfig, LanguageRecipe
 from asr.config.loader import at_stage
@@ -46,10 +46,6 @@ class LanguageObjective(Objective):
     Perplexities are logged per token and per word; only the latter compare between vocabularies. As
     in n-gram models, the end of a sentence counts as one word.
     """
-
-    def __init__(self, model: nn.Module, label_smoothing: float) -> None:
-        super().__init__()
-        self.model, self.label_smoothing = model, label_smoothing
 
     def forward(self, batch: SentenceBatch) -> dict[str, Sum]:
         """-> objective, nll, accuracy, perplexity, word_perplexity."""

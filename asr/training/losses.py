@@ -43,7 +43,9 @@ class Perplexity(Sum):
 class Objective(nn.Module):
     """What a task minimises: a loss over `model`, which checkpoints store."""
 
-    model: nn.Module
+    def __init__(self, model: nn.Module, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.model, self.label_smoothing = model, label_smoothing
 
     def set_step(self, step: int) -> None:
         """Called before every training step, counted from 0, for a loss that changes with it."""
@@ -175,9 +177,8 @@ class SpeechObjective(Objective):
         consistency: ConsistencyConfig | None = None,
         intermediate_weight: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.model, self.intermediate_weight = model, intermediate_weight
-        self.ctc_weight, self.label_smoothing = ctc_weight, label_smoothing
+        super().__init__(model, label_smoothing)
+        self.ctc_weight, self.intermediate_weight = ctc_weight, intermediate_weight
         self.guided_attention, self.consistency = guided_attention, consistency
         self.set_step(0)
 
