@@ -39,6 +39,7 @@ from asr.images.data import ImageBatch
 from asr.images.models import Draw, RowClassifier
 from asr.images.task import BoundObjective, ClassObjective
 from asr.kernels import dispatch
+from asr.kernels.cuda import cluster
 from asr.kernels.cuda.lstm import GraphCache, Recorded, graph_key
 from asr.models.language_model import LSTMLanguageModel, TransformerLanguageModel
 from asr.models.las import LAS
@@ -356,6 +357,14 @@ def test_a_checkpoint_saved_on_a_gpu_is_resumed_on_a_cpu(tmp_path, monkeypatch):
     load_moments(resumed, read_training(saved)["optimizer"])
     torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_a_missing_package_of_cuda_is_a_reason_and_no_error(monkeypatch):
+    """torch for AMD GPUs has triton, but does not install cuda-bindings."""
+    monkeypatch.setattr(cluster.lstm, "missing", lambda: None)
+    monkeypatch.setitem(sys.modules, "cuda", None)  # import cuda fails
+    monkeypatch.delitem(sys.modules, "cuda.bindings", raising=False)
+    assert cluster.missing.__wrapped__() == "cuda-bindings is not installed"
 
 
 def test_each_rank_takes_its_own_gpu_and_sums_on_it(monkeypatch):

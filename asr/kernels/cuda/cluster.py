@@ -55,7 +55,8 @@ def missing() -> str | None:
     """Why the backend cannot run on this machine; None where it can."""
     if reason := lstm.missing():
         return reason
-    if importlib.util.find_spec("cuda.bindings") is None:
+    # find_spec of a module raises an error where its package is missing, as with torch for AMD.
+    if not all(map(importlib.util.find_spec, ("cuda", "cuda.bindings"))):
         return "cuda-bindings is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         return f"{torch.cuda.get_device_name()} has no clusters of thread blocks"
