@@ -215,6 +215,11 @@ def _user_message(error: Exception) -> str | None:
         return f"{name}: {error.strerror or error}"
     if is_killed(error):
         return KILLED
+    if isinstance(error, RuntimeError) and "no kernel image" in str(error):
+        return (
+            "this build of torch has no kernels for this GPU: install a build that has (for V100 "
+            "and older one for CUDA 12), or hide the GPU with CUDA_VISIBLE_DEVICES=''"
+        )
     if is_out_of_memory(error):
         reason = str(error).split(". ")[0][:200] or type(error).__name__
         return (

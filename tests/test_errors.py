@@ -55,6 +55,20 @@ def test_the_streams_work_after_the_command(monkeypatch):
     assert raw.getvalue() == b"first\nsecond\n"
 
 
+def test_a_gpu_that_the_build_of_torch_does_not_know_is_one_line(capsys):
+    def main():
+        reason = "no kernel image is available for execution on the device"
+        raise RuntimeError(
+            f"CUDA error: {reason}\nCUDA kernel errors might be asynchronously reported"
+        )
+
+    with pytest.raises(SystemExit, match="2"):
+        run_command(main)
+    err = capsys.readouterr().err
+    assert err.startswith("error: this build of torch has no kernels for this GPU: install")
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", [b"/runs/a", "/runs/a"])
 def test_a_path_in_an_error_of_the_system_is_text(name, capsys):
     def main():
