@@ -7,6 +7,7 @@ would wait for it, and so does mixing them with tensors on the CPU.
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -365,6 +366,16 @@ def test_a_missing_package_of_cuda_is_a_reason_and_no_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda", None)  # import cuda fails
     monkeypatch.delitem(sys.modules, "cuda.bindings", raising=False)
     assert cluster.missing.__wrapped__() == "cuda-bindings is not installed"
+
+
+@pytest.mark.parametrize(("major", "expected"), [(7, False), (8, True)])  # T4, A100
+def test_bf16_is_used_on_gpus_that_have_instructions_for_it(major, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(major=major, minor=5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert distributed.computes_bf16(torch.device("cuda")) == expected
 
 
 def test_each_rank_takes_its_own_gpu_and_sums_on_it(monkeypatch):

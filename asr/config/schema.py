@@ -598,7 +598,7 @@ class TrainConfig(Config):
     guided_attention: GuidedAttentionConfig | None = None  # null: none
     consistency: ConsistencyConfig | None = None  # null: none
     short_first: bool = True  # sort the first epoch by length
-    # bf16: autocast, but fp32 on a CPU without instructions for it
+    # bf16: autocast, but fp32 on a device without instructions for it
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Device = "auto"  # auto: GPU if any; cpu, cuda, cuda:N
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads; null: torch's choice

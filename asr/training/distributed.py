@@ -194,7 +194,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Whether bf16 is fast there: on a CPU, with instructions for it."""
+    """Whether the device has instructions for bf16; without, it is slower than fp32."""
+    if device.type == "cuda":  # before Ampere, such as T4, torch emulates it
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

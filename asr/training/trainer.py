@@ -111,8 +111,8 @@ class BatchStats:
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """Mixed precision for `bf16`; parameters and optimiser stay fp32.
 
-    None on a CPU without bf16 instructions, where a matrix product in bf16 takes twenty times as
-    long as in fp32.
+    None on a device without bf16 instructions: a CPU's matrix product in bf16 then takes twenty
+    times as long as in fp32.
     """
     mixed = precision == "bf16" and distributed.computes_bf16(device)
     return torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext()
@@ -604,7 +604,7 @@ class Training:
         if self.config.precision == "bf16" and not distributed.computes_bf16(device):
             lines.append(
                 "train.precision = bf16 computes in fp32 here: "
-                "this CPU has no instructions for bf16"
+                f"this {'GPU' if device.type == 'cuda' else 'CPU'} has no instructions for bf16"
             )
         early, every = self.config.early_stopping, self.config.validate_every
         if early and every and total // every <= early.patience:
