@@ -284,8 +284,34 @@ def test_replayed_graphs_read_new_inputs_and_are_dropped_beyond_their_memory():
         graphs.replay(key, loop, room, torch.ones(7), None)
     assert list(graphs.recorded) == [2, 0, 3]
     assert recorded == [7] * 4
-    graphs.replay(4, loop, room, torch.ones(70), None)  # larger than all room: kept alone
+    for _ in range(2):  # larger than all room: kept alone
+        graphs.replay(4, loop, room, torch.ones(70), None)
     assert list(graphs.recorded) == [4]
+
+
+def test_loops_that_do_not_fit_together_are_not_recorded_again_in_each_step():
+    recorded = []
+
+    def record(loop, inputs):
+        outputs = loop(*inputs)
+        recorded.append(float(inputs[0][0]))
+        return Recorded(StandInGraph(loop, inputs, outputs), inputs, outputs)
+
+    graphs, room = GraphCache(record), 3 * 2 * 7 * 4  # three graphs, as above
+
+    def run(*keys):
+        for key in keys:
+            (found,) = graphs.replay(key, lambda x: (2 * x,), room, torch.full((7,), float(key)))
+            assert found.tolist() == [2.0 * key] * 7
+
+    for _ in range(5):  # steps of five loops each
+        run(0, 1, 2, 3, 4)
+    assert recorded == [0, 1, 2, 3] and list(graphs.recorded) == [1, 2, 3]
+    run(5, 6, 5, 6)  # other shapes, now more frequent than the first ones
+    assert recorded == [0, 1, 2, 3, 5, 6] and list(graphs.recorded) == [3, 5, 6]
+    graphs.clear()
+    run(7)
+    assert list(graphs.recorded) == [7]
 
 
 def test_threads_that_share_a_graph_get_their_own_results():

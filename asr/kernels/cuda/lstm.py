@@ -54,12 +54,18 @@ class Recorded(NamedTuple):
 class GraphCache:
     """Recorded loops, the last used last. The first are dropped beyond MOST or `room` bytes.
 
+    Recording takes longer than running a loop once. If one step's loops exceed the room, each would
+    be dropped before the next step. Therefore, once one has been dropped, a new loop only runs; it
+    is recorded when it comes again before the first, which would be dropped for it, is used again.
+
     Models of one shape share a loop, so threads replay one after the other.
     """
 
     def __init__(self, record: Callable[[Steps, list[Tensor | None]], Recorded]) -> None:
         self.record = record
         self.recorded: OrderedDict[Hashable, Recorded] = OrderedDict()
+        self.is_full = False
+        self.waiting: set[Hashable] = set()  # loops that ran since the first one was used
         self.lock = threading.RLock()
 
     def replay(
@@ -68,11 +74,17 @@ class GraphCache:
         """loop(*inputs); `key` identifies all shapes, dtypes, devices and options."""
         with self.lock:
             if key not in self.recorded:
+                if self.is_full and key not in self.waiting:
+                    self.waiting.add(key)
+                    return loop(*inputs)
+                self.waiting.discard(key)
                 # Tensors of inference mode could not be written outside it.
                 with torch.inference_mode(False), torch.no_grad():
                     buffers = [t if t is None else t.clone() for t in inputs]
                     self.recorded[key] = self.record(loop, buffers)
                 self._drop_first(room)
+            elif key == next(iter(self.recorded)):
+                self.waiting.clear()
             self.recorded.move_to_end(key)
             recorded = self.recorded[key]
             for buffer, value in zip(recorded.inputs, inputs, strict=True):
@@ -86,6 +98,14 @@ class GraphCache:
         held = sum(recorded.bytes for recorded in self.recorded.values())
         while len(self.recorded) > 1 and (len(self.recorded) > MOST or held > room):
             held -= self.recorded.popitem(last=False)[1].bytes
+            self.is_full = True
+
+    def clear(self) -> None:
+        """Free the memory of all."""
+        with self.lock:
+            self.recorded.clear()
+            self.waiting.clear()
+            self.is_full = False
 
 
 def replay(key: Hashable, loop: Steps, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -101,8 +121,7 @@ def replay(key: Hashable, loop: Steps, *inputs: Tensor | None) -> tuple[Tensor |
 
 def release_graphs() -> None:
     """Free the memory of all recorded loops."""
-    with _graphs.lock:
-        _graphs.recorded.clear()
+    _graphs.clear()
 
 
 def _record(loop: Steps, inputs: list[Tensor | None]) -> Recorded:
