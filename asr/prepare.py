@@ -26,8 +26,9 @@ FORMATS = {
     "folder": (
         "FOLDER",
         "Recordings with their texts: a.wav and a.txt\n\n"
-        "FOLDER: audio, and for each file a .txt, .lab or .json of the same name. The first level "
-        "of folders is the speaker; folders such as train and dev become manifests.",
+        "FOLDER: audio, and for each file a .txt, .lab or .json of the same name, or subtitles "
+        "(.srt, .vtt), at whose times it is cut. The first level of folders is the speaker; those "
+        "such as train and dev become manifests.",
     ),
     "table": (
         "SOURCE",

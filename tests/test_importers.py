@@ -22,6 +22,7 @@ from asr.data.importers.formats import FORMATS, GENERAL
 from asr.data.importers.hold_out import hold_out
 from asr.data.importers.rows import Split
 from asr.data.importers.text_normalization import TextNormalizer
+from asr.decoding.subtitles import Cue, srt, webvtt
 from asr.errors import UserError
 from asr.features.audio import read_audio
 
@@ -696,6 +697,31 @@ def test_recordings_with_texts_beside_them(tmp_path, asr_prepare):
             check_audio(corpus[name], samples)
 
 
+@pytest.mark.parametrize("form", ["srt", "vtt", "audacity"])
+def test_parts_of_recordings_with_subtitles_or_labels(tmp_path, asr_prepare, form):
+    folder = tmp_path / "set"
+    cues = [Cue(0.13, 1.07, "Salt &\npepper."), Cue(1.3, 2.9, "Two > one.")]
+    judge = {name: noise(folder / f"{name}.wav", s) for name, s in (("ann", 3.1), ("bob", 3.7))}
+    for name in judge:
+        if form == "srt":
+            text = srt(cues).replace("Salt", "<i>Salt</i>").replace("\n", "\r\n")
+            (folder / f"{name}.srt").write_text(text, encoding="utf-8-sig", newline="")
+        elif form == "vtt":
+            text = webvtt(cues).replace("07\n", "07 align:start\n").replace("Two", "<v Bo>Two")
+            (folder / f"{name}.vtt").write_text(text)
+        else:
+            lines = [f"{cue.start:f}\t{cue.end:f}\t{' '.join(cue.text.split())}" for cue in cues]
+            (folder / f"{name}.txt").write_text("\n".join(lines))
+    code, out, err = asr_prepare("auto", folder, "--to", tmp_path / "to")
+    assert code == 0 and not err and "read as folder" in out
+    corpus = read_manifest(tmp_path / "to" / "set.tsv")
+    assert corpus.ids == ["ann-0000130", "ann-0001300", "bob-0000130", "bob-0001300"]
+    assert [u.speaker for u in corpus] == ["ann", "ann", "bob", "bob"]
+    assert corpus.texts == ["Salt & pepper.", "Two > one."] * 2
+    for utterance, cue in zip(corpus, cues * 2, strict=True):
+        check_audio(utterance, part(judge[utterance.speaker], cue.start, cue.end))
+
+
 def test_splits_of_a_folder_and_texts_in_another_tree(tmp_path, asr_prepare):
     for split in ("train", "dev"):
         folder = tmp_path / "set" / split
@@ -745,13 +771,22 @@ def as_m4a(path):
     path.rename(path.with_suffix(".m4a")).write_bytes(b"\0\0\0\x18ftypM4A \0\0\0\0" * 9)
 
 
+def subtitles(folder, name, texts):
+    """Cues of 0.2 s in place of the text of a recording."""
+    (folder / name).with_suffix(".txt").unlink()
+    cues = [Cue(0.2 * n, 0.2 * n + 0.2, text) for n, text in enumerate(texts)]
+    (folder / name).write_text(srt(cues))
+
+
 FOLDER_FAULTS = [
-    (lambda f: (f / "1.txt").unlink(), "1.wav: has no text: no .txt, .lab or .json of the same"),
+    (lambda f: (f / "1.txt").unlink(), "1.wav: has no text: no .txt, .lab, .json, .srt or .vtt"),
     (lambda f: (f / "1.wav").unlink(), "1.txt: has no audio: no audio file of the same name"),
     (lambda f: (f / "1.txt").write_text(" \n"), "1.txt: the text is empty"),
     (lambda f: (f / "1.txt").write_bytes(b"caf\xe9"), "1.txt: not UTF-8 text"),
     (lambda f: (f / "1.txt").write_text("0 7 a\n7 9 b\n"), "1.txt: has times as of HTK"),
-    (lambda f: (f / "1.txt").write_text("0.5\t0.7\ta b\n"), "1.txt: has times as Audacity's"),
+    (lambda f: (f / "1.txt").write_text("0.5\t0.5\ta b\n"), "1.txt:1: the part from 0.5 to 0.5 s"),
+    (lambda f: (f / "1.txt").rename(f / "1.vtt"), "1.vtt: has no cue"),
+    (lambda f: subtitles(f, "1.srt", ["A", "A\nB", "B\nC", "C\nD"]), "1.srt: its cues begin with"),
     (lambda f: (f / "1.txt").rename(f / "1.json"), "1.json: not a JSON object"),
     (lambda f: noise(f / "2.flac"), "2.wav: has the same name as "),
     (lambda f: as_m4a(f / "1.wav"), "1.flac"),

@@ -1,7 +1,8 @@
 """A folder of recordings, each with its text in a file of the same name: a.wav and a.txt.
 
 The text is in a .txt or .lab, or in a .json under one of rows.TEXT_KEYS; of LibriTTS the normalised
-text is taken, of TIMIT that after the sample numbers. Audio and texts may be in two trees, such as
+text is taken, of TIMIT that after the sample numbers. Subtitles (.srt, .vtt) and Audacity's labels
+(.txt) have times: each of their parts is an utterance. Audio and texts may be in two trees, such as
 wav/ and txt/. The first folder below these is the speaker, and folders train, dev, test or alike
 are splits; so are train-clean-100, dev-clean or alike where all folders have such names.
 """
@@ -10,10 +11,13 @@ import os
 import re
 from collections.abc import Iterator
 from functools import partial
+from html import unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
+from asr.data.importers.records import Record, rows_of
 from asr.data.importers.rows import (
     SPEAKER_KEYS,
     SPLITS,
@@ -25,19 +29,23 @@ from asr.data.importers.rows import (
     split_of,
     text_of,
 )
+from asr.data.importers.table import part_of
 from asr.errors import UserError, print_line
 from asr.features.files import RECORDING_SUFFIXES
 from asr.io import parse_json, read_small_file
 
 # The first of these is taken.
-TEXT_SUFFIXES = (".normalized.txt", ".original.txt", ".txt", ".lab", ".json")
-SHOWN_SUFFIXES = ".txt, .lab or .json"
+TEXT_SUFFIXES = (".normalized.txt", ".original.txt", ".txt", ".lab", ".json", ".srt", ".vtt")
+SHOWN_SUFFIXES = ".txt, .lab, .json, .srt or .vtt"
 # Folders of one kind of file, which say nothing of the recording.
 KINDS = {"wav", "wavs", "wav48", "audio", "clips", "txt", "text", "texts", "transcripts", "lab"}
 KINDS |= {f"dr{region}" for region in range(1, 9)}  # TIMIT's dialects, with folders of speakers
 OTHER_TEXTS = re.compile(r"(readme|licen[cs]e|copying|metadata|speakers?|.*info)\b", re.IGNORECASE)
 TIMED = re.compile(r"\d+ \d+ \S+(\n\d+ \d+ \S+)*")  # HTK's labels
-LABELS = re.compile(r"\d+\.\d+\t\d+\.\d+\t")  # Audacity's
+LABEL = re.compile(r"^(\d+\.\d+)\t(\d+\.\d+)\t(.*)", re.MULTILINE)  # Audacity's
+# Of SubRip and WebVTT: the times, and the lines to the next empty one.
+CUE = re.compile(r"^([\d:.,]+)[ \t]+-->[ \t]+([\d:.,]+).*((?:\n.*\S.*)*)", re.MULTILINE)
+MARKUP = re.compile(r"<[^>\n]*>|\{\\[^}\n]*\}")  # <i>, <c.yellow>, {\an8}
 TIMIT = re.compile(r"0 \d{4,} (?=\D)")  # before its sentences: the first and the last sample
 MAX_TEXT = 1 << 18  # bytes
 
@@ -137,13 +145,11 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
             continue
         # Of several the first kind of TEXT_SUFFIXES.
         text = next(p for s in TEXT_SUFFIXES for p in texts[key] if p.name.lower().endswith(s))
+        read_row = partial(_row, text, name, str(path.relative_to(folder)), speaker)
         try:
-            record = _description(text)
+            yield from rows_of(text, _records(text), read_row)
         except ValueError as error:
             yield Fault(text, 0, str(error))
-        else:
-            speaker = text_of(record, *SPEAKER_KEYS) or speaker
-            yield Row(text, 0, name, str(path.relative_to(folder)), record["text"], speaker)
     with_text = {path.parent for key in audio.keys() & texts.keys() for path in texts[key]}
     for key in sorted(texts.keys() - audio.keys()):
         path = texts[key][0]
@@ -151,24 +157,33 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
             yield Fault(path, 0, "has no audio: no audio file of the same name")
 
 
-def _description(path: Path) -> dict[str, Any]:
-    """The text, and what a .json says of the recording. Raises ValueError for what is none."""
+def _row(
+    file: Path, name: str, audio: str, speaker: str, line: int, record: dict[str, Any]
+) -> Iterator[Row]:
+    start, length = part_of(record)
+    part = "" if start is None else f"-{round(1000 * start):07d}"
+    speaker = text_of(record, "speaker") or speaker or (part and name)
+    text = " ".join(record["text"].split())
+    yield Row(file, line, name + part, audio, text, speaker, "", start, length)
+
+
+def _records(path: Path) -> list[Record]:
+    """The text and perhaps a speaker, or those of parts. Raises ValueError for what is none."""
     try:
-        content = read_small_file(path, MAX_TEXT).removeprefix("\ufeff")
+        content = read_small_file(path, MAX_TEXT).removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text ({error.reason}); save it as UTF-8") from None
     except (OSError, UserError) as error:
         raise ValueError(getattr(error, "strerror", None) or str(error)) from None
+    if path.suffix.lower() in (".srt", ".vtt"):
+        return _parts(unescape(MARKUP.sub("", content)), CUE)
     if path.suffix.lower() != ".json":
         if TIMED.fullmatch(content.strip()):
             raise ValueError("has times as of HTK; a file with the text alone is needed")
-        if LABELS.match(content):
-            raise ValueError(
-                "has times as Audacity's labels, of parts of the recording; write them to a table "
-                "with the columns audio, start, end and text"
-            )
+        if LABEL.match(content):
+            return _parts(content, LABEL)
         text = " ".join(content.split())
-        return {"text": text[sample.end() :] if (sample := TIMIT.match(text)) else text}
+        return [(0, {"text": text[sample.end() :] if (sample := TIMIT.match(text)) else text})]
     try:
         record = parse_json(content)
     except ValueError:
@@ -178,4 +193,20 @@ def _description(path: Path) -> dict[str, Any]:
     record = {key_of(name): value for name, value in record.items()}
     if not any(key in record for key in TEXT_KEYS):
         raise ValueError(f"has none of {', '.join(TEXT_KEYS)}; it has {', '.join(record)[:200]}")
-    return {**record, "text": text_of(record, *TEXT_KEYS)}
+    speaker = text_of(record, *SPEAKER_KEYS)
+    return [(0, {"text": text_of(record, *TEXT_KEYS), "speaker": speaker})]
+
+
+def _parts(content: str, form: re.Pattern[str]) -> list[Record]:
+    """The line, start, end and text of every part of a recording. Raises ValueError."""
+    found = [(part.start(), part[1], part[2], part[3].strip()) for part in form.finditer(content)]
+    if not found:
+        raise ValueError("has no cue: no line START --> END")
+    # Rolling captions show the line before again, above the new one, which alone is spoken.
+    last_lines = [(part[3].rpartition("\n")[2], after[3]) for part, after in pairwise(found)]
+    if 4 * sum(text.startswith(f"{line}\n") for line, text in last_lines) > len(found):
+        raise ValueError("its cues begin with the line before, as automatic captions do")
+    return [
+        (content.count("\n", 0, place) + 1, {"start": start, "end": end, "text": text})
+        for place, start, end, text in found
+    ]

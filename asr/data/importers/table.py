@@ -286,7 +286,7 @@ def _row(
         start, length = number_of(record, "offset") or None, number_of(record, "duration")
         other_name = f"{table.path.stem}-{line}"
     else:
-        start, length = _part(record)
+        start, length = part_of(record)
         other_name = _id(audio, start) + (channel and f"-{channel}")
     seconds = "" if start or length else text_of(record, *SECONDS_KEYS).replace(",", ".")
     name = text_of(record, key) if key else other_name
@@ -314,7 +314,7 @@ def _id(audio: str, start: float | None) -> str:
     return name if start is None else f"{name}-{round(1000 * start):07d}"
 
 
-def _part(record: dict[str, Any]) -> tuple[float | None, float | None]:
+def part_of(record: dict[str, Any]) -> tuple[float | None, float | None]:
     """Start and length of the part of the file that is spoken; None: of all of it."""
     start, end = (_time(record, keys) for keys in (START_KEYS, END_KEYS))
     if start is None and end is None:
