@@ -585,6 +585,19 @@ def test_common_voice_of_spontaneous_speech(tmp_path, asr_prepare):
         check_audio(corpus[0], expected)
 
 
+def test_equal_paths_of_two_tables_are_files_of_two_folders(tmp_path, asr_prepare):
+    """As of SPGISpeech, whose val.csv names files of val/."""
+    judge = {}
+    for name, seconds in (("train", 1.1), ("val", 1.3)):
+        judge[name] = noise(tmp_path / "set" / name / "call" / "1.wav", seconds)
+        table = f"wav_filename|wav_filesize|transcript\ncall/1.wav|5|words of {name}\n"
+        (tmp_path / "set" / f"{name}.csv").write_text(table)
+    code, _, err = asr_prepare("auto", tmp_path / "set", "--to", tmp_path / "to")
+    assert code == 0, err
+    for name, samples in judge.items():
+        check_audio(read_manifest(tmp_path / "to" / f"{name}.tsv")[0], samples)
+
+
 def test_a_packed_table_of_windows(tmp_path, asr_prepare):
     samples = noise(tmp_path / "set" / "a.wav")
     table = tmp_path / "set" / "dev.csv.gz"

@@ -272,12 +272,14 @@ def _find_audio(split: Split, root: str) -> tuple[str, str]:
     """The folder that relative paths start from, and the suffix that some names lack.
 
     The first folder with one of the first files: `root`, that of the corpus, the working directory,
-    that above the corpus, and each one's FOLDERS. If there is none, `root`.
+    that above the corpus, and each one's FOLDERS and folder of the split's name, as SPGISpeech's
+    val.csv and val/. If there is none, `root`.
     """
     sampled = islice((row for row in split.rows() if isinstance(row, Row)), SAMPLED)
     names = [row.audio for row in sampled if row.audio and row.load is None]
     corpus = os.path.abspath(split.root)  # noqa: PTH100 (links are not followed)
-    for base, below in product((root, corpus, os.getcwd(), os.path.dirname(corpus)), FOLDERS):  # noqa: PTH109, PTH120
+    bases = (root, corpus, os.getcwd(), os.path.dirname(corpus))  # noqa: PTH109, PTH120
+    for base, below in product(bases, (*FOLDERS, split.name)):
         folder = os.path.normpath(os.path.join(base, below))  # noqa: PTH118
         for name in names:
             for suffix in ("",) if _has_suffix(name) else ("", *sorted(RECORDING_SUFFIXES)):
