@@ -74,8 +74,11 @@ def test_evaluate_writes_what_the_command_writes(two_runs):
     assert score.wer == errors / score.words and len(score.utterances) == 4
 
 
-def test_compare_has_the_difference_interval_and_p(two_runs):
+def test_compare_has_the_difference_interval_and_p(two_runs, monkeypatch):
     runs, scores = two_runs
+    (untested,) = (r for r in asr.api.compare(runs).rows() if r["figure"] == "WER of test")
+    assert untested["p"] is untested["low"] is None  # of four utterances
+    monkeypatch.setattr("asr.analysis.comparison.MIN_UNITS", 4)
     comparison = asr.api.compare(runs)
     row = next(row for row in comparison.rows() if row["figure"] == "WER of test")
     expected = paired_bootstrap(*scores)

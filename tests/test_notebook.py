@@ -27,7 +27,7 @@ def test_it_runs_at_a_small_size(cells, tmp_path, monkeypatch, capsys):
     pytest.importorskip("espeakng_loader", reason="needs the extra demo")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    spoken_numbers.prepare(tmp_path / "data" / "spoken_numbers", train=24, valid=3, test=5)
+    spoken_numbers.prepare(tmp_path / "data" / "spoken_numbers", train=24, valid=3, test=20)
     names = {}
     sizes, *rest = ["".join(cell["source"]) for cell in cells]
     exec(compile(sizes, "sizes", "exec"), names)
