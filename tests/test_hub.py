@@ -286,8 +286,25 @@ def test_the_card_has_the_metadata_of_the_hub(tiny_run, tiny, commands, tmp_path
     assert written.to_dict() == data.to_dict()
 
 
+ALONE = {"lm": None, "lm_weight": 0.2, "ensemble": []}  # the settings of a plain evaluation
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "WER"),
+        ({"lm": "runs/lm"}, "WER with a language model"),
+        ({"lm": "runs/lm", "lm_weight": 0.0}, "WER"),
+        ({"ensemble": ["runs/b"]}, "WER in an ensemble"),
+    ],
+)
+def test_rates_that_the_model_alone_does_not_reach_are_named_so(settings, name):
+    rates = {"wer": 0.1, "cer": 0.1, "about": {"decode": ALONE | settings}}
+    assert evaluation_result(None, "test", rates)["metrics"][0]["name"] == name
+
+
 def test_librispeech_has_its_name_on_the_hub():
-    rates = {"wer": 0.12345, "cer": 0.04}
+    rates = {"wer": 0.12345, "cer": 0.04, "about": {"decode": ALONE}}
     result = evaluation_result("librispeech", "dev-other", rates)
     assert result["dataset"] == {
         "name": "librispeech dev-other",
@@ -303,7 +320,8 @@ def test_librispeech_has_its_name_on_the_hub():
 
 def test_a_manifest_of_ones_own_is_not_called_librispeech():
     recipe = read_recipe(Path(__file__).parents[1] / "recipes" / "librispeech100.yaml")
-    rated = {split: {"wer": 0.1, "cer": 0.1} for split in ("test-clean", "own-other")}
+    rates = {"wer": 0.1, "cer": 0.1, "about": {"decode": ALONE}}
+    rated = dict.fromkeys(("test-clean", "own-other"), rates)
     (entry,) = card_metadata("las", recipe, rated)["model-index"]
     one, other = (result["dataset"] for result in entry["results"])
     assert one["type"] == "openslr/librispeech_asr"

@@ -98,14 +98,20 @@ def card_metadata(
 
 
 def evaluation_result(corpus: str | None, split: str, rates: Mapping[str, Any]) -> dict[str, Any]:
-    """The error rates of one split as an entry of `model-index`."""
+    """The error rates of one split as an entry of `model-index`.
+
+    Their names say what helped the model and is not exported: a language model, other runs.
+    """
     dataset = {"name": f"{corpus} {split}" if corpus else split, "type": corpus or "other"}
     part, dash, config = split.partition("-")  # test-clean; dev-clean-2 is not on the hub
     if corpus in DATASETS and dash and config in ("clean", "other"):
         split = "validation" if part == "dev" else part
         dataset |= {"type": DATASETS[corpus], "config": config, "split": split}
+    decode = rates["about"]["decode"]
+    helped = " with a language model" * bool(decode["lm"] and decode["lm_weight"])
+    helped += " in an ensemble" * bool(decode.get("ensemble"))
     metrics = [
-        {"type": kind, "value": round(100 * rates[kind], 2), "name": kind.upper()}
+        {"type": kind, "value": round(100 * rates[kind], 2), "name": kind.upper() + helped}
         for kind in ("wer", "cer")
     ]
     return {"task": dict(TASK), "dataset": dataset, "metrics": metrics}
