@@ -126,6 +126,22 @@ def test_both_have_the_points_of_tensorboard_also_after_a_resume(tiny, places):
     check_run_folder(run)  # wandb makes links, but not in here
 
 
+@ours
+def test_mlflow_keeps_a_repeated_step_once(places):
+    """A killed run repeats the steps after its last checkpoint, and may lack one of its curves."""
+    pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    from mlflow.tracking import MlflowClient
+
+    for names, steps in (("a", range(1, 6)), ("ab", range(4, 8))):
+        tracker = trackers.MLflowTracker("run", {"seed": 3}, "a1")
+        for step in steps:
+            tracker.log({name: float(step) for name in names}, step)
+        tracker.close("finished")
+    for name, expected in (("a", range(1, 8)), ("b", range(4, 8))):
+        points = MlflowClient().get_metric_history(tracker.id, name)
+        assert [(p.step, p.value) for p in points] == [(step, step) for step in expected]
+
+
 @pytest.mark.slow
 @ours
 def test_a_server_that_is_gone_is_reported_once(places, monkeypatch):

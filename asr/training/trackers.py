@@ -103,6 +103,9 @@ class MLflowTracker:
         self.id = known.info.run_id
         self.client.update_run(self.id, status="RUNNING")
         self.location = f"run {self.id} in experiment {where}"
+        # A killed run repeats the steps after its checkpoint, which MLflow would keep twice.
+        histories = (self.client.get_metric_history(self.id, key) for key in known.data.metrics)
+        self.logged = {(point.key, point.step) for points in histories for point in points}
         # MLflow refuses other values: a resumed run keeps the parameters of its start.
         keys = {re.sub(r"[^\w./ -]", "_", key)[:MAX_KEY]: key for key in params}
         new = keys.keys() - known.data.params.keys()
@@ -112,7 +115,8 @@ class MLflowTracker:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
-        rows = [self.metric(name, value, now, step) for name, value in values.items()]
+        new = [name for name in values if (name, step) not in self.logged]
+        rows = [self.metric(name, values[name], now, step) for name in new]
         self.client.log_batch(self.id, metrics=rows)
 
     def close(self, status: str) -> None:
