@@ -546,6 +546,18 @@ def test_progress_is_reported(tiny_run, commands, tmp_path, monkeypatch):
     assert re.search(r"decoded 100 %, \d+ times real time, 0 min left", out)
 
 
+def test_an_empty_text_is_flagged_only_where_there_are_words(tiny, tiny_run, commands, tmp_path):
+    samples, _ = soundfile.read(read_manifest(tiny.parent / "test.tsv")[0].audio)
+    rows = []
+    for name, text, gain in (("spoken", "bc", 1.0), ("silent", "", 0.0)):
+        soundfile.write(tmp_path / f"{name}.wav", gain * samples, RATE)
+        rows.append(Utterance(name, "s", tmp_path / f"{name}.wav", len(samples) / RATE, text))
+    write_manifest(tmp_path / "both.tsv", rows)
+    given = "--split", tmp_path / "both.tsv", "--out", tmp_path / "out"
+    code, out, _ = commands(evaluate, tiny_run, *given, "decode.no_speech_log_prob=0")
+    assert code == 0 and "\n1 flagged (1 empty): spoken\n" in out
+
+
 def test_a_summary_names_the_setting_that_hides_a_model(tiny_run):
     """A decoder that fails where CTC does not, and texts that the rule for silence dropped."""
     opened = evaluation.open_split(tiny_run, "test", ["decode.no_speech_log_prob=-1e-9"])

@@ -452,10 +452,15 @@ def _page_facts(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
 
 
 def _flags(evaluation: Evaluation) -> dict[str, tuple[str, ...]]:
-    """By id, why a decoded utterance is flagged: empty, cut off, low coverage, repetition."""
+    """By id, why a decoded utterance is flagged: empty, cut off, low coverage, repetition.
+
+    An empty text is right where the reference is empty.
+    """
     flags = {
-        name: ("cut off",) * (not one.finished) + one.health.flags if one.text else ("empty",)
-        for name, one in zip(evaluation.corpus.ids, evaluation.decoded, strict=True)
+        scored.id: ("cut off",) * (not one.finished) + one.health.flags
+        if one.text
+        else ("empty",) * bool(scored.reference)
+        for scored, one in zip(evaluation.score.utterances, evaluation.decoded, strict=True)
     }
     return {
         name: raised for name, raised in flags.items() if raised and name not in evaluation.reasons
