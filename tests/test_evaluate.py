@@ -297,7 +297,7 @@ def test_tuning_skips_long_utterances(with_long, tiny_run, commands, tmp_path):
     assert (
         code == 0
         and "skipped: 1 utterances longer than decode.max_segment_seconds" in out
-        and "2 utterances, decoded" in out
+        and "2 utterances to decode" in out
     )
     rows = with_long.read_text().splitlines()
     with_long.write_text("\n".join([rows[0], rows[3]]) + "\n")

@@ -181,18 +181,24 @@ def test_ctc_alone_has_no_weight_to_tune(tiny_run, commands):
     assert line == "--tune weighs what a beam adds up; set decode.search=beam"
 
 
-def test_unreadable_audio_is_skipped_and_reported(tiny, tiny_run, commands, tmp_path):
+def test_utterances_that_are_not_tuned_on_are_reported(tiny, tiny_run, commands, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     good = read_manifest(tiny.parent / "valid.tsv")[0]
     (tmp_path / "bad.wav").write_text("no sound")
     bad = Utterance("bad", "s", tmp_path / "bad.wav", 1.0, "a b")
-    soundfile.write(tmp_path / "good.wav", soundfile.read(good.audio)[0], RATE)
-    write_manifest(tmp_path / "own.tsv", [replace(good, audio=tmp_path / "good.wav"), bad])
+    samples, _ = soundfile.read(good.audio)
+    soundfile.write(tmp_path / "good.wav", samples, RATE)
+    soundfile.write(tmp_path / "silent.wav", 0 * samples, RATE)
+    silent = Utterance("silent", "s", tmp_path / "silent.wav", len(samples) / RATE, "")
+    rows = [replace(good, audio=tmp_path / "good.wav"), bad, silent]
+    write_manifest(tmp_path / "own.tsv", rows)
     split = "--split", tmp_path / "own.tsv", f"data.test={{own: {tmp_path / 'own.tsv'}}}"
     code, out, _ = commands(evaluate, run, *split, "--tune")
     assert f"note: after --tune the error rate of {tmp_path / 'own.tsv'} is too low" in out
     assert code == 0 and f"skipped: bad: {tmp_path / 'bad.wav'}: not readable" in out
+    assert "\n3 utterances to decode under" in out
+    assert "\nskipped: 1 utterances without speech or with more than decode.max_silence" in out
     write_manifest(tmp_path / "none.tsv", [bad])
     line = commands.refused(evaluate, run, "--split", tmp_path / "none.tsv", "--tune")
     assert line.startswith(f"{tmp_path / 'none.tsv'}: none of its 1 utterances could be read; ")

@@ -46,6 +46,7 @@ class TunedSetting:
 
     setting: DecodeSetting
     decoded: bool
+    utterances: int
     errors: int
     character_errors: int
     words: int
@@ -73,11 +74,13 @@ def tune(recognizer: Recognizer, corpus: Corpus, recipe: SpeechRecipe, run: Path
         raise UserError(f"{corpus.path}: all are longer than {limit}")
     if used < len(corpus):
         yield f"skipped: {len(corpus) - used} utterances longer than decode.max_segment_seconds"
-    yield f"{used} utterances, decoded under {len(grid)} settings for their n best"
+    yield f"{used} utterances to decode under {len(grid)} settings for their n best"
     current = {key: getattr(recipe.decode, key) for key in grid[0]}
     faults: dict[str, str] = {}
     rescored = search(recognizer, corpus, recipe, grid, faults)
     yield from (f"skipped: {name}: {reason}" for name, reason in faults.items())
+    if silent := used - len(faults) - rescored[0].utterances:
+        yield f"skipped: {silent} utterances without speech or with more than decode.max_silence"
     best_rescored = sorted(rescored, key=lambda result: result.rank)[:FINALISTS]
     finalists = {tuple(one.items()): one for one in (current, *(r.setting for r in best_rescored))}
     decoded = decode(recognizer, corpus, recipe, list(finalists.values()))
@@ -202,7 +205,7 @@ def rescore(
     ]
     word_errors, character_errors = map(sum, zip(*counts, strict=True))
     words = sum(len(split_words(u.text)) for u in corpus if u.id in nbest)
-    return TunedSetting(setting, decoded, word_errors, character_errors, words)
+    return TunedSetting(setting, decoded, len(nbest), word_errors, character_errors, words)
 
 
 def decode(
