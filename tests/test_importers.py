@@ -835,7 +835,7 @@ def test_auto_says_what_it_found_and_what_is_missing(tmp_path, asr_prepare):
     (folder / "b.txt").write_text("words")
     line = refused()
     assert "its files are 1 .wav, 1 .txt" in line or "its files are 1 .txt, 1 .wav" in line
-    kinds = "(.txt, .lab or .json)"
+    kinds = "(.txt, .lab, .json, .srt or .vtt)"
     assert f"none of 1 audio files has a text {kinds} of the same name, such as {folder}/a" in line
     (folder / "t.csv").write_text("name,text\na,words\n")
     assert "format table" in refused() and "the first line has name, text" in refused()
