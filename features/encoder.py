@@ -79,6 +79,8 @@ class PretrainedEncoder(nn.Module):
             self.model = _load(folder, config, weights)
             self.extractor = _load_extractor(folder, config)
         self.model.requires_grad_(False)
+        if self.kind != "whisper":  # in training it would ask for the gradient of the waveform
+            self.model.feature_extractor._freeze_parameters()
         blocks, self.layer = self.blocks, layer
         if isinstance(layer, int):
             if not 0 <= layer <= len(blocks):

@@ -154,6 +154,19 @@ def test_the_top_layers_are_trained(encoders, kind, checkpointing):
             torch.testing.assert_close(parameter.grad, expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_below_the_trained_layers_is_not_differentiated(encoders, kind):
+    """Its activations would be kept for a gradient that nobody reads."""
+    encoder = PretrainedEncoder(encoders[kind][0]).train()
+    train_top(encoder, 1, checkpointing=False)
+    inputs = encoder.prepare(wave(4817))
+    seen = []
+    for block in encoder.blocks:
+        block.register_forward_pre_hook(lambda block, inputs: seen.append(inputs[0]))
+    states, _ = encoder(inputs[None], torch.tensor([len(inputs)]))
+    assert [each.requires_grad for each in (*seen, states)] == [False] * LAYERS + [True]
+
+
 def test_more_layers_than_there_are_cannot_be_trained(encoders):
     with pytest.raises(ValueError, match="train = 4: the encoder has 3 layers"):
         train_top(PretrainedEncoder(encoders["hubert"][0]), 4, checkpointing=False)
