@@ -394,12 +394,25 @@ def _load_extractor(folder: Path, config: dict[str, Any]) -> Any:
     import transformers
 
     made = getattr(transformers, CLASSES[config["model_type"]][1])
-    path = folder / "preprocessor_config.json"
-    settings = _read_json(path) if path.exists() else {}
-    settings = {key: settings[key] for key in PREPROCESSING if key in settings}
+    settings = read_preprocessing(folder)
     if config["model_type"] == "whisper":
         settings["feature_size"] = config.get("num_mel_bins", 80)
     return made(**settings)
+
+
+def read_preprocessing(folder: Path) -> dict[str, Any]:
+    """How inputs are computed, by preprocessor_config.json, which Whisper may lack.
+
+    Raises ValueError as read_config does, and where it is unknown whether waveforms are normalised.
+    """
+    path = folder / "preprocessor_config.json"
+    if path.exists():
+        settings = _read_json(path)
+        return {key: settings[key] for key in PREPROCESSING if key in settings}
+    if read_config(folder)["model_type"] != "whisper":
+        reason = "it states whether waveforms are normalised; copy it from where the model is from"
+        raise ValueError(f"{path}: no such file; {reason}")
+    return {}
 
 
 PREPROCESSING = ("sampling_rate", "do_normalize", "hop_length", "n_fft", "chunk_length")

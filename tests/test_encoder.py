@@ -234,6 +234,11 @@ def test_damaged_files_are_refused(folder, name):
     assert str(folder) in refusal(folder)
 
 
+def test_normalisation_of_the_waveform_that_nothing_states_is_not_guessed(folder):
+    (folder / "preprocessor_config.json").unlink()
+    assert "preprocessor_config.json: no such file" in refusal(folder)
+
+
 def test_weights_of_another_size_are_refused(folder):
     change_config(folder, intermediate_size=16)
     assert "cannot be loaded" in refusal(folder) or "missing" in refusal(folder)

@@ -14,6 +14,7 @@ from tiny_encoders import make_encoder
 from tiny_speech import make_corpus, make_recipe
 
 from asr import evaluate, export, prepare, train, transcribe
+from asr.config.schema import FeaturesConfig
 from asr.data import compute_features
 from asr.data.compute_features import make_cache
 from asr.data.corpus import read_manifest
@@ -23,6 +24,7 @@ from asr.features.augment import change_speed
 from asr.features.encoder import EncoderFeatures, PretrainedEncoder
 from asr.features.front_end import FrontEnd
 from asr.features.normalize import MeanVarianceNorm
+from asr.inference.encoders import find_encoder, load_encoder
 from asr.inference.load import STATISTICS
 from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import WEIGHTS, list_checkpoints
@@ -171,6 +173,23 @@ def test_a_full_disk_is_an_error_before_the_computation(corpus, front_end, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(UserError, match="make room"):
         make_cache(part, front_end, "key", (1.0,), 0, CPU)
+
+
+def test_features_of_another_normalisation_are_not_those_stored(tmp_path):
+    """The weights are the same: only preprocessor_config.json differs, and the features."""
+    encoder, other = tmp_path / "encoder", tmp_path / "other"
+    make_encoder(encoder, "wav2vec2_stable")  # group normalisation would undo the difference
+    shutil.copytree(encoder, other)
+    (other / "preprocessor_config.json").write_text('{"do_normalize": false}')
+    features = [FeaturesConfig(kind="encoder", encoder=str(each)) for each in (encoder, other)]
+    sources = [find_encoder(each) for each in features]
+    extract = [
+        EncoderFeatures(load_encoder(each, source), 16000)
+        for each, source in zip(features, sources, strict=True)
+    ]
+    waveform = 0.1 * torch.randn(4817, generator=torch.Generator().manual_seed(3))
+    assert not torch.allclose(extract[0](waveform), extract[1](waveform), atol=0.01)
+    assert sources[0].sha256 != sources[1].sha256
 
 
 def test_features_are_computed_before_training(commands, corpus, encoder):

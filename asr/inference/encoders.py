@@ -23,6 +23,7 @@ from asr.features.encoder import (
     PretrainedEncoder,
     Source,
     read_config,
+    read_preprocessing,
     weight_files,
 )
 from asr.features.front_end import FrontEnd
@@ -49,10 +50,13 @@ def find_encoder(features: FeaturesConfig) -> Source:
         folder, name = download_encoder(name)
     try:
         read_config(folder)
-        files = weight_files(folder)
+        files = [folder / "config.json", *weight_files(folder)]
+        # The same weights have other features of waveforms that are not normalised.
+        if not read_preprocessing(folder).get("do_normalize", True):
+            files.append(folder / "preprocessor_config.json")
     except ValueError as error:
         raise UserError(f"features.encoder: {error}") from None
-    return Source(folder, name, sha256_of_files([folder / "config.json", *files]), licence(folder))
+    return Source(folder, name, sha256_of_files(files), licence(folder))
 
 
 def load_encoder(
