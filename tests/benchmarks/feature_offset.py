@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
+from asr.config.cell import CellSettings
 from asr.config.schema import FeaturesConfig
 from asr.data.corpus import Corpus, read_manifest
 from asr.features.front_end import FrontEnd
 from asr.kernels.reference import normalise
 from asr.models import build
 
-GATES, EVERY, EPS = 4 * 128, 40, 1e-5
+GATES, EVERY = 4 * 128, 40
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def spreads(front_end: FrontEnd, corpus: Corpus) -> list[float]:
     for utterance in corpus:
         x = front_end.features(front_end.load(utterance.audio))  # (T, F)
         product = x @ torch.nn.init.xavier_uniform_(torch.empty(GATES, x.shape[1])).T
-        normed = normalise(product, EPS, guard=True)
+        normed = normalise(product, CellSettings())
         results.append([x.mean(), product.std(0).mean(), normed.std(0).mean()])
     return torch.tensor(results).mean(0).tolist()
 
