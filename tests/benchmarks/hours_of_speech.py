@@ -29,6 +29,7 @@ def main() -> None:
         score = read_evaluation(Path(folder)).score
         low, high = score.wer_interval
         curves.setdefault(model, {})[float(hours)] = (score.wer, score.wer - low, high - score.wer)
+    options.out.mkdir(parents=True, exist_ok=True)
     draw(curves, options.out / "hours.png")
 
 
