@@ -67,6 +67,7 @@ def main() -> None:
     ]
     for name in ("transcript", "attention alone"):
         if name == "attention alone":
+            recognizer = Recognizer.load(run, [*settings, "decode.ctc_weight=0"])
             recognizer.model.ctc = lambda memory: None
         late = [
             seconds
