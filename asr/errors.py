@@ -19,6 +19,9 @@ from typing import TextIO
 
 from asr.features import AudioError, StatisticsError
 
+if sys.platform == "win32":  # Python has no fcntl there
+    sys.exit("error: Windows is not supported: install in WSL, the Windows Subsystem for Linux")
+
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells do

@@ -46,6 +46,24 @@ def test_a_command_names_the_extra_that_it_lacks(command):
     assert re.fullmatch(pattern, done.stderr), done.stderr
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import runpy; runpy.run_module('asr', run_name='__main__')",
+        "import runpy; runpy.run_module('asr.transcribe', run_name='__main__')",
+        "import asr; asr.LayerNormLSTM",
+    ],
+)
+def test_windows_is_refused_in_one_line(code):
+    # What the standard library does on Windows cannot be done here: its modules are imported first.
+    windows = "import argparse, difflib, sys, tempfile; sys.platform = 'win32'\n"
+    windows += "sys.modules['fcntl'] = None\n"
+    line = [sys.executable, "-c", windows + code, "conformer", "my.wav"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode
+    assert re.fullmatch("error: Windows is not supported: .+\n", done.stderr), done.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The folder with what a wheel installs."""
