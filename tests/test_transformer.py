@@ -51,6 +51,17 @@ def test_mixed_precision_keeps_the_residual_stream_in_float32(settings):
     assert len(streams) == 5 and set(streams) == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch's RMSNorm, slower for it
+@pytest.mark.parametrize("settings", SETTINGS)
+@torch.no_grad()
+def test_a_model_in_bf16_computes_in_bf16(settings):
+    ours = model(**settings).to(torch.bfloat16)
+    features, lengths, tokens = batch()
+    memory = ours.encode(features.bfloat16(), lengths)
+    assert memory.states.dtype == ours.decode(memory, tokens).dtype == torch.bfloat16
+    assert ours.ctc(memory).dtype == torch.float32  # logarithms
+
+
 @pytest.mark.parametrize("train", [False, True])
 def test_poisoned_padding_and_empty_utterances_give_finite_gradients(train):
     ours = model(dropout=0.1, attention_dropout=0.1).train(train)

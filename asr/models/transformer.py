@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         if self.frontend is not None:
             features, lengths = self.frontend(features, lengths)
         x, lengths = self.front(features, lengths)
-        x = at_least_float32(x)  # the residual stream, which only sinusoidal positions would widen
+        x = x.to(self.words.weight.dtype)  # the residual stream; autocast convolves in bf16
         valid = valid_mask(lengths, x.size(1), x.device)
         x = self.dropout(x * math.sqrt(x.size(-1)) + self.frame_positions(0, x.size(1)))
         x = self.encoder.first_norm(x)
