@@ -29,7 +29,7 @@ from asr.data.importers.rows import (
     split_of,
     text_of,
 )
-from asr.data.importers.table import part_of
+from asr.data.importers.table import part_id, part_of
 from asr.errors import UserError, print_line
 from asr.features.files import RECORDING_SUFFIXES
 from asr.io import parse_json, read_small_file
@@ -161,10 +161,9 @@ def _row(
     file: Path, name: str, audio: str, speaker: str, line: int, record: dict[str, Any]
 ) -> Iterator[Row]:
     start, length = part_of(record)
-    part = "" if start is None else f"-{round(1000 * start):07d}"
-    speaker = text_of(record, "speaker") or speaker or (part and name)
+    speaker = text_of(record, "speaker") or speaker or ("" if start is None else name)
     text = " ".join(record["text"].split())
-    yield Row(file, line, name + part, audio, text, speaker, "", start, length)
+    yield Row(file, line, part_id(name, start), audio, text, speaker, "", start, length)
 
 
 def _records(path: Path) -> list[Record]:

@@ -310,7 +310,11 @@ def _id(audio: str, start: float | None) -> str:
     path = PurePosixPath(audio)
     if path.suffix.lower() in RECORDING_SUFFIXES:
         path = path.with_suffix("")
-    name = str(path).lstrip("/") if audio else ""
+    return part_id(str(path).lstrip("/") if audio else "", start)
+
+
+def part_id(name: str, start: float | None) -> str:
+    """The id of a recording's part; None: all of it."""
     return name if start is None else f"{name}-{round(1000 * start):07d}"
 
 
