@@ -88,11 +88,20 @@ def due_stage(state: TrainState, config: TrainConfig, starts: Sequence[float]) -
     """
     if state.batch or is_finished(state, config):
         return state.stage
-    if config.steps is not None:
-        finished = state.step / config.steps
-    else:
-        finished = (state.epoch - 1) / config.epochs
+    return stage_at_epoch(state, config, starts)
+
+
+def stage_at_epoch(state: TrainState, config: TrainConfig, starts: Sequence[float]) -> int:
+    """The stage of the epoch that the state is at the beginning of."""
+    finished = share_at_epoch(state, config)
     return max(state.stage, sum(start <= finished for start in starts))
+
+
+def share_at_epoch(state: TrainState, config: TrainConfig) -> float:
+    """The share of the run (0 to 1) before the epoch that the state is at the beginning of."""
+    if config.steps is not None:
+        return state.step / config.steps
+    return (state.epoch - 1) / config.epochs
 
 
 def random_state() -> dict[str, Any]:

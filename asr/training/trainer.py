@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,8 @@ from asr.training.state import (
     random_state,
     rank_of,
     restore_random_state,
+    share_at_epoch,
+    stage_at_epoch,
 )
 from asr.training.task import Task
 from asr.training.warm_start import starting_weights
@@ -624,17 +626,18 @@ class Training:
 
     def unreached_stages(self) -> list[str]:
         """A line where the last epoch begins too early for the last stage to begin with it."""
-        config, starts = self.config, [stage.start for stage in self.recipe.stages]
-        last = (config.epochs - 1) / config.epochs  # share of the run before the last epoch
+        config, starts = self.config, self.stage_starts()
+        last = replace(self.state, epoch=config.epochs, batch=0)  # the beginning of the last epoch
         if config.steps is not None:
             epoch = math.ceil(self.batches_of_epoch() / (config.accumulate * world()))  # steps
-            last = (config.steps - 1) // epoch * epoch / config.steps
-        reached = max(self.state.stage, sum(start <= last for start in starts))
+            last = replace(last, step=(config.steps - 1) // epoch * epoch)
+        reached = stage_at_epoch(last, config, starts)
         if reached == len(starts):
             return []
         return [
             f"stages[{reached}].start = {starts[reached]:g} is never reached: a stage begins with "
-            f"an epoch, and the last one begins at {last:.2f} of the run: lower it, or train longer"
+            f"an epoch, and the last one begins at {share_at_epoch(last, config):.2f} of the run: "
+            "lower it, or train longer"
         ]
 
     def count_parameters(self) -> str:
@@ -648,8 +651,11 @@ class Training:
 
     def due_stage(self) -> int:
         """The stage of the recipe that trains from the state's position on."""
-        starts = [stage.start for stage in self.recipe.stages]
-        return due_stage(self.state, self.recipe.train, starts)
+        return due_stage(self.state, self.recipe.train, self.stage_starts())
+
+    def stage_starts(self) -> list[float]:
+        """Shares of the run."""
+        return [stage.start for stage in self.recipe.stages]
 
     def enter_stage(self, stage: int) -> str:
         """-> a line for the log with what changes."""
