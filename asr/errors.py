@@ -51,6 +51,11 @@ ASR_PACKAGES = {
     "torchaudio": "torchaudio",
     "yaml": "PyYAML",
 }
+# torchaudio 2.11.1 needs torch 2.13, which its wheel does not declare.
+TORCHAUDIO = (
+    "the installed torchaudio cannot be loaded with the installed torch: "
+    "pip install torchaudio==2.11.0 (a CPU-only torch needs the torchaudio of its package index)"
+)
 # The messages of CUDA and of the CPU's allocator.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -212,6 +217,8 @@ def _user_message(error: Exception) -> str | None:
     if isinstance(error, RuntimeError) and getattr(cause, "errno", None) == errno.ELOOP:
         error = cause  # Path.resolve with a link loop, up to Python 3.12
     if isinstance(error, OSError):
+        if "libtorchaudio" in str(error):
+            return TORCHAUDIO
         name = error.filename or "the system"
         if isinstance(name, bytes):
             name = os.fsdecode(name)

@@ -8,6 +8,7 @@ import sys
 import unicodedata
 
 import pytest
+import torch
 
 from asr.errors import UserError, printable, run_command, terminal
 
@@ -67,6 +68,17 @@ def test_a_gpu_that_the_build_of_torch_does_not_know_is_one_line(capsys):
     err = capsys.readouterr().err
     assert err.startswith("error: this build of torch has no kernels for this GPU: install")
     assert err.count("\n") == 1
+
+
+def test_a_torchaudio_that_does_not_fit_torch_is_one_line_with_a_remedy(capsys, tmp_path):
+    library = tmp_path / "libtorchaudio.so"
+    library.write_bytes(b"not a library")
+
+    with pytest.raises(SystemExit, match="2"):
+        run_command(lambda: torch.ops.load_library(library))
+    err = capsys.readouterr().err
+    assert err.startswith("error: the installed torchaudio cannot be loaded")
+    assert "pip install torchaudio==2.11.0" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", [b"/runs/a", "/runs/a"])
