@@ -5,9 +5,11 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections import Counter
+from collections.abc import Callable, Container
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from asr.arguments import CommandParser, above_zero, call_of, natural, share
@@ -65,7 +67,8 @@ MAX_LETTERS = 25  # a second; of three read corpora of English the fastest utter
 MEASURED = 10_000  # utterances
 FEW_HOURS = 3.0  # below, a model from nothing makes errors in most words
 LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is a better start
-SMALL_RECIPE, LARGE_RECIPE = "small_corpus_conformer", "librispeech100"
+TUNING_RECIPE, SMALL_RECIPE, LARGE_RECIPE = "fine_tune", "small_corpus_conformer", "librispeech100"
+MOST_FOREIGN = 0.005  # letters outside A to Z in English, which the trained models know
 MOST_LETTERS = 80  # of which the subwords of these recipes, 100 and 500, can be made
 
 # A function per kind; its docstring is the help of its command line. The functions import what they
@@ -359,10 +362,8 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
         return f"next: prepare a {missing} split into {folder}{remedy}"
     from asr.data.corpus import read_manifest
 
-    is_large = hours >= LARGE_HOURS
-    recipe = LARGE_RECIPE if is_large else SMALL_RECIPE
-    command = ["python", "-m", "asr.train", recipe]
-    command += ["data.corpus=null", "data.test={}", "run=own"] if is_large else []
+    recipe = LARGE_RECIPE if hours >= LARGE_HOURS else SMALL_RECIPE
+    settings = ["data.corpus=null", "data.test={}", "run=own"] if recipe == LARGE_RECIPE else []
     with suppress(UserError):  # as above
         corpus = read_manifest(train)
         if (long := float(corpus.seconds[corpus.seconds > LONG].sum()) / 3600) > 0.1 * hours:
@@ -370,22 +371,20 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
                 f"warning: {long:.2f} hours of {train} are in recordings over {LONG:g} s, which "
                 "recipes skip (data.max_seconds): cut them, columns start and end of a table"
             )
-        letters = set().union(*corpus.texts)
+        letters = Counter(chain.from_iterable(corpus.texts))
+        settings += ["text.kind=characters"] if len(letters) > MOST_LETTERS else []
         if hours < FEW_HOURS:
-            print_line(
-                f"{hours:.2f} hours are few to train a model from nothing (docs/real_speech.md, "
-                f"Hours of speech): rather {_with_few_hours(letters)}"
-            )
-        command += ["text.kind=characters"] if len(letters) > MOST_LETTERS else []
+            foreign = sum(n for a, n in letters.items() if a.isalpha() and not a.isascii())
+            if foreign > MOST_FOREIGN * letters.total():
+                advice = "rather use a multilingual encoder (docs/pretrained_encoders.md)"
+            elif any(letter.islower() for letter in letters):
+                advice = "with --text upper-az a trained one can be fine-tuned"
+            else:
+                advice = "the next command fine-tunes a trained one"
+                recipe, settings = TUNING_RECIPE, []
+            print_line(f"{hours:.2f} hours are few to train a model from nothing: {advice}")
+    command = ["python", "-m", "asr.train", recipe, *settings]
     return f"next: {shlex.join([*command, f'data.train={train}', f'data.valid={valid}'])}"
-
-
-def _with_few_hours(letters: Iterable[str]) -> str:
-    """The advice for a small corpus; the models of this project know the letters A to Z."""
-    alphabet = [letter for letter in letters if letter.isalpha()]
-    if 2 * sum(map(str.isascii, alphabet)) >= len(alphabet):
-        return "fine-tune a trained one (docs/corpora.md, Fine-tune a model)"
-    return "take the features of a multilingual encoder (docs/pretrained_encoders.md)"
 
 
 if __name__ == "__main__":

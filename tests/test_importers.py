@@ -129,8 +129,9 @@ def test_kaldi_recordings_stay_where_they_are(tmp_path, asr_prepare):
     code, out, _ = asr_prepare(*call, "--text", "upper-az")
     assert code == 0
     train, dev = (tmp_path / "to" / f"{name}.tsv" for name in ("train", "dev"))
-    recipe = "small_corpus_conformer"
-    assert out.endswith(f"next: python -m asr.train {recipe} data.train={train} data.valid={dev}\n")
+    assert out.endswith(
+        f"next: python -m asr.train fine_tune data.train={train} data.valid={dev}\n"
+    )
     corpus = read_manifest(train)
     assert corpus.texts == ["WORDS OF CALL", "WORDS OF MONO"]
     check_audio(corpus[0], stereo)
@@ -254,7 +255,27 @@ def test_common_voice_has_its_splits(tmp_path, asr_prepare):
         assert line.startswith("warning: 3 of 3 utterances of ")
         assert f"{split}.tsv have a {column} that" in line
     assert "hours are few to train a model from nothing" in lines[7]
-    assert lines[8].startswith("next: python -m asr.train ")
+    assert lines[8].startswith("next: python -m asr.train fine_tune data.train=")
+
+
+@pytest.mark.parametrize(
+    ("text", "advice", "recipe"),
+    [
+        ("LE CAFE", "the next command fine-tunes a trained one", "fine_tune"),
+        ("Hello", "with --text upper-az a trained one can be fine-tuned", "small_corpus_conformer"),
+        ("LE CAFÉ", "rather use a multilingual encoder", "small_corpus_conformer"),
+    ],
+)
+def test_a_few_hours_begin_with_what_knows_their_letters(
+    text, advice, recipe, tmp_path, asr_prepare
+):
+    for split in ("train", "valid"):
+        noise(tmp_path / "set" / split / "a.wav")
+        (tmp_path / "set" / split / "a.txt").write_text(text)
+    code, out, _ = asr_prepare("auto", tmp_path / "set", "--to", tmp_path / "to")
+    few, command = out.splitlines()[-2:]
+    assert code == 0 and f"from nothing: {advice}" in few
+    assert command.startswith(f"next: python -m asr.train {recipe} data.train=")
 
 
 def test_a_table_of_common_voice_alone(tmp_path, asr_prepare):

@@ -39,6 +39,7 @@ SMALL = {
         *("model.intermediate_ctc=null", "decode.beam=1", "decode.ctc_weight=0"),
         "decode.speeds=[1.0]",
     ],
+    "fine_tune": ["decode.beam=1", "decode.ctc_weight=0", "decode.speeds=[1.0]"],
     "librispeech100": ["model.listener.hidden=8", "model.speller.hidden=8"],
 }
 RATE = 16_000
