@@ -61,7 +61,7 @@ COMMANDS = [
 def test_the_pages_name_commands():
     """commands_of above finds commands."""
     assert {words[0] for page in GUIDES for words in commands_of(page)} >= {
-        *("compare", "evaluate", "export", "prepare", "prune", "recipe", "sweep", "train"),
+        *("compare", "evaluate", "export", "prepare", "recipe", "sweep", "train"),
         "transcribe",
     }
     assert len(COMMANDS) > 60

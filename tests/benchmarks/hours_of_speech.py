@@ -1,40 +1,40 @@
-"""Plot WER over hours of training speech: one curve for each model, from its evaluations.
+"""Plot WER over hours of training speech, from the table of docs/real_speech.md.
 
-    .venv/bin/python tests/benchmarks/hours_of_speech.py --out FOLDER MODEL:HOURS:EVALUATION ...
+    .venv/bin/python tests/benchmarks/hours_of_speech.py
 
-EVALUATION is a folder of asr.evaluate with a score.json. Bars are its 95 % intervals. Writes
-FOLDER/hours.png.
+One curve for each column of figures `WER [low, high]`; bars are these intervals. Writes
+docs/pictures/hours.png.
 """
 
-import argparse
+import re
 from pathlib import Path
 
 import matplotlib
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from asr.analysis.score_files import read_evaluation
-
+DOCS = Path(__file__).parents[2] / "docs"
 COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7")
+FIGURE = re.compile(r"([\d.]+) \[([\d.]+), ([\d.]+)\]")  # not a difference, which has a sign
+
+Curves = dict[str, dict[float, tuple[float, float, float]]]  # model -> hours -> WER, low, high
 
 
-def main() -> None:
-    """Read the evaluations, draw the curves."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("points", nargs="+", metavar="MODEL:HOURS:EVALUATION")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    curves: dict[str, dict[float, tuple[float, float, float]]] = {}
-    for point in options.points:
-        model, hours, folder = point.split(":", 2)
-        score = read_evaluation(Path(folder)).score
-        low, high = score.wer_interval
-        curves.setdefault(model, {})[float(hours)] = (score.wer, score.wer - low, high - score.wer)
-    options.out.mkdir(parents=True, exist_ok=True)
-    draw(curves, options.out / "hours.png")
+def read_table(page: str) -> Curves:
+    """The figures of the table in the section `Hours of speech`, in per cent."""
+    section = page.partition("\n## Hours of speech\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    (_, *models), _, *rows = [[*map(str.strip, line.strip("|").split("|"))] for line in lines]
+    curves: Curves = {}
+    for hours, *cells in rows:
+        for model, cell in zip(models, cells, strict=True):
+            if figure := FIGURE.fullmatch(cell):
+                wer, low, high = map(float, figure.groups())
+                curves.setdefault(model, {})[float(hours)] = wer, low, high
+    return curves
 
 
-def draw(curves: dict[str, dict[float, tuple[float, float, float]]], path: Path) -> None:
-    """curves: model -> hours -> WER and how far its interval reaches below and above, fractions."""
+def draw(curves: Curves, path: Path) -> None:
+    """Write the picture, both axes logarithmic."""
     matplotlib.use("agg")
     from matplotlib import pyplot
 
@@ -42,12 +42,15 @@ def draw(curves: dict[str, dict[float, tuple[float, float, float]]], path: Path)
     shown = sorted({hours for points in curves.values() for hours in points})
     for number, (model, points) in enumerate(curves.items()):
         hours = sorted(points)
-        wer, below, above = zip(*(points[each] for each in hours), strict=True)
+        wer, low, high = zip(*(points[each] for each in hours), strict=True)
+        reach = [
+            [w - bound for w, bound in zip(wer, low, strict=True)],
+            [bound - w for w, bound in zip(wer, high, strict=True)],
+        ]
         # Side by side, so that bars at the same hours do not cover each other.
         at = [each * 1.012 ** (number - (len(curves) - 1) / 2) for each in hours]
-        percent = [[100 * value for value in row] for row in (wer, below, above)]
         style = {"color": COLORS[number], "marker": "o", "markersize": 4, "capsize": 2}
-        axes.errorbar(at, percent[0], yerr=percent[1:], label=model, **style)
+        axes.errorbar(at, wer, yerr=reach, label=model, **style)
     axes.set(xscale="log", yscale="log", xlabel="hours of training speech", ylabel="WER, %")
     axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_major_formatter(FixedFormatter([f"{each:g}" for each in shown]))
@@ -64,4 +67,7 @@ def draw(curves: dict[str, dict[float, tuple[float, float, float]]], path: Path)
 
 
 if __name__ == "__main__":
-    main()
+    draw(
+        read_table((DOCS / "real_speech.md").read_text(encoding="utf-8")),
+        DOCS / "pictures" / "hours.png",
+    )
