@@ -374,7 +374,7 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
         letters = Counter(chain.from_iterable(corpus.texts))
         settings += ["text.kind=characters"] if len(letters) > MOST_LETTERS else []
         if hours < FEW_HOURS:
-            foreign = sum(n for a, n in letters.items() if a.isalpha() and not a.isascii())
+            foreign = sum(n for x, n in letters.items() if x.isalpha() and not x.isascii())
             if foreign > MOST_FOREIGN * letters.total():
                 advice = "rather use a multilingual encoder (docs/pretrained_encoders.md)"
             elif any(letter.islower() for letter in letters):
