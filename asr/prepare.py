@@ -5,11 +5,9 @@ import inspect
 import re
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Callable, Container
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from asr.arguments import CommandParser, above_zero, call_of, natural, share
@@ -371,11 +369,12 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
                 f"warning: {long:.2f} hours of {train} are in recordings over {LONG:g} s, which "
                 "recipes skip (data.max_seconds): cut them, columns start and end of a table"
             )
-        letters = Counter(chain.from_iterable(corpus.texts))
+        letters = set().union(*corpus.texts)
         settings += ["text.kind=characters"] if len(letters) > MOST_LETTERS else []
         if hours < FEW_HOURS:
-            foreign = sum(n for x, n in letters.items() if x.isalpha() and not x.isascii())
-            if foreign > MOST_FOREIGN * letters.total():
+            text = "".join(corpus.texts)
+            foreign = sum(letter.isalpha() and not letter.isascii() for letter in text)
+            if foreign > MOST_FOREIGN * len(text):
                 advice = "rather use a multilingual encoder (docs/pretrained_encoders.md)"
             elif any(letter.islower() for letter in letters):
                 advice = "with --text upper-az a trained one can be fine-tuned"
