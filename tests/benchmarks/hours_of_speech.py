@@ -16,11 +16,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7")
 FIGURE = re.compile(r"([\d.]+) \[([\d.]+), ([\d.]+)\]")  # not a difference, which has a sign
 
-Curves = dict[str, dict[float, tuple[float, float, float]]]  # model -> hours -> WER, low, high
+Curves = dict[str, dict[float, tuple[float, float, float]]]  # model -> hours -> WER, below, above
 
 
 def read_table(page: str) -> Curves:
-    """The figures of the table in the section `Hours of speech`, in per cent."""
+    """WER of the table in the section `Hours of speech` and its intervals' reach, in per cent."""
     section = page.partition("\n## Hours of speech\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     (_, *models), _, *rows = [[*map(str.strip, line.strip("|").split("|"))] for line in lines]
@@ -29,7 +29,7 @@ def read_table(page: str) -> Curves:
         for model, cell in zip(models, cells, strict=True):
             if figure := FIGURE.fullmatch(cell):
                 wer, low, high = map(float, figure.groups())
-                curves.setdefault(model, {})[float(hours)] = wer, low, high
+                curves.setdefault(model, {})[float(hours)] = wer, wer - low, high - wer
     return curves
 
 
@@ -42,15 +42,11 @@ def draw(curves: Curves, path: Path) -> None:
     shown = sorted({hours for points in curves.values() for hours in points})
     for number, (model, points) in enumerate(curves.items()):
         hours = sorted(points)
-        wer, low, high = zip(*(points[each] for each in hours), strict=True)
-        reach = [
-            [w - bound for w, bound in zip(wer, low, strict=True)],
-            [bound - w for w, bound in zip(wer, high, strict=True)],
-        ]
+        wer, below, above = zip(*(points[each] for each in hours), strict=True)
         # Side by side, so that bars at the same hours do not cover each other.
         at = [each * 1.012 ** (number - (len(curves) - 1) / 2) for each in hours]
         style = {"color": COLORS[number], "marker": "o", "markersize": 4, "capsize": 2}
-        axes.errorbar(at, wer, yerr=reach, label=model, **style)
+        axes.errorbar(at, wer, yerr=[below, above], label=model, **style)
     axes.set(xscale="log", yscale="log", xlabel="hours of training speech", ylabel="WER, %")
     axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_major_formatter(FixedFormatter([f"{each:g}" for each in shown]))
