@@ -105,21 +105,22 @@ def export(
     from asr.inference.encoders import check_shared, copy_files, shared_name
     from asr.training.checkpoint import choose
 
-    recipe, recognizer = load_alone(run, overrides, to, "train.device=cpu")
+    recipe, recognizer = load_alone(run, overrides, to)
     checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
     encoder = recognizer.front_end.extract.encoder if recipe.features.encoder else None
-    if encoder and recipe.features.train == "none" and not with_encoder:
-        check_shared(encoder.source)
+    if encoder:
+        if recipe.features.train == "none" and not with_encoder:
+            check_shared(encoder.source)
+        encoder.source = encoder.source._replace(name=shared_name(encoder.source.name))
     model = recognizer.model.half()
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
     best, parameters = checkpoints[0], sum(weight.numel() for weight in model.parameters())
     steps = [checkpoint.step for checkpoint in checkpoints]
-    name, smaller = to.resolve().name, exported_recipe(recipe, to)
+    name = to.resolve().name
+    smaller = exported_recipe(recipe, to, encoder and encoder.source.name)
     card = model_card(name, run, recipe, steps, parameters, about, licence, address)
-    if encoder:  # without the path of a folder
-        encoder.source = encoder.source._replace(name=shared_name(encoder.source.name))
     write_run(to, smaller, recognizer, best.step, best.loss, card)
     if encoder and with_encoder and recipe.features.train == "none":
         copy_files(encoder.source.folder, to)
@@ -134,23 +135,27 @@ def export_onnx(run: Path, overrides: Sequence[str], to: Path) -> None:
     from asr.inference.derived import load_alone
     from asr.inference.onnx_export import write_onnx
 
-    recipe, recognizer = load_alone(run, overrides, to, "train.device=cpu")
+    recipe, recognizer = load_alone(run, overrides, to)
     print(write_onnx(recognizer, recipe, to))
     print(f"{', '.join(sorted(path.name for path in to.iterdir()))} are in {to}")
 
 
-def exported_recipe(recipe: "SpeechRecipe", to: Path) -> "Recipe":
-    """The run's recipe without what belongs to this machine: paths, device, threads, workers."""
+def exported_recipe(recipe: "SpeechRecipe", to: Path, encoder: str | None) -> "Recipe":
+    """The run's recipe without what belongs to this machine: paths, device, threads, workers.
+
+    encoder: its name for others.
+    """
     from asr.config.loader import validate
     from asr.config.schema import DataConfig
     from asr.inference.derived import derived_recipe
-    from asr.inference.encoders import shared_name
 
     tree = derived_recipe(recipe, to)
     tree["data"] |= {"corpus": None, "train": None, "valid": None, "test": {}}
     tree["data"]["workers"] = DataConfig().workers
-    if encoder := tree["features"]["encoder"]:
-        tree["features"]["encoder"] = shared_name(encoder)
+    tree["features"]["encoder"] = encoder
+    for key in ("noise_files", "room_responses"):  # null would be white noise, and no rooms
+        if manifest := tree["features"][key]:
+            tree["features"][key] = Path(manifest).name
     tree["train"] |= {"init": None, "device": "auto", "threads": None, "trackers": []}
     tree["decode"] |= {"lm": None, "ensemble": []}
     return validate(tree, f"--to {to}")

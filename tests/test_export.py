@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from asr import evaluate, export, train, transcribe
 from asr.analysis.runs import HOURS, SECONDS
+from asr.config.loader import override, read_recipe, write_recipe
 from asr.config.schema import DataConfig
 from asr.inference.load import load_run_recipe
 from asr.inference.recognition import Recognizer
@@ -46,8 +47,14 @@ def test_the_weights_are_those_decoded_with_in_fp16(tiny_run, commands, tmp_path
 
 def test_an_export_is_a_run_without_local_paths(tiny, tiny_run, commands, tmp_path):
     to = tmp_path / "small"
+    run, noise = shutil.copytree(tiny_run, tmp_path / "run"), tiny.parent / "noise.tsv"
+    recipe = override(
+        read_recipe(run), [f"features.noise_files={noise}", "features.noise=[5,20]"], "run"
+    )
+    write_recipe(recipe, run / "recipe.yaml")
     of_machine = "train.device=cuda:1", "train.threads=1", "data.workers=0"
-    assert commands(export, tiny_run, "--to", to, *of_machine)[0] == 0
+    assert commands(export, run, "--to", to, *of_machine)[0] == 0
+    assert load_run_recipe(to).features.noise_files.name == "noise.tsv"
     train_config = load_run_recipe(to).train
     assert train_config.device == "auto" and train_config.threads is None
     assert load_run_recipe(to).data.workers == DataConfig().workers

@@ -14,18 +14,16 @@ from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import NotSaved, save_checkpoint
 
 
-def load_alone(
-    run: Path, overrides: Sequence[str], to: Path, *more: str
-) -> tuple[SpeechRecipe, Recognizer]:
-    """The recipe, and with `more` overrides its model without decode.lm and decode.ensemble.
+def load_alone(run: Path, overrides: Sequence[str], to: Path) -> tuple[SpeechRecipe, Recognizer]:
+    """The recipe, and its model on the CPU, without decode.lm and decode.ensemble.
 
     Raises UserError where the folder `to` is not empty.
     """
     recipe = load_run_recipe(run, overrides)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to}: is there already; name a new folder")
-    alone = [*overrides, "decode.lm=null", "decode.ensemble=[]", *more]
-    return recipe, Recognizer.load(run, alone)
+    alone = "decode.lm=null", "decode.ensemble=[]", "train.device=cpu"
+    return recipe, Recognizer.load(run, [*overrides, *alone])
 
 
 def derived_recipe(recipe: Recipe, to: Path) -> dict[str, Any]:
