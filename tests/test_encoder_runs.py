@@ -1,5 +1,6 @@
 """Runs on the features of pretrained encoders: stored, learned, trained, passed on."""
 
+import json
 import os
 import shutil
 import time
@@ -24,6 +25,7 @@ from asr.features.augment import change_speed
 from asr.features.encoder import EncoderFeatures, PretrainedEncoder
 from asr.features.front_end import FrontEnd
 from asr.features.normalize import MeanVarianceNorm
+from asr.inference import encoders
 from asr.inference.encoders import find_encoder, load_encoder
 from asr.inference.load import STATISTICS
 from asr.inference.recognition import Recognizer
@@ -267,6 +269,20 @@ def test_the_top_of_an_encoder_is_trained_with_the_model(commands, corpus, encod
     assert commands(transcribe, tmp_path / "small", audio)[0] == 0
     model = Recognizer.load(run).model
     assert not model.training
+
+
+def test_a_run_asks_the_hub_for_the_commit_of_its_encoder(tmp_path, monkeypatch):
+    facts = {"name": f"owner/encoder@{'7' * 40}", "sha256": "0", "licence": "mit"}
+    (tmp_path / "encoder.json").write_text(json.dumps(facts))
+
+    def refuse(features):
+        raise UserError(features.encoder)
+
+    monkeypatch.setattr(encoders, "find_encoder", refuse)
+    for named, found in (("owner/encoder", facts["name"]), ("folder", "folder")):
+        features = FeaturesConfig(kind="encoder", encoder=named)
+        with pytest.raises(UserError, match=f"^{found}$"):
+            encoders.load_run_encoder(tmp_path, features)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from asr import train
-from asr.config.loader import read_recipe
+from asr.config.loader import as_yaml, read_recipe, write_recipe
 from asr.config.schema import EarlyStoppingConfig, OptimizerConfig, TrainConfig
 from asr.errors import UserError
 from asr.io import sha256_of_files
@@ -129,11 +129,14 @@ def test_tensors_of_another_model_are_one_line(tiny, state, run, commands):
         ("nll", [math.inf, math.nan, 4.0, math.nan], 3, 1),
     ],
 )
-def test_validations_without_improvement_are_counted(metric, values, best_step, not_improved):
+@pytest.mark.parametrize("first", [0, 1])  # the step; a fine-tuning validates its beginning
+def test_validations_without_improvement_are_counted(
+    first, metric, values, best_step, not_improved
+):
     state, config = TrainState(), EarlyStoppingConfig(metric=metric, min_delta=0.1, patience=3)
-    for state.step, value in enumerate(values, start=1):
+    for state.step, value in enumerate(values, start=first):
         count_validation(state, config, value)
-    assert (state.best, state.best_step) == (values[best_step - 1], best_step)
+    assert (state.best, state.best_step) == (values[best_step - 1], best_step - 1 + first)
     assert state.not_improved == not_improved
     stopped = is_finished(state, TrainConfig(steps=99, early_stopping=config))
     assert stopped == (not_improved >= 3)
@@ -152,6 +155,22 @@ def test_moments_of_another_optimizer_are_refused(kind):
     for other in {"adam", "muon", "schedule_free"} - {kind}:
         with pytest.raises(ValueError, match="optimizer: "):
             load_moments(make(kind), make(other).state_dict())
+
+
+def test_a_run_keeps_the_commit_of_its_encoder(tiny, state, run):
+    name, keys = "owner/encoder", ["features.kind=encoder", "features.sample_rate=16000"]
+    asked, used = (
+        read_recipe(tiny, [*keys, f"features.encoder={encoder}"])
+        for encoder in (name, f"{name}@{'7' * 40}")
+    )
+    write(list_checkpoints(run)[-1].folder, {**state, "recipe": as_yaml(asked)})
+    for again in (asked, used):  # by the command that began it, and by its folder
+        write_recipe(used, run / "recipe.yaml")
+        start = find_resume_point(run, resume=True)
+        recipe = start.as_asked(again)
+        assert recipe.features.encoder == name
+        stored, lines = start.check_recipe(recipe, overridden=set(), force=False)
+        assert stored.features.encoder == used.features.encoder and lines == []
 
 
 @pytest.mark.parametrize("text", ["run: [", "run: &a x", "x"])

@@ -82,8 +82,12 @@ def load_run_encoder(run: Path, features: FeaturesConfig) -> PretrainedEncoder:
     facts, inside = read_description(run), run / FOLDER
     if features.train != "none":
         return load_encoder(features, Source(inside, **facts), weights=False)
+    name = features.encoder
     if (inside / "config.json").is_file():
-        features = features.model_copy(update={"encoder": str(inside)})
+        name = str(inside)
+    elif facts["name"].startswith(f"{name}@"):
+        name = facts["name"]  # the hub may have a newer commit
+    features = features.model_copy(update={"encoder": name})
     found = find_encoder(features)
     if found.sha256 != facts["sha256"]:
         raise UserError(

@@ -56,16 +56,23 @@ class ResumePoint:
         return parse_recipe(self.state["recipe"], f"{self.checkpoint.folder}: recipe")
 
     def as_asked(self, recipe: Recipe) -> Recipe:
-        """The recipe with what only the start of a run reads, as it was begun: train.init, and the
-        section `text` where it is that of RUN/recipe.yaml, which is the vocabulary that is used.
+        """The recipe with what only the start of a run reads, as it was begun: train.init; the
+        section `text` and features.encoder where they are those of RUN/recipe.yaml, which has the
+        vocabulary and the commit that are used.
         """
         with suppress(UserError):  # of an older version
-            train = recipe.train.model_copy(update={"init": self.begun_with.train.init})
+            begun = self.begun_with
+            train = recipe.train.model_copy(update={"init": begun.train.init})
             recipe = recipe.model_copy(update={"train": train})
             used = read_recipe(self.run / "recipe.yaml")
-            tasks = {recipe.task, used.task, self.begun_with.task}
-            if len(tasks) == 1 and "images" not in tasks and recipe.text == used.text:
-                return recipe.model_copy(update={"text": self.begun_with.text})
+            if not recipe.task == used.task == begun.task:
+                return recipe
+            if recipe.task != "images" and recipe.text == used.text:
+                recipe = recipe.model_copy(update={"text": begun.text})
+            if recipe.task == "speech" and recipe.features.encoder == used.features.encoder:
+                encoder = {"encoder": begun.features.encoder}
+                features = recipe.features.model_copy(update=encoder)
+                recipe = recipe.model_copy(update={"features": features})
         return recipe
 
     def check_recipe(
@@ -219,8 +226,8 @@ def find_resume_point(run: Path, resume: bool) -> ResumePoint | None:
 def with_stored_settings(
     recipe: Recipe, run: Path, overridden: AbstractSet[str]
 ) -> tuple[Recipe, list[str]]:
-    """The recipe with the vocabulary's section `text` of RUN/recipe.yaml and its decode settings,
-    but for `overridden`; lines of a log.
+    """The recipe with the vocabulary's section `text` of RUN/recipe.yaml, the commit of its encoder
+    and its decode settings, but for `overridden`; lines of a log.
 
     asr.evaluate --tune writes decode settings there. Raises UserError where they do not fit
     `overridden`.
@@ -232,6 +239,9 @@ def with_stored_settings(
     except UserError as error:
         return recipe, [f"{error} It is written again, with the recipe's decode settings"]
     tree |= {"text": stored["text"]} if "text" in stored else {}
+    features, encoder = tree.get("features", {}), stored.get("features", {}).get("encoder")
+    if encoder and encoder.startswith(f"{features.get('encoder')}@"):
+        features["encoder"] = encoder
     decode, of_run = tree.get("decode", {}), stored.get("decode", {})
     kept = [key for key in decode if not {"decode", f"decode.{key}"} & overridden]
     decode |= {key: of_run[key] for key in kept if key in of_run}

@@ -36,7 +36,7 @@ class TrainState:
     utterances: Count = 0
     broken: Count = 0  # unreadable utterances
     train_seconds: Number = 0.0  # wall time of steps and loading
-    best: Number = 0.0  # of train.early_stopping.metric; at best_step, 0 if there is none yet
+    best: Number = 0.0  # of train.early_stopping.metric, at best_step; both 0 if there is none yet
     best_step: Count = 0
     not_improved: Count = 0  # validations since
 
@@ -49,7 +49,7 @@ def rank_of(metric: str, value: float) -> float:
 def count_validation(state: TrainState, config: EarlyStoppingConfig, value: float) -> None:
     """Count a validation, in which the metric has this value, as an improvement or not."""
     gain = rank_of(config.metric, state.best) - rank_of(config.metric, value)
-    if math.isfinite(value) and (not state.best_step or gain > config.min_delta):
+    if math.isfinite(value) and (not (state.best_step or state.best) or gain > config.min_delta):
         state.best, state.best_step, state.not_improved = value, state.step, 0
     else:
         state.not_improved += 1
