@@ -283,18 +283,22 @@ def unlock(file: IO[Any], start: int = 0, length: int = 0) -> None:
 
 
 @contextmanager
-def lock_file(path: Path, refusal: str | None) -> Iterator[IO[bytes]]:
-    """Hold a lock file, which child processes may inherit.
+def lock_file(path: Path, refusal: str | None) -> Iterator[bool]:
+    """Hold a lock file, which child processes may inherit; False on a file system without locks.
 
     If another process holds it, raises UserError(refusal), or with None waits. Raises UserError
     also as open_append does.
     """
     with open_append(path) as file:
-        if refusal is None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        elif not try_lock(file, inherited=True):
-            raise UserError(refusal)
-        yield file
+        locked = True
+        try:
+            if refusal is None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            elif not try_lock(file, inherited=True):
+                raise UserError(refusal)
+        except OSError:
+            locked = False
+        yield locked
 
 
 @contextmanager

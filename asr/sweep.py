@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -199,18 +199,19 @@ def find_folders(runs: Sequence[SweepRun], out: Path) -> list[SweepRun]:
 
     A sweep that had fewer keys or seeds named its runs otherwise.
     """
-    from asr.analysis.runs import recipe_of
-    from asr.config.loader import flat
-
     names, others = {run.name for run in runs}, {}
     for path in sorted(out.glob("*/recipe.yaml")):
         if path.parent.name not in names:
             with suppress(UserError):  # of another version
-                others[path.parent.name] = flat(recipe_of(path.parent))
+                others[path.parent.name] = list(_recipes_of(path.parent))
     found = []
     for run in runs:
         if not (out / run.name).exists():
-            equal = (name for name, old in others.items() if not _changed_keys(run, old))
+            equal = (
+                name
+                for name, recipes in others.items()
+                if not all(_changed_keys(run, old) for old in recipes)
+            )
             run = replace(run, name=next(equal, run.name))
             others.pop(run.name, None)
         found.append(run)
@@ -222,24 +223,35 @@ def check_folder(run: SweepRun, folder: Path) -> None:
 
     decode.* keys outside the grid may differ: asr.evaluate --tune writes them there.
     """
-    from asr.analysis.runs import recipe_of, value_text
+    from asr.analysis.runs import value_text
     from asr.config.loader import flat
-    from asr.training.resume import asked_recipe
 
     if folder.is_symlink():
         raise UserError(f"{folder}: a symbolic link; replace it by the folder it points to")
     check_run_folder(folder)
     if not (folder / "recipe.yaml").exists():
         return
-    old = flat(recipe_of(folder))
-    changed = _changed_keys(run, old)
-    if changed and (asked := asked_recipe(folder)):
-        kept = {key: value for key, value in old.items() if key.startswith("decode.")}
-        old = flat(asked) | kept
+    for old in _recipes_of(folder):
         changed = _changed_keys(run, old)
-    for key in changed:
-        change = f"{key} = {value_text(old.get(key))}, now {value_text(flat(run.recipe).get(key))}"
-        raise UserError(f"{folder}: has a run of another recipe ({change}); choose another --out")
+        if not changed:
+            return
+    key = changed[0]
+    change = f"{key} = {value_text(old.get(key))}, now {value_text(flat(run.recipe).get(key))}"
+    raise UserError(f"{folder}: has a run of another recipe ({change}); choose another --out")
+
+
+def _recipes_of(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """The recipe of a run's folder, which has the vocabulary that is used, and that with which the
+    run was begun, with the decode settings of the first.
+    """
+    from asr.analysis.runs import recipe_of
+    from asr.config.loader import flat
+    from asr.training.resume import asked_recipe
+
+    used = flat(recipe_of(folder))
+    yield used
+    if asked := asked_recipe(folder):
+        yield flat(asked) | {key: used[key] for key in used if key.startswith("decode.")}
 
 
 def _changed_keys(run: SweepRun, old: Mapping[str, Any]) -> list[str]:
@@ -303,7 +315,10 @@ class SweepProcess:
         env = {"OMP_NUM_THREADS": str(threads), **os.environ}
         # The process inherits the lock and keeps it, even if this process is killed.
         with open_append(self.folder / LOCK) as lock, open_append(self.console) as console:
-            if not try_lock(lock, inherited=True):
+            locked = True  # also on a file system without locks
+            with suppress(OSError):
+                locked = try_lock(lock, inherited=True)
+            if not locked:
                 if not self.waits:
                     print_line(f"{self.run.name}: waiting for the process that uses its folder")
                 self.waits = True

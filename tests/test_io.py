@@ -1,5 +1,7 @@
 """Files: whole or not at all, of bounded size, and never something that blocks."""
 
+import errno
+import fcntl
 import json
 import os
 import socket
@@ -166,6 +168,15 @@ class TestFilesInAFolderOfAnotherUser:
         assert (run / "log").read_bytes() == b"one two"
         (run / "plain").touch()
         assert (run / "log").stat().st_mode == (run / "plain").stat().st_mode
+
+    @pytest.mark.parametrize("refusal", ["in use", None])
+    def test_a_file_system_without_locks(self, run, monkeypatch, refusal):
+        def refuse(*arguments):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        with lock_file(run / "lock", refusal) as locked:
+            assert not locked
 
     def test_a_lock_that_is_held_keeps_its_content(self, run):
         (run / "lock").write_text("process 7")

@@ -145,6 +145,17 @@ def test_runs_of_a_smaller_grid_are_taken_over(tiny, commands, tmp_path):
     ]  # fmt: skip
 
 
+def test_a_run_with_a_smaller_vocabulary_than_asked_is_taken_over(tiny, tiny_run, tmp_path):
+    """RUN/recipe.yaml has what is used, the checkpoint what was asked for."""
+    run = shutil.copytree(tiny_run, tmp_path / "norm=ba")
+    recipe = read_recipe(run)
+    used = recipe.text.model_copy(update={"kind": "bpe", "size": 77})
+    write_recipe(recipe.model_copy(update={"text": used}), run / "recipe.yaml")
+    (trial,) = read_grid(tiny, [f"seed={recipe.seed}"])
+    assert [found.name for found in sweep.find_folders([trial], tmp_path)] == ["norm=ba"]
+    sweep.check_folder(trial, run)
+
+
 def test_a_tuned_run_still_belongs_to_the_grid(tiny, commands, tmp_path):
     (tmp_path / "seed=1").mkdir()
     write_recipe(read_recipe(tiny, ["decode.beam=3"]), tmp_path / "seed=1" / "recipe.yaml")

@@ -57,7 +57,9 @@ def make_cache(
                 continue
         except OSError:
             continue
-        with lock_file(folder / "lock", None):
+        with lock_file(folder / "lock", None) as locked:
+            if not locked:
+                continue
             (folder / FRAMES).touch()
             (folder / INDEX).touch()
             try:
