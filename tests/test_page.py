@@ -5,7 +5,7 @@ import re
 from base64 import b64encode
 from hashlib import sha256
 from html.parser import HTMLParser
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 
@@ -51,6 +51,16 @@ class Parsed(HTMLParser):
     @property
     def data(self):
         return json.loads(self.texts["script"][0])
+
+
+def test_audio_is_found_where_a_link_leads_to_the_page(tmp_path):
+    (tmp_path / "scratch/deep").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(tmp_path / "scratch/deep")
+    folder, audio = tmp_path / "runs", tmp_path / "a.wav"
+    write_page(folder / "page.html", score(["a"], ["a"]), audio={"1": audio})
+    (row,) = Parsed(folder / "page.html").data
+    address = urljoin((folder / "page.html").resolve().as_uri(), row["audio"])
+    assert address == audio.as_uri()
 
 
 def scored(words):

@@ -120,6 +120,12 @@ def test_interval_is_the_binomial_one_where_words_fail_independently():
     assert actual.wer_interval == pytest.approx((actual.wer - half, actual.wer + half), rel=0.02)
 
 
+def test_an_id_in_place_of_a_speaker_names_none():
+    assert score(["a", "b"], ["a", "c"], ids="xy", speakers=["x", "y"]).speakers == ()
+    named = score(["a", "b"], ["a", "c"], ids="xy", speakers=["x", "z"])
+    assert [s.speaker for s in named.speakers] == ["x", "z"]
+
+
 def test_interval_over_speakers_is_wider_where_speakers_differ():
     # Either every utterance of a speaker fails or none: the sample size is 41 speakers.
     speakers = [str(number // 23) for number in range(41 * 23)]

@@ -95,7 +95,7 @@ def _data(
         row["edits"] = _joined(edits)
         if utterance.id in audio:
             # A URL relative to the folder, quoted so that it has no scheme, query or fragment.
-            path = Path(os.path.relpath(audio[utterance.id], folder)).as_posix()
+            path = Path(os.path.relpath(audio[utterance.id], folder.resolve())).as_posix()
             row["audio"] = quote(os.fsencode(path), safe="/")
         if utterance.id in pictures:
             row["picture"] = pictures[utterance.id]
@@ -165,6 +165,8 @@ def _group_table(name: str, groups: Mapping[str, Counts]) -> str:
 
 
 def _speakers(score: Score) -> str:
+    if not score.speakers:
+        return '<p class="empty">The manifest names none.</p>'
     rows = []
     for speaker in sorted(score.speakers, key=lambda s: (-s.wer, s.speaker)):
         name = escape(speaker.speaker)

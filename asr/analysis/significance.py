@@ -169,5 +169,6 @@ def compare_two(first: Score, second: Score) -> list[str]:
         lines.append(f"  {name} ({difference.units}): {interval}, p = {difference.p:.2g}")
     for units, count in counts.items():
         if count < MIN_UNITS:
-            lines.append(f"  over {units}: not tested, there are fewer than {MIN_UNITS}")
+            few = f"there are fewer than {MIN_UNITS}" if count else "the manifest names none"
+            lines.append(f"  over {units}: not tested, {few}")
     return lines

@@ -180,7 +180,8 @@ class SpeakerScore(Counts):
 
 @dataclass(frozen=True, slots=True)
 class Score(Counts):
-    """All utterances in input order; speakers in alphabetical order.
+    """All utterances in input order; speakers in alphabetical order, none where the speaker of each
+    utterance is its id, which asr.prepare writes for an unknown one.
 
     The intervals are 95 % percentile bootstrap intervals (Bisani & Ney 2004) over utterances, None
     for a single one. Few utterances (MIN_UNITS) or errors make them too narrow: without errors they
@@ -225,13 +226,16 @@ def summarize(utterances: Sequence[UtteranceScore], draws: int = 1000) -> Score:
     if not utterances:
         raise UserError("nothing to score: there are no utterances")
     rows = np.array([_counts_of(u) for u in utterances], dtype=np.int64)  # (N, 8), columns COUNTS
-    names, by_speaker = summed_by([u.speaker for u in utterances], rows)
     wer_interval, cer_interval = _intervals(rows, draws)
+    speakers: tuple[SpeakerScore, ...] = ()
+    if any(u.speaker != u.id for u in utterances):
+        names, by_speaker = summed_by([u.speaker for u in utterances], rows)
+        speakers = tuple(map(SpeakerScore, *by_speaker.T.tolist(), names))
     return Score(
         *rows.sum(axis=0).tolist(),
         wer_interval=wer_interval,
         cer_interval=cer_interval,
-        speakers=tuple(map(SpeakerScore, *by_speaker.T.tolist(), names)),
+        speakers=speakers,
         utterances=tuple(utterances),
     )
 

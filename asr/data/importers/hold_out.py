@@ -62,9 +62,16 @@ def overlap(train: Path, others: Iterable[Path]) -> Iterator[str]:
 
 
 def _texts_and_speakers(manifest: Path) -> tuple[list[int], list[int]]:
-    """The hashes of both columns. Raises UserError as read_rows does."""
-    rows = [(hash(row["text"]), hash(row["speaker"])) for _, row in read_rows(manifest, COLUMNS)]
-    return [text for text, _ in rows], [speaker for _, speaker in rows]
+    """The hashes of both columns, of the second those that name a speaker.
+
+    Raises UserError as read_rows does.
+    """
+    texts, speakers = [], []
+    for _, row in read_rows(manifest, COLUMNS):
+        texts.append(hash(row["text"]))
+        if row["speaker"] != row["id"]:
+            speakers.append(hash(row["speaker"]))
+    return texts, speakers
 
 
 def _choose(counts: Counter[str], share: float) -> set[str]:
