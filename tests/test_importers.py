@@ -391,6 +391,9 @@ def test_speakers_of_both_splits_are_counted(tmp_path, asr_prepare):
     table.write_text("\n".join([header, *rows]))  # without speakers, the ids stand in their place
     code, out, _ = asr_prepare(*call)
     assert code == 0 and "have a speaker that" not in out
+    table.write_text("audio\ttext\tsplit\n" + "a.wav\tone\ttrain\na.wav\ttwo\tvalid\n")
+    code, out, _ = asr_prepare(*call)  # the same id, which is no speaker
+    assert code == 0 and "have a speaker that" not in out
     speakers = ["a", "b", "a", "b", "a", "b", "a", "b", "c", "c", "b", "d"]
     table.write_text(
         "\n".join([f"{header}\tspeaker", *map("\t".join, zip(rows, speakers, strict=True))])
@@ -782,6 +785,27 @@ def test_folders_of_libritts_are_splits(tmp_path, asr_prepare):
     assert f"data.train={to}/train-clean-100.tsv data.valid={to}/dev-clean.tsv" in out
     for name in names:
         assert read_manifest(to / f"{name}.tsv").speakers == ["19", "26"]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "set" / names[0]).rename(tmp_path / "one" / names[0])
+    assert asr_prepare("auto", tmp_path / "one", "--to", to / "one")[0] == 0
+    assert read_manifest(to / "one" / f"{names[0]}.tsv").speakers == ["19", "26"]
+
+
+def test_folders_of_one_kind_of_file_below_a_speaker(tmp_path, asr_prepare):
+    """As L2-ARCTIC; a folder with a split's name is a speaker where no folders are below it."""
+    for speaker in ("ABA", "dev_b"):
+        sidecars(tmp_path / "set" / speaker / "wav", ["a_1.wav"])
+        (tmp_path / "set" / speaker / "transcript").mkdir()
+        text = tmp_path / "set" / speaker / "wav" / "a_1.txt"
+        text.rename(tmp_path / "set" / speaker / "transcript" / "a_1.txt")
+    assert asr_prepare("folder", tmp_path / "set", "--to", tmp_path / "to")[0] == 0
+    corpus = read_manifest(tmp_path / "to" / "set.tsv")
+    assert corpus.ids == ["ABA/a_1", "dev_b/a_1"] and corpus.speakers == ["ABA", "dev_b"]
+    (tmp_path / "set" / "dev_b").rename(tmp_path / "dev_b")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "dev_b").rename(tmp_path / "one" / "dev_b")
+    assert asr_prepare("folder", tmp_path / "one", "--to", tmp_path / "to")[0] == 0
+    assert read_manifest(tmp_path / "to" / "one.tsv").speakers == ["dev_b"]
 
 
 def test_timit_s_texts_have_no_sample_numbers_and_its_dialects_are_no_speakers(
@@ -1300,6 +1324,7 @@ def test_a_source_of_another_form_is_one_line(tmp_path, asr_prepare, name):
         ("5 % да", "", ["4 dropped: '5' 1, '%' 1, 'д' 1, 'а' 1", "warning: 1 transcripts lost"]),
         ("A\u00a0B\tC", "A B C", []),
         ("wait...what left.She Ph.D", "WAIT WHAT LEFT SHE PHD", ["5 dropped: '.' 5"]),
+        ("the boys' ' tis", "THE BOYS' TIS", ["1 dropped"]),
     ],
 )
 def test_upper_az(text, expected, report):
@@ -1339,6 +1364,11 @@ def test_what_is_no_text_is_removed_and_counted(choice, text, expected, report):
     lines = [line for line in normalize.report() if not line.startswith("error rates count")]
     assert len(lines) == len(report)
     assert all(words in line for words, line in zip(report, lines, strict=True))
+
+
+def test_upper_az_without_the_apostrophes_of_quotations():
+    normalize = TextNormalizer("upper-az", punctuation="drop")
+    assert normalize("‘Well’, she said, 'it’s O'Neil—no?'") == "WELL SHE SAID IT'S O'NEIL NO"
 
 
 def test_turkish_is_advised_its_own_lower_case():

@@ -38,7 +38,8 @@ from asr.io import parse_json, read_small_file
 TEXT_SUFFIXES = (".normalized.txt", ".original.txt", ".txt", ".lab", ".json", ".srt", ".vtt")
 SHOWN_SUFFIXES = ".txt, .lab, .json, .srt or .vtt"
 # Folders of one kind of file, which say nothing of the recording.
-KINDS = {"wav", "wavs", "wav48", "audio", "clips", "txt", "text", "texts", "transcripts", "lab"}
+KINDS = {"wav", "wavs", "wav48", "audio", "clips", "txt", "text", "texts", "lab"}
+KINDS |= {"transcript", "transcripts"}
 KINDS |= {f"dr{region}" for region in range(1, 9)}  # TIMIT's dialects, with folders of speakers
 OTHER_TEXTS = re.compile(r"(readme|licen[cs]e|copying|metadata|speakers?|.*info)\b", re.IGNORECASE)
 TIMED = re.compile(r"\d+ \d+ \S+(\n\d+ \d+ \S+)*")  # HTK's labels
@@ -86,8 +87,10 @@ def _folders(source: Path) -> dict[str, Path]:
     if splits and "train" not in splits and any(map(_pairs, others)):
         splits = {}  # Dev and Val are names of speakers, too
     named = [split_of(folder.name) for folder in folders]
-    if not splits and all(named) and len(set(named)) > 1:  # as LibriTTS
-        splits = {folder.name: folder for folder in folders}
+    if not splits and folders and all(named):
+        speakers = [p for f in folders for p in f.iterdir() if p.is_dir() and p.name not in KINDS]
+        if speakers or len(set(named)) > 1:  # as LibriTTS, not dev_patel alone
+            splits = {folder.name: folder for folder in folders}
     return splits or {source.resolve().name: source}
 
 
@@ -120,9 +123,8 @@ def _files(folder: Path) -> tuple[dict[Key, list[Path]], dict[Key, list[Path]]]:
     texts: dict[Key, list[Path]] = {}
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        parts = Path(root).relative_to(folder).parts
-        if parts and parts[0].lower() in KINDS:
-            parts = parts[1:]
+        below = Path(root).relative_to(folder).parts
+        parts = tuple(part for part in below if part.lower() not in KINDS)
         for name in sorted(names):
             if name.startswith("."):
                 continue

@@ -128,8 +128,7 @@ class TextNormalizer:
     def _in_form(self, text: str) -> str:
         text = " ".join(text.split())
         if self.choice == "upper-az":
-            others = _OTHER.findall(text)
-            return self._without(text, others) if others else text.upper()
+            return self._upper_az(text)
         text = self._without_punctuation(text)
         if self.choice == "keep":
             self.capitals += text != text.lower()
@@ -142,6 +141,16 @@ class TextNormalizer:
             self.turkish += "İ" in text or "ı" in text
         # Python's lower case of İ is i with a combining dot, a letter of no alphabet.
         return text.lower().replace("i\u0307", "i")
+
+    def _upper_az(self, text: str) -> str:
+        if not self.keeps_punctuation:  # else apostrophes also enclose quotations
+            text = " ".join(_NO_LETTER.sub(self._mark, text).split())
+        others = _OTHER.findall(text)
+        text = self._without(text, others) if others else text.upper()
+        words = [word for word in text.split() if word.strip("'")]
+        if loose := len(text.split()) - len(words):
+            self.dropped["'"] += loose
+        return " ".join(words)
 
     def _without_punctuation(self, text: str) -> str:
         """The text without punctuation, or with it counted."""
