@@ -68,6 +68,7 @@ class Run(os.PathLike):
     """
 
     def __init__(self, folder: AnyPath) -> None:
+        self._address = folder
         self.folder = local_run(folder)
         run_folders.recipe_of(self.folder)
 
@@ -104,11 +105,12 @@ class Run(os.PathLike):
         """Decode and score a split, and write what asr.evaluate writes.
 
         split: `train`, `valid`, a name under data.test of the recipe, or a manifest (.tsv). out:
-        folder of the files, by default evaluate/SPLIT in the run. The result has wer and cer
-        (fractions), wer_interval (95 %), speakers, and utterances with reference and hypothesis.
-        Utterances that cannot be read are scored as empty. Raises UserError as asr.evaluate does.
+        folder of the files, by default evaluate/SPLIT in the run, for hf:USER/NAME in the working
+        directory evaluate/NAME/SPLIT. The result has wer and cer (fractions), wer_interval (95 %),
+        speakers, and utterances with reference and hypothesis. Utterances that cannot be read are
+        scored as empty. Raises UserError as asr.evaluate does.
         """
-        opened = evaluation.open_split(self.folder, os.fspath(split), overrides)
+        opened = evaluation.open_split(self._address, os.fspath(split), overrides)
         folder = check_writable(Path(out)) if out is not None else opened.result_folder()
         with _same_threads():
             result, recognizer = opened.evaluate()

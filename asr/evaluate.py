@@ -13,30 +13,26 @@ from asr.shipped import is_installed
 def main() -> int:
     """Decode a split, print its error rates, write the files. Exit code 2 for unreadable audio."""
     args = arguments()
-    if is_installed(args.run) and (args.tune or not args.out):
-        raise UserError(f"{args.run}: is not written to; add --out, or give --tune a copy of it")
     from asr.analysis.significance import compare_two
     from asr.hub import is_on_hub, local_run
     from asr.inference import evaluation
     from asr.inference.tune import tune
 
-    on_hub, run = is_on_hub(args.run), local_run(args.run)
-    if args.tune and (on_hub or not os.access(run, os.W_OK)):
-        raise UserError(f"--tune writes into the run: copy {run} to a folder, and tune that")
-    split = evaluation.open_split(run, args.split, args.overrides, args.by)
+    split = evaluation.open_split(args.run, args.split, args.overrides, args.by)
     if args.tune:
+        run = split.run
+        if is_on_hub(args.run) or is_installed(run) or not os.access(run, os.W_OK):
+            raise UserError(f"--tune writes into the run: copy {run} to a folder, and tune that")
         for line in tune(split.load(), split.corpus, split.recipe, run):
             print(line, flush=True)
         return 0
-    out = args.out or (Path("evaluate", args.run.name, split.name) if on_hub else None)
     # Before hours of decoding.
-    folder = check_writable(out) if out else split.result_folder()
+    folder = check_writable(args.out) if args.out else split.result_folder()
     other = None
     if args.against:
         against = local_run(args.against)
         other = evaluation.evaluation_of_run(against, args.against, split.name, split.corpus)
-    title = f"{args.run.name}: {split.name}" if on_hub else None
-    result, recognizer = split.evaluate(title)
+    result, recognizer = split.evaluate()
     lines = list(evaluation.summary(result))
     if other:
         lines += [f"{args.run} against {args.against}, WER"]
@@ -56,7 +52,7 @@ def arguments() -> argparse.Namespace:
     parser = CommandParser(
         prog="python -m asr.evaluate",
         description="Decode a split with a trained run and score it.",
-        epilog="Keys of decode and data can be overridden, train.device, train.precision, "
+        epilog="Keys of decode and data can be overridden, train.device, "
         "train.threads and features.mvn=utterance|speaker: decode.beam=8 ...",
     )
     add = parser.add_argument

@@ -190,7 +190,6 @@ def test_what_a_model_was_trained_with_stays(more, message, tiny_run, commands, 
 def test_what_may_differ_from_training(tiny_run):
     same = "features.sample_rate=8000", "features.mel_bins=11", "model.kind=las"
     later = (
-        "train.precision=bf16",
         "train.threads=1",
         "features.mvn=speaker",
         "model.speller.backend=python",

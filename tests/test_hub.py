@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hub_server import HubServer
 
+import asr
 from asr import evaluate, export, train, transcribe
 from asr import hub as ours
 from asr.analysis.model_card import card_metadata, evaluation_result
@@ -170,6 +171,11 @@ def test_evaluation_of_a_run_from_the_hub(pushed, tiny, commands, monkeypatch, t
     assert "--tune writes into the run" in commands.refused(
         evaluate, "hf:owner/tiny", *split, "--tune"
     )
+    (tmp_path / "python").mkdir()
+    monkeypatch.chdir(tmp_path / "python")
+    asr.Run("hf:owner/tiny").evaluate(tiny.parent / "test.tsv")
+    assert Path("evaluate/tiny/test/page.html").is_file()
+    assert not (ours.local_run("hf:owner/tiny") / "evaluate").exists()
 
 
 def test_a_run_from_the_hub_stands_wherever_a_run_does(pushed, tiny, tiny_run, commands, tmp_path):

@@ -62,12 +62,12 @@ def test_a_run_has_a_name(empty):
     )
 
 
-def test_an_installed_run_is_not_written_to(empty, monkeypatch, commands):
+def test_an_installed_run_is_not_written_to(empty, tiny, monkeypatch, commands):
     monkeypatch.setattr(shipped, "PACKAGE", ROOT)  # as if pretrained/ were within the package
     assert is_installed(find_run(Path("conformer"))) and not is_installed(empty)
-    for more in ([], ["--tune"]):
-        line = commands.refused(evaluate, "conformer", "--split", "valid", *more)
-        assert "add --out" in line
+    split = "--split", tiny.parent / "test.tsv"
+    assert "add --out" in commands.refused(evaluate, "conformer", *split)
+    assert "to a folder, and tune that" in commands.refused(evaluate, "conformer", *split, "--tune")
 
 
 def test_the_wheel_has_all_packages_and_data():

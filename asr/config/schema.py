@@ -742,7 +742,7 @@ STAGE_KEYS = {
 
 
 # Keys that a trained run may be decoded with other values of, besides decode and data.
-LATER_KEYS = {"train.device", "train.threads", "train.precision", "features.dither"}
+LATER_KEYS = {"train.device", "train.threads", "features.dither"}
 LATER_KEYS |= {"features.encoder"}  # the same weights elsewhere
 LATER_MVN = {"utterance", "speaker"}  # the same statistics, over less or more speech
 OF_TRAINING = TRAINING_ONLY_FEATURES | {*STAGE_KEYS["model"]}
@@ -802,7 +802,7 @@ class StageConfig(Config):
 class Recipe(Config):
     """What the recipes of all tasks have: the task, the run's folder, the seed and `train:`."""
 
-    task: str  # `speech`, `language` or `images`
+    task: str = "speech"  # or `language`, `images`
     run: str  # folder under runs/
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1  # of weights, data order, dropout and masks
     train: TrainConfig = TrainConfig()

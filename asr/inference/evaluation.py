@@ -1,6 +1,7 @@
 """Decode a split, score it, and write the result: files, HTML page, printed lines."""
 
 import io
+import os
 import shlex
 from base64 import b64encode
 from collections import Counter
@@ -58,6 +59,7 @@ from asr.errors import UserError
 from asr.features import AudioError
 from asr.features.front_end import FrontEnd
 from asr.features.tar import member_of
+from asr.hub import is_on_hub, local_run
 from asr.inference.decode import Encoded, attention, ctc_hypotheses, encode
 from asr.inference.encoders import stored_features
 from asr.inference.load import load_run_recipe
@@ -73,6 +75,7 @@ from asr.inference.recognition import (
 )
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
 from asr.io import check_run_folder, check_writable
+from asr.shipped import is_installed
 
 # Where the decoder loops or stops early; eos_threshold would refuse ends that it is unsure of.
 SAFE_SEARCH = "decode.beam=4 decode.ctc_weight=0.3 decode.eos_threshold=null"
@@ -120,6 +123,7 @@ class Evaluation:
 class EvaluationSplit:
     """A split of a run that is to be evaluated; its manifest is read, its audio is not."""
 
+    address: str  # of the run: its folder, or hf:USER/NAME[@REVISION]
     run: Path
     split: str  # as the caller names it
     name: str  # of the folder of results
@@ -129,7 +133,15 @@ class EvaluationSplit:
     overrides: Sequence[str]
 
     def result_folder(self) -> Path:
-        """RUN/evaluate/SPLIT. UserError where that is another split's, or cannot be written."""
+        """RUN/evaluate/SPLIT, of a run of the hub evaluate/NAME/SPLIT here.
+
+        UserError for a run of the installed package, and where the folder is another split's, or
+        cannot be written.
+        """
+        if is_on_hub(self.address):
+            return check_writable(Path("evaluate", Path(self.address).name, self.name))
+        if is_installed(self.run):
+            raise UserError(f"{self.run}: is not written to; add --out FOLDER")
         splits.check_result_name(self.recipe.data, self.split, self.name)
         return check_writable(self.run / "evaluate" / self.name)
 
@@ -152,7 +164,7 @@ class EvaluationSplit:
             print(note, flush=True)
         return recognizer
 
-    def evaluate(self, title: str | None = None) -> tuple[Evaluation, Recognizer]:
+    def evaluate(self) -> tuple[Evaluation, Recognizer]:
         """Decode and score every utterance, the unreadable ones as empty.
 
         -> also the model, for the pictures of `write`.
@@ -178,26 +190,32 @@ class EvaluationSplit:
         if recipe.model.ctc_weight:
             ctc = [d.ctc.text for d in decoded]
             metadata["ctc_wer"] = score(corpus.texts, ctc, corpus.ids, draws=1).wer
-        title = title or f"{self.run.resolve().name}: {self.name}"
+        run = Path(self.address) if is_on_hub(self.address) else self.run.resolve()
+        title = f"{run.name}: {self.name}"
         evaluation = Evaluation(title, corpus, decoded, reasons, result, groups, metadata)
         return evaluation, recognizer
 
 
 def open_split(
-    run: Path, split: str, overrides: Sequence[str] = (), by: Sequence[str] = ()
+    run: str | os.PathLike[str],
+    split: str,
+    overrides: Sequence[str] = (),
+    by: Sequence[str] = (),
 ) -> EvaluationSplit:
     """A split of a run: `train`, `valid`, a name under data.test, or a manifest (.tsv).
 
-    by: columns of the manifest, whose groups are scored too. Raises UserError for a split or column
-    that does not exist, and for overrides that do not fit the run.
+    run: as for local_run. by: columns of the manifest, whose groups are scored too. Raises
+    UserError for a split or column that does not exist, for overrides that do not fit the run, and
+    as local_run does.
     """
+    address, run = os.fspath(run), local_run(run)
     recipe = load_run_recipe(run, overrides)
     name, corpus = evaluation_name(split), splits.load_split(recipe.data, split)
     labels = {
         column: {row["id"]: row[column] for _, row in read_rows(corpus.path, ("id", column))}
         for column in by
     }
-    return EvaluationSplit(run, split, name, recipe, corpus, labels, overrides)
+    return EvaluationSplit(address, run, split, name, recipe, corpus, labels, overrides)
 
 
 def _group_facts(part: Score) -> dict[str, Any]:
