@@ -254,6 +254,9 @@ def test_a_metric_that_is_not_measured_is_refused(tiny, commands, tmp_path):
         assert f"train.early_stopping.metric = {metric} is not measured with this recipe" in line
     line = commands.refused(train, "demo_lm", "--run", tmp_path, early % "wer")
     assert "train.early_stopping.metric = wer is not measured" in line
+    for name, metric in (("draw", "accuracy"), ("mnist_rows", "perplexity")):
+        line = commands.refused(train, name, "--run", tmp_path, early % metric)
+        assert f"train.early_stopping.metric = {metric} is not measured" in line
 
 
 @pytest.fixture

@@ -65,6 +65,12 @@ class ImageRecipe(NonSpeechRecipe):
     model: Annotated[RowClassifierConfig | DrawConfig, Field(discriminator="kind")]
 
     @property
+    def unmeasured(self) -> set[str]:
+        """Metrics that no validation of this recipe has."""
+        of_labels = {"accuracy"} if self.model.kind == "draw" else set()
+        return super().unmeasured | {"perplexity", "word_perplexity"} | of_labels
+
+    @property
     def unused_keys(self) -> dict[str, str]:
         """Speech-only keys, text samples, and for DRAW, which has no labels, their smoothing."""
         labels = {"label_smoothing": REMOVE_KEY} if self.model.kind == "draw" else {}

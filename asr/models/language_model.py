@@ -28,11 +28,10 @@ from asr.nn.transformer import LayerScales, encoder_stack, extend_past
 
 
 class LSTMState(NamedTuple):
-    """h and c of every layer, (L, B * K, H) each, and K."""
+    """h and c of every layer, (L, B * K, H) each."""
 
     h: Tensor
     c: Tensor
-    beam: int
 
 
 class LSTMLanguageModel(nn.Module):
@@ -70,20 +69,20 @@ class LSTMLanguageModel(nn.Module):
         """One hypothesis per utterance, before <sos>; of the memory only the size is used."""
         layers, size = self.lstm.num_layers, self.lstm.hidden_size
         zeros = self.out.weight.new_zeros(layers, len(memory.valid), size)
-        return LSTMState(zeros, zeros, 1)
+        return LSTMState(zeros, zeros)
 
     @torch.no_grad()
     def step(self, state: LSTMState, tokens: Tensor) -> tuple[Tensor, LSTMState]:
         """tokens (B, K) -> log-probabilities (B, K, V) of the next ones, next state."""
         embedded = self.embedding(tokens.flatten())  # (B * K, E)
-        output, (h, c) = self.lstm.step(embedded, (state.h, state.c))
+        output, (h, c) = self.lstm.step(embedded, state)
         logits = self._logits(output).unflatten(0, tokens.shape)
-        return logits.log_softmax(-1), LSTMState(h, c, tokens.shape[1])
+        return logits.log_softmax(-1), LSTMState(h, c)
 
     def select(self, state: LSTMState, rows: Tensor) -> LSTMState:
         """Keep and reorder hypotheses: rows (B', K') number them b * K + k."""
         flat = rows.flatten()
-        return LSTMState(state.h[:, flat], state.c[:, flat], rows.shape[1])
+        return LSTMState(state.h[:, flat], state.c[:, flat])
 
     def _logits(self, outputs: Tensor) -> Tensor:
         return self.out(self.project(self.dropout(outputs)))

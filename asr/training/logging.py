@@ -37,7 +37,7 @@ from asr.training.state import TrainState
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Figures that are fractions: texts show them in percent, TensorBoard as they are.
-RATES = {"wer": "WER", "cer": "CER", "ctc_wer": "CTC WER", "accuracy": "accuracy"}
+RATES = {"wer": "WER", "ctc_wer": "CTC WER", "accuracy": "accuracy"}
 BEST = ("wer", "nll", "accuracy", "perplexity")  # figures of the best checkpoint to show
 
 

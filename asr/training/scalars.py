@@ -40,7 +40,8 @@ MEANINGS = {
     "speed/audio_per_second": "seconds of audio trained on per second, without validation",
     "speed/audio_hours, speed/train_seconds": "audio trained on, in hours, and the "
     "time for it, in seconds",
-    "best/...": "finished runs: figures of the checkpoint with the lowest valid/nll",
+    "best/...": "finished runs: figures of the checkpoint that is best by "
+    "`train.early_stopping.metric`, else by valid/nll",
     "valid_health/...": "gates, norms and gradients of each layer (`train.health`)",
 }
 _CHARTS = {
