@@ -21,7 +21,7 @@ def main() -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run or sweep folder")
     add("--out", type=Path, help="folder of the report (SWEEP/compare or compare)")
-    add("--levels", nargs="+", metavar="LOSS", help="instead of the automatic ones")
+    add("--levels", nargs="+", metavar="LOSS", help="of steps to a loss (automatic)")
     ignore = "settings that may differ within a group, like the seed: train.init"
     add("--ignore", nargs="+", metavar="KEY", default=[], help=ignore)
     add("--curve", default="valid/nll", help="the loss on validation (%(default)s)")
