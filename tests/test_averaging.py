@@ -82,21 +82,6 @@ def test_schedule_free_equals_its_own_code_and_is_not_rounded_by_an_evaluation()
         assert all(map(torch.equal, values(ours), values(theirs)))
 
 
-def test_schedule_free_resumes_with_the_weight_of_its_average():
-    straight, module = layer(), layer()
-    steps(straight, make_optimizer(SCHEDULE_FREE, straight), 6)
-    optimizer = make_optimizer(SCHEDULE_FREE, module)
-    generator = torch.Generator().manual_seed(3)
-    for step in range(6):
-        if step == 4:
-            state, optimizer = optimizer.state_dict(), make_optimizer(SCHEDULE_FREE, module)
-            load_moments(optimizer, state)
-        module.zero_grad()
-        module(torch.randn(3, 5, generator=generator)).square().sum().backward()
-        optimizer.step()
-    assert all(map(torch.equal, values(straight), values(module)))
-
-
 def test_schedule_free_counts_the_steps_of_weights_that_a_stage_trains_from_their_first():
     """With the steps of the others, the first one of theirs would be 31 times as long."""
 

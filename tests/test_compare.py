@@ -323,14 +323,6 @@ def test_rates_of_untrained_models_are_named(tmp_path, commands):
     assert "WER of test: that of listener.norm=none is typical of an untrained model: an" in out
 
 
-def test_word_error_rates_are_pooled_over_the_runs(two_groups, commands):
-    report(commands, two_groups)
-    text = (two_groups / "compare" / "compare.md").read_text()
-    ba, none = rows(text, "WER of test, %")
-    assert ba[1:3] == ["3", f"{100 / 60:.2f}"] and none[2] == "20.00"
-    assert none[6] == "20.00, 20.00, 20.00"
-
-
 def test_runs_that_failed_are_listed_and_do_not_count(two_groups, commands, tmp_path):
     norm = "model.listener.norm=none"
     make_run(two_groups / "nan", [norm, "seed=4"], [1.0, 0.9, float("nan")])

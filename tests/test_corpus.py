@@ -162,12 +162,6 @@ def test_outside_audio_is_reached_by_a_link(tmp_path):
     assert sorted(p.name for p in to.iterdir()) == ["train.audio", "train.tsv"]
 
 
-def test_audio_below_the_manifest_needs_no_link(tmp_path):
-    (tmp_path / "clips").mkdir()
-    assert link_audio(tmp_path / "train.tsv", tmp_path / "clips") == tmp_path / "clips"
-    assert [p.name for p in tmp_path.iterdir()] == ["clips"]
-
-
 def test_a_link_never_replaces_a_folder(tmp_path):
     (tmp_path / "to" / "train.audio").mkdir(parents=True)
     (tmp_path / "audio").mkdir()

@@ -20,7 +20,7 @@ from tiny_speech import RATE
 from tone_model import spoken, tone_recognizer
 
 from asr import evaluate, export, prune, transcribe
-from asr.analysis.score_files import evaluation_name, write_evaluation
+from asr.analysis.score_files import write_evaluation
 from asr.analysis.wer import score
 from asr.config.loader import read_recipe
 from asr.data.corpus import Utterance, read_manifest, write_manifest
@@ -145,13 +145,6 @@ def test_silence_and_a_few_frames_are_not_decoded(tiny_run, commands, tmp_path):
         == model(late, RATE).text
         == model(late[-len(late) + 11 * RATE // 4 :], RATE).text
     )
-
-
-def test_a_run_trained_without_speakers_can_be_decoded_by_speaker(
-    tiny, tiny_run, commands, tmp_path
-):
-    overrides = ("features.mvn=speaker", "--out", tmp_path)
-    assert commands(evaluate, tiny_run, "--split", "test", *overrides)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -376,18 +369,6 @@ def test_a_missing_column_is_one_line(tiny, tiny_run, commands, tmp_path):
     assert "accent" in line and not (tmp_path / "no").exists()
 
 
-def test_a_run_does_not_beat_itself(tiny, tiny_run, commands, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
-    assert commands(evaluate, run, "--split", "test")[0] == 0
-    code, out, _ = commands(
-        evaluate, tiny_run, "--split", "test", "--against", run, "--out", tmp_path / "e"
-    )
-    assert code == 0
-    values = [float(p) for p in re.findall(r"\bp (?:= )?([0-9.]+)", out)]
-    assert values and min(values) == 1.0
-
-
 def test_against_another_run_the_differences_are_those_of_jiwer(tiny, tiny_run, commands, tmp_path):
     assert commands(evaluate, tiny_run, "--split", "test", "--out", tmp_path / "ours")[0] == 0
     rows = hypothesis_rows(tmp_path / "ours")
@@ -504,13 +485,6 @@ def test_pictures_are_counted_from_0(count, tiny_run, commands):
     """As a slice, -1 would select all utterances but one."""
     code, _, err = commands(evaluate, tiny_run, "--split", "test", "--pictures", count)
     assert code == 2 and f"--pictures: '{count}' is not a whole number from 0 up;" in err
-
-
-@pytest.mark.parametrize(
-    ("split", "name"), [("test", "test"), ("v1.0", "v1.0"), ("a/b/dev.x.tsv", "dev.x")]
-)
-def test_every_split_has_a_folder_of_its_own(split, name):
-    assert evaluation_name(split) == name
 
 
 def test_another_manifest_does_not_replace_the_results_of_a_split(

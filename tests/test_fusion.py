@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from small_language_model import language_model
-from test_beam_models import FAMILIES, WORDS, V, alone, encoded, tiny
+from test_beam_models import WORDS, V, alone, encoded, tiny
 from tiny_speech import RATE
 from toy_speller import NO_FRAMES, beam_search
 
@@ -86,40 +86,6 @@ def test_brute_force_results_depend_on_the_language_models():
         one = alone(*encoded(model), 0)
         results = [brute_force(model, lm, w, *one, 4, SETTINGS[1])[:4] for w in (0.0, LM_WEIGHT)]
         assert [tokens for _, tokens in results[0]] != [tokens for _, tokens in results[1]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fused_scores_add_up(family, kind):
-    model, lm = tiny(family), language_model(kind, V)
-    memory, ctc = encoded(model)
-    results = beam_search(model, memory, 5, nbest=5, ctc=ctc, ctc_weight=0.3, scorers=[(0.4, lm)])
-    for b, hypotheses in enumerate(results):
-        mine, own_ctc = alone(memory, ctc, b)
-        for hypothesis in hypotheses:
-            sentences = [hypothesis.tokens]
-            parts = [
-                sentence_log_probs(lambda t, m=mine: model.decode(m, t), sentences),
-                ctc_log_probs(own_ctc, sentences),
-                sentence_log_probs(lm, sentences),
-            ]
-            assert hypothesis.parts == pytest.approx([float(p) for p in parts], abs=1e-5)
-            total = 0.7 * parts[0] + 0.3 * parts[1] + 0.4 * parts[2]
-            assert hypothesis.score == pytest.approx(float(total), abs=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["las location", "transformer"])
-def test_a_batch_equals_its_utterances_one_by_one(family, kind):
-    model, scorers = tiny(family), [(0.5, language_model(kind, V))]
-    memory, ctc = encoded(model)
-    settings = {"nbest": 3, "ctc_weight": 0.3, "length_penalty": 0.6}
-    together = beam_search(model, memory, 4, ctc=ctc, scorers=scorers, **settings)
-    for b, ours in enumerate(together):
-        mine, own_ctc = alone(memory, ctc, b)
-        (judge,) = beam_search(model, mine, 4, ctc=own_ctc, scorers=scorers, **settings)
-        assert [h.tokens for h in ours] == [h.tokens for h in judge]
-        assert [h.score for h in ours] == pytest.approx([h.score for h in judge], abs=1e-5)
 
 
 def save_language_run(run, tokenizer, task="language"):

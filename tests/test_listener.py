@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from asr.config.schema import ListenerConfig
-from asr.models.las import Listener, join_pairs
+from asr.models.las import Listener
 
 B, F, H = 3, 7, 5
 LENGTHS = [13, 6, 1]
@@ -95,13 +95,6 @@ def test_output_lengths_are_exact(convolution, pyramid):
         memory = ours(torch.randn(19, 19, F, dtype=torch.float64), lengths)
     assert expected.tolist() == memory.valid.sum(dim=1).tolist()
     assert memory.states.shape == (19, int(expected.max()), 2 * H) and ours.size == 2 * H
-
-
-def test_join_pairs_keeps_order_and_pairs_the_odd_one_with_zeros():
-    x = torch.arange(1.0, 11.0).view(1, 5, 2)
-    joined, lengths = join_pairs(x, torch.tensor([5]))
-    assert joined.tolist() == [[[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 0]]]
-    assert lengths.tolist() == [3]
 
 
 @pytest.mark.parametrize(

@@ -13,42 +13,6 @@ from asr.config.schema import SpellerConfig
 from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 
 
-def torch_like(layers, bidirectional, **settings):
-    return LayerNormLSTM(
-        3, 7, layers, batch_first=True, bidirectional=bidirectional, norm="none", **settings
-    )
-
-
-def as_judge(ours, layers, bidirectional):
-    judge = nn.LSTM(3, 7, layers, batch_first=True, bidirectional=bidirectional)
-    judge.load_state_dict(ours.state_dict())
-    return judge
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_without_norm_it_is_torch_lstm(bidirectional):
-    torch.manual_seed(1)
-    ours = torch_like(2, bidirectional, backend="reference").double()
-    judge = as_judge(ours, 2, bidirectional).double()
-    x = torch.randn(5, 11, 3, dtype=torch.float64)
-    start = torch.randn(2, 2 * (1 + bidirectional), 5, 7, dtype=torch.float64)
-    output, state = ours(x, tuple(start))
-    expected, expected_state = judge(x, tuple(start))
-    torch.testing.assert_close((output, *state), (expected, *expected_state))
-
-
-def test_ragged_batch_is_torch_lstm_on_packed_sequences():
-    torch.manual_seed(2)
-    ours = torch_like(2, True).eval()
-    judge = as_judge(ours, 2, True)
-    x, lengths = torch.randn(5, 11, 3), torch.tensor([4, 11, 1, 7, 7])
-    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    expected, (h, c) = judge(packed)
-    padded, _ = nn.utils.rnn.pad_packed_sequence(expected, batch_first=True)
-    output, state = ours(x, lengths=lengths)
-    torch.testing.assert_close((output, *state), (padded, h, c), atol=1e-6, rtol=1e-5)
-
-
 def test_cell_without_norm_is_torch_cell():
     ours, judge = LayerNormLSTMCell(3, 7, norm="none"), nn.LSTMCell(3, 7)
     ours.load_state_dict(judge.state_dict())
@@ -165,15 +129,6 @@ def test_cell_draws_its_mask_once_per_sequence():
     assert cell.eval().dropout_mask(2) is None
 
 
-def test_state_of_the_thesis_is_swapped_on_reading():
-    """Its memory is bounded: it stores sigmoid * tanh as c."""
-    torch.manual_seed(6)
-    thesis, raw = (LayerNormLSTMCell(3, 7, norm=norm) for norm in ("thesis", "raw"))
-    raw.load_state_dict(thesis.state_dict())
-    x, h, c = torch.randn(5, 3), torch.randn(5, 7), torch.randn(5, 7)
-    torch.testing.assert_close(thesis(x, (h, c)), raw(x, (c, h)))
-
-
 def test_a_section_of_a_recipe_is_the_cells_settings():
     """Each key has its value; other keys of a section are none of the cell's."""
     values = {"norm": "ba", "cell_norm": "state", "hidden_norm": True, "norm_kind": "rms"}
@@ -181,32 +136,6 @@ def test_a_section_of_a_recipe_is_the_cells_settings():
     section = SpellerConfig(**values, hidden=3, backend="reference")
     assert section.settings == CellSettings(**values)
     assert asdict(section.settings) == values
-
-
-def test_rms_norm_subtracts_no_mean():
-    """A constant added to all 4H products moves the gates of RMSNorm alone."""
-    torch.manual_seed(8)
-    x, state = torch.ones(2, 1), (torch.zeros(2, 7), torch.zeros(2, 7))
-    for kind, moves in (("layer", False), ("rms", True)):
-        cell = LayerNormLSTMCell(1, 7, norm=CellSettings("joined", norm_kind=kind))
-        before = cell(x, state)[0]
-        with torch.no_grad():
-            cell.weight_ih += 0.5
-        assert torch.allclose(before, cell(x, state)[0], atol=1e-5) is not moves
-
-
-def test_the_normed_output_is_the_recurrent_input():
-    torch.manual_seed(9)
-    settings = CellSettings("joined", hidden_norm=True)
-    cell = LayerNormLSTMCell(3, 67, norm=settings)
-    h = cell(torch.randn(2, 3))[0]
-    torch.testing.assert_close(h.mean(1), torch.zeros(2), atol=1e-5, rtol=0)
-    torch.testing.assert_close(h.var(1, correction=0), torch.ones(2), atol=1e-2, rtol=0)
-    layer = LayerNormLSTM(3, 67, batch_first=True, norm=settings)
-    layer.load_state_dict({f"{k}_l0": v for k, v in cell.state_dict().items()})
-    x = torch.randn(2, 2, 3)
-    second = cell(x[:, 1], cell(x[:, 0]))[0]
-    torch.testing.assert_close(layer(x)[0][:, 1], second, atol=1e-5, rtol=1e-4)
 
 
 WRONG_LENGTHS = {

@@ -316,17 +316,6 @@ def test_the_command_is_recorded_for_audio_that_is_lost(table, tmp_path, asr_pre
     assert "rm" not in read_manifest(manifest).unreadable()
 
 
-def test_outside_audio_is_accepted_below_a_named_folder(table, tmp_path, asr_prepare):
-    other = record(tmp_path / "elsewhere" / "d.wav")
-    table.write_text(f"id\taudio\ttext\nd\t{other}\tText\n")
-    code, _, err = asr_prepare("table", table, "--to", tmp_path / "to")
-    assert code == 2 and f"--audio {other.parent} accepts its audio" in err[-1]
-    assert asr_prepare("table", table, "--to", tmp_path / "to", "--audio", other.parent)[0] == 0
-    corpus = read_manifest(tmp_path / "to" / "mine.tsv")
-    assert corpus[0].audio == tmp_path / "to" / "mine.audio" / "d.wav"
-    assert corpus[0].audio.resolve() == other and corpus.speakers == ["d"]
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -633,9 +622,3 @@ def test_a_transcript_that_is_no_small_file_is_refused(tmp_path, asr_prepare):
         make(path)
         code, _, err = asr_prepare(*call)
         assert code == 2 and len(err) == 1 and str(path) in err[0] and words in err[0]
-
-
-def test_ids_with_control_characters_are_faults(table, tmp_path, asr_prepare):
-    table.write_text(table.read_text() + "a\x1b[2Jb\ta.wav\tText\t1\ts\tr\n")
-    code, _, err = asr_prepare("table", table, "--to", tmp_path / "to")
-    assert code == 2 and err[0].startswith(f"{table}:5: id 'a\\x1b[2Jb' has a control character")

@@ -466,14 +466,6 @@ def test_a_project_recipe_repeats_no_key_of_its_base():
             assert not [key for key, _ in leaves(tree) if base.get(key, ...) == own[key]], path
 
 
-def test_the_project_recipes_are_valid():
-    recipes = sorted(RECIPES.glob("*.yaml"))
-    assert recipes
-    for path in recipes:
-        read_recipe(path)
-        assert path.read_text().startswith("#"), f"{path} begins with what it is"
-
-
 # A run that is not there: the error names the command that makes it.
 
 

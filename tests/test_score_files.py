@@ -139,7 +139,14 @@ def test_damage_is_reported(tmp_path, name, old, new, message):
 
 
 @pytest.mark.parametrize(
-    ("split", "name"), [("test", "test"), ("a/b.tsv", "b"), ("x/../é ü.tsv", "é ü"), (".a", ".a")]
+    ("split", "name"),
+    [
+        ("test", "test"),
+        ("v1.0", "v1.0"),
+        ("a/b.x.tsv", "b.x"),
+        ("x/../é ü.tsv", "é ü"),
+        (".a", ".a"),
+    ],
 )
 def test_the_folder_of_an_evaluation_has_the_split_s_name(split, name):
     assert evaluation_name(split) == name

@@ -7,7 +7,7 @@ from torch import nn
 from asr.config.schema import LasConfig, SpellerConfig
 from asr.data.tokenizer import SOS
 from asr.models.las import Speller
-from asr.nn.attention import AttentionState, Memory
+from asr.nn.attention import Memory
 
 B, T, E, H, D, A, V = 2, 7, 5, 11, 3, 13, 17  # D embedding
 LENGTHS = [7, 4]
@@ -82,34 +82,6 @@ def test_a_step_does_not_change_the_state_before_it(memory):
     assert torch.equal(first, again)
 
 
-def spell(ours, state, tokens):
-    """tokens (B, K, U) -> logits of the last step (B, K, V), state."""
-    for token in tokens.unbind(dim=2):
-        outputs, state = ours.advance(state, token)
-    return ours.logits(outputs), state
-
-
-@torch.no_grad()
-def test_select_reorders_expands_and_drops(memory):
-    ours = speller(layers=2)
-    _, state = spell(ours, ours.start(memory), torch.full((B, 1, 1), SOS))
-    state = ours.select(state, torch.arange(B)[:, None].expand(B, 3))
-    tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
-    _, state = spell(ours, state, tokens[..., None])
-    # Utterance 1 only, with 2 hypotheses: its third and then its first.
-    rows = torch.tensor([[5, 3]])
-    state = ours.select(state, rows)
-    assert state.constants.memory.states.shape[0] == 1  # kept once per utterance
-    last = torch.tensor([[10, 11]])
-    logits, state = spell(ours, state, last[..., None])
-    for k, words in enumerate([[SOS, 9, 10], [SOS, 7, 11]]):
-        alone = Memory(memory.states[1:, :4], memory.valid[1:, :4])
-        expected, after = spell(ours, ours.start(alone), torch.tensor([[words]]))
-        torch.testing.assert_close(logits[0, k], expected[0, 0])
-        torch.testing.assert_close(state.attended.weights[0, k, :4], after.attended.weights[0, 0])
-        torch.testing.assert_close(state.attended.total[0, k, :4], after.attended.total[0, 0])
-
-
 def test_selecting_all_copies_no_memory(memory):
     ours = speller()
     state = ours.select(ours.start(memory), torch.arange(B)[:, None].expand(B, 5))
@@ -144,13 +116,3 @@ def test_dropout_acts_in_training_only(memory):
     assert torch.equal(*(ours.advance(ours.start(memory), sos)[0] for _ in range(2)))
     ours.train()
     assert not torch.equal(*(ours.advance(ours.start(memory), sos)[0] for _ in range(2)))
-
-
-def test_input_feeding_reads_the_context(memory):
-    """The context vector enters the next step: change it and the next step changes."""
-    ours = speller()
-    _, state = ours.advance(ours.start(memory), torch.full((B, 1), SOS))
-    first, _ = ours.advance(state, torch.full((B, 1), 4))
-    other, _ = ours.advance(state._replace(context=state.context + 1), torch.full((B, 1), 4))
-    assert not torch.allclose(first[..., :H], other[..., :H])
-    assert isinstance(state.attended, AttentionState)

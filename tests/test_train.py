@@ -570,11 +570,6 @@ def test_the_last_step_before_a_kill_at_an_epoch_s_end(
     assert_same_state(tmp_path, tiny_run)
 
 
-def test_workers_change_no_bit(tiny, tiny_run, commands, tmp_path):
-    assert commands(train, tiny, "--run", tmp_path, "data.workers=2")[0] == 0
-    assert_same_state(tmp_path, tiny_run)
-
-
 def test_resuming_a_finished_run_changes_nothing(tiny, commands, tmp_path, tiny_run):
     assert (
         commands(train, tiny, "--run", tmp_path, "--resume")[0] == 0

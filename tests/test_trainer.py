@@ -17,7 +17,7 @@ from asr.errors import UserError
 from asr.training import distributed, trainer
 from asr.training.losses import Objective, Sum, means
 from asr.training.optim import tri_stage
-from asr.training.state import TrainState, random_state, restore_random_state
+from asr.training.state import TrainState
 from asr.training.task import Task
 from asr.training.trainer import Training, planned_steps, take_step, validate
 
@@ -356,10 +356,3 @@ def test_bf16_trains_nearly_as_fp32_and_keeps_fp32_weights(monkeypatch):
     assert rough.model.weight.dtype == torch.float32
     assert not torch.equal(rough.model.weight, exact.model.weight)
     torch.testing.assert_close(rough.model.weight, exact.model.weight, atol=0.02, rtol=0.05)
-
-
-def test_the_random_state_is_restored():
-    state = random_state()
-    first = torch.rand(5)
-    restore_random_state(state)
-    assert torch.equal(torch.rand(5), first)

@@ -290,19 +290,6 @@ def test_settings_are_not_taken_as_files(commands, tiny_run, tiny):
     assert line.startswith("command line: decode.beam = 0: should be greater than or equal to 1")
 
 
-def test_ctc_weight_needs_a_ctc_head(commands, tiny_run, tiny):
-    more = ["decode.ctc_weight=0.3", "model.ctc_weight=0"]
-    line = commands.refused(transcribe, tiny_run, tiny.parent / "test-0.flac", *more)
-    assert "decode.ctc_weight=0.3 needs a CTC head" in line
-
-
-def test_silence_and_empty_audio_give_empty_transcripts(commands, tiny_run, tmp_path):
-    for name, count in (("silent", 4000), ("empty", 0)):
-        soundfile.write(tmp_path / f"{name}.wav", np.zeros(count), RATE)
-        code, out, _ = commands(transcribe, tiny_run, tmp_path / f"{name}.wav")
-        assert (code, out) == (0, f"{tmp_path / name}.wav: \n")
-
-
 def test_quiet_and_silent_files_are_named_with_their_level(commands, tiny_run, tmp_path):
     wave = spoken(["ac"], 0.3)[0]
     sounds = {"loud": wave, "quiet": wave * 1e-3, "silent": np.full(len(wave), 0.1)}
