@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from asr.arguments import CommandParser, above_zero, call_of, natural, share
+from asr.data.importers.rows import LONG, split_of
 from asr.data.importers.text_normalization import CHOICES, PUNCTUATION, TAGS
 from asr.errors import UserError, print_line, run_command
 
@@ -60,7 +61,6 @@ FORMATS = {
 WITH_TEXT_COLUMN = ("auto", "table", "datasets")
 # Names of validation splits; not Common Voice's "validated".
 VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
-LONG = 20.0  # seconds, data.max_seconds of the recipes
 MAX_LETTERS = 25  # a second; of three read corpora of English the fastest utterance has 22.4
 MEASURED = 10_000  # utterances
 FEW_HOURS = 3.0  # below, a model from nothing makes errors in most words
@@ -233,13 +233,14 @@ def _corpus(name: str, args: argparse.Namespace) -> None:
         valid, line = hold_out(min(manifests, key=_training_rank), held_out)
         print_line(line)
         manifests.append(valid)
-    hours = {manifest: _report(manifest) for manifest in manifests}
-    train, valid = _find_splits(args.to, hours)
+    for manifest in manifests:
+        _report(manifest)
+    train, valid = _find_splits(args.to, manifests)
     if train:
         with suppress(UserError):  # an older table in the folder may not be a manifest
             for line in overlap(train, sorted({*manifests, *filter(None, [valid])} - {train})):
                 print_line(line)
-    print_line(_next_command(args.to, train, valid, hours.get(train, 0.0)))
+    print_line(_next_command(args.to, train, valid))
 
 
 def _shards(args: argparse.Namespace) -> None:
@@ -309,8 +310,8 @@ def _mnist(args: argparse.Namespace) -> None:
         print("{}: {}: {} images of {} x {}".format(args.to, images.name, *images.pixels.shape))
 
 
-def _report(manifest: Path) -> float:
-    """Record the command beside its manifest, print the manifest's size; -> its hours."""
+def _report(manifest: Path) -> None:
+    """Record the command beside its manifest, print the manifest's size."""
     from asr.data.corpus import read_manifest, record_command
 
     record_command(manifest, f"{call_of('prepare')} {shlex.join(sys.argv[1:])}")
@@ -325,7 +326,6 @@ def _report(manifest: Path) -> float:
             f"second, faster than speech: {' '.join(fast[:5])}. Listen to these: their texts may "
             "be of other recordings, or their audio at another speed"
         )
-    return hours
 
 
 def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, Path | None]:
@@ -346,13 +346,11 @@ def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, P
 
 def _training_rank(manifest: Path) -> int:
     """0 for one named as training data, 2 for a test set, else 1."""
-    from asr.data.importers.rows import split_of
-
     split = "train" if manifest.stem.startswith("train") else split_of(manifest.stem)
     return {"train": 0, "test": 2}.get(split, 1)
 
 
-def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: float) -> str:
+def _next_command(folder: Path, train: Path | None, valid: Path | None) -> str:
     """The next command for the manifests, or what is missing."""
     if train is None or valid is None:
         missing = "training" if train is None else "validation"
@@ -360,10 +358,16 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None, hours: f
         return f"next: prepare a {missing} split into {folder}{remedy}"
     from asr.data.corpus import read_manifest
 
-    recipe = LARGE_RECIPE if hours >= LARGE_HOURS else SMALL_RECIPE
-    settings = ["data.corpus=null", "data.test={}", "run=own"] if recipe == LARGE_RECIPE else []
+    recipe, settings = SMALL_RECIPE, []
     with suppress(UserError):  # as above
         corpus = read_manifest(train)
+        hours = float(corpus.seconds.sum()) / 3600
+        if hours >= LARGE_HOURS:
+            recipe, settings = LARGE_RECIPE, ["data.corpus=null", "data.test={}", "run=own"]
+            print_line(
+                f"{hours:.0f} hours suit {LARGE_RECIPE}, which needs a GPU; without one use "
+                f"{SMALL_RECIPE}, with train.steps in proportion to the hours"
+            )
         if (long := float(corpus.seconds[corpus.seconds > LONG].sum()) / 3600) > 0.1 * hours:
             print_line(
                 f"warning: {long:.2f} hours of {train} are in recordings over {LONG:g} s, which "

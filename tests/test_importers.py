@@ -754,6 +754,21 @@ def test_parts_of_recordings_with_subtitles_or_labels(tmp_path, asr_prepare, for
         check_audio(utterance, part(judge[utterance.speaker], cue.start, cue.end))
 
 
+@pytest.mark.parametrize(("end", "expected"), [(31.0, ["one", "two"]), (3.0, ["all of it"])])
+def test_subtitles_are_taken_before_the_text_of_a_long_recording(
+    tmp_path, asr_prepare, end, expected
+):
+    """A .flac made of an .m4a takes its place."""
+    folder = tmp_path / "set"
+    noise(folder / "a.flac", end + 1)
+    (folder / "a.m4a").write_bytes(b"\0\0\0\x18ftypM4A ")
+    (folder / "a.txt").write_text("all of it")
+    (folder / "a.srt").write_text(srt([Cue(0.5, 1.5, "one"), Cue(2.0, end, "two")]))
+    code, _, err = asr_prepare("folder", folder, "--to", tmp_path / "to")
+    assert code == 0 and not err
+    assert read_manifest(tmp_path / "to" / "set.tsv").texts == expected
+
+
 def test_splits_of_a_folder_and_texts_in_another_tree(tmp_path, asr_prepare):
     for split in ("train", "dev"):
         folder = tmp_path / "set" / split
@@ -1371,6 +1386,14 @@ def test_turkish_is_advised_its_own_lower_case():
     assert [normalize(text) for text in ("Isparta ılık", "iyi")] == ["Isparta ılık", "iyi"]
     (line,) = normalize.report()
     assert line.endswith("--text lower-tr removes them")
+
+
+def test_a_name_with_a_letter_of_turkish_makes_no_turkish():
+    normalize = TextNormalizer("keep")
+    for text in [*["Ich bin im Institut."] * 19, "Er kam nach Diyarbakır."]:
+        normalize(text)
+    (line,) = normalize.report()
+    assert "--text lower --punctuation drop removes them" in line
 
 
 def test_the_quoting_of_csv_is_undone_as_csv_does():

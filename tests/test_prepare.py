@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from asr import prepare
 from asr.data.corpus import Utterance, read_manifest, write_manifest
 from asr.data.importers import convert, download, librispeech, spoken_numbers
 from asr.io import usable_cores
@@ -406,6 +407,16 @@ def test_a_missing_subset_stops_everything(tmp_path, asr_prepare):
     assert not (tmp_path / "to").exists()
     code, _, err = asr_prepare("librispeech", "--to", tmp_path / "to", *both, tmp_path / "no")
     assert code == 2 and "no such folder" in err[0]
+
+
+def test_an_earlier_training_manifest_has_its_hours(tmp_path, asr_prepare, monkeypatch):
+    monkeypatch.setattr(prepare, "FEW_HOURS", 1e-5)
+    for name in ("train", "valid"):
+        record(tmp_path / "own" / f"{name}.wav")
+        (tmp_path / "own" / f"{name}.tsv").write_text(f"audio\ttext\n{name}.wav\tTEXT\n")
+        _, out, _ = asr_prepare("table", tmp_path / "own" / f"{name}.tsv", "--to", tmp_path / "to")
+    assert "next: python -m asr.train small_corpus_conformer data.train=" in out
+    assert "hours are few" not in out
 
 
 def _remove_audio(chapter):

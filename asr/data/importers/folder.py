@@ -9,7 +9,8 @@ are splits; so are train-clean-100, dev-clean or alike where all folders have su
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from html import unescape
 from itertools import pairwise
@@ -19,6 +20,7 @@ from unicodedata import normalize
 
 from asr.data.importers.records import Record, rows_of
 from asr.data.importers.rows import (
+    LONG,
     SPEAKER_KEYS,
     SPLITS,
     TEXT_KEYS,
@@ -31,11 +33,12 @@ from asr.data.importers.rows import (
 )
 from asr.data.importers.table import part_id, part_of
 from asr.errors import UserError, print_line
-from asr.features.files import RECORDING_SUFFIXES
+from asr.features.files import FFMPEG_SUFFIXES, RECORDING_SUFFIXES
 from asr.io import parse_json, read_small_file
 
-# The first of these is taken.
-TEXT_SUFFIXES = (".normalized.txt", ".original.txt", ".txt", ".lab", ".json", ".srt", ".vtt")
+SUBTITLES = (".srt", ".vtt")
+# The first of these is taken, of a long recording the subtitles.
+TEXT_SUFFIXES = (".normalized.txt", ".original.txt", ".txt", ".lab", ".json", *SUBTITLES)
 SHOWN_SUFFIXES = ".txt, .lab, .json, .srt or .vtt"
 # Folders of one kind of file, which say nothing of the recording.
 KINDS = {"wav", "wavs", "wav48", "audio", "clips", "txt", "text", "texts", "lab"}
@@ -139,14 +142,16 @@ def _files(folder: Path) -> tuple[dict[Key, list[Path]], dict[Key, list[Path]]]:
 
 def _rows(folder: Path) -> Iterator[Row | Fault]:
     audio, texts = _files(folder)
-    for key, (path, *others) in sorted(audio.items()):
+    for key, paths in sorted(audio.items()):
+        # A recording that was converted may still be beside the result.
+        readable = [p for p in paths if p.suffix.lower() not in FFMPEG_SUFFIXES]
+        path, *others = readable or paths
         name, speaker = "/".join(key), key[0] if len(key) > 1 else ""
         yield from (Fault(other, 0, f"has the same name as {path}") for other in others)
         if key not in texts:
             yield Fault(path, 0, f"has no text: no {SHOWN_SUFFIXES} of the same name")
             continue
-        # Of several the first kind of TEXT_SUFFIXES.
-        text = next(p for s in TEXT_SUFFIXES for p in texts[key] if p.name.lower().endswith(s))
+        text = _text_of(texts[key])
         read_row = partial(_row, text, name, str(path.relative_to(folder)), speaker)
         try:
             yield from rows_of(text, _records(text), read_row)
@@ -157,6 +162,22 @@ def _rows(folder: Path) -> Iterator[Row | Fault]:
         path = texts[key][0]
         if path.parent in with_text and not OTHER_TEXTS.match(path.name):
             yield Fault(path, 0, "has no audio: no audio file of the same name")
+
+
+def _text_of(paths: Sequence[Path]) -> Path:
+    """Of several texts of a recording the subtitles, if it is a long one, else the first kind of
+    TEXT_SUFFIXES.
+    """
+
+    def first(suffixes: Sequence[str]) -> Path | None:
+        return next((p for s in suffixes for p in paths if p.name.lower().endswith(s)), None)
+
+    if len(paths) > 1 and (subtitles := first(SUBTITLES)):
+        with suppress(ValueError):
+            *_, (_, last) = _records(subtitles)
+            if part_of({"end": last["end"]})[1] > LONG:
+                return subtitles
+    return first(TEXT_SUFFIXES)
 
 
 def _row(
@@ -176,7 +197,7 @@ def _records(path: Path) -> list[Record]:
         raise ValueError(f"not UTF-8 text ({error.reason}); save it as UTF-8") from None
     except (OSError, UserError) as error:
         raise ValueError(getattr(error, "strerror", None) or str(error)) from None
-    if path.suffix.lower() in (".srt", ".vtt"):
+    if path.suffix.lower() in SUBTITLES:
         return _parts(unescape(MARKUP.sub("", content)), CUE)
     if path.suffix.lower() != ".json":
         if TIMED.fullmatch(content.strip()):

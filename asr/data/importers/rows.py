@@ -18,6 +18,7 @@ from typing import Any
 from asr.errors import UserError, one_line, print_line
 from asr.io import atomic_write
 
+LONG = 20.0  # seconds: data.max_seconds of the recipes
 # Usual names of columns; none is a standard.
 SPEAKER_KEYS = ("speaker", "speaker_id", "spk", "spk_id", "client_id", "speaker_name")
 TEXT_KEYS = (

@@ -41,6 +41,7 @@ INTONATION = "\u055b\u055c\u055e"  # Armenian: above the vowel of a word, droppe
 IN_NUMBERS = ".,:٫٬．，："
 LAUGHED = "[laughter-WORD]"  # in reports
 SHOWN = 12  # characters or tags in the report
+TURKISH_SHARE = 0.1  # of the texts of a corpus with ı or İ; those of others have a name with one
 TURKISH = str.maketrans({"I": "ı", "İ": "i"})
 _OTHER = re.compile(r"[^A-Za-z' ]")
 _NO_LETTER = re.compile(r"[^\w\s]|[_\u02bc]")
@@ -76,9 +77,11 @@ class TextNormalizer:
         self.damaged = 0  # texts that have lost something spoken
         self.unwritten = 0  # tags that stand for speech
         self.turkish = 0  # texts with a letter of Turkish
+        self.texts = 0
         self._table = _UpperTable()
 
     def __call__(self, text: str) -> str:
+        self.texts += 1
         text = text if text.isascii() else self._composed(text)
         text = self._unquoted(" ".join(text.split()))
         if not any(bracket in text for bracket in "<[{("):
@@ -198,7 +201,7 @@ class TextNormalizer:
         if self.unquoted:
             lines.append(f"{self.unquoted:,} transcripts were quoted as in CSV; quotes undone")
         lines += self._tag_report()
-        if self.turkish and self.choice == "lower":
+        if self._is_turkish() and self.choice == "lower":
             lines.append(
                 f"{self.turkish:,} transcripts have ı or İ: for Turkish and Azerbaijani choose "
                 "--text lower-tr, which changes I to ı"
@@ -215,6 +218,10 @@ class TextNormalizer:
             )
         return lines
 
+    def _is_turkish(self) -> bool:
+        """Not where only names are: lower-tr changes every I."""
+        return self.turkish > TURKISH_SHARE * self.texts
+
     def _punctuation_report(self) -> list[str]:
         what = "digits and signs kept, which are better written as words"
         signs = [_listed(what, self.signs)] if self.signs else []
@@ -226,7 +233,7 @@ class TextNormalizer:
             found.append(f"{self.capitals:,} transcripts with capital letters")
         if not found:
             return signs
-        lower = "--text lower-tr" if self.turkish else "--text lower"
+        lower = "--text lower-tr" if self._is_turkish() else "--text lower"
         options = [lower] if self.capitals and self.small else []
         options += ["--punctuation drop"] if self.punctuation else []
         line = f"error rates count {' and '.join(found)}; {' '.join(options)} removes them"

@@ -46,16 +46,13 @@ def read(source: Path) -> list[Split]:
 
 
 def _rows(tars: Sequence[Path]) -> Iterator[Row | Fault]:
-    """Raises UserError after the last tar if some are damaged or have no samples."""
-    damaged = []
+    """The samples; of a damaged tar those before the damage, and a fault."""
     for tar in tars:
         try:
             yield from _samples(tar)
         except (tarfile.TarError, OSError) as error:
             reason = getattr(error, "strerror", None) or error
-            damaged.append(f"{tar}: damaged, or no uncompressed tar: {reason}")
-    if damaged:
-        raise UserError("; ".join(damaged))
+            yield Fault(tar, 0, f"damaged, or no uncompressed tar: {reason}")
 
 
 def _samples(tar: Path) -> Iterator[Row | Fault]:
