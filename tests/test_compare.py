@@ -23,6 +23,7 @@ from tiny_speech import training_state
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
+import asr
 from asr import compare
 from asr.analysis import curves
 from asr.analysis.comparison import compare_runs, group
@@ -41,6 +42,7 @@ from asr.analysis.score_files import write_evaluation
 from asr.analysis.statistics import detectable, holm, paired_t, pairs_needed, spread
 from asr.analysis.wer import pooled, score
 from asr.config.loader import read_recipe, write_recipe
+from asr.config.registered import REGISTERED
 from asr.errors import UserError
 from asr.io import sha256_of_files
 from asr.training.checkpoint import save_checkpoint
@@ -731,6 +733,35 @@ def test_tables_for_papers_have_the_results(two_groups, commands, tmp_path):
     assert rf"ba & $1.67$ & $\mathbf{{{best.mean():.4f}}}$ (${low:.4f}$" in latex
     assert latex.count("mathbf") == 1 and "none & $20.00$ & $0.5467$" in latex
     assert latex.count(" & ") == 6 and latex.rstrip().endswith(r"\end{tabular}")
+
+
+def test_tables_for_papers_count_failed_runs(tmp_path):
+    for norm, seeds, done in (("ba", 3, 3), ("none", 3, 1), ("joined", 2, 0)):
+        for seed in range(seeds):
+            settings = [f"model.listener.norm={norm}", f"seed={seed}"]
+            make_run(tmp_path / f"{norm}{seed}", settings, falling(0.1), done=seed < done)
+    comparison = compare_runs(sorted(tmp_path.iterdir()))
+    rows = {row["listener.norm"]: row for row in comparison.results()}
+    assert {n: (r["runs"], r["failed"]) for n, r in rows.items()} == {
+        "ba": (3, 0), "none": (1, 2), "joined": (0, 2),
+    }  # fmt: skip
+    assert rows["joined"]["mean"] is None
+    assert comparison.to_csv().count("\n") == 4
+    latex = comparison.to_latex()
+    assert "listener.norm & runs & best loss" in latex and "none & 1 of 3 & $" in latex
+    assert "joined & 0 of 2 & -- " in latex
+    assert "\n% listener.norm=none: 2 of 3 runs are not counted" in latex
+
+
+def test_a_norm_of_another_program_is_compared_by_its_name(tmp_path):
+    asr.register_norm("mine", lambda size: nn.LayerNorm(size, elementwise_affine=False))
+    for kind in ("mine", "rms"):
+        make_run(tmp_path / kind, [f"model.listener.norm_kind={kind}"], falling(0.1))
+    del REGISTERED["mine"]
+    settings = compare_runs([tmp_path / "mine", tmp_path / "rms"]).settings
+    assert [s.factors["listener.norm_kind"] for s in settings] == ["mine", "rms"]
+    with pytest.raises(UserError, match=r"asr\.register_norm"):
+        read_recipe(tmp_path / "mine")
 
 
 def test_a_table_has_all_settings_of_unequal_models(tmp_path, commands):

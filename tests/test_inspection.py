@@ -15,7 +15,7 @@ from asr.nn.lstm import LayerNormLSTM, LayerNormLSTMCell
 from asr.nn.norm import RMSNorm
 from asr.training import inspection
 from asr.training.debug import NonFinite, stop_at_nan
-from asr.training.inspection import trace
+from asr.training.inspection import gains, trace
 from asr.training.state import TrainState
 
 
@@ -62,6 +62,10 @@ def test_gates_and_flat_rows_by_hand():
     before = dict(actual)
     cell(torch.ones(1, 1))  # the hooks are removed
     assert internals.figures() == before
+
+
+def test_a_norm_without_a_gain_has_none():
+    assert gains(nn.Sequential(nn.LayerNorm(7, elementwise_affine=False))) == {}
 
 
 def test_norms_of_a_transformer():

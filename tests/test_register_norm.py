@@ -37,6 +37,7 @@ def test_a_norm_without_weights_gets_a_gain_and_a_bias():
 
 
 def test_a_norm_with_weights_keeps_them():
+    asr.register_norm("groups", lambda size: nn.GroupNorm(32, size, affine=False))
     asr.register_norm("group", lambda size: nn.GroupNorm(2, size))
     ours, x = make_norm("group", 6), torch.randn(3, 5, 6)
     assert [p.shape for p in ours.parameters()] == [(6,), (6,)]
@@ -75,7 +76,7 @@ def _with_gradients(lstm, x):
         (lambda size: lambda x: x / x.std(0, correction=0).add(1), "depends on the other rows"),
         (nn.BatchNorm1d, "depends on the other rows of a batch: Expected more than 1 value"),
         (lambda x: functional.normalize(x, dim=-1), "make must be a function of the size"),
-        (nn.LayerNorm(24), "make must be a function of the size"),
+        (nn.LayerNorm(960), "make must be a function of the size"),
     ],
 )
 def test_what_is_no_norm_of_rows_is_refused(make, fault):

@@ -47,6 +47,7 @@ from asr.training.resume import NOT_LEARNING, is_among
 RecipeKeys = Mapping[str, Any]
 Pair = tuple[SettingRun, SettingRun]  # of the same seed
 _SHORT, _LONG = 24, 70  # longest label: in any table; beside a letter, in one column
+OF_RUNS = ("mean", "sd", "low", "high")  # columns of the results
 _MISSING, _OFF = "\0missing", "\0off"  # no YAML text can contain them
 _MOST_IN_PAIRS = 16  # settings: 120 pairs, under a minute of bootstrap for each split
 
@@ -109,25 +110,30 @@ class Comparison:
     def results(self) -> list[dict[str, Any]]:
         """A mapping for each figure and setting, as for pandas.DataFrame; to_csv writes them.
 
-        The settings that differ, number of runs, mean, standard deviation and 95 % interval over
-        runs (None for one run), and whether the setting is significantly better than all others.
-        Rates are fractions.
+        The settings that differ, number of runs and of failed ones, mean, standard deviation and
+        95 % interval over runs (None for one run), and whether the setting is significantly better
+        than all others. Rates are fractions.
         """
         rows = []
         for figure in self.differences:
-            winner = self.winner(figure)
-            for setting in comparable_in(figure, self.settings):
-                over = figure_spread(setting, figure)
-                low, high = over.interval or (None, None)
+            winner, known = self.winner(figure), comparable_in(figure, self.settings)
+            for setting in self.settings:
+                if setting not in known and not setting.failed:
+                    continue
                 row = {"figure": figure, "setting": setting.legend, **setting.factors}
-                row |= {"runs": over.count, "mean": over.mean, "sd": over.sd}
-                rows.append(row | {"low": low, "high": high, "best": setting is winner})
+                row |= {"runs": 0, "failed": setting.failed, **dict.fromkeys(OF_RUNS)}
+                if setting in known:
+                    over = figure_spread(setting, figure)
+                    low, high = over.interval or (None, None)
+                    row |= {"runs": over.count, "mean": over.mean, "sd": over.sd}
+                    row |= {"low": low, "high": high}
+                rows.append(row | {"best": setting is winner})
         return rows
 
     def to_csv(self) -> str:
         """The results as a table with a header."""
         rows, text = self.results(), io.StringIO()
-        head = ["figure", "setting", *self.factors, "runs", "mean", "sd", "low", "high", "best"]
+        head = ["figure", "setting", *self.factors, "runs", "failed", *OF_RUNS, "best"]
         writer = csv.DictWriter(text, head, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -136,25 +142,35 @@ class Comparison:
     def to_latex(self) -> str:
         """The results as a table for the package booktabs: a row for each setting.
 
-        Rates are in percent. Bold: significantly better than all other settings.
+        Rates are in percent. Bold: significantly better than all other settings. With the number of
+        runs where it is not the same for all, or some failed; with the notes as comments.
         """
         names = self.factors or ["setting"]
+        runs = {s.legend: _run_count(s) for s in self.settings}
+        unequal = len(set(runs.values())) > 1 or any(s.failed for s in self.settings)
+        counts = ["runs"] * unequal
         percent = {figure: ", %" * (scale(figure)[0] == 100) for figure in self.differences}
         lines = [
             "% Means over runs with 95 % intervals (Student). Bold: significantly better than all",
             "% other settings (paired t test over seeds, p < 0.05 with Holm's correction).",
-            rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(percent)}}}",
+            *(f"% {plain_text(note)}" for note in self.notes),
+            rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len([*counts, *percent])}}}",
             r"\toprule",
-            _latex_row([*names, *(f"{figure}{unit}" for figure, unit in percent.items())]),
+            _latex_row([*names, *counts, *(f"{figure}{unit}" for figure, unit in percent.items())]),
             r"\midrule",
         ]
-        cells = {(row["setting"], row["figure"]): _latex_cell(row) for row in self.results()}
+        cells = {
+            (row["setting"], row["figure"]): _latex_cell(row)
+            for row in self.results()
+            if row["runs"]
+        }
         for setting in self.settings:
             values = (
                 {"setting": setting.legend} | dict.fromkeys(self.factors, "--") | setting.factors
             )
             figures = [cells.get((setting.legend, figure), "--") for figure in self.differences]
-            lines.append(_latex_row([values[name] for name in names], figures))
+            labels = [values[name] for name in names]
+            lines.append(_latex_row(labels + [runs[setting.legend]] * len(counts), figures))
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -192,6 +208,12 @@ class Comparison:
     def legends(self) -> dict[str, str]:
         """The whole label of each setting by its short one."""
         return {s.short: s.legend for s in self.settings}
+
+
+def _run_count(setting: SettingRuns) -> str:
+    """3, or with failed runs 3 of 5."""
+    count = len(setting.members)
+    return f"{count} of {count + setting.failed}" if setting.failed else str(count)
 
 
 def _latex_row(texts: Sequence[str], cells: Sequence[str] = ()) -> str:

@@ -19,6 +19,7 @@ from asr.analysis.report import plain_text
 from asr.analysis.score_files import is_number, read_evaluation
 from asr.analysis.wer import Score
 from asr.config.loader import flat, read_recipe
+from asr.config.registered import any_name
 from asr.config.schema import DecodeConfig, Recipe
 from asr.errors import UserError
 from asr.io import check_run_folder, open_file, read_json, sha256_of_files
@@ -78,7 +79,8 @@ def _text(path: Path) -> str:
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The recipe a run was trained with.
+    """The recipe a run was trained with, to read its settings: norms of another program have no
+    more than their names.
 
     Raises UserError if it cannot be read or check_run_folder refuses the folder.
     """
@@ -88,7 +90,8 @@ def recipe_of(run: Path) -> Recipe:
     path = run / "recipe.yaml"
     if not path.exists():
         raise UserError(f"{run}: no recipe.yaml: training did not start{last_error(run)}")
-    return read_recipe(path)
+    with any_name():
+        return read_recipe(path)
 
 
 def last_error(run: Path) -> str:

@@ -7,7 +7,7 @@ pydantic, which the layer does not need. asr/kernels/reference.py has the equati
 import math
 from dataclasses import KW_ONLY, dataclass, fields
 
-from asr.config.registered import REGISTERED
+from asr.config.registered import REGISTERED, is_registered
 
 # norm -> what the norms of the gates take (gates), and the defaults of cell_norm and eps.
 #   gates    none; split: each product alone; joined: their sum; per_gate: their sum, by gate
@@ -56,7 +56,7 @@ class CellSettings:
             ("norm_kind", self.norm_kind, (*NORM_KINDS, *REGISTERED)),
             ("zero_variance", self.zero_variance, ("guard", "raw")),
         ):
-            if value not in allowed:
+            if value not in allowed and not (name == "norm_kind" and is_registered(value)):
                 choices = ", ".join(filter(None, allowed))
                 raise ValueError(f"{name} {value!r} is not known; choose one of {choices}")
         registered = REGISTERED.get(self.norm_kind)

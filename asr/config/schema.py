@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from asr.config.cell import CellSettings
-from asr.config.registered import REGISTERED
+from asr.config.registered import REGISTERED, is_registered
 
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -195,14 +195,18 @@ class TextConfig(Config):
 
 
 def _read_norm(norm: Any, read: Callable[[Any], Any]) -> Any:
-    """The name of a norm; one of REGISTERED need not be among those of the schema."""
-    if norm in (known := list(REGISTERED)):
+    """The name of a norm; a registered one need not be among those of the schema."""
+    if is_registered(norm):
         return norm
     try:
         return read(norm)
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Input ")
-        more = f", or {', '.join(known)}" if known else ", or a name given to asr.register_norm"
+        more = (
+            f", or {', '.join(REGISTERED)}"
+            if REGISTERED
+            else ", or a name given to asr.register_norm"
+        )
         raise ValueError(f"{message}{more}") from None
 
 

@@ -184,7 +184,7 @@ def register_norm(name: str, make: Callable[[int], Callable[[Tensor], Tensor]]) 
     """
     if not name.isidentifier() or name in (*ROW_NORMS, *SQUASHING, "batch"):
         raise ValueError(f"norm {name!r}: must be an identifier that no norm of this library has")
-    size = 24
+    size = 960  # which many numbers of groups divide
     x = torch.linspace(-3, 5, 7 * size).sin().view(7, size).requires_grad_()
     try:
         norm = make(size)
