@@ -165,6 +165,8 @@ def read_list(path: Path, allow_outside: bool = False) -> list[str]:
     if path.suffix == ".tsv":
         names = (str(utterance.audio) for utterance in read_manifest(path, allow_outside))
     else:
+        if path.is_file() and path.stat().st_size > LIST_BYTES:
+            raise UserError(f"{path}: larger than {LIST_BYTES >> 20} MiB; a manifest (.tsv) may be")
         try:  # a name may have bytes that are not text, and an editor may add a byte order mark
             with open_file(path, LIST_BYTES) as file:
                 text = file.read(LIST_BYTES).decode("utf-8-sig", "surrogateescape")

@@ -124,7 +124,7 @@ def process_group(device: str) -> Iterator[None]:
         yield
         gather(None)  # torchrun ends all ranks as soon as one ends with an exit code other than 0
     except RankLost as error:
-        reason = f"another was killed or failed ({error})"
+        reason = f"another was killed or failed, or cannot be reached ({error})"
         print(f"rank {number}: exits because {reason}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
@@ -363,8 +363,15 @@ def _collective(call: Callable[..., Any], *args: Any) -> None:
     try:
         call(*args)
     except RuntimeError as error:  # gloo raises nothing more specific
-        reason = re.sub(r"\[\S+:\d+\] ", "", str(error))  # without the line of gloo's sources
-        raise RankLost(reason.split(". ")[0]) from None
+        raise RankLost(_reason(str(error))) from None
+
+
+def _reason(message: str) -> str:
+    """What a collective's error says, without the lines of its sources."""
+    _, is_nccl, cause = message.partition("Last error:")  # the rest explains all kinds of errors
+    if is_nccl:
+        return f"NCCL: {' '.join(cause.split())}; NCCL_DEBUG=INFO shows more"
+    return re.sub(r"\[\S+:\d+\] ", "", message).split(". ")[0]
 
 
 def restarted_by_torchrun(run: Path) -> bool:
