@@ -150,12 +150,14 @@ def test_audio_too_long_for_the_encoder_is_not_read(corpus, front_end, monkeypat
     assert [cache.read(u.id, 1.0) is None for u in part] == [u.id == longest.id for u in part]
 
 
-def test_unreadable_and_short_audio_is_not_stored(corpus, front_end):
+def test_unreadable_and_short_audio_is_tried_once(corpus, front_end, monkeypatch):
     part = read_manifest(corpus / "valid.tsv")
     part[0].audio.write_bytes(b"no audio")
     soundfile.write(part[1].audio, [0.1] * 5, 8000)
     cache = make_cache(part, front_end, "key", (1.0,), 0, CPU)
     assert [cache.read(u.id, 1.0) is None for u in part] == [True, True, False]
+    monkeypatch.setattr(compute_features, "_add", None)
+    assert make_cache(part, front_end, "key", (1.0,), 0, CPU).read(part[0].id, 1.0) is None
 
 
 def test_a_hostile_index_reads_nothing_outside_the_file(corpus, front_end):

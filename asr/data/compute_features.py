@@ -45,7 +45,7 @@ def make_cache(
     """The cache of a corpus, completed by what it lacks; None without a manifest.
 
     Of several processes one computes, and the others wait. Utterances that cannot be read or have
-    no frame are not stored. Raises UserError where the disk has no room or cannot be written.
+    no frame are stored as such. Raises UserError where the disk has no room or cannot be written.
     """
     cache = open_cache(corpus, key, front_end.size)
     if cache and not _missing(cache, front_end, corpus, speeds):

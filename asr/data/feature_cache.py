@@ -2,7 +2,7 @@
 
     FOLDER/features.f16    frames (N, F), one utterance after another
     FOLDER/index.tsv       of each utterance: id, audio file with size, time and checksum, speed,
-                           first frame, number of frames
+                           first frame, number of frames, 0 where it has none or is unreadable
 
 FOLDER is NAME.features/KEY beside NAME.tsv, or in the user's cache folder where that cannot be
 written; KEY stands for the encoder's weights, layer and sample rate. Both files only grow, the
@@ -63,9 +63,9 @@ class FeatureCache:
 
     def read(self, utterance: str, speed: float) -> Tensor | None:
         """Features (T, F), float32; None where they are not stored."""
-        if (utterance, speed) not in self.spans:
+        start, frames = self.spans.get((utterance, speed), (0, 0))
+        if not frames:
             return None
-        start, frames = self.spans[utterance, speed]
         return torch.from_numpy(self.frames[start : start + frames].astype(np.float32))
 
 
@@ -139,7 +139,7 @@ def _entries(file: IO[bytes]) -> Iterator[Entry]:
             name, audio, size, at, checksum, speed, start, frames = fields
             file_stamp = int(size), int(at), checksum
             entry = Entry(name, audio, *file_stamp, float(speed), int(start), int(frames))
-            if line.endswith(b"\n") and entry.start >= 0 and entry.frames > 0:
+            if line.endswith(b"\n") and entry.start >= 0 and entry.frames >= 0:
                 yield entry
 
 
@@ -180,15 +180,14 @@ def append(folder: Path, size: int, parts: Iterable[Part]) -> None:
         last = time.monotonic()
         try:
             for utterance, speed, features in parts:
-                if features is None or not len(features):
-                    continue
                 stamp, checksum = _stamp(utterance), _checksum(utterance)
                 if not stamp or not checksum:
                     continue
-                frames.write(features.numpy().tobytes())
-                entry = Entry(utterance.id, *stamp, checksum, speed, start, len(features))
-                lines.append(_line(entry))
-                start += len(features)
+                added = 0 if features is None else len(features)
+                if added:
+                    frames.write(features.numpy().tobytes())
+                lines.append(_line(Entry(utterance.id, *stamp, checksum, speed, start, added)))
+                start += added
                 if time.monotonic() - last > SYNC_SECONDS:
                     _flush(frames, index, lines)
                     last = time.monotonic()
