@@ -33,7 +33,8 @@ MAX_GAP = 250_000_000  # samples: 1.4 hours at 48 kHz
 BEFORE = "if(isnan(prev_t),0,prev_t)"
 ENDS = f"st(0,1)*print({BEFORE},0)*print(t,0)*0"
 FILL = f"aselect='if(ld(0),0,if(gt((t-{BEFORE})*sample_rate,{MAX_GAP}),{ENDS},1))',"
-FILL += "aresample=async=1:first_pts=0"
+# Channels are averaged as those of other files: floats would be summed by 0.7 each, beyond 1.
+FILL += "aresample=async=1:first_pts=0:rematrix_maxval=1"
 AU = struct.Struct(">4sIIIII")  # magic, offset of the samples, bytes, encoding, rate, channels
 
 

@@ -17,6 +17,7 @@ from tiny_speech import RATE, tones
 from tone_model import spoken, tone_recognizer
 
 from asr import transcribe
+from asr.features.audio import read_audio
 from asr.features.containers import container_of, stream_container
 from asr.inference import recognition
 from asr.inference.sources import open_sources
@@ -230,6 +231,19 @@ def test_ffmpeg_decodes_what_libsndfile_cannot(kind, recordings, commands, tmp_p
     file.write_bytes(file.read_bytes()[:12] + bytes(700))
     code, out, err = commands(transcribe, "run", file)
     assert code == 2 and err.startswith(f"error: {file}: ") and len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed")
+@pytest.mark.parametrize("channels", [1, 2])
+def test_loud_channels_are_averaged_as_by_libsndfile(channels, tmp_path):
+    sine = 0.9 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
+    soundfile.write(tmp_path / "in.wav", np.stack([sine] * channels, axis=1), RATE)
+    path = tmp_path / "in.mkv"
+    line = [FFMPEG, "-v", "error", "-i", tmp_path / "in.wav", "-c:a", "flac", path]
+    subprocess.run(line, check=True)
+    waveform = torch.cat(list(stream_container(path, container_of(path), RATE)))
+    expected = read_audio(tmp_path / "in.wav", RATE)
+    torch.testing.assert_close(waveform, expected, atol=1e-4, rtol=0)
 
 
 GAP = "asetpts='if(gt(T,1),PTS+3*SR,PTS)'"  # three seconds without audio from second 1 on
