@@ -218,7 +218,7 @@ class PretrainedEncoder(nn.Module):
             # WavLM passes torch masks of two types.
             warnings.filterwarnings("ignore", "Support for mismatched key_padding_mask")
             last = model.encoder(x, attention_mask=None if valid.all() else valid)
-        return states or [last.last_hidden_state]
+        return [*states[:-1], last.last_hidden_state]  # which some models normalise
 
 
 @contextmanager

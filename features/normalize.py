@@ -60,9 +60,10 @@ class Moments:
         mean = self.mean.to(features.device)
         centred = features.double() - mean
         if variance:
-            std = (self.squares / self.count).sqrt().to(features.device)
-            constant = std <= CONSTANT * mean.abs()  # also where both are 0
-            centred = (centred / std.masked_fill(constant, 1.0)).masked_fill(constant, 0.0)
+            power = (self.squares / self.count).to(features.device)
+            constant = power <= (CONSTANT * mean).square()  # also where both are 0
+            std = power.masked_fill(constant, 1.0).sqrt()  # whose gradient at 0 is infinite
+            centred = (centred / std).masked_fill(constant, 0.0)
         return centred.to(features.dtype)
 
 

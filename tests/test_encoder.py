@@ -72,8 +72,8 @@ def test_each_layer_is_that_of_transformers(encoders, kind):
         assert len(cut.blocks) == layer
     weighted = PretrainedEncoder(folder, "weighted").eval()
     parts = ours(weighted, waveform).unflatten(1, (LAYERS + 1, -1)).unbind(1)
-    for number, part in enumerate(parts[:-1]):
-        torch.testing.assert_close(part, states[number], atol=1e-5, rtol=1e-5)
+    for part, state in zip(parts, [*states[:-1], last], strict=True):
+        torch.testing.assert_close(part, state, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

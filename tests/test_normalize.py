@@ -85,6 +85,15 @@ def test_a_small_spread_on_a_large_mean_survives_streaming():
     )
 
 
+@pytest.mark.parametrize("frames", [1, 7])
+def test_a_constant_feature_passes_no_nan(frames):
+    features = torch.randn(frames, F)
+    features[:, 2] = 3.0
+    features.requires_grad_()
+    MeanVarianceNorm("utterance")(features).square().sum().backward()
+    assert features.grad.isfinite().all() and (features.grad[:, 2] == 0).all()
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, -15.942385, 1e4, 1e-9])
 @pytest.mark.parametrize("variance", [True, False])
 def test_constant_features_become_zero(value, variance):

@@ -83,8 +83,8 @@ def cache_key(weights: str, layer: Any, sample_rate: int) -> str:
 
 
 def cache_folders(corpus: Corpus, key: str) -> Iterator[Path]:
-    """Where the cache of a corpus may be."""
-    if corpus.path is None:
+    """Where the cache of a corpus may be; nowhere without a manifest."""
+    if corpus.path is None or not corpus.path.is_file():
         return
     yield corpus.path.with_suffix(".features") / key
     beside = hashlib.sha256(os.fsencode(corpus.path.absolute())).hexdigest()[:16]

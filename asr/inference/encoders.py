@@ -179,7 +179,9 @@ def _key(front_end: FrontEnd) -> str | None:
     extract = front_end.extract
     if not isinstance(extract, EncoderFeatures):
         return None
-    return cache_key(extract.encoder.source.sha256, extract.encoder.layer, extract.sample_rate)
+    layer = extract.encoder.layer
+    layer = "weighted, the last normalised" if layer == "weighted" else layer
+    return cache_key(extract.encoder.source.sha256, layer, extract.sample_rate)
 
 
 def licence(folder: Path) -> str:
