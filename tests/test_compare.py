@@ -753,6 +753,17 @@ def test_tables_for_papers_count_failed_runs(tmp_path):
     assert "\n% listener.norm=none: 2 of 3 runs are not counted" in latex
 
 
+def test_rates_over_words_are_compared_between_vocabularies(tmp_path):
+    for size in (8, 9):
+        run = make_run(tmp_path / str(size), ["text.kind=bpe", f"text.size={size}"], falling(0.1))
+        (run / "tokenizer.json").write_text(f'{{"size": {size}}}')
+        rates = [scalar_event("valid/wer", step, 0.1 * size) for step in STEPS[:3]]
+        write_events(run / "events.out.tfevents.0000000008.y", rates)
+    for curve, comparable in (("valid/nll", [True, False]), ("valid/wer", [True, True])):
+        settings = compare_runs([tmp_path / "8", tmp_path / "9"], curve).settings
+        assert [setting.comparable for setting in settings] == comparable
+
+
 def test_a_norm_of_another_program_is_compared_by_its_name(tmp_path):
     asr.register_norm("mine", lambda size: nn.LayerNorm(size, elementwise_affine=False))
     for kind in ("mine", "rms"):

@@ -63,6 +63,13 @@ def test_audio_is_found_where_a_link_leads_to_the_page(tmp_path):
     assert address == audio.as_uri()
 
 
+def test_an_unknown_speaker_is_none(tmp_path):
+    write_page(tmp_path / "page.html", score(["a", "b"], ["a", ""], ids="xy", speakers="xy"))
+    page = Parsed(tmp_path / "page.html")
+    assert [row["speaker"] for row in page.data] == ["", ""]
+    assert "The manifest names none." in page.texts["p"]
+
+
 def scored(words):
     """Three utterances that use the words as references, hypotheses, ids and speakers."""
     a, b, c = words

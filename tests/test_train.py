@@ -748,6 +748,8 @@ def test_the_run_folder_has_the_vocabulary_that_is_used(tiny, commands, tmp_path
     assert (tmp_path / "train.log").read_text().count(line) == 1
     text = read_recipe(tmp_path / "recipe.yaml").text
     assert (text.kind, text.size) == ("unigram", size) and size < 500
+    events = b"".join(file.read_bytes() for file in tmp_path.glob("events.*"))
+    assert f"size: {size}\n".encode() in events and b"size: 500\n" not in events
     for again in ([tmp_path], [tiny, "--run", tmp_path, *bpe]):
         code, out, err = commands(train, *again, "train.steps=2", "--resume")
         assert code == 0 and "text." not in out, err

@@ -141,7 +141,11 @@ def description(
     """The lines on model, training cost and evaluations of these weights."""
     cost = read_cost(run, read_scalars(run, {HOURS, SECONDS})).at(max(steps))
     millions = f"{parameters / 1e6:.2f} M parameters"
-    yield f"A {recipe.model.kind} model of {millions} in fp16, step {steps[0]:,}."
+    *sooner, last = (f"{step:,}" for step in sorted(steps))
+    which = (
+        f"mean of the weights at steps {', '.join(sooner)} and {last}" if sooner else f"step {last}"
+    )
+    yield f"A {recipe.model.kind} model of {millions} in fp16, {which}."
     if recipe.train.init:
         yield f"It was fine-tuned from {markdown_text(recipe.train.init.name)}."
     if recipe.features.encoder:
@@ -152,7 +156,7 @@ def description(
     if cost and all(cost):
         hours, seconds = cost
         yield (
-            f"Training took {duration(seconds)} up to this step, for {duration(3600 * hours)} of "
+            f"Training took {duration(seconds)} up to step {last}, for {duration(3600 * hours)} of "
             f"audio, repetitions counted ({3600 * hours / seconds:.0f} times real time)."
         )
     yield from ("", f"    python -m asr.transcribe {address} file.wav", "")

@@ -90,7 +90,8 @@ def _data(
     """The utterances as JSON for a script element."""
     rows: list[dict[str, Any]] = []
     for utterance, edits in zip(score.utterances, alignments, strict=True):
-        row = {"id": utterance.id, "speaker": utterance.speaker, "words": utterance.words}
+        speaker = utterance.speaker if score.speakers else ""
+        row = {"id": utterance.id, "speaker": speaker, "words": utterance.words}
         row |= {"S": utterance.substitutions, "D": utterance.deletions, "I": utterance.insertions}
         row["edits"] = _joined(edits)
         if utterance.id in audio:

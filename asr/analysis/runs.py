@@ -35,6 +35,7 @@ REPORT = "compare"  # folder of asr.compare's report, in a sweep's
 CONSOLE = "console.log"  # in a run folder: the console output that asr.sweep keeps
 TRAIN, VALID = "train/nll", "valid/nll"
 HOURS, SECONDS = "speed/audio_hours", "speed/train_seconds"  # cost of the run so far
+OVER_WORDS = ("valid/wer", "valid/ctc_wer", "valid/word_perplexity")  # whatever the vocabulary is
 BEST = "best "  # and `loss`, or another curve on validation: the name of a figure of every run
 WER_OF = "WER of "  # and the split: the name of a figure
 FIGURES = ("accuracy", "nll")  # of a score.json without word error rates
@@ -185,7 +186,7 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
             curves = read_scalars(folder, {TRAIN, curve, HOURS, SECONDS})
             fault, content = _fault(folder, curves, curve), _content(folder)
             if content or not fault:
-                settings[DATA] = _data_hash(folder, content, settings)
+                settings[DATA] = _data_hash(folder, content, settings, curve)
             settings |= _learned_from(content)
         except UserError as error:
             runs.append(RunRecord(folder, {}, {}, str(error), name))
@@ -240,13 +241,16 @@ def _content(folder: Path) -> Content:
     return {}
 
 
-def _data_hash(folder: Path, content: Content, settings: dict[str, Any]) -> str:
-    """A hash of validation data and vocabulary, of their content if that is known."""
+def _data_hash(folder: Path, content: Content, settings: dict[str, Any], curve: str) -> str:
+    """A hash of validation data, and of the vocabulary where the curve depends on it; of their
+    content if that is known.
+    """
     # Images validate on a part of the folder.
     known = content.get("data.valid") or content.get("data.folder")
     valid = str(known.get(SHA256)).encode() if known else _validation_files_hash(settings)
     digest = hashlib.sha256(valid)
-    for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
+    vocabulary = () if curve in OVER_WORDS else ("tokenizer.json", "tokenizer.model")
+    for path in map(folder.joinpath, vocabulary):
         exists = path.is_file()
         digest.update(sha256_of_files([path], MAX_HASHED).encode() if exists else b"none")
     return digest.hexdigest()[:8]

@@ -220,7 +220,8 @@ def _summary(score: Score, shown: int) -> str:
 
 def _headline(utterance: UtteranceScore) -> str:
     marks = f"{utterance.substitutions} S, {utterance.deletions} D, {utterance.insertions} I"
+    names = dict.fromkeys([utterance.id, utterance.speaker])  # equal where none is known
     return (
-        f"{utterance.id}  {utterance.speaker}  {utterance.errors} errors of {utterance.words} "
-        f"words, {percent(utterance.wer)}: {marks}"
+        f"{'  '.join(names)}  {utterance.errors} errors of {utterance.words} words, "
+        f"{percent(utterance.wer)}: {marks}"
     )

@@ -38,6 +38,7 @@ MEANINGS = {
     "train/gradient_norm": "largest gradient norm since the last point, before clipping",
     "train/epoch": "passes over the training data, from 1",
     "speed/audio_per_second": "seconds of audio trained on per second, without validation",
+    "speed/steps_per_second": "the same of tasks without audio, in steps",
     "speed/audio_hours, speed/train_seconds": "audio trained on, in hours, and the "
     "time for it, in seconds",
     "best/...": "finished runs: figures of the checkpoint that is best by "
@@ -52,7 +53,10 @@ _CHARTS = {
     "Share of correct predictions": ("train/accuracy", "valid/accuracy"),
     "Gradient norm before clipping": ("train/gradient_norm",),
     "Learning rate": ("train/learning_rate",),
-    "Speed: seconds of audio per second": ("speed/audio_per_second",),
+    "Speed: seconds of audio, or steps, per second": (
+        "speed/audio_per_second",
+        "speed/steps_per_second",
+    ),
 }
 
 

@@ -579,6 +579,7 @@ class Training:
             messages.append(self.enter_stage(stage))
         if is_first():  # not sooner: a recipe whose model does not fit must replace no other
             write_recipe(recipe, self.run / "recipe.yaml")
+        self.used = recipe
         return [*messages, *self.summary(resumed=start is not None)]
 
     def prepare(self) -> list[str]:
@@ -691,7 +692,7 @@ class Training:
         """Log the settings that were chosen, and the figures of the best checkpoint."""
         if not is_first():
             return
-        recipe = self.recipe
+        recipe = self.used
         chosen = {"seed", *overridden, *non_default(recipe)} - {"run"}
         settings = {key: value for key, value in flat(recipe).items() if key in chosen}
         best = read_training(choose(self.run, "best", 1)[0])["metrics"]
@@ -730,7 +731,7 @@ def train(
         messages = training.open(resume or restarted, force, overridden)
         state, config, stop = training.state, training.config, training.stop
         total = planned_steps(training.task.epochs, config, state)
-        settings = run, config.log_every, total, state.step, training.trackers, flat(recipe)
+        settings = run, config.log_every, total, state.step, training.trackers, flat(training.used)
         with stop, Log(*settings) if is_first() else nullcontext(NullLog()) as training.log:
             training.log.record(*distributed.printed_lines())
             training.log.info(*messages)

@@ -149,6 +149,7 @@ function picture(utterance) {
 
 const speakers = [...new Set(utterances.map((utterance) => utterance.speaker))].sort(order.compare);
 byId("speaker").append(...speakers.map((name) => element("option", "", name || "(no name)")));
+byId("speaker").parentElement.hidden = speakers.length === 1 && !speakers[0];
 
 function choose(event) {
   const button = event.target.closest("td button");
