@@ -17,7 +17,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 $(BIN)/python:
 	@if command -v uv >/dev/null; then uv venv --quiet --allow-existing --python $(PYTHON) $(VENV); \
-	else $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; fi
+	else { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; } \
+	    || { rm -f $(BIN)/python; exit 1; }; fi
 
 $(VENV)/%.stamp: setup.cfg pyproject.toml | $(BIN)/python
 	@echo "installing .[$*] into $(VENV)"

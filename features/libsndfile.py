@@ -5,6 +5,7 @@ It decodes WAV, FLAC, OGG Vorbis, Opus, MP3, AIFF and more by content, not by na
 
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ FEWER_BYTES = re.compile(r"(?:data|SSND|Data Size|[Rr]iff(?: size)?) +: (\d+) \(
 PIPED_BYTES = 2**31 - 2**25
 # An open file has a name here, beside which no file ._NAME can be: libsndfile would open it as the
 # file's resource fork, which a FIFO would block. For an open file without a name it opens ./._
-HAS_FILE_NAMES = Path("/dev/fd").is_dir()
+# On other systems it is the open file itself, with its position, not the file anew.
+HAS_FILE_NAMES = sys.platform == "linux" and Path("/dev/fd").is_dir()
 SDS = b"\xf0\x7e"  # first bytes of a MIDI sample dump, whose decoder writes to stdout
 # First bytes of WAV, FLAC, OGG and AIFF; other files may be MP3, whose decoder writes to stderr.
 QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")

@@ -113,7 +113,7 @@ def open_audio(path: Source) -> Iterator["Sound"]:
         _check_read(window, name)
 
 
-def _open_bytes(path: Source, name: str, stack: ExitStack) -> tuple[str | int | Window, Window]:
+def _open_bytes(path: Source, name: str, stack: ExitStack) -> tuple[str | Window, Window]:
     """What soundfile opens, and the same bytes as a window."""
     if isinstance(path, bytes):
         window = Window(io.BytesIO(path), 0, len(path))
@@ -123,8 +123,8 @@ def _open_bytes(path: Source, name: str, stack: ExitStack) -> tuple[str | int | 
         if member is None:
             file = stack.enter_context(open_regular(path))
             number = file.fileno()
-            source = f"/dev/fd/{number}" if HAS_FILE_NAMES else number
-            return source, Window(file, 0, os.fstat(number).st_size)
+            window = Window(file, 0, os.fstat(number).st_size)
+            return f"/dev/fd/{number}" if HAS_FILE_NAMES else window, window
         window = stack.enter_context(open_member(member))
         return window, window
     except PackedError as error:

@@ -476,6 +476,15 @@ def test_mp3_is_read_to_its_end_with_and_without_a_header(tmp_path, rate, channe
         assert decoded_seconds(path) >= 5
 
 
+@pytest.mark.parametrize("format", ["WAV", "FLAC", "OGG", "MP3"])
+def test_files_without_names_in_dev_fd(tmp_path, monkeypatch, format):
+    """As on macOS, where such a name has the position of the file that is open."""
+    soundfile.write(tmp_path / "a.x", speech_like(3, 16_000, 2), 16_000, format=format)
+    expected = read_audio(tmp_path / "a.x", RATE)
+    monkeypatch.setattr("asr.features.sound.HAS_FILE_NAMES", False)
+    torch.testing.assert_close(read_audio(tmp_path / "a.x", RATE), expected, atol=0, rtol=0)
+
+
 def test_files_in_a_row_are_read_as_one(tmp_path):
     """`cat a b`: the judge is what each file gives by itself."""
     first, second = speech_like(7, 16_000, 1), speech_like(3, 16_000, 1, seed=1)

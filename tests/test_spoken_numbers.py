@@ -307,7 +307,7 @@ def test_a_killed_process_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(FullDisk, "map", fail)
     monkeypatch.setattr(spoken_numbers, "_loader", lambda: None)
     monkeypatch.setattr(spoken_numbers, "ProcessPoolExecutor", FullDisk)
-    with pytest.raises(UserError, match="a process that synthesises was killed"):
+    with pytest.raises(UserError, match="a process that synthesises was killed, or imports"):
         prepare(tmp_path / "corpus", **SPLITS)
     assert list(tmp_path.iterdir()) == []
 

@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -32,6 +34,25 @@ def test_ctrl_c_while_statistics_are_measured(tiny, monkeypatch, capfd):
     front_end = FrontEnd(Fbank(8000), MeanVarianceNorm("global"))
     measure_statistics(read_manifest(tiny.parent / "valid.tsv"), front_end, 1, (1.0,))
     assert front_end.norm.groups and capfd.readouterr().err == ""
+
+
+def test_workers_of_a_forkserver_go_on(tmp_path):
+    """Python 3.14 starts processes by one, which is the parent that the system names."""
+    script = tmp_path / "script.py"
+    script.write_text(FORKSERVER)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1, 2]\n", "")
+
+
+FORKSERVER = """
+import multiprocessing
+from torch.utils.data import DataLoader
+from asr.data.loader import start_worker
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    print([int(x) for x in DataLoader(range(3), num_workers=1, worker_init_fn=start_worker)])
+"""
 
 
 class NoSpace:

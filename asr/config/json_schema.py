@@ -108,7 +108,7 @@ def _branches(
 def meaning(config: type[Config], key: str) -> str:
     """The comment of a key in the class that defines it; "" where there is none."""
     for cls in config.__mro__:
-        if issubclass(cls, Config) and key in vars(cls).get("__annotations__", {}):
+        if issubclass(cls, Config) and key in inspect.get_annotations(cls):
             return _comments(cls).get(key, "")
     raise KeyError(key)
 

@@ -85,7 +85,9 @@ def _end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent and os.getppid() != parent.pid:
+    # A forkserver, by which Python 3.14 starts processes, stands between them.
+    is_child = multiprocessing.get_start_method() != "forkserver"
+    if parent and is_child and os.getppid() != parent.pid:
         os._exit(0)
 
 

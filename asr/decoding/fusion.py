@@ -15,6 +15,7 @@ Shapes: B utterances, K hypotheses of each, V vocabulary.
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -169,6 +170,8 @@ def load_ngrams(path: Path, surfaces: Sequence[str], unit: str) -> NgramScorer:
         import kenlm
     except ImportError:
         reason = missing_package("kenlm", "lm")
+        if sys.version_info >= (3, 13):
+            reason = "it cannot be compiled for Python 3.13 or later; use Python 3.12"
         raise UserError(f"decode.lm = {path}: n-grams need kenlm: {reason}") from None
     try:
         ngrams = kenlm.Model(str(path))

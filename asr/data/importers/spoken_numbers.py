@@ -213,7 +213,8 @@ def _build(folder: Path, counts: dict[str, int], seed: int) -> None:
                     reported = time.monotonic()
                     print_line(f"{len(made)} of {len(jobs)} utterances are made")
     except BrokenProcessPool:
-        raise UserError(f"{folder}: a process that synthesises was killed") from None
+        reason = "was killed, or imports a script without `if __name__ == '__main__':`"
+        raise UserError(f"{folder}: a process that synthesises {reason}") from None
     for split in counts:
         write_manifest(folder / f"{split}.tsv", [made[script.id] for script in scripts[split]])
     if scripts["test"]:
