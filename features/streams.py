@@ -43,7 +43,8 @@ def chained_streams(window: Window, kind: str) -> list[Stream]:
         if position != adjacent:
             begins.append(position)
         if kind == "OGG":
-            sizes = window.read_at(position + 27, window.read_at(position + 26, 1)[0])
+            (count,) = window.read_at(position + 26, 1) or b"\0"  # at the end of a cut file
+            sizes = window.read_at(position + 27, count)
             adjacent = position + 27 + len(sizes) + sum(sizes)
     ends = [*begins[1:], window.size]
     return [Stream(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]

@@ -110,7 +110,7 @@ def test_silence_gives_an_empty_transcript(samples, tmp_path):
     assert tone_recognizer(5.0)(tmp_path / "a.wav") == result
 
 
-def test_samples_need_their_rate_and_shape():
+def test_samples_need_their_rate_and_shape(tmp_path):
     samples, _ = spoken(["abc"], 0.3)
     recognizer = tone_recognizer()
     stereo = np.stack([samples, samples], axis=1)
@@ -118,6 +118,12 @@ def test_samples_need_their_rate_and_shape():
     for same in (samples, stereo, stereo.T, torch.tensor(samples)[None], of_hugging_face):
         rate = None if same is of_hugging_face else float(RATE)
         assert recognizer(same, rate) == recognizer(samples, RATE)
+    soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
+    with (tmp_path / "a.wav").open("rb") as file:
+        assert recognizer(file) == recognizer((tmp_path / "a.wav").read_bytes())
+    assert recognizer(tmp_path / "a.wav") == recognizer((tmp_path / "a.wav").read_bytes())
+    with pytest.raises(AudioError, match=r"^the audio: not readable as audio"):
+        recognizer(b"no audio")
     for wrong, rate in ((samples[None, None], RATE), (samples, 0), (samples > 0, RATE)):
         with pytest.raises(AudioError, match="the waveform: "):
             recognizer(wrong, rate)

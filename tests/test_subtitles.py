@@ -54,7 +54,7 @@ def words_at(text, times):
 
 def test_cues_break_at_pauses():
     words = words_at("a b c d", [(0, 0.4), (0.5, 0.9), (2.5, 2.9), (3.0, 3.3)])
-    assert make_cues(words) == [Cue(0, 0.9, "a b"), Cue(2.5, 3.3, "c d")]
+    assert make_cues(words) == [Cue(0, 1.0, "a b"), Cue(2.5, 3.5, "c d")]
 
 
 def test_cues_fill_two_lines_and_no_more():

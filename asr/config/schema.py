@@ -660,10 +660,11 @@ class TrainConfig(Config):
 class BeamConfig(Config):
     """Part of `decode:`: the beam search and its scores."""
 
-    beam: Annotated[int, Field(ge=1, le=1000)] = 1  # width; 1: greedy
-    # exponent alpha of Wu et al. 2016; no effect with beam 1
+    # width; 1 without CTC, language model, ensemble and other speeds: greedy search
+    beam: Annotated[int, Field(ge=1, le=1000)] = 1
+    # exponent alpha of Wu et al. 2016; no effect in greedy search
     length_penalty: Annotated[float, Field(ge=0.0, le=10.0)] = 0.6
-    # added to the score per token; no effect with beam 1
+    # added to the score per token; no effect in greedy search
     token_reward: Annotated[float, Field(ge=-1000.0, le=1000.0)] = 0.0
     # <eos> needs a log-probability of at least this factor times the best other token's (Hannun et
     # al. 2019); null: no limit

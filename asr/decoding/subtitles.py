@@ -11,6 +11,7 @@ from asr.words import columns
 LINE, LINES = 42, 2  # columns per line and lines per cue, as usual in broadcasting
 LONGEST = 7.0  # seconds of a cue
 GAP = 1.0  # seconds of pause that end a cue
+READABLE = 1.0  # seconds that a cue is shown at least, if the next one does not begin
 SHORTEST = 0.01  # seconds of a cue: in WebVTT the end is after the start, in whole milliseconds
 
 
@@ -36,7 +37,8 @@ def make_cues(words: Sequence[TimedWord]) -> list[Cue]:
     cues = []
     for group, after in zip_longest(groups, groups[1:]):
         start = group[0].start
-        end = group[-1].end if after is None else min(group[-1].end, after[0].start)
+        end = max(group[-1].end, start + READABLE)
+        end = end if after is None else min(end, after[0].start)
         end = min(max(end, start + SHORTEST), start + LONGEST)
         cues.append(Cue(start, end, "\n".join(_lines(group))))
     return cues

@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from tempfile import NamedTemporaryFile
+from typing import IO, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -50,9 +51,9 @@ from asr.inference.transcript import Transcript, merge_segments, timed_transcrip
 from asr.training.distributed import choose_device
 from asr.training.oom import SHAPES_DECODING, limit_onednn_cache, release_device_memory
 
-# A path; samples (S,), (S, C) or (C, S); or samples with their rate, as Hugging Face has them:
-# {"array": samples, "sampling_rate": Hz}.
-Audio = str | os.PathLike[str] | np.ndarray | Tensor | Mapping[str, Any]
+# A path; a file's content, or an open file; samples (S,), (S, C) or (C, S); or samples with their
+# rate, as Hugging Face has them: {"array": samples, "sampling_rate": Hz}.
+Audio = str | os.PathLike[str] | bytes | IO[bytes] | np.ndarray | Tensor | Mapping[str, Any]
 
 MANY_FRAMES = 3 * 2**20  # a multiple of every reduction
 FEWEST_FRAMES = 10  # of features: 0.1 s has no word, but a model gives a letter for it
@@ -102,8 +103,8 @@ class Recognizer:
         return cls(model, tokenizer, front_end, decode, seconds, lm, steps, ensemble)
 
     def __call__(self, audio: Audio, sample_rate: float | None = None) -> Transcript:
-        """The transcript of a file, or of samples (S,), (S, C) or (C, S), floats in -1 to 1 or
-        integers; or of {"array": samples, "sampling_rate": Hz}.
+        """The transcript of a file, also open or as bytes; of samples (S,), (S, C) or (C, S),
+        floats in -1 to 1 or integers; or of {"array": samples, "sampling_rate": Hz}.
 
         sample_rate: of the samples, in Hz. Raises AudioError for a file or samples that cannot be
         read. Audio without speech, or shorter than `min_seconds`, gives an empty text.
@@ -118,7 +119,7 @@ class Recognizer:
 
         Each is as for a call of the model; all samples have the same rate.
         """
-        if isinstance(audios, str | os.PathLike | np.ndarray | Tensor | Mapping):
+        if isinstance(audios, str | os.PathLike | bytes | np.ndarray | Tensor | Mapping):
             raise UserError(
                 "transcribe takes a list, [AUDIO, ...]; call the model for one: m(AUDIO)"
             )
@@ -272,13 +273,15 @@ class Recording(Generic[Result]):
 
 
 def _recording(audio: Audio, sample_rate: float | None) -> Recording:
-    """Audio to decode. Raises UserError for what is neither a path nor samples."""
-    if isinstance(audio, str | os.PathLike | np.ndarray | Tensor):
+    """Audio to decode. Raises UserError for what is neither a file nor samples."""
+    if read := getattr(audio, "read", None):
+        audio = read()
+    if isinstance(audio, str | os.PathLike | bytes | np.ndarray | Tensor):
         return Recording(audio, sample_rate=sample_rate)
     try:
         samples, rate = array_and_rate(audio)
     except (KeyError, IndexError, TypeError, ValueError):
-        wanted = 'a path, an array of samples, or {"array": samples, "sampling_rate": Hz}'
+        wanted = 'a path, bytes, an array of samples, or {"array": samples, "sampling_rate": Hz}'
         raise UserError(f"audio of type {type(audio).__name__}: give {wanted}") from None
     if sample_rate not in (None, rate):
         raise UserError(f"sample_rate={sample_rate:g}, but the audio's sampling_rate is {rate:g}")
@@ -374,11 +377,24 @@ def _blocks(front_end: FrontEnd, recording: Recording) -> Iterator[Tensor]:
             if recording.sample_rate is None:
                 raise AudioError(f"samples need their sample rate: sample_rate={rate}, say")
             blocks = iter([from_samples(audio, recording.sample_rate, rate)])
+        elif isinstance(audio, bytes):
+            blocks = _stream_content(front_end, audio)
         else:
             blocks = front_end.stream(audio)
         for block in blocks:
             recording.level = max(recording.level, loudness(block, rate))
             yield block
+
+
+def _stream_content(front_end: FrontEnd, content: bytes) -> Iterator[Tensor]:
+    """The waveform of a file's content, in blocks (S,)."""
+    with NamedTemporaryFile() as file:  # ffmpeg reads files alone
+        file.write(content)
+        file.flush()
+        try:
+            yield from front_end.stream(file.name)
+        except AudioError as error:
+            raise type(error)(str(error).replace(file.name, "the audio")) from None
 
 
 def _add(recording: Recording, group: Iterable[tuple[Segment, Tensor]]) -> Iterator[_Part]:

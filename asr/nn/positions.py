@@ -35,9 +35,10 @@ class SinusoidalPositions(nn.Module):
     def forward(self, start: int, length: int) -> Tensor:
         """Encodings of the positions start .. start + length - 1: (length, E)."""
         stop = start + length
-        if stop > len(self.table):
-            self.table = sinusoids(0, 2 * stop, self.table.size(1)).to(self.table)
-        return self.table[start:stop]
+        table = self.table
+        if stop > len(table):
+            self.table = table = sinusoids(0, 2 * stop, table.size(1)).to(table)
+        return table[start:stop]  # another thread may have replaced the buffer
 
 
 class RotaryPositions(nn.Module):
@@ -53,9 +54,10 @@ class RotaryPositions(nn.Module):
     def forward(self, x: Tensor, start: int) -> Tensor:
         """x (B, H, T, D) at the positions start .. start + T - 1 -> the same shape."""
         stop = start + x.size(2)
-        if stop > self.table.size(1):
-            self.table = rotations(0, 2 * stop, x.size(3)).to(self.table)
-        return rotate(x, self.table[:, start:stop])
+        table = self.table
+        if stop > table.size(1):
+            self.table = table = rotations(0, 2 * stop, x.size(3)).to(table)
+        return rotate(x, table[:, start:stop])
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
