@@ -42,6 +42,17 @@ for norm in ("ba", "per_gate", "cell", "joined state rms", "ba hidden", "per_gat
         found.append([*results, *gradients(results, (x, start, *lstm.parameters()))])
     torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11, msg=lambda m: norm + m)
 
+for norm in ("ba", "joined state rms", "per_gate", "none"):  # frozen gains, learned biases
+    found = []
+    for name in ("reference", "cuda"):
+        torch.manual_seed(1)
+        lstm = LayerNormLSTM(2, 3, norm=CELLS[norm], backend=name).double()
+        for key, weight in lstm.named_parameters():
+            weight.requires_grad_("gain" not in key)
+        output = lstm(x[1:, :1].detach())[0].square().sum()
+        found.append(gradients([output], [p for p in lstm.parameters() if p.requires_grad]))
+    torch.testing.assert_close(found[1], found[0], atol=1e-11, rtol=1e-11, msg=lambda m: norm + m)
+
 for kind in ("layer", "rms"):  # silence: the guard
     lstm = LayerNormLSTM(2, 3, norm=CellSettings("ba", norm_kind=kind), backend="cuda").double()
     torch.nn.init.zeros_(lstm.bias_ih_l0)

@@ -191,8 +191,9 @@ def pack(batch: LayerInput, reverse: bool) -> Packed:
 
 def _moved(part: Tensor, device: torch.device) -> Tensor:
     """On the device, which is not waited for."""
-    part = part.pin_memory() if device.type == "cuda" else part
-    return part.to(device, non_blocking=True)
+    if device.type != "cuda":  # others may copy after `part` has gone
+        return part.to(device)
+    return part.pin_memory().to(device, non_blocking=True)
 
 
 def run_packed(

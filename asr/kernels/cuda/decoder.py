@@ -315,9 +315,8 @@ def step(
         ah = deferred_linear(h, weights.weight_hh, products)
         vectors = lstm.stacked_vectors([weights])
         gates, bias = torch.empty_like(ax), None if settings.norms_sum else vectors[1]
-        lstm.norm_forward(
-            settings, settings.gates == "split", ax, None, weights.gain_ih, bias, gates
-        )
+        gain = weights.gain_ih if weights.gain_ih is None else weights.gain_ih.contiguous()
+        lstm.norm_forward(settings, settings.gates == "split", ax, None, gain, bias, gates)
         h_next, c_next, raw, raw_h = (torch.empty_like(h) for _ in range(4))
         triton_step.forward_step[(B,)](
             gates, ah, h, c, h if mask is None else mask.contiguous(), _ones(B, x.device), *vectors,

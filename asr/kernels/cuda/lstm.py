@@ -17,7 +17,7 @@ import importlib.util
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -211,18 +211,19 @@ class Recurrence(torch.autograd.Function):
         ctx: Any, plan: CudaPlan, gates: Tensor, *inputs: Tensor | None
     ) -> tuple[Tensor, ...]:
         learns = any(ctx.needs_input_grad)
-        hs, cs, ctx.saved = plan.loops.forward(plan, learns, gates, *inputs)
-        ctx.plan, ctx.cells = plan, cs
-        ctx.save_for_backward(gates, hs, *inputs)
+        hs, cs, saved = plan.loops.forward(plan, learns, gates, *inputs)
+        ctx.plan, ctx.count = plan, len(saved)
+        ctx.save_for_backward(gates, hs, cs, *saved, *inputs)
         return hs[1:], hs[-1].clone(), cs[-1].clone()
 
     @staticmethod
     def backward(ctx: Any, dhs: Tensor, dh: Tensor, dc: Tensor) -> tuple[Any, ...]:
         refuse_operators(WHAT, REMEDY, dhs, dh, dc)
-        gates, hs, weight, _, _, mask, lengths, *vectors = ctx.saved_tensors
+        gates, hs, cs, *rest = ctx.saved_tensors
+        saved, (weight, _, _, mask, lengths, *vectors) = rest[: ctx.count], rest[ctx.count :]
         upstream = (d.contiguous() for d in (dhs, dh, dc))  # the kernels read plain rows
         needed = ctx.needs_input_grad[-len(vectors) :]
-        inputs = gates, weight, ctx.cells, ctx.saved, mask, lengths, vectors, *upstream
+        inputs = gates, weight, cs, saved, mask, lengths, vectors, *upstream
         dh, dc, dgates, dah, dvectors = ctx.plan.loops.backward(ctx.plan, needed, *inputs)
         before = hs[:-1].transpose(0, 1).flatten(1, 2)  # (D, S * B, H)
         rows = dah.transpose(0, 1).flatten(1, 2).transpose(1, 2)  # (D, 4H, S * B)
@@ -244,7 +245,7 @@ def _backward(
     gates: Tensor,
     weight: Tensor,
     cs: Tensor,
-    saved: tuple[Tensor, ...],
+    saved: Sequence[Tensor],
     mask: Tensor | None,
     lengths: Tensor,
     vectors: list[Tensor],
@@ -336,10 +337,15 @@ def vector_gradients(
     found: list[Tensor | None] = []
     added = gates if settings.norms_sum else None
     parts = 4 if settings.gates == "per_gate" else 1
-    for wanted, *rows in ((needed[0], ah, added, dz, parts), (needed[2], raw, None, dnormed, 1),
-                          (needed[4], raw_h, None, dhidden, 1)):  # fmt: skip
+    # The bias of the gates is added to the input's part, unless the sum is normalised.
+    sum_learns = needed[0] or (settings.norms_sum and needed[1])
+    for wanted, *rows in (
+        (sum_learns, ah, added, dz, parts),
+        (any(needed[2:4]), raw, None, dnormed, 1),
+        (any(needed[4:6]), raw_h, None, dhidden, 1),
+    ):
         found += _affine_gradients(settings, *rows) if wanted else (None, None)
-    if settings.gates == "split":  # the bias is added to the input's part
+    if not settings.norms_sum:
         found[1] = None
     return found
 
@@ -565,4 +571,4 @@ def stacked_vectors(weights: list[Weights]) -> list[Tensor]:
 
 def _stack(parts: list[Tensor]) -> Tensor:
     """As torch.stack, without a copy of a single part."""
-    return torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
+    return torch.stack(parts) if len(parts) > 1 else parts[0].contiguous().unsqueeze(0)
