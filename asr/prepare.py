@@ -101,8 +101,6 @@ def main() -> None:
     text += "becomes a link to it"
     kind.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
     kind.add_argument("--url", help=mirror)
-    text = "keep DIR/SUBSET.tar.gz after unpacking"
-    kind.add_argument("--keep-archives", action="store_true", help=text)
 
     kind = add("librispeech-lm", _librispeech_lm)
     kind.add_argument("--url", help=mirror)
@@ -191,7 +189,7 @@ def _librispeech(args: argparse.Namespace) -> None:
     folders = {
         subset: librispeech.find(args.source, subset)
         if args.source
-        else librispeech.download(subset, args.to, url, args.keep_archives)
+        else librispeech.download(subset, args.to, url)
         for subset in args.subsets or [split.name for split in librispeech.read(args.source)]
     }
     for subset, folder in folders.items():

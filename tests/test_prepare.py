@@ -514,12 +514,6 @@ def test_the_text_for_language_models_is_downloaded(mirror, tmp_path, asr_prepar
     assert (tmp_path / "to" / text.name).read_bytes() == b"a few books"
 
 
-def test_the_archive_is_kept_on_request(mirror, tmp_path, asr_prepare):
-    call = ("librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--url", mirror[0])
-    assert asr_prepare(*call, "--keep-archives")[0] == 0
-    assert (tmp_path / "to" / "dev-clean.tar.gz").is_file()
-
-
 def test_a_download_of_another_content_leaves_no_corpus(mirror, tmp_path, asr_prepare):
     url, root = mirror
     with (root / "12/dev-clean.tar.gz").open("ab") as file:

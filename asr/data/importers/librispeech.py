@@ -49,11 +49,11 @@ SUBSETS = {
 }
 
 
-def download(subset: str, to: str | Path, url: str = URL, keep_archive: bool = False) -> Path:
+def download(subset: str, to: str | Path, url: str = URL) -> Path:
     """Download a subset to TO/LibriSpeech/SUBSET, unless it exists -> that folder.
 
-    The archive is removed once unpacked, unless `keep_archive`. Raises UserError as `fetch` does,
-    and for an archive without the subset.
+    The archive is removed once unpacked. Raises UserError as `fetch` does, and for an archive
+    without the subset.
     """
     to = Path(to)
     folder, archive = to / CORPUS / subset, to / f"{subset}.tar.gz"
@@ -75,8 +75,7 @@ def download(subset: str, to: str | Path, url: str = URL, keep_archive: bool = F
             if not (folder.parent / file.name).exists():
                 shutil.move(file, folder.parent / file.name)
         (unpacked / CORPUS / subset).rename(folder)
-    if not keep_archive:
-        archive.unlink()
+    archive.unlink()
     return folder
 
 
