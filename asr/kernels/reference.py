@@ -191,9 +191,8 @@ def pack(batch: LayerInput, reverse: bool) -> Packed:
 
 def _moved(part: Tensor, device: torch.device) -> Tensor:
     """On the device, which is not waited for."""
-    if device.type != "cuda":  # others may copy after `part` has gone
-        return part.to(device)
-    return part.pin_memory().to(device, non_blocking=True)
+    part = part.pin_memory() if device.type == "cuda" else part
+    return part.to(device, non_blocking=device.type != "mps")  # which may read `part` too late
 
 
 def run_packed(

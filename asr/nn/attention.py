@@ -32,8 +32,8 @@ def valid_mask(lengths: Tensor, size: int, device: torch.device) -> Tensor:
 
     It is on `device`. Pass lengths on the CPU, so that the CPU never waits for the device.
     """
-    # Other devices may copy after the lengths have gone.
-    lengths = lengths.to(device, non_blocking=device.type == "cuda")
+    # Apple's GPUs may read the lengths after they have gone.
+    lengths = lengths.to(device, non_blocking=device.type != "mps")
     return torch.arange(size, device=device) < lengths.unsqueeze(1)
 
 
