@@ -277,6 +277,17 @@ def try_lock(file: IO[Any], start: int = 0, length: int = 0, inherited: bool = F
     return True
 
 
+def locked_by_another(file: IO[Any], inherited: bool = False) -> bool:
+    """Whether another process holds the lock of an open file, which try_lock takes otherwise.
+
+    Never on a file system without locks, so that one can work there.
+    """
+    try:
+        return not try_lock(file, inherited=inherited)
+    except OSError:
+        return False
+
+
 def unlock(file: IO[Any], start: int = 0, length: int = 0) -> None:
     """Release a lock of this process."""
     fcntl.lockf(file, fcntl.LOCK_UN, length, start)
@@ -318,10 +329,7 @@ def _training_lock(path: Path) -> Iterator[None]:
     """Lock a run folder with a file that names the process; it is removed at the end."""
     while True:
         with open_append(path) as file:
-            locked = True  # also on a file system without locks, to be able to train there
-            with suppress(OSError):
-                locked = try_lock(file)
-            if not locked:
+            if locked_by_another(file):
                 file.seek(0)
                 holder = file.read(200).decode(errors="replace") or "another process"
                 remedy = "wait until it ends, stop it, or choose another --run"

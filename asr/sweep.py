@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from asr.arguments import CommandParser, key_of, positive
 from asr.errors import UserError, print_line, run_command
-from asr.io import check_run_folder, lock_file, open_append, try_lock, usable_cores
+from asr.io import check_run_folder, lock_file, locked_by_another, open_append, usable_cores
 
 if TYPE_CHECKING:  # functions import the modules that load pydantic or numpy
     from asr.config.schema import Recipe
@@ -315,10 +315,7 @@ class SweepProcess:
         env = {"OMP_NUM_THREADS": str(threads), **os.environ}
         # The process inherits the lock and keeps it, even if this process is killed.
         with open_append(self.folder / LOCK) as lock, open_append(self.console) as console:
-            locked = True  # also on a file system without locks
-            with suppress(OSError):
-                locked = try_lock(lock, inherited=True)
-            if not locked:
+            if locked_by_another(lock, inherited=True):
                 if not self.waits:
                     print_line(f"{self.run.name}: waiting for the process that uses its folder")
                 self.waits = True

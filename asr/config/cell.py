@@ -50,13 +50,16 @@ class CellSettings:
     recurrent_gain: float = 0.1  # ba: the initial gain of N(W_h h); 1.0 is as published
 
     def __post_init__(self) -> None:
+        kinds = (*NORM_KINDS, *REGISTERED)
+        if is_registered(self.norm_kind):
+            kinds = (*kinds, self.norm_kind)
         for name, value, allowed in (
             ("norm", self.norm, tuple(PRESETS)),
             ("cell_norm", self.cell_norm, (None, *CELL_NORMS)),
-            ("norm_kind", self.norm_kind, (*NORM_KINDS, *REGISTERED)),
+            ("norm_kind", self.norm_kind, kinds),
             ("zero_variance", self.zero_variance, ("guard", "raw")),
         ):
-            if value not in allowed and not (name == "norm_kind" and is_registered(value)):
+            if value not in allowed:
                 choices = ", ".join(filter(None, allowed))
                 raise ValueError(f"{name} {value!r} is not known; choose one of {choices}")
         registered = REGISTERED.get(self.norm_kind)

@@ -35,4 +35,6 @@ def any_name() -> Iterator[None]:
 
 def is_registered(name: Any) -> bool:
     """Whether a recipe may have the norm `name` besides those of this library."""
-    return name in list(REGISTERED) or (_ANY_NAME.get() and str(name).isidentifier())
+    if not isinstance(name, str):
+        return False
+    return name in REGISTERED or (_ANY_NAME.get() and name.isidentifier())

@@ -202,12 +202,8 @@ def _read_norm(norm: Any, read: Callable[[Any], Any]) -> Any:
         return read(norm)
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Input ")
-        more = (
-            f", or {', '.join(REGISTERED)}"
-            if REGISTERED
-            else ", or a name given to asr.register_norm"
-        )
-        raise ValueError(f"{message}{more}") from None
+        known = ", ".join(REGISTERED) or "a name given to asr.register_norm"
+        raise ValueError(f"{message}, or {known}") from None
 
 
 # Serialised as text, since pydantic warns of a value that is not in the Literal.

@@ -180,6 +180,7 @@ def _key(front_end: FrontEnd) -> str | None:
     if not isinstance(extract, EncoderFeatures):
         return None
     layer = extract.encoder.layer
+    # Features stored by the name of the layer alone lack the last layer's norm.
     layer = "weighted, the last normalised" if layer == "weighted" else layer
     return cache_key(extract.encoder.source.sha256, layer, extract.sample_rate)
 

@@ -234,17 +234,17 @@ def gains(model: nn.Module) -> dict[str, float]:
         if isinstance(module, LSTMS):
             found = {f"{name}.{n}": p for n, p in module.named_parameters() if n.startswith("gain")}
         else:
-            own = isinstance(module, RowNorm) and module.weight is not None
-            gain = gain_of(module) if own or isinstance(module, NORMS) else None
-            found = {} if gain is None else {name: gain}
+            found = {name: gain_of(module)} if isinstance(module, (RowNorm, *NORMS)) else {}
         for path, gain in found.items():
+            if gain is None:
+                continue
             figures[f"gain/{path}"] = float(gain.detach().abs().mean())
             figures[f"gain_max/{path}"] = float(gain.detach().abs().max())
     return figures
 
 
 def gain_of(norm: nn.Module) -> Tensor | None:
-    """The gain of one of NORMS, of any shape; None for a norm of the user without one."""
+    """The gain of a RowNorm or one of NORMS, of any shape; None where it has none."""
     return norm.log_scale.exp() if isinstance(norm, BiasNorm) else norm.weight
 
 

@@ -257,10 +257,13 @@ class Log:
         figures |= {"gradient_norm": self.norm} if losses else {}  # none of a step that is not used
         self.scalars("train", losses | figures, state.step)
         cost = {"audio_hours": state.audio_seconds / 3600, "train_seconds": state.train_seconds}
-        name, value = ("audio", rate) if rate else ("steps", self.steps / elapsed)
-        self.scalars("speed", {f"{name}_per_second": value} | cost, state.step)
+        if rate:
+            cost["audio_per_second"], speed = rate, f"{rate:.0f}x real time"
+        else:
+            cost["steps_per_second"] = steps = self.steps / elapsed
+            speed = f"{steps:.1f} steps/s"
+        self.scalars("speed", cost, state.step)
         first, *others = figure_texts(losses) or ["no step used"]
-        speed = f"{rate:.0f}x real time" if rate else f"{self.steps / elapsed:.1f} steps/s"
         position = f"step {state.step}/{self.total}", f"epoch {state.epoch}"
         line = "  ".join([*position, first, *others, speed])
         self.lines.write(line)

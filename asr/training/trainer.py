@@ -215,8 +215,9 @@ def planned_steps(epochs: Epochs, config: TrainConfig, state: TrainState) -> int
 class Training:
     """A run in progress: its task, weights and position, and the files that it writes.
 
-    `recipe` is that of the whole run, `config` the section `train` of the stage; `parts` are what a
-    program has in place of the recipe's data and objective.
+    `recipe` is that of the whole run as asked for, `used` that in the run folder, with the
+    vocabulary and the encoder's commit; `config` is the section `train` of the stage; `parts` are
+    what a program has in place of the recipe's data and objective.
     """
 
     def __init__(self, recipe: Recipe, run: Path, parts: Mapping[str, Any] | None = None) -> None:

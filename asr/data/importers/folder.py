@@ -91,8 +91,9 @@ def _folders(source: Path) -> dict[str, Path]:
         splits = {}  # Dev and Val are names of speakers, too
     named = [split_of(folder.name) for folder in folders]
     if not splits and folders and all(named):
-        speakers = [p for f in folders for p in f.iterdir() if p.is_dir() and p.name not in KINDS]
-        if speakers or len(set(named)) > 1:  # as LibriTTS, not dev_patel alone
+        below = (path for folder in folders for path in folder.iterdir())
+        # As LibriTTS, not the speaker dev_patel alone.
+        if len(set(named)) > 1 or any(p.name.lower() not in KINDS and p.is_dir() for p in below):
             splits = {folder.name: folder for folder in folders}
     return splits or {source.resolve().name: source}
 

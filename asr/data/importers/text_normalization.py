@@ -150,9 +150,10 @@ class TextNormalizer:
             text = " ".join(_NO_LETTER.sub(self._mark, text).split())
         others = _OTHER.findall(text)
         text = self._without(text, others) if others else text.upper()
-        words = [word for word in text.split() if word.strip("'")]
-        if loose := len(text.split()) - len(words):
+        words = text.split()
+        if loose := sum(not word.strip("'") for word in words):
             self.dropped["'"] += loose
+            words = [word for word in words if word.strip("'")]
         return " ".join(words)
 
     def _without_punctuation(self, text: str) -> str:
