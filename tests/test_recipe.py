@@ -238,6 +238,13 @@ def test_keys_without_use_for_images_are_refused():
         read_recipe(draw, ["train.label_smoothing=0.2"])
 
 
+def test_an_empty_mapping_empties_one():
+    path = Path(__file__).parents[1] / "recipes" / "librispeech100.yaml"
+    assert read_recipe(path).data.test
+    recipe = read_recipe(path, ["data.test={}", "data.corpus=null", "data.max_seconds=7"])
+    assert recipe.data.test == {} and recipe.data.train == read_recipe(path).data.train
+
+
 def test_overrides_of_another_kind_of_model_in_any_order():
     overrides = ["model.d_model=96", "model.kind=transformer", "model.heads=3"]
     models = [read_recipe("demo", order).model for order in permutations(overrides)]

@@ -351,11 +351,13 @@ def _check_values(value: Any, source: str, keys: tuple[str, ...] = ()) -> None:
 
 
 def _merge(base: Mapping[str, Any], change: Mapping[str, Any], top: bool = True) -> dict[str, Any]:
-    """`change` merged into `base`, mapping by mapping; a model of another kind replaces the old."""
+    """`change` merged into `base`, mapping by mapping; a model of another kind replaces the old, and
+    below a section {} empties it.
+    """
     merged = dict(base)
     for key, value in change.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and (value or top):
             is_model = top and key == "model"
             if not (is_model and value.get("kind", old.get("kind")) != old.get("kind")):
                 value = _merge(old, value, top=False)
