@@ -327,6 +327,20 @@ class TestResumingOverOtherData:
         message = commands.refused(train, *line)
         assert f"changed since: data.{role}: the same size, but another content. Restore" in message
 
+    def test_moved_files_are_no_change_but_other_content_is(self, copied, commands):
+        (corpus, line), moved = copied, copied[0].with_name("moved")
+        corpus.rename(moved)
+        now = [f"data.{role}={moved / role}.tsv" for role in ("train", "valid")]
+        recipe, *rest = line
+        manifest = moved / "train.tsv"
+        kept = manifest.read_text()
+        manifest.write_text(kept.replace("cb", "ca"))
+        message = commands.refused(train, moved / recipe.name, *rest, *now)
+        assert "changed since: data.train: the same size, but another content" in message
+        manifest.write_text(kept)
+        code, out, _ = commands(train, moved / recipe.name, *rest, *now)
+        assert code == 0 and f"data.valid {corpus / 'valid'}.tsv -> {moved / 'valid'}.tsv" in out
+
     def test_force_resumes_and_is_needed_once(self, copied, commands):
         corpus, line = copied
         manifest = corpus / "train.tsv"

@@ -423,7 +423,16 @@ def test_training_data_of_one_name_and_objectives_of_programs_are_settings(tmp_p
         "B. training data=second": "2",
         "C. training data=first objective=Mine@12345678": "2",
     }
-    # Another name of the data already distinguishes them.
+    # The same data under another name are no other setting.
+    for seed, path in ((3, "there.tsv"), (4, "elsewhere.tsv")):
+        run = tmp_path / "u" / f"moved{seed}"
+        make_run(run, [f"seed={seed}", f"data.train={path}"], falling(0.1))
+        content = {"data.train": {SHA256: "third"}, "data.valid": {SHA256: "0"}}
+        save_checkpoint(run, nn.Linear(2, 3), training_state(content=content), 100, 0.5, {})
+    report(commands, tmp_path / "u")
+    text = (tmp_path / "u" / "compare" / "compare.md").read_text()
+    assert [row[1] for row in rows(text, "Validation loss")] == ["2"]
+    # Another name of other data already distinguishes them.
     make_run(tmp_path / "t" / "named", ["data.train=other.tsv"], falling(0.1))
     content = {"data.train": {SHA256: "second"}}
     named = tmp_path / "t" / "named"

@@ -180,6 +180,7 @@ class RunRecord:
 def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
     """Each run's recipe, curves and fault."""
     runs = []
+    files: dict[tuple[str, Any], Any] = {}  # key and hash -> the first path, of data that were moved
     for folder, name in zip(folders, run_names(folders), strict=True):
         try:
             settings = flat(recipe_of(folder))
@@ -188,6 +189,8 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
             if content or not fault:
                 settings[DATA] = _data_hash(folder, content, settings, curve)
             settings |= _learned_from(content)
+            for key in settings.keys() & content.keys():
+                settings[key] = files.setdefault((key, content[key][SHA256]), settings[key])
         except UserError as error:
             runs.append(RunRecord(folder, {}, {}, str(error), name))
             continue

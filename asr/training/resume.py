@@ -81,8 +81,8 @@ class ResumePoint:
         """-> the recipe to write into the run, and lines for the log.
 
         It keeps the run's decode settings, but for the keys `overridden`. Raises UserError where a
-        key that is not harmless has changed, unless forced, and where the run has done more than
-        asked.
+        key has changed that is neither harmless nor a file for check_content, unless forced, and
+        where the run has done more than asked.
         """
         lines = self._check_changes(recipe, force)
         self._check_end(recipe.train)
@@ -98,7 +98,9 @@ class ResumePoint:
         if lines:
             lines.append(f"resuming from the one before it, step {self.checkpoint.step}")
         changed = self._changes(recipe, force)
-        harmful = [line for key, line in changed.items() if not is_harmless(key)]
+        new, checked = flat(recipe), self.state["content"]  # their files may have been moved
+        moved = {key for key in changed if key in checked and new.get(key) is not None}
+        harmful = [line for key, line in changed.items() if not (is_harmless(key) or key in moved)]
         if harmful and not force:
             raise UserError(
                 f"{self.run}: its recipe was another: {'; '.join(harmful)}. Restore the old values,"
