@@ -872,16 +872,6 @@ class SpeechRecipe(Recipe):
             )
         return self
 
-    @model_validator(mode="after")
-    def _views_have_one_time(self) -> "SpeechRecipe":
-        masks, features = self.features.spec_augment, self.features
-        if masks and masks.time_warp and features.train != "none" and self.train.consistency:
-            raise ValueError(
-                "features.spec_augment.time_warp stretches the two views of train.consistency "
-                "differently where an encoder is trained: set time_warp=0"
-            )
-        return self
-
 
 REMOVE_KEY = "remove it"
 # Keys under `train:` that only speech has, each with what other tasks have instead.

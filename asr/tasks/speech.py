@@ -221,6 +221,14 @@ def speech_task(
     check_ctc_alone(recipe, resume)
     stages = [at_stage(recipe, number) for number in range(len(recipe.stages) + 1)]
     every_speed = sorted({speed for each in stages for speed in each.features.speed_perturb})
+    for each in stages:
+        masks = each.features.spec_augment
+        warps = masks and masks.time_warp and each.features.train != "none"
+        if warps and each.train.consistency:
+            raise UserError(
+                "features.spec_augment.time_warp stretches the two views of train.consistency "
+                "differently where an encoder is trained: set time_warp=0"
+            )
     recipe = stages[stage]
     data, speeds = recipe.data, recipe.features.speed_perturb
     whole, valid = (
