@@ -2,8 +2,10 @@
 
 import json
 import os
+import pickle
 import shutil
 import time
+from contextlib import nullcontext
 
 import pytest
 import soundfile
@@ -91,6 +93,16 @@ def test_stored_features_are_those_computed_from_the_audio(corpus, front_end):
     assert cache.read(part[0].id, 1.1) is None
     check(open_cache(part, "key", front_end.size), front_end, part)
     assert open_cache(part, "another", front_end.size) is None
+    sent = pickle.dumps(cache)  # to a process that is not forked, without the frames
+    assert len(sent) < cache.frames.nbytes / 2
+    check(pickle.loads(sent), front_end, part)
+
+
+def test_a_disk_without_locks_for_the_features_is_reported(corpus, front_end, monkeypatch, capsys):
+    part = read_manifest(corpus / "valid.tsv")
+    monkeypatch.setattr(compute_features, "lock_file", lambda *arguments: nullcontext(False))
+    assert make_cache(part, front_end, "key", SPEEDS, 0, CPU) is None
+    assert f"{part.path}: no folder for its features" in capsys.readouterr().out
 
 
 def test_an_interrupted_computation_is_continued(corpus, front_end, monkeypatch):
@@ -324,6 +336,8 @@ def test_what_an_encoder_cannot_do_is_refused(commands, corpus, tmp_path, encode
     assert "features.mvn" in refused(named, "features.train=all", "features.mvn=speaker")
     assert "4" in refused(named, "features.train=4")
     assert "features.dither" in refused(named, "features.dither=1")
+    warped = "features.spec_augment={time_warp: 5}", "train.consistency={}"
+    assert "time_warp=0" in refused(named, "features.train=2", *warped)
     assert "NAME[@REVISION]" in refused("features.encoder=nowhere")
     assert not (tmp_path / "r").exists()
     line = commands.refused(train, corpus / "tiny.yaml", "features.layer=2")

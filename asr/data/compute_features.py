@@ -70,6 +70,11 @@ def make_cache(
             except OSError as error:
                 raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
         return read_cache(folder, corpus, front_end.size)
+    if corpus.path and corpus.path.is_file():
+        print_line(
+            f"{corpus.path}: no folder for its features can be written and locked; the encoder "
+            "computes them in each epoch"
+        )
     return None
 
 

@@ -68,6 +68,22 @@ class FeatureCache:
             return None
         return torch.from_numpy(self.frames[start : start + frames].astype(np.float32))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled for a process that is not forked, which maps the file itself."""
+        file = getattr(self.frames, "filename", None)
+        return _map_again, (file, self.frames.shape, self.spans)
+
+
+def _map_again(
+    file: Path | None, shape: tuple[int, int], spans: dict[tuple[str, float], tuple[int, int]]
+) -> FeatureCache:
+    return FeatureCache(_mapped(file, shape), spans)
+
+
+def _mapped(file: Path | None, shape: tuple[int, int]) -> np.ndarray:
+    """The frames of a file; an empty one cannot be mapped."""
+    return np.memmap(file, np.float16, "r", shape=shape) if shape[0] else np.zeros(shape, "f2")
+
 
 def open_cache(corpus: Corpus, key: str, size: int) -> FeatureCache | None:
     """What is stored of the corpus' features, of `size` values a frame; None where nothing is."""
@@ -101,9 +117,7 @@ def read_cache(folder: Path, corpus: Corpus, size: int) -> FeatureCache:
         for entry in _stored(folder, count)
         if (entry.audio, entry.size, entry.time) == stamps.get(entry.id)
     }
-    shape = (count, size)
-    mapped = np.memmap(frames, np.float16, "r", shape=shape) if count else np.zeros(shape, "f2")
-    return FeatureCache(mapped, spans)
+    return FeatureCache(_mapped(frames, (count, size)), spans)
 
 
 def find_copies(folder: Path, corpus: Corpus, size: int) -> None:

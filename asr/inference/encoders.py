@@ -180,8 +180,9 @@ def _key(front_end: FrontEnd) -> str | None:
     if not isinstance(extract, EncoderFeatures):
         return None
     layer = extract.encoder.layer
-    # Features stored by the name of the layer alone lack the last layer's norm.
-    layer = "weighted, the last normalised" if layer == "weighted" else layer
+    if layer == "weighted" and getattr(extract.encoder.model.config, "do_stable_layer_norm", False):
+        # Features stored by the name of the layer alone lack the last layer's norm.
+        layer = "weighted, the last normalised"
     return cache_key(extract.encoder.source.sha256, layer, extract.sample_rate)
 
 
