@@ -68,7 +68,7 @@ class Run(os.PathLike):
     """
 
     def __init__(self, folder: AnyPath) -> None:
-        self._address = folder
+        self._address = os.fspath(folder)
         self.folder = local_run(folder)
         run_folders.recipe_of(self.folder)
 
@@ -110,7 +110,9 @@ class Run(os.PathLike):
         speakers, and utterances with reference and hypothesis. Utterances that cannot be read are
         scored as empty. Raises UserError as asr.evaluate does.
         """
-        opened = evaluation.open_split(self._address, os.fspath(split), overrides)
+        opened = evaluation.open_split(  # of the folder: a new commit at the address is another run
+            self.folder, os.fspath(split), overrides, address=self._address
+        )
         folder = check_writable(Path(out)) if out is not None else opened.result_folder()
         with _same_threads():
             result, recognizer = opened.evaluate()

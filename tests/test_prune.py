@@ -62,7 +62,7 @@ def test_every_other_keeps_the_rule_s_layers_with_their_weights(run, commands, t
 
 def test_a_pruned_run_is_an_ordinary_run(tiny, run, commands, tmp_path):
     half = tmp_path / "half"
-    settings = ("decode.average=2", "decode.lm=away")  # which pruning does not need
+    settings = ("decode.average=2", "decode.lm=away", "decode.lm_weight=0.4")  # not needed
     assert commands(prune, run, "--to", half, "--encoder", 4, "--decoder", 2, *settings)[0] == 0
     recipe = yaml.safe_load((half / "recipe.yaml").read_text())
     assert recipe["run"] == "half" and recipe["model"]["encoder_layers"] == 4

@@ -1,5 +1,6 @@
 """From audio to timed words, with a model that recognises tones without errors."""
 
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -372,7 +373,7 @@ def test_a_list_is_transcribed_as_each_alone(tmp_path):
     assert recognizer.transcribe([]) == []
 
 
-@pytest.mark.parametrize("audio", ["a.wav", np.zeros(RATE)])
+@pytest.mark.parametrize("audio", ["a.wav", np.zeros(RATE), io.BytesIO(b"RIFF")])
 def test_one_recording_is_no_list(audio):
     with pytest.raises(UserError, match="takes a list"):
         tone_recognizer().transcribe(audio, RATE)

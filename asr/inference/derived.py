@@ -22,8 +22,9 @@ def load_alone(run: Path, overrides: Sequence[str], to: Path) -> tuple[SpeechRec
     recipe = load_run_recipe(run, overrides)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to}: is there already; name a new folder")
+    own = [text for text in overrides if not text.startswith(("decode.lm", "decode.ensemble"))]
     alone = "decode.lm=null", "decode.ensemble=[]", "train.device=cpu"
-    return recipe, Recognizer.load(run, [*overrides, *alone])
+    return recipe, Recognizer.load(run, [*own, *alone])
 
 
 def derived_recipe(recipe: Recipe, to: Path) -> dict[str, Any]:

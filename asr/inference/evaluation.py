@@ -201,14 +201,15 @@ def open_split(
     split: str,
     overrides: Sequence[str] = (),
     by: Sequence[str] = (),
+    address: str | None = None,
 ) -> EvaluationSplit:
     """A split of a run: `train`, `valid`, a name under data.test, or a manifest (.tsv).
 
-    run: as for local_run. by: columns of the manifest, whose groups are scored too. Raises
-    UserError for a split or column that does not exist, for overrides that do not fit the run, and
-    as local_run does.
+    run: as for local_run. by: columns of the manifest, whose groups are scored too. address: whence
+    the run is, if not `run`. Raises UserError for a split or column that does not exist, for
+    overrides that do not fit the run, and as local_run does.
     """
-    address, run = os.fspath(run), local_run(run)
+    address, run = address or os.fspath(run), local_run(run)
     recipe = load_run_recipe(run, overrides)
     name, corpus = evaluation_name(split), splits.load_split(recipe.data, split)
     labels = {

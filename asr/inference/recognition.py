@@ -119,7 +119,8 @@ class Recognizer:
 
         Each is as for a call of the model; all samples have the same rate.
         """
-        if isinstance(audios, str | os.PathLike | bytes | np.ndarray | Tensor | Mapping):
+        one = str | os.PathLike | bytes | np.ndarray | Tensor | Mapping
+        if isinstance(audios, one) or hasattr(audios, "read"):
             raise UserError(
                 "transcribe takes a list, [AUDIO, ...]; call the model for one: m(AUDIO)"
             )
