@@ -180,7 +180,7 @@ class RunRecord:
 def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
     """Each run's recipe, curves and fault."""
     runs = []
-    files: dict[tuple[str, Any], Any] = {}  # key and hash -> the first path, of data that were moved
+    files: dict[tuple[str, Any], Any] = {}  # key and hash of data -> their first path
     for folder, name in zip(folders, run_names(folders), strict=True):
         try:
             settings = flat(recipe_of(folder))
@@ -189,8 +189,8 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
             if content or not fault:
                 settings[DATA] = _data_hash(folder, content, settings, curve)
             settings |= _learned_from(content)
-            for key in settings.keys() & content.keys():
-                settings[key] = files.setdefault((key, content[key][SHA256]), settings[key])
+            known = settings.keys() & content.keys()  # moved data are the same data
+            settings |= {k: files.setdefault((k, content[k][SHA256]), settings[k]) for k in known}
         except UserError as error:
             runs.append(RunRecord(folder, {}, {}, str(error), name))
             continue
@@ -198,6 +198,12 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
             runs.append(RunRecord(folder, {}, {}, f"{error.filename}: {error.strerror}", name))
             continue
         runs.append(RunRecord(folder, settings, curves, fault, name))
+    _complete_data(runs)
+    return runs
+
+
+def _complete_data(runs: Sequence[RunRecord]) -> None:
+    """Name the data of lost runs; none if those of a counted run are unknown."""
     counted = [run.settings for run in runs if not run.fault]
     lost = [run.settings for run in runs if run.settings and run.fault]
     if not all(TRAINING_DATA in settings for settings in counted):  # unknown, not another
@@ -211,7 +217,6 @@ def read_runs(folders: Sequence[Path], curve: str) -> list[RunRecord]:
         for key in (DATA, TRAINING_DATA):
             if key in nearest:
                 settings.setdefault(key, nearest[key])
-    return runs
 
 
 def _fault(folder: Path, curves: dict[str, Curve], curve: str) -> str | None:

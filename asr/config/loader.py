@@ -351,8 +351,8 @@ def _check_values(value: Any, source: str, keys: tuple[str, ...] = ()) -> None:
 
 
 def _merge(base: Mapping[str, Any], change: Mapping[str, Any], top: bool = True) -> dict[str, Any]:
-    """`change` merged into `base`, mapping by mapping; a model of another kind replaces the old, and
-    below a section {} empties it.
+    """`change` merged into `base`, mapping by mapping; a model of another kind replaces the old,
+    and below a section {} empties a mapping.
     """
     merged = dict(base)
     for key, value in change.items():

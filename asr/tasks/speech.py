@@ -6,7 +6,7 @@ pictures of features and attention and the decoded texts.
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -221,14 +221,7 @@ def speech_task(
     check_ctc_alone(recipe, resume)
     stages = [at_stage(recipe, number) for number in range(len(recipe.stages) + 1)]
     every_speed = sorted({speed for each in stages for speed in each.features.speed_perturb})
-    for each in stages:
-        masks = each.features.spec_augment
-        warps = masks and masks.time_warp and each.features.train != "none"
-        if warps and each.train.consistency:
-            raise UserError(
-                "features.spec_augment.time_warp stretches the two views of train.consistency "
-                "differently where an encoder is trained: set time_warp=0"
-            )
+    check_views(stages)
     recipe = stages[stage]
     data, speeds = recipe.data, recipe.features.speed_perturb
     whole, valid = (
@@ -373,6 +366,17 @@ def list_audio_files(recipe: SpeechRecipe, key: str, probability: str) -> AudioF
     except (AudioError, UserError) as error:
         raise UserError(f"features.{key}: {error}") from None
     return AudioFiles(paths, features.sample_rate, getattr(features, probability))
+
+
+def check_views(stages: Iterable[SpeechRecipe]) -> None:
+    """Raise UserError where the two views of an utterance would have different times."""
+    for recipe in stages:
+        masks, features = recipe.features.spec_augment, recipe.features
+        if masks and masks.time_warp and features.train != "none" and recipe.train.consistency:
+            raise UserError(
+                "features.spec_augment.time_warp stretches the two views of train.consistency "
+                "differently where an encoder is trained: set time_warp=0"
+            )
 
 
 def check_ctc_alone(recipe: SpeechRecipe, resume: bool) -> None:
