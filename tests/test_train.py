@@ -645,6 +645,39 @@ def test_fine_tuning_starts_from_another_run_s_weights(tiny, tiny_run, commands,
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        "{listener: {layers: 3}, intermediate_ctc: {layers: [2], self_conditioning: true}}",
+        "{kind: transformer, d_model: 8, heads: 2, feed_forward: 11, encoder_layers: 2,"
+        " decoder_layers: 1, intermediate_ctc: {layers: [1], self_conditioning: true}}",
+    ],
+    ids=["las", "transformer"],
+)
+def test_a_new_vocabulary_keeps_all_other_weights(model, tiny, commands, tmp_path):
+    """Those of the vocabulary are the ones whose shapes change with it."""
+    runs, plain = (tmp_path / "first", tmp_path / "second"), (f"model={model}", "train.steps=1")
+    code, _, err = commands(train, tiny, "--run", runs[0], *plain)
+    assert code == 0, err
+    new = "train.new_vocabulary=true", "text.kind=bpe", "text.size=13", "train.optimizer.lr=1e-12"
+    init = f"train.init={runs[0]}", "seed=5"
+    code, _, err = commands(train, tiny, "--run", runs[1], *plain, *init, *new)
+    assert code == 0, err
+    first, second = (
+        load_file(list_checkpoints(run)[-1].folder / "model.safetensors") for run in runs
+    )
+    assert first.keys() == second.keys()
+    changed = {name for name in first if first[name].shape != second[name].shape}
+    size = load_tokenizer(runs[1]).size
+    assert changed and all(size in second[name].shape for name in changed)
+    for name in first.keys() - changed - {"conditioning.bias"}:
+        torch.testing.assert_close(second[name], first[name], atol=1e-9, rtol=0)
+    assert commands(evaluate, runs[1], "--split", "test")[0] == 0
+    more = "train.steps=2", f"model={model}", *init, *new
+    code, _, err = commands(train, tiny, "--run", runs[1], "--resume", *more)
+    assert code == 0, err
+
+
 def test_fine_tuning_starts_from_the_weights_that_are_evaluated(tiny, tiny_run, commands, tmp_path):
     """The mean of the checkpoints that the run's own recipe chooses."""
     source = shutil.copytree(tiny_run, tmp_path / "source")

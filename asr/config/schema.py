@@ -603,6 +603,8 @@ class TrainConfig(Config):
     device: Device = "auto"  # auto: GPU if any; cpu, cuda, cuda:N
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # CPU threads; null: torch's choice
     init: RecipePath | None = None  # run whose weights this one starts from
+    # with init: the vocabulary of `text` instead of that of the run; its layers start at random
+    new_vocabulary: bool = False
     # patterns of the names of parameters that are not trained, ["encoder.*"]
     freeze: tuple[str, ...] = ()
     validate_every: Count | None = None  # steps; null: once per epoch
@@ -883,6 +885,7 @@ SPEECH_ONLY_KEYS = {
     "consistency": REMOVE_KEY,
     "wer_utterances": REMOVE_KEY,
     "alarm": REMOVE_KEY,
+    "new_vocabulary": REMOVE_KEY,
 }
 
 

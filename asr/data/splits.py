@@ -8,7 +8,6 @@ that belongs to it alone.
 import os
 import shlex
 import shutil
-import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -171,9 +170,8 @@ def check_vocabulary_coverage(
     shown = " ".join(sorted(missing, key=lambda letter: (-missing[letter], letter))[:MAX_SHOWN])
     line = f"{path}: {100 * share:.3g} % of its letters are not in the vocabulary: {shown}"
     if share > MAX_UNKNOWN:
-        is_latin = any(unicodedata.normalize("NFD", letter)[0].isascii() for letter in missing)
-        remedy = "check case and language (asr.prepare --text upper-az, lower)"
-        if not is_latin:
-            remedy = "check the language: another one needs its own vocabulary, without train.init"
-        raise UserError(f"{line}; {remedy}")
+        raise UserError(
+            f"{line}; its case is another (asr.prepare --text upper-az or lower), or its language, "
+            "which needs its own vocabulary: with train.init, train.new_vocabulary=true"
+        )
     return line

@@ -233,6 +233,9 @@ class LAS(nn.Module):
     instead of the true token (Bengio et al. 2015).
     """
 
+    # Prefixes of the weights that are of the vocabulary.
+    of_vocabulary = ("speller.embedding.", "speller.out.", "ctc_head.", "conditioning.")
+
     def __init__(
         self,
         features: int,

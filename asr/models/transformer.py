@@ -58,6 +58,9 @@ class TransformerState(NamedTuple):
 class Transformer(nn.Module):
     """`features` F per frame, `vocabulary` V; one frame of memory for `reduction` input frames."""
 
+    # Prefixes of the weights that are of the vocabulary.
+    of_vocabulary = ("words.", "output.", "ctc_head.", "conditioning.")
+
     def __init__(
         self,
         features: int,

@@ -19,7 +19,7 @@ import torch
 from asr.analysis.plots import attention_picture, feature_picture
 from asr.analysis.wer import score
 from asr.config.loader import at_stage
-from asr.config.schema import LasConfig, SpeechRecipe
+from asr.config.schema import LasConfig, SpeechRecipe, TextConfig
 from asr.data import loader, splits
 from asr.data.batching import Batch, Item, collate, plan_evaluation
 from asr.data.corpus import Corpus, audio_remedy
@@ -253,16 +253,9 @@ def speech_task(
         if front_end.corpus_norm.needs_statistics:
             front_end.corpus_norm.load(run / STATISTICS)
     else:
-        if init := recipe.train.init:
-            tokenizer = starting_tokenizer(init, "speech")
-            if encoder is not None:
-                check_init_encoder(init, encoder.source)
-            reason = f"the vocabulary is that of train.init = {init}"
-            text, lines = used_text(recipe.text, tokenizer, reason)
-        else:
-            texts = training.sample(VOCABULARY_UTTERANCES).texts
-            tokenizer = train_tokenizer(recipe.text, texts)
-            text, lines = used_text(recipe.text, tokenizer)
+        if recipe.train.init and encoder is not None:
+            check_init_encoder(recipe.train.init, encoder.source)
+        tokenizer, text, lines = choose_vocabulary(recipe, training)
         recipe = recipe.model_copy(update={"text": text})
         print_first(*lines)
         if front_end.corpus_norm.needs_statistics:
@@ -366,6 +359,21 @@ def list_audio_files(recipe: SpeechRecipe, key: str, probability: str) -> AudioF
     except (AudioError, UserError) as error:
         raise UserError(f"features.{key}: {error}") from None
     return AudioFiles(paths, features.sample_rate, getattr(features, probability))
+
+
+def choose_vocabulary(
+    recipe: SpeechRecipe, training: Corpus
+) -> tuple[Tokenizer, TextConfig, list[str]]:
+    """The vocabulary of train.init or of the training texts, section `text` as it has it, and
+    lines on what differs from the recipe.
+    """
+    if init := recipe.train.init:
+        tokenizer = starting_tokenizer(init, "speech")
+        if not recipe.train.new_vocabulary:
+            reason = f"the vocabulary is that of train.init = {init}"
+            return tokenizer, *used_text(recipe.text, tokenizer, reason)
+    tokenizer = train_tokenizer(recipe.text, training.sample(VOCABULARY_UTTERANCES).texts)
+    return tokenizer, *used_text(recipe.text, tokenizer)
 
 
 def check_views(stages: Iterable[SpeechRecipe]) -> None:

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,14 +209,18 @@ def load_weights(
     checkpoints: Sequence[Checkpoint],
     metadata: dict[str, str],
     pretrained: str | None = None,
+    kept: tuple[str, ...] = (),
 ) -> None:
     """Load the mean of the checkpoints' weights into the module.
 
-    pretrained: prefix of tensors that keep their values where a checkpoint has none of them.
-    Raises UserError where a file is damaged, or of another model or vocabulary (`metadata`).
+    pretrained: prefix of tensors that keep their values where a checkpoint has none of them. kept:
+    prefixes of those that keep them in any case. Raises UserError where a file is damaged, or of
+    another model or vocabulary (`metadata`).
     """
     mean: dict[str, Tensor] = {}
-    most = MAX_HEADER + 8 * sum(tensor.numel() for tensor in _tensors(module).values())  # bytes
+    numbers = sum(tensor.numel() for tensor in _tensors(module).values())
+    # In bytes; a file of a larger vocabulary has more numbers than the module.
+    most = MAX_HEADER + (16 if kept else 8) * numbers
     for checkpoint in checkpoints:
         path = checkpoint.folder / WEIGHTS
         # Weights that were copied without their checksums are taken as they are. Larger files than
@@ -224,8 +228,8 @@ def load_weights(
         summed = (checkpoint.folder / SUMS).exists() and path.stat().st_size <= most
         if summed and not is_sound(checkpoint, [WEIGHTS]):
             raise UserError(f"{path}: damaged, its checksum differs; take another checkpoint")
-        with _checked_weights(checkpoint, module, metadata, pretrained) as file:
-            for name in file.keys():  # noqa: SIM118
+        with _checked_weights(checkpoint, module, metadata, pretrained, kept) as (file, names):
+            for name in names:
                 weight = file.get_tensor(name).double() / len(checkpoints)
                 mean[name] = mean[name] + weight if name in mean else weight
     tensors = module.state_dict()
@@ -266,9 +270,10 @@ def _checked_weights(
     checkpoint: Checkpoint,
     module: nn.Module,
     metadata: Mapping[str, str],
-    pretrained: str | None = None,
-) -> Iterator[Any]:
-    """The weights of a checkpoint, whose names and shapes are those of the module."""
+    pretrained: str | None,
+    kept: tuple[str, ...],
+) -> Iterator[tuple[Any, Collection[str]]]:
+    """The weights of a checkpoint and the names to load, which have the shapes of the module."""
     path = checkpoint.folder / WEIGHTS
     try:
         with _open_weights(path) as file:
@@ -277,12 +282,13 @@ def _checked_weights(
                 if stored.get(name) != value:
                     was = str(stored.get(name))[:80]
                     raise UserError(f"{path}: of another {name} ({was}, here {value})")
-            weights = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            tensors = _tensors(module)
+            names = [name for name in file.keys() if not name.startswith(kept)]  # noqa: SIM118
+            weights = {name: file.get_slice(name) for name in names}
+            tensors = {n: t for n, t in _tensors(module).items() if not n.startswith(kept)}
             if pretrained and not any(name.startswith(pretrained) for name in weights):
                 tensors = {n: t for n, t in tensors.items() if not n.startswith(pretrained)}
             _check_shapes(tensors, weights, path)
-            yield file
+            yield file, names
     except (OSError, SafetensorError) as error:
         reason = _first_line(error)[:200]
         raise UserError(f"{path}: cannot be read as weights ({reason})") from None

@@ -588,7 +588,10 @@ class Training:
         lines: list[str] = []
         if init := self.recipe.train.init:
             (checkpoints, lines), task = starting_weights(init, self.recipe), self.task
-            load_weights(task.objective.model, checkpoints, task.metadata, task.pretrained)
+            model, metadata, kept = task.objective.model, task.metadata, ()
+            if self.recipe.train.new_vocabulary:
+                metadata, kept = {}, model.of_vocabulary
+            load_weights(model, checkpoints, metadata, task.pretrained, kept)
         if is_first():
             self.task.prepare(self.run)
         return lines
