@@ -5,7 +5,7 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from asr.arguments import CommandParser, above_zero, call_of, natural, share
 from asr.data.importers.rows import LONG, split_of
 from asr.data.importers.text_normalization import CHOICES, PUNCTUATION, TAGS
 from asr.errors import UserError, print_line, run_command
+from asr.words import is_unspaced
 
 # Name of a corpus format -> its SOURCE, and its help: a summary and more.
 FORMATS = {
@@ -62,12 +63,14 @@ WITH_TEXT_COLUMN = ("auto", "table", "datasets")
 # Names of validation splits; not Common Voice's "validated".
 VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
 MAX_LETTERS = 25  # a second; of three read corpora of English the fastest utterance has 22.4
+LABEL = 2.5  # letters of a word, on average: labels such as phones have fewer
 MEASURED = 10_000  # utterances
 FEW_HOURS = 3.0  # below, a model from nothing makes errors in most words
 LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is a better start
 TUNING_RECIPE, SMALL_RECIPE, LARGE_RECIPE = "fine_tune", "small_corpus_conformer", "librispeech100"
 MOST_FOREIGN = 0.005  # letters outside A to Z in English, which the trained models know
-MOST_LETTERS = 80  # of which the subwords of these recipes, 100 and 500, can be made
+# Of which the subwords of these recipes, 100 and 500, can be made.
+MOST_LETTERS = {SMALL_RECIPE: 80, LARGE_RECIPE: 400}
 
 # A function per kind; its docstring is the help of its command line. The functions import what they
 # need, since torch takes seconds and --help should not wait.
@@ -317,13 +320,20 @@ def _report(manifest: Path) -> None:
     hours = float(corpus.seconds.sum()) / 3600
     print(f"{manifest}: {len(corpus)} utterances, {hours:.2f} hours")
     part = corpus.sample(MEASURED)
-    fast = [u.id for u in part if len(u.text.replace(" ", "")) > MAX_LETTERS * u.seconds]
+    units = str.split if _are_labels(part.texts) else partial(re.sub, " ", "")
+    fast = [u.id for u in part if len(units(u.text)) > MAX_LETTERS * u.seconds]
     if len(fast) > 0.01 * len(part):
         print_line(
             f"warning: {len(fast)} of {len(part)} utterances have over {MAX_LETTERS} letters a "
             f"second, faster than speech: {' '.join(fast[:5])}. Listen to these: their texts may "
             "be of other recordings, or their audio at another speed"
         )
+
+
+def _are_labels(texts: Sequence[str]) -> bool:
+    """Whether their words are labels such as phones, each a token."""
+    words = " ".join(texts).split()
+    return sum(map(len, words)) < LABEL * len(words) and not is_unspaced("".join(words[:MEASURED]))
 
 
 def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, Path | None]:
@@ -372,8 +382,11 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None) -> str:
                 "recipes skip (data.max_seconds): cut them, columns start and end of a table"
             )
         letters = set().union(*corpus.texts)
-        settings += ["text.kind=characters"] if len(letters) > MOST_LETTERS else []
-        if hours < FEW_HOURS:
+        if are_labels := _are_labels(corpus.sample(MEASURED).texts):
+            settings += ["text.kind=word"]
+        elif len(letters) > MOST_LETTERS[recipe]:
+            settings += ["text.kind=characters"]
+        if hours < FEW_HOURS and not are_labels:
             text = "".join(corpus.texts)
             foreign = sum(letter.isalpha() and not letter.isascii() for letter in text)
             if foreign > MOST_FOREIGN * len(text):

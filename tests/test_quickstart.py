@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -281,6 +282,29 @@ def test_a_corpus_of_another_tool(form, folder, commands):
     train = printed.splitlines()[-1].removeprefix("next: ")
     run(train, commands, small(train))
     assert list((folder / "runs").glob("*/checkpoints/*/model.safetensors"))
+
+
+def test_phones_of_timit_are_tokens(folder, commands):
+    phones = ["h#", "sh", "ix", "hv", "eh", "dcl", "jh", "q", "h#"]
+    for part in ("TRAIN/DR1/FCJF0/SA1", "TRAIN/DR1/FCJF0/SX1", "TRAIN/DR2/MABC0/SI9"):
+        audio_of(folder / f"{part}.WAV")
+        lines = [f"{n} {n + 1} {phone}\n" for n, phone in enumerate(phones)]
+        (folder / f"{part}.PHN").write_text("".join(lines))
+    section = sections_of(CORPORA)["Corpora that need a table first"]
+    (script,) = [block for block in blocks_of(section) if "${s^^}" in block[0]]
+    subprocess.run(["bash", "-c", "\n".join(script)], check=True)
+    assert Path("train.tsv").read_text().splitlines() == [
+        "audio\tspeaker\ttext",
+        "TRAIN/DR1/FCJF0/SX1.WAV\tFCJF0\tsil sh ih hh eh sil jh sil",
+        "TRAIN/DR2/MABC0/SI9.WAV\tMABC0\tsil sh ih hh eh sil jh sil",
+    ]
+    out = run("python -m asr.prepare table train.tsv --to data/own --valid 0.5", commands)
+    assert "letters a second" not in out and "upper-az" not in out
+    (line,) = [line for line in out.splitlines() if line.startswith("next: ")]
+    assert "text.kind=word" in line
+    run(line.removeprefix("next: "), commands, [*SMALL["small_corpus_conformer"], "run=phones"])
+    run("python -m asr.evaluate runs/phones --split valid", commands)
+    assert json.loads(Path("runs/phones/evaluate/valid/score.json").read_text())["words"] == 8
 
 
 def test_commands_in_wav_scp_become_files(folder, commands):

@@ -86,6 +86,23 @@ def test_a_tag_of_the_training_texts_is_one_token(kind, tmp_path):
         assert len(each.encode("<noise><noise>")) == 2
 
 
+@pytest.mark.parametrize("more", [[], ["<noise> h#"]], ids=["plain", "tag"])
+def test_each_word_is_a_token(more, tmp_path):
+    texts = ["h# sh iy hv ae dcl", "h# d ow sh", *more]
+    tokenizer = train_tokenizer(TextConfig(kind="word", size=100), texts)
+    tokenizer.save(tmp_path)
+    for each in (tokenizer, load_tokenizer(tmp_path)):
+        assert each.kind == "word"
+        assert each.size - len(SPECIAL) == len(set(" ".join(texts).split()))
+        for text in texts:
+            tokens = each.encode(text)
+            assert [each.surfaces[token] for token in tokens] == [f" {w}" for w in text.split()]
+            assert each.decode(tokens) == text
+        assert each.encode("sh zz iy")[1] == UNK and each.unknown("sh zz iy") == "z"
+    few = train_tokenizer(TextConfig(kind="word", size=8), texts)  # the most frequent
+    assert few.size == 8 and UNK not in few.encode("h# sh") and UNK in few.encode(texts[0])
+
+
 def test_of_many_tags_the_most_frequent_are_tokens():
     texts = [f"<{n}>" * (n + 1) for n in range(MAX_TAGS + 7)]
     symbols = Characters.train(texts).symbols

@@ -190,8 +190,9 @@ class FeaturesConfig(Config):
 class TextConfig(Config):
     """Section `text:`: how transcripts become tokens."""
 
-    kind: Literal["characters", "bpe", "unigram"] = "characters"  # bpe, unigram: sentencepiece
-    size: Annotated[int, Field(ge=8, le=1_000_000)] = 500  # bpe, unigram: subwords
+    # bpe, unigram: sentencepiece's subwords; word: each word is a token, as a phone or a command
+    kind: Literal["characters", "bpe", "unigram", "word"] = "characters"
+    size: Annotated[int, Field(ge=8, le=1_000_000)] = 500  # most tokens of bpe, unigram and word
 
 
 def _read_norm(norm: Any, read: Callable[[Any], Any]) -> Any:

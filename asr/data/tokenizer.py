@@ -1,4 +1,4 @@
-"""Vocabularies: text to token numbers and back, by single characters or sentencepiece subwords.
+"""Vocabularies: text to token numbers and back, by characters, sentencepiece subwords, or words.
 
 A tag in the training texts, such as <noise> (tags.py), is one token. Tokens 0 to 3 are the same
 special tokens in every vocabulary. `encode` adds neither <sos> nor <eos>, `decode` drops all four.
@@ -36,7 +36,7 @@ MAX_MODEL = 64 << 20  # bytes: of 32,000 pieces 0.8 MB
 class Tokenizer(Protocol):
     """The interface and the common part of the vocabularies."""
 
-    kind: Literal["characters", "bpe", "unigram"]
+    kind: Literal["characters", "bpe", "unigram", "word"]
     surfaces: list[str]  # the text of each token, with its spaces; "" for the special ones
     content: bytes  # what the fingerprint is of
 
@@ -104,7 +104,7 @@ class Characters(Tokenizer):
 
 
 class SentencePieces(Tokenizer):
-    """Subwords by sentencepiece, from its serialised model."""
+    """Subwords or words by sentencepiece, from its serialised model."""
 
     def __init__(self, model: bytes) -> None:
         import sentencepiece  # slow to import, and characters do not need it
@@ -125,11 +125,12 @@ class SentencePieces(Tokenizer):
 
     @classmethod
     def train(
-        cls, texts: Sequence[str], size: int, kind: Literal["bpe", "unigram"]
+        cls, texts: Sequence[str], size: int, kind: Literal["bpe", "unigram", "word"]
     ) -> "SentencePieces":
         """Learn up to `size` pieces, deterministically; a small text gives fewer.
 
-        Raises UserError for an empty text and for a size below the number of its characters.
+        Raises UserError for an empty text and, but for `word`, whose rare words are then <unk>, for
+        a size below the number of its characters.
         """
         import sentencepiece
 
@@ -139,7 +140,7 @@ class SentencePieces(Tokenizer):
         marked = ["▁" + text.replace(" ", "▁") for text in kept]
         tags = _tag_pieces(kept, marked)
         least = len(SPECIAL) + len(set().union(*map(splitter(tags), marked)))
-        if size < least:
+        if size < least and kind != "word":
             raise UserError(
                 f"text.size = {size}: too few pieces, this training text needs {least} or more; "
                 "set it, or text.kind=characters for a script of many letters"
@@ -165,7 +166,10 @@ class SentencePieces(Tokenizer):
         return cls(model.getvalue())
 
     @property
-    def kind(self) -> Literal["bpe", "unigram"]:
+    def kind(self) -> Literal["bpe", "unigram", "word"]:
+        pieces = self.surfaces[len(SPECIAL) :]
+        if all(piece.startswith(" ") or TAG.fullmatch(piece) for piece in pieces):
+            return "word"
         # BPE's scores are the negative numbers of its merges, a unigram model's log-probabilities.
         scores = map(self._pieces.GetScore, range(self.size))
         return "bpe" if all(score.is_integer() for score in scores) else "unigram"
@@ -178,7 +182,8 @@ class SentencePieces(Tokenizer):
 
     def unknown(self, text: str) -> str:
         pieces = zip(self.encode(text), self._pieces.EncodeAsPieces(text), strict=True)
-        return "".join(sorted(set("".join(piece for token, piece in pieces if token == UNK))))
+        unknown = "".join(piece for token, piece in pieces if token == UNK)
+        return "".join(sorted(set(unknown) - {"▁"}))
 
     def save(self, folder: str | Path) -> None:
         _describe(folder, {"kind": "sentencepiece", "size": self.size})

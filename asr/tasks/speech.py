@@ -446,7 +446,8 @@ def _ctc_remedy(recipe: SpeechRecipe) -> str:
     else:
         keys = ["model.reduction"]
     frames = f"reduce fewer frames ({' and '.join(keys)}) or " if keys else ""
-    return frames + ("use text.kind=bpe" if recipe.text.kind == "characters" else "raise text.size")
+    tokens = {"characters": "use text.kind=bpe", "word": "use fewer labels a second"}
+    return frames + tokens.get(recipe.text.kind, "raise text.size")
 
 
 def describe_objective(kind: type[SpeechObjective]) -> dict[str, str]:
