@@ -4,13 +4,12 @@ import argparse
 import inspect
 import re
 import shlex
-import sys
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from asr.arguments import CommandParser, above_zero, call_of, natural, share
+from asr.arguments import CommandParser, above_zero, natural, share
 from asr.data.importers.rows import LONG, split_of
 from asr.data.importers.text_normalization import CHOICES, PUNCTUATION, TAGS
 from asr.errors import UserError, print_line, run_command
@@ -312,10 +311,9 @@ def _mnist(args: argparse.Namespace) -> None:
 
 
 def _report(manifest: Path) -> None:
-    """Record the command beside its manifest, print the manifest's size."""
-    from asr.data.corpus import read_manifest, record_command
+    """Print the manifest's size, and a warning where its texts do not fit the audio."""
+    from asr.data.corpus import read_manifest
 
-    record_command(manifest, f"{call_of('prepare')} {shlex.join(sys.argv[1:])}")
     corpus = read_manifest(manifest)
     hours = float(corpus.seconds.sum()) / 3600
     print(f"{manifest}: {len(corpus)} utterances, {hours:.2f} hours")

@@ -138,10 +138,8 @@ def test_kaldi_recordings_stay_where_they_are(tmp_path, asr_prepare):
     assert corpus[1].audio.resolve() == tmp_path / "audio" / "mono.flac"
     assert sorted(p.name for p in (tmp_path / "to").iterdir()) == [
         "dev.audio",
-        "dev.command.txt",
         "dev.tsv",
         "train.audio",
-        "train.command.txt",
         "train.tsv",
     ]
 
@@ -1283,10 +1281,8 @@ def test_nothing_is_left_of_a_faulty_corpus(tmp_path, asr_prepare):
     assert asr_prepare(*call, "--skip-bad")[0] == 0
     assert sorted(p.name for p in (tmp_path / "to").iterdir()) == [
         "dev-00000.tar",
-        "dev.command.txt",
         "dev.tsv",
         "train-00000.tar",
-        "train.command.txt",
         "train.tsv",
     ]
 

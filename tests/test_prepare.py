@@ -94,11 +94,7 @@ def test_text_is_converted_only_on_request(table, tmp_path, asr_prepare, case, t
 
 def test_audio_below_the_target_needs_no_link(table, tmp_path, asr_prepare):
     assert asr_prepare("table", table, "--to", tmp_path)[0] == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "mine.command.txt",
-        "mine.tsv",
-        "own",
-    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.tsv", "own"]
     assert "\town/x/b.flac\t" in (tmp_path / "mine.tsv").read_text()
 
 
@@ -297,24 +293,6 @@ def test_the_remedy_for_audio_outside_is_one_that_works(table, tmp_path, asr_pre
     assert asr_prepare(*call, "--audio", other.parent)[0] == 0
     found = [u.audio.resolve() for u in read_manifest(tmp_path / "to" / "mine.tsv")]
     assert found == [other, other]
-
-
-def test_the_command_is_recorded_for_audio_that_is_lost(table, tmp_path, asr_prepare):
-    call = ("table", table, "--to", tmp_path / "a b", "--skip-bad")
-    assert asr_prepare(*call)[0] == 0
-    manifest = tmp_path / "a b" / "mine.tsv"
-    command = f"python -m asr.prepare table {table} --to '{tmp_path}/a b' --skip-bad"
-    assert read_manifest(manifest).unreadable().endswith(f"; run again what made it: {command}")
-    record_file = manifest.with_name("mine.command.txt")
-    for text in ("rm -rf ~", f"{command}; rm -rf ~", f"{command} $(x)", "python -m asr.prepare '"):
-        record_file.write_text(text)
-        assert (
-            read_manifest(manifest)
-            .unreadable()
-            .endswith(f"python -m asr.prepare table '{manifest}' --to FOLDER")
-        )
-    record_file.unlink()
-    assert "rm" not in read_manifest(manifest).unreadable()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import hashlib
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,7 @@ import numpy as np
 from asr.data.line_index import Lines, open_lines
 from asr.data.manifest import COLUMNS, check_row, read_blocks, write_rows
 from asr.errors import UserError
-from asr.io import atomic_write, read_small_file, sha256_of_files
-
-COMMAND = ".command.txt"  # instead of .tsv: the file with the command that made a manifest
-PREPARE = ("python -m asr.prepare ", "layernorm-asr prepare ")
+from asr.io import sha256_of_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,22 +169,12 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
     write_rows(path, COLUMNS, map(fields, utterances))
 
 
-def record_command(manifest: Path, command: str) -> None:
-    """Write the command that made a manifest to NAME.command.txt, for `audio_remedy`."""
-    atomic_write(manifest.with_suffix(COMMAND), f"{command}\n")
-
-
 def audio_remedy(manifest: Path | None) -> str:
     """What to run where audio of a manifest cannot be read: it names all that is faulty."""
     manifest = manifest or Path("MANIFEST.tsv")
     if manifest.suffix != ".tsv":  # examples of a program
         return f"check the examples of {manifest}"
-    with suppress(OSError, ValueError, UserError):
-        command = read_small_file(manifest.with_suffix(COMMAND), 1 << 16).strip()
-        # The file may come from elsewhere: it must be one call of asr.prepare and nothing else.
-        if command.startswith(PREPARE) and shlex.join(shlex.split(command)) == command:
-            return f"run again what made it: {command}"
-    return f"to list them: {PREPARE[0]}table {shlex.quote(str(manifest))} --to FOLDER"
+    return f"to list them: python -m asr.prepare table {shlex.quote(str(manifest))} --to FOLDER"
 
 
 def audio_field(audio: Path, manifest: Path) -> str:
