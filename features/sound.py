@@ -42,7 +42,6 @@ from asr.features.streams import (
     TOLERANCE,
     Stream,
     chained_streams,
-    joined_wavs,
     ogg_end,
     unfinished_stream,
 )
@@ -98,9 +97,6 @@ def open_audio(path: Source) -> Iterator["Sound"]:
             if beginning not in INDEXED and window.size > MAX_SEARCHED:
                 most = f"{window.size} bytes, more than {MAX_SEARCHED}"
                 raise AudioError(f"{name}: {most}; convert it to FLAC or WAV")
-            wavs = joined_wavs(window)
-            if len(wavs) > 1:  # libsndfile refuses another behind a WAV
-                source = window.part(*wavs[0][:3])
             with suppress_stderr(beginning not in QUIET):
                 file = stack.enter_context(DecodedFile(source, closefd=False))
         except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
@@ -355,8 +351,7 @@ def find_streams(window: Window, kind: str) -> Sequence[Stream] | Sequence[Mp3St
     if kind in BEGINNINGS:
         streams = chained_streams(window, kind)
         return streams if len(streams) > 1 else []
-    wavs = joined_wavs(window)
-    return wavs if len(wavs) > 1 else unfinished_stream(window)
+    return unfinished_stream(window)
 
 
 def is_read_whole(streams: Sequence[Stream] | Sequence[Mp3Stream]) -> bool:

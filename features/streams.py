@@ -1,9 +1,9 @@
 """Where the streams of an audio file begin and how long they are, by its bytes alone.
 
 libsndfile reads one stream up to the length that its header states. Files that hold more are found
-here: several Ogg, FLAC or WAV streams one after another (`cat a.ogg b.ogg`, a recorded radio
-stream), and WAV or AU whose header was never completed; in mp3.py those of MP3. Each stream is read
-by libsndfile as a separate file, behind a header that states its true length.
+here: several Ogg or FLAC streams one after another (`cat a.ogg b.ogg`, a recorded radio stream),
+and WAV or AU whose header was never completed; in mp3.py those of MP3. Each stream is read by
+libsndfile as a separate file, behind a header that states its true length.
 """
 
 import re
@@ -78,25 +78,6 @@ def places_of(window: Window, pattern: re.Pattern[bytes], begin: int = 0) -> Ite
 
 
 # WAV and AU.
-
-
-def joined_wavs(window: Window) -> list[Stream]:
-    """WAV files in a row, each as long as its header states, the last to the end of the file."""
-    streams, begin = [], 0
-    while _is_wav(window, begin):
-        end = begin + 8 + int.from_bytes(window.read_at(begin + 4, 4), "little")
-        # Some programs leave out the byte of padding after a chunk of odd size.
-        end += end % 2 if not _is_wav(window, end) else 0
-        streams.append(Stream(begin, end - begin))
-        begin = end
-    if streams:
-        streams[-1] = Stream(streams[-1].offset, window.size - streams[-1].offset)
-    return streams
-
-
-def _is_wav(window: Window, position: int) -> bool:
-    head = window.read_at(position, 12)
-    return head[:4] == b"RIFF" and head[8:] == b"WAVE"
 
 
 USUAL_HEAD, MOST_HEAD = 1 << 12, 1 << 20  # bytes before the samples
