@@ -25,11 +25,6 @@ HAS_FILE_NAMES = sys.platform == "linux" and Path("/dev/fd").is_dir()
 SDS = b"\xf0\x7e"  # first bytes of a MIDI sample dump, whose decoder writes to stdout
 # First bytes of WAV, FLAC, OGG and AIFF; other files may be MP3, whose decoder writes to stderr.
 QUIET = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM")
-# First bytes of files whose decoders compute every position. Those of the others, OGG and MP3,
-# search all of the file for the next page or frame, at a gigabyte per second.
-INDEXED = (b"RIFF", b"RF64", b"riff", b"fLaC", b"FORM")
-MAX_SEARCHED = 4 << 30  # bytes of such a file: three days at 128 kbit/s
-
 
 STDERR = 2
 _stderr_lock = threading.Lock()

@@ -27,8 +27,6 @@ from asr.features import AudioError
 from asr.features.files import CONVERSION, UNREAD_SUFFIXES, Window, name_of, open_regular
 from asr.features.libsndfile import (
     HAS_FILE_NAMES,
-    INDEXED,
-    MAX_SEARCHED,
     QUIET,
     SDS,
     UNKNOWN_SAMPLES,
@@ -94,9 +92,6 @@ def open_audio(path: Source) -> Iterator["Sound"]:
                 raise AudioError(f"{name}: the file is empty (0 bytes)")
             if beginning.startswith(SDS):
                 raise AudioError(f"{name}: not readable as audio (a MIDI sample dump)")
-            if beginning not in INDEXED and window.size > MAX_SEARCHED:
-                most = f"{window.size} bytes, more than {MAX_SEARCHED}"
-                raise AudioError(f"{name}: {most}; convert it to FLAC or WAV")
             with suppress_stderr(beginning not in QUIET):
                 file = stack.enter_context(DecodedFile(source, closefd=False))
         except (soundfile.SoundFileError, TypeError, ValueError, OSError) as error:
