@@ -9,7 +9,7 @@ AUDIO_SUFFIXES = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".ai
 # features/containers.py
 FFMPEG_SUFFIXES = {".3gp", ".m4a", ".m4b", ".m4v", ".mka", ".mkv", ".mov", ".mp4", ".webm"}
 RECORDING_SUFFIXES = AUDIO_SUFFIXES | FFMPEG_SUFFIXES
-UNREAD_SUFFIXES = {".aac", ".ac3", ".amr", ".avi", ".flv", ".mpeg", ".mpg", ".wma", ".wmv"}
+UNREAD_SUFFIXES = {".aac", ".ac3", ".amr", ".avi", ".flv", ".mp2", ".mpeg", ".mpg", ".wma", ".wmv"}
 CONVERSION = "convert it to FLAC: ffmpeg -i FILE FILE.flac"
 
 

@@ -14,17 +14,11 @@ from typing import NamedTuple
 from asr.features.files import Window
 from asr.features.streams import READ, Stream, places_of
 
-# kbit/s by the version (1; 2 and 2.5) and layer, for the indices 1 to 14.
-BITRATES = {
-    (1, 1): (32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 352, 384, 416, 448),
-    (1, 2): (32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384),
-    (1, 3): (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
-    (2, 1): (32, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
-    (2, 2): (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
-    (2, 3): (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
-}
+# kbit/s of layer III for the indices 1 to 14: of MPEG-1, of MPEG-2 and 2.5.
+BITRATES_1 = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
+BITRATES_2 = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 # The first three bytes of a frame's header.
-SYNC = re.compile(rb"\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff][\x10-\xef]", re.DOTALL)
+SYNC = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb][\x10-\xef]", re.DOTALL)
 TAGS = (b"TAG", b"APETAGEX", b"ID3", b"LYRICSBEGIN")  # what may follow the last frame
 CONFIRMED = 3  # frames in a row that are not other bytes by chance
 DECODER_DELAY = 529  # samples, beside the delay that the encoder states
@@ -33,14 +27,14 @@ SILENT = 8
 
 
 class Frame(NamedTuple):
-    """What the header of an MPEG audio frame states."""
+    """What the header of a frame of layer III states."""
 
-    kind: tuple[int, int, int]  # version, layer, mode: one stream has one
+    kind: tuple[int, int, bool]  # version, rate, mono: one stream has one
     rate: int
     channels: int
     samples: int
     size: int  # bytes
-    info: int  # offset of a Xing frame's content; 0 in the layers I and II, which have none
+    info: int  # offset of a Xing frame's content
 
 
 @lru_cache(maxsize=1 << 14)
@@ -50,21 +44,19 @@ def _frame(header: bytes) -> Frame | None:
         return None
     version, layer = header[1] >> 3 & 3, 4 - (header[1] >> 1 & 3)  # 3: MPEG-1, 2: 2, 0: 2.5
     index, column, mono = header[2] >> 4, header[2] >> 2 & 3, header[3] >> 6 == 3
-    if version == 1 or layer == 4 or index in (0, 15) or column == 3:
+    if version == 1 or layer != 3 or index in (0, 15) or column == 3:
         return None
     rate = (44_100, 48_000, 32_000)[column] // (4, 0, 2, 1)[version]
-    bits = 1000 * BITRATES[1 if version == 3 else 2, layer][index - 1]  # a second
-    samples = {1: 384, 2: 1152, 3: 1152 if version == 3 else 576}[layer]
-    unit = 4 if layer == 1 else 1
-    size = (samples // 8 * bits // rate // unit + (header[2] >> 1 & 1)) * unit
+    bits = 1000 * (BITRATES_1 if version == 3 else BITRATES_2)[index - 1]  # a second
+    samples = 1152 if version == 3 else 576
+    size = samples // 8 * bits // rate + (header[2] >> 1 & 1)
     side = (17 if mono else 32) if version == 3 else (9 if mono else 17)
-    kind = (header[1] & 0x1E, header[2] & 0x0C, mono)
-    return Frame(kind, rate, 2 - mono, samples, size, 4 + side if layer == 3 else 0)
+    return Frame((version, column, mono), rate, 2 - mono, samples, size, 4 + side)
 
 
 @dataclass(frozen=True)
 class Mp3Stream:
-    """An MPEG audio stream: its frames and the part of their samples that was encoded."""
+    """A stream: its frames and the part of their samples that was encoded."""
 
     header: bytes  # of its first frame
     frame: Frame
@@ -82,16 +74,13 @@ class Mp3Stream:
 
     def whole(self) -> tuple[Stream, int]:
         """The stream behind a head that states its length; the samples to drop at its start."""
-        size = self.end - self.begin
-        if not self.frame.info:
-            return Stream(self.begin, size), self.delay
         head = _xing_head(self.header, self.count)
         skip = self.delay + SILENT * self.frame.samples - DECODER_DELAY
-        return Stream(self.begin, size, head), skip
+        return Stream(self.begin, self.end - self.begin, head), skip
 
 
 def mp3_streams(window: Window) -> list[Mp3Stream]:
-    """The streams of an MP3, also of MPEG audio of the layers I and II; none if of free format.
+    """The streams of an MP3; none if of free format.
 
     A stream ends where its frames do: at a tag, at another Xing frame, at other bytes. The last
     frame of a truncated file is skipped.
@@ -120,7 +109,7 @@ def _walk(window: Window, position: int) -> Mp3Stream:
         frame = _frame(block[at : at + 4])
         if frame is None or frame.kind != kind or position + frame.size > window.size:
             break
-        if info and block[at + info : at + info + 4] in XING and count:
+        if block[at + info : at + info + 4] in XING and count:
             break
         count += 1
         position += frame.size
@@ -135,7 +124,7 @@ XING = (b"Xing", b"Info")
 def _xing_content(block: bytes, frame: Frame) -> bytes:
     """What follows the name in a Xing frame; empty if it is none."""
     name, content = block[frame.info : frame.info + 4], block[frame.info + 4 : frame.size]
-    return content if frame.info and name in XING and not any(block[4 : frame.info]) else b""
+    return content if name in XING and not any(block[4 : frame.info]) else b""
 
 
 def _read_xing(content: bytes) -> tuple[int, int, int]:
@@ -150,7 +139,7 @@ def _read_xing(content: bytes) -> tuple[int, int, int]:
 
 
 def _xing_head(header: bytes, count: int) -> bytes:
-    """A Xing frame for that many frames of layer III, and silent frames, since behind a Xing frame
+    """A Xing frame for that many frames, and silent frames, since behind a Xing frame
     libmpg123 drops DECODER_DELAY samples.
     """
     header = bytes([0xFF, header[1] | 1, 0xE0 | header[2] & 0x0C, header[3]])  # no checksum

@@ -99,6 +99,8 @@ def open_audio(path: Source) -> Iterator["Sound"]:
             remedy = f"; {CONVERSION}" if Path(name).suffix.lower() in UNREAD_SUFFIXES else ""
             reason = f"not readable as audio ({sound_error(error)}){remedy}"
             raise AudioError(f"{name}: {reason}") from error
+        if file.subtype in ("MPEG_LAYER_I", "MPEG_LAYER_II"):
+            raise AudioError(f"{name}: MPEG audio, but no MP3; {CONVERSION}")
         whole_rate(file.samplerate, name)
         yield Sound(path, name, file, window)
         _check_read(window, name)
@@ -352,9 +354,7 @@ def find_streams(window: Window, kind: str) -> Sequence[Stream] | Sequence[Mp3St
 def is_read_whole(streams: Sequence[Stream] | Sequence[Mp3Stream]) -> bool:
     """Whether libsndfile reads all samples of these, if it reads from the start of the file."""
     first = streams[0]
-    if len(streams) > 1 or not isinstance(first, Mp3Stream):
-        return False
-    return first.stated == first.count or not first.frame.info  # the layers I and II are constant
+    return len(streams) == 1 and isinstance(first, Mp3Stream) and first.stated == first.count
 
 
 _reported: set[str] = set()  # files
