@@ -18,8 +18,10 @@ UNKNOWN_SAMPLES = 2**63 - 1  # libsndfile's length if the header has none (FLAC 
 # it then trusts no more. A file written to a pipe claims PIPED_BYTES or more.
 FEWER_BYTES = re.compile(r"(?:data|SSND|Data Size|[Rr]iff(?: size)?) +: (\d+) \(should be (\d+)\)")
 PIPED_BYTES = 2**31 - 2**25
-# An open file has a name here, beside which no file ._NAME can be: libsndfile would open it as the
-# file's resource fork, which a FIFO would block. For an open file without a name it opens ./._
+# libsndfile opens a file by name, not through Python (Window), where Ctrl-C is raised in a callback
+# and lost, and the recording ends there. An open file has a name here, beside which no file ._NAME
+# can be: libsndfile would open it as the file's resource fork, which a FIFO would block. For an
+# open file without a name it opens ./._
 # On other systems it is the open file itself, with its position, not the file anew.
 HAS_FILE_NAMES = sys.platform == "linux" and Path("/dev/fd").is_dir()
 SDS = b"\xf0\x7e"  # first bytes of a MIDI sample dump, whose decoder writes to stdout
