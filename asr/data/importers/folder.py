@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
-from asr.data.importers.records import Record, rows_of
+from asr.data.importers.records import Record, json_object, rows_of
 from asr.data.importers.rows import (
     LONG,
     SPEAKER_KEYS,
@@ -34,7 +34,7 @@ from asr.data.importers.rows import (
 from asr.data.importers.table import part_id, part_of
 from asr.errors import UserError, print_line
 from asr.features.files import FFMPEG_SUFFIXES, RECORDING_SUFFIXES
-from asr.io import parse_json, read_small_file
+from asr.io import read_small_file
 
 SUBTITLES = (".srt", ".vtt")
 # The first of these is taken, of a long recording the subtitles.
@@ -207,11 +207,8 @@ def _records(path: Path) -> list[Record]:
             return _parts(content, LABEL)
         text = " ".join(content.split())
         return [(0, {"text": text[sample.end() :] if (sample := TIMIT.match(text)) else text})]
-    try:
-        record = parse_json(content)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
+    record = json_object(content)
+    if record is None:
         raise ValueError("not a JSON object")
     record = {key_of(name): value for name, value in record.items()}
     if not any(key in record for key in TEXT_KEYS):

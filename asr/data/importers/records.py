@@ -41,9 +41,18 @@ def first_line(path: Path) -> str:
         return ""
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object of a JSON text; None for what is none."""
+    try:
+        record = parse_json(text)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
 def first_object(path: Path) -> dict[str, Any]:
     """The JSON object in the first line of a file; empty if there is none."""
-    return _parse(first_line(path)) or {}
+    return json_object(first_line(path)) or {}
 
 
 def table_records(path: Path, delimiter: str) -> Iterator[Record | Fault]:
@@ -78,16 +87,8 @@ def _wrong_width(count: int, width: int, delimiter: str) -> str:
 def json_records(path: Path) -> Iterator[Record | Fault]:
     """The objects of JSON lines. Raises UserError as manifest.raw_lines does."""
     for number, line in numbered_lines(path):
-        record = _parse(line)
+        record = json_object(line)
         if record is None:
             yield Fault(path, number, "not a JSON object; one is expected in every line")
         else:
             yield number, record
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
