@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -113,10 +112,6 @@ def test_nothing_is_synthesised_for_a_training_that_cannot_run(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(asr.UserError, match="this machine has no such GPU"):
         asr.api.train("demo", ["train.device=cuda:99"])
-    usage = shutil.disk_usage(tmp_path)._replace(free=90_000_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(asr.UserError, match="numbers need 150 MB, but 90 MB are free on that disk"):
-        asr.api.train("demo")
     assert not list(tmp_path.iterdir())
 
 

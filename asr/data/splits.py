@@ -7,7 +7,6 @@ that belongs to it alone.
 
 import os
 import shlex
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ CUT = "cut recordings into utterances (columns start and end of a table: docs/co
 MAX_DURATION = 1e30  # seconds
 DATA = Path("data")  # in the working directory
 SPOKEN_NUMBERS = ("train", "valid", "test")  # their splits
-SPOKEN_NUMBERS_BYTES = 150e6  # of disk space
 MAX_TABLES = 6  # of a folder, in the message
 PREPARE = {  # data.corpus -> the command that makes its manifests
     None: "python -m asr.prepare auto SOURCE --to {folder}, where SOURCE is your {split}.tsv or a "
@@ -94,19 +92,12 @@ def prepare_command(corpus: str | None, manifest: Path) -> str:
 def make_built_in(corpus: str | None, manifest: Path) -> None:
     """Make the spoken numbers if a recipe names a split of theirs that does not exist yet.
 
-    Only below DATA: for another folder its user has to run asr.prepare. Raises UserError where the
-    disk is too full for them.
+    Only below DATA: for another folder its user has to run asr.prepare.
     """
     ours = corpus == "spoken-numbers" and manifest.stem in SPOKEN_NUMBERS
     if ours and _is_below_data(manifest.parent) and not manifest.exists():
         from asr.data.importers import spoken_numbers  # for few trainings
 
-        existing = next(f for f in manifest.absolute().parents if f.exists())
-        if (free := shutil.disk_usage(existing).free) < SPOKEN_NUMBERS_BYTES:
-            raise UserError(
-                f"{manifest.parent}: the spoken numbers need {SPOKEN_NUMBERS_BYTES / 1e6:.0f} MB, "
-                f"but {free / 1e6:.0f} MB are free on that disk: make room"
-            )
         print_line(f"making the spoken numbers in {manifest.parent} (once, about a minute)")
         spoken_numbers.prepare(manifest.parent)
 
