@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-from torch.utils.data import DataLoader
 
 from asr.data.corpus import read_manifest
 from asr.data.loader import measure_statistics, read_batches, start_worker
@@ -63,10 +62,9 @@ class NoSpace:
 
 
 def test_a_batch_that_cannot_be_passed(capfd):
-    lost = DataLoader(range(3), num_workers=1, collate_fn=lambda batch: NoSpace())
-    lost.worker_init_fn = start_worker
+    lost = read_batches(range(3), 1, collate_fn=lambda batch: NoSpace())
     with pytest.raises(WorkerKilled, match="or /dev/shm is full"):
-        next(read_batches(lost))
+        next(lost)
     assert capfd.readouterr().err == ""
 
 

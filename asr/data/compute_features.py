@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from asr.data.corpus import Corpus, Utterance
 from asr.data.feature_cache import (
@@ -24,12 +24,12 @@ from asr.data.feature_cache import (
     open_cache,
     read_cache,
 )
-from asr.data.loader import load_waveform, read_batches, start_worker
+from asr.data.loader import load_waveform, read_batches
 from asr.data.progress import AudioProgress
 from asr.errors import UserError, print_line
 from asr.features import AudioError
 from asr.features.front_end import FrontEnd
-from asr.io import lock_file, usable_cores
+from asr.io import lock_file
 
 Wanted = tuple[Utterance, float]  # at that speed
 
@@ -125,13 +125,8 @@ def _add(
     _check_room(folder, hours * 3600 / front_end.frame_seconds * front_end.size * 2, hours)
     encoder, on_cpu = front_end.extract.encoder, device.type == "cpu"
     encoder.to(device)
-    loader = DataLoader(
-        _Missing(front_end, wanted, on_cpu),
-        batch_size=None,
-        num_workers=min(workers, usable_cores(), len(wanted)),
-        worker_init_fn=start_worker,
-    )
-    parts: Iterator[Part] = read_batches(loader)
+    missing = _Missing(front_end, wanted, on_cpu)
+    parts: Iterator[Part] = read_batches(missing, min(workers, len(wanted)), batch_size=None)
     if not on_cpu:
         parts = (_on_device(front_end, *part) for part in parts)
     try:

@@ -40,9 +40,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # of Linux
 
 
-def read_batches(loader: DataLoader) -> Iterator[Any]:
-    """The loader's batches; reading begins at once. Raises WorkerKilled if a worker is gone."""
-    if not loader.num_workers:
+def read_batches(dataset: Dataset, workers: int, **options: Any) -> Iterator[Any]:
+    """The batches of a DataLoader with these options, read by `workers` processes (0: by this one),
+    no more than there are cores; reading begins at once. Raises WorkerKilled if a worker is gone.
+    """
+    workers = min(workers, usable_cores())
+    loader = DataLoader(dataset, num_workers=workers, worker_init_fn=start_worker, **options)
+    if not workers:
         return iter(loader)
     # A worker gets signals only when it handles them; Ctrl-C would print a traceback before.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -202,21 +206,14 @@ class SpeechEpochs(Epochs):
 def load_batches(
     utterances: UtteranceDataset, batches: Sequence[Sequence[Item]], workers: int, grid: float = 0.0
 ) -> Iterator[Batch]:
-    """The planned batches, in order, read by `workers` processes (0: by this one),
-    no more than there are cores.
-    """
+    """The planned batches, in order, read by at most `workers` processes (0: by this one)."""
     return read_batches(
-        DataLoader(
-            utterances,
-            batch_sampler=batches,
-            collate_fn=partial(
-                collate, grid=grid, frame_seconds=utterances.front_end.frame_seconds
-            ),
-            num_workers=min(workers, usable_cores(), len(batches)),
-            worker_init_fn=start_worker,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # its seed is drawn here, not from what dropout draws
-        )
+        utterances,
+        min(workers, len(batches)),
+        batch_sampler=batches,
+        collate_fn=partial(collate, grid=grid, frame_seconds=utterances.front_end.frame_seconds),
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # its seed is drawn here, not from what dropout draws
     )
 
 
@@ -264,14 +261,7 @@ def measure_statistics(
     if front_end.norm.kind == "global":
         corpus, speeds = corpus.sample(MEASURED), (1.0,)
     raw = _RawFeatures(corpus, front_end, speeds, cache)
-    loader = DataLoader(
-        raw,
-        batch_size=16,
-        num_workers=min(workers, usable_cores()),
-        collate_fn=list,
-        worker_init_fn=start_worker,
-    )
-    for examples in read_batches(loader):
+    for examples in read_batches(raw, workers, batch_size=16, collate_fn=list):
         for features, speaker in chain.from_iterable(examples):
             front_end.norm.add(features, speaker)
 

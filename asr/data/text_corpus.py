@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from asr.data.batching import BatchSequence, Broken, EpochPlan, Epochs, TaskBatch, batch_starts
 from asr.data.line_index import Block, Lines, open_lines
-from asr.data.loader import read_batches, start_worker
+from asr.data.loader import read_batches
 from asr.data.manifest import raw_lines, read_rows
 from asr.data.tokenizer import BLANK, Tokenizer
 from asr.errors import UserError
@@ -171,13 +171,10 @@ class SentenceEpochs(Epochs):
 
     def batches(self, epoch: int, skip: int = 0, every: int = 1) -> Iterator[SentenceBatch]:
         return read_batches(
-            DataLoader(
-                self.sentences,
-                batch_size=None,
-                sampler=self.plan(epoch).batches[skip::every],
-                num_workers=self.workers,
-                worker_init_fn=start_worker,
-                pin_memory=torch.cuda.is_available(),
-                generator=torch.Generator(),  # its seed is not drawn from what dropout draws from
-            )
+            self.sentences,
+            self.workers,
+            batch_size=None,
+            sampler=self.plan(epoch).batches[skip::every],
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its seed is not drawn from what dropout draws from
         )
