@@ -7,12 +7,12 @@ the commands which a recording may name as its source.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asr.data.importers.records import first_object, json_records, rows_of
+from asr.data.importers.records import first_line, json_object, json_records, rows_of
 from asr.data.importers.rows import Fault, Row, Split, number_of, text_of
 from asr.errors import UserError
 
@@ -39,10 +39,11 @@ def read(source: Path) -> list[Split]:
 
 def _manifests(source: Path) -> list[Path]:
     paths = sorted(source.iterdir()) if source.is_dir() else [source]
-    return [p for p in paths if p.name.endswith(ENDINGS) and _is_cut(first_object(p))]
+    return [path for path in paths if path.name.endswith(ENDINGS) and _is_cut(path)]
 
 
-def _is_cut(record: Mapping[str, Any]) -> bool:
+def _is_cut(manifest: Path) -> bool:
+    record = json_object(first_line(manifest)) or {}
     return str(record.get("type", "")).endswith("Cut") or record.keys() >= {"id", "supervisions"}
 
 

@@ -92,15 +92,12 @@ def find(folder: str | Path, subset: str) -> Path:
     Raises UserError with the folder's subsets if this one is missing.
     """
     folder = Path(folder)
-    itself = [folder] if folder.name == subset else []
-    for path in (folder / subset, folder / CORPUS / subset, *itself):
-        if path.is_dir():
-            return path
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    parent = folder / CORPUS if (folder / CORPUS).is_dir() else folder
-    names = ", ".join(sorted(p.name for p in parent.iterdir() if p.is_dir())) or "nothing"
-    raise UserError(f"{folder}: no subset {subset}; it has {names}")
+    found = subsets(folder)
+    if subset not in found:
+        raise UserError(f"{folder}: no subset {subset}; it has {', '.join(found) or 'nothing'}")
+    return found[subset]
 
 
 def recognise(source: Path) -> bool:

@@ -50,11 +50,6 @@ def json_object(text: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def first_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the first line of a file; empty if there is none."""
-    return json_object(first_line(path)) or {}
-
-
 def table_records(path: Path, delimiter: str) -> Iterator[Record | Fault]:
     """The rows below a header; of a row over several lines the number of the first.
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from asr.data.importers.records import (
     Record,
     first_line,
-    first_object,
+    json_object,
     json_records,
     rows_of,
     table_records,
@@ -118,7 +118,7 @@ def table_of(path: Path) -> Table:
     """The table in a file; without columns if it is none."""
     line = first_line(path)
     if line.startswith("{"):
-        return Table(path, list(first_object(path)), "{")
+        return Table(path, list(json_object(line) or {}), "{")
     if line.startswith("["):
         return Table(path, list(next(iter(_list(path)), {})), "[")
     found = [Table(path, _fields(line, mark), mark) for mark in DELIMITERS if mark in line]
