@@ -69,7 +69,7 @@ def read(source: Path) -> list[Split]:
         if _pairs(folder)
     ]
     if not splits:
-        raise UserError(_missing(source))
+        raise UserError(missing(source))
     if splits[0].root != source:
         read = {split.root for split in splits}
         others = sorted(
@@ -98,7 +98,7 @@ def _folders(source: Path) -> dict[str, Path]:
     return splits or {source.resolve().name: source}
 
 
-def _missing(source: Path) -> str:
+def missing(source: Path) -> str:
     """What a source lacks."""
     if not source.is_dir():
         return f"{source}: not a folder"

@@ -63,7 +63,7 @@ def _unrecognised(source: Path) -> str:
             return f"{source}: a recording; name its folder, or a table of recordings"
         if suffix in ARCHIVES:
             return f"{source}: an archive; unpack it, and name the folder"
-        return _reason("table", source)
+        return f"format table: {table.missing(source)}"
     if not source.is_dir():
         return f"{source}: neither a file nor a folder"
     counts = Counter(path.suffix.lower() or "without suffix" for path in _files(source))
@@ -78,16 +78,8 @@ def _unrecognised(source: Path) -> str:
         return f"{has}; the table is in the folder above: name {parent}"
     is_table = bool(table.candidates(source))
     is_table |= any(suffix in counts for suffix in table.SPREADSHEETS)
-    return f"{has}. Nearest is {_reason('table' if is_table else 'folder', source)}"
-
-
-def _reason(name: str, source: Path) -> str:
-    """Why a format does not fit."""
-    try:
-        GENERAL[name].read(source)
-    except UserError as error:
-        return f"format {name}: {error}"
-    return f"format {name}"
+    nearest = "table" if is_table else "folder"
+    return f"{has}. Nearest is format {nearest}: {GENERAL[nearest].missing(source)}"
 
 
 def _files(source: Path) -> Iterator[Path]:

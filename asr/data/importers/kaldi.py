@@ -40,7 +40,7 @@ def read(source: Path) -> list[Split]:
     for folder in folders:
         if not (folder / "text").is_file():
             raise UserError(f"{folder}: has a wav.scp, but no text with the transcripts")
-    return [Split(_name(f), f, f, partial(_rows, f)) for f in folders]
+    return [Split(f.resolve().name or "kaldi", f, f, partial(_rows, f)) for f in folders]
 
 
 def _directories(source: Path) -> list[Path]:
@@ -49,10 +49,6 @@ def _directories(source: Path) -> list[Path]:
     if not source.is_dir():
         return []
     return sorted(path.parent for path in source.glob("*/wav.scp") if path.is_file())
-
-
-def _name(folder: Path) -> str:
-    return folder.resolve().name or "kaldi"
 
 
 def _rows(folder: Path) -> Iterator[Row | Fault]:

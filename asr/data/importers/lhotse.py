@@ -34,7 +34,10 @@ def read(source: Path) -> list[Split]:
     manifests = _manifests(source)
     if not manifests:
         raise UserError(f"{source}: no CutSet of the kind {' or '.join(ENDINGS)}")
-    return [Split(_name(path), path, path.parent, partial(_rows, path)) for path in manifests]
+    return [
+        Split(p.name.removesuffix(".gz").removesuffix(".jsonl"), p, p.parent, partial(_rows, p))
+        for p in manifests
+    ]
 
 
 def _manifests(source: Path) -> list[Path]:
@@ -45,10 +48,6 @@ def _manifests(source: Path) -> list[Path]:
 def _is_cut(manifest: Path) -> bool:
     record = json_object(first_line(manifest)) or {}
     return str(record.get("type", "")).endswith("Cut") or record.keys() >= {"id", "supervisions"}
-
-
-def _name(path: Path) -> str:
-    return path.name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 def _rows(manifest: Path) -> Iterator[Row | Fault]:

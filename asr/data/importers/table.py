@@ -106,7 +106,7 @@ def read(source: Path, text_column: str | None = None) -> list[Split]:
     """
     tables = _tables(source)
     if not tables:
-        raise UserError(_missing(source))
+        raise UserError(missing(source))
     listed = (table for table in candidates(source) if table.column(AUDIO_KEYS))
     others = [table.path.name for table in listed if table not in tables]
     if others:
@@ -170,7 +170,7 @@ def _is_beside_its_audio(path: Path) -> bool:
     return any(path.with_suffix(suffix).exists() for suffix in suffixes)
 
 
-def _missing(source: Path) -> str:
+def missing(source: Path) -> str:
     """What a source lacks to be read as a table."""
     paths = sorted(source.glob("*")) if source.is_dir() else [source]
     if sheet := next((path for path in paths if path.suffix.lower() in SPREADSHEETS), None):
@@ -204,7 +204,7 @@ def _splits(
     text = choose_text_column(columns, text_column, path)
     audio = table.column(AUDIO_KEYS)
     if audio is None:
-        raise UserError(_missing(path))
+        raise UserError(missing(path))
     known = {*SPEAKER_KEYS, *SPLIT_KEYS, *COLUMNS, key_of(text), key_of(audio)}
     known |= {key_of(table.column(keys) or "") for keys in READ_KEYS}
     channels = _channels(table)
