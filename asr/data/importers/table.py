@@ -202,18 +202,16 @@ def _splits(
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise UserError(f"{path}: column {twice} appears twice; rename or remove one of them")
     text = choose_text_column(columns, text_column, path)
-    audio = table.column(AUDIO_KEYS)
-    if audio is None:
-        raise UserError(missing(path))
-    known = {*SPEAKER_KEYS, *SPLIT_KEYS, *COLUMNS, key_of(text), key_of(audio)}
+    audio = key_of(table.column(AUDIO_KEYS) or "")  # every table of `tables` has one
+    known = {*SPEAKER_KEYS, *SPLIT_KEYS, *COLUMNS, key_of(text), audio}
     known |= {key_of(table.column(keys) or "") for keys in READ_KEYS}
     channels = _channels(table)
     known |= {key_of(table.column(CHANNEL_KEYS) or "")} if channels else set()
     more = [] if table.delimiter in "{[" else [n for n in columns if key_of(n) not in known]
     more_keys = tuple(map(key_of, more))
-    read_row = partial(_row, table, key_of(audio), key_of(text), channels, more_keys)
+    read_row = partial(_row, table, audio, key_of(text), channels, more_keys)
     names = tuple(" ".join(name.split()) for name in more)
-    for name, part in _names(table, key_of(audio), source, tables).items():
+    for name, part in _names(table, audio, source, tables).items():
         rows = partial(_rows, table, partial(read_row, part))
         yield Split(name, path, path.parent, rows, more=names)
 
