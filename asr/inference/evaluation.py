@@ -422,7 +422,7 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
         "finished": ["yes" if utterance.finished else "no" for utterance in decoded],
     }
     if "ctc_wer" in evaluation.metadata:
-        columns["ctc"] = [utterance.ctc.text for utterance in decoded]
+        columns["ctc"] = [tidy(utterance.ctc.text) for utterance in decoded]
     write_evaluation(folder, result, evaluation.metadata, columns)
 
 
