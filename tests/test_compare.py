@@ -805,7 +805,7 @@ def test_a_table_has_all_settings_of_unequal_models(tmp_path, commands):
         (["missing"], "missing: there is no such folder"),
         (["empty"], "empty: no run and no folder of runs"),
         (["bad"], "none of the 1 runs can be compared"),
-        (["good", "--levels", "x"], "--levels x: must be numbers"),
+        (["good", "--levels", "x"], "argument --levels: 'x': must be above 0, and finite"),
         (["good", "--ignore", "train.begin"], "--ignore train.begin: no run has such a setting"),
     ],
 )
