@@ -13,6 +13,7 @@ import soundfile
 import srt
 import torch
 import webvtt
+from full_disk import full_disk
 from tiny_speech import RATE, tones
 from tone_model import spoken, tone_recognizer
 
@@ -175,10 +176,10 @@ def test_standard_input(recordings, commands, tmp_path, monkeypatch):
     assert commands(transcribe, "run", "-", "--json", "--out", tmp_path / "out")[0] == 0
     result = json.loads((tmp_path / "out" / "stdin.json").read_text())
     assert (result["audio"], result["text"]) == ("-", "bca ac b")
-    monkeypatch.setattr("asr.inference.sources.MAX_STDIN", 1000)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-    code, _, err = commands(transcribe, "run", "-")
-    assert code == 2 and err.startswith("error: -: more than 1000 bytes")
+    with full_disk(1000):
+        line = commands.refused(transcribe, "run", "-")
+    assert "/stdin-" in line and line.endswith(": File too large")
 
 
 def test_audio_of_a_few_frames_has_no_text(recordings, commands, tmp_path):

@@ -5,6 +5,7 @@ it needs room on the disk, and no more memory than any file.
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +13,10 @@ from pathlib import Path, PurePath
 from tempfile import NamedTemporaryFile
 from typing import IO, NamedTuple
 
-from asr.errors import UserError
+from asr.errors import UserError, writing
 from asr.features.files import CONVERSION, RECORDING_SUFFIXES, UNREAD_SUFFIXES, name_of
-from asr.io import CHUNK
 
 STDIN = Path("-")
-MAX_STDIN = 4 << 30  # bytes: three days of MP3 at 128 kbit/s
 
 
 class Source(NamedTuple):
@@ -107,12 +106,7 @@ def _read_stdin(copy: IO[bytes], faults: dict[Path, str]) -> list[Source]:
     if sys.stdin is None or sys.stdin.isatty():
         faults[STDIN] = "-: standard input is no file and no pipe; use: ... < FILE"
         return []
-    left = MAX_STDIN
-    while block := sys.stdin.buffer.read(CHUNK):
-        left -= len(block)
-        if left < 0:
-            faults[STDIN] = f"-: more than {MAX_STDIN} bytes on standard input; name a file"
-            return []
-        copy.write(block)
-    copy.flush()
+    with writing(Path(copy.name)):
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
     return [Source(Path(copy.name), STDIN, PurePath("stdin"))]
