@@ -115,7 +115,7 @@ def test_subtitles_of_several_recordings_need_a_folder(recordings, commands):
 
 
 def test_recordings_of_one_name_keep_their_folders(recordings, commands, tmp_path):
-    """Those of a named folder its own, others the ones in which they differ, or their suffix."""
+    """Those of a named folder its own; where two would share a name, all, and their suffixes."""
     folder = tmp_path / "in"
     for name in ("a/one.wav", "b/deep/one.wav", "b/deep/.hidden.wav", ".git/one.wav", "two.WAV"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -131,17 +131,20 @@ def test_recordings_of_one_name_keep_their_folders(recordings, commands, tmp_pat
     shutil.copy(recordings["two"], folder / "a" / "one.flac")
     assert commands(transcribe, "run", folder, "--out", tmp_path / "all")[0] == 0
     written = {str(path.relative_to(tmp_path / "all")) for path in tmp_path.glob("all/**/*.*")}
-    assert written == {"a/one.flac.txt", "a/one.wav.txt", "b/deep/one.txt", "two.txt"}
-    named = [folder / "a" / "one.wav", folder / "a" / "one.flac", folder / "b" / "deep" / "one.wav"]
+    assert written == {
+        "a/one.flac.txt", "a/one.wav.txt", "b/deep/one.wav.txt", "two.WAV.txt",
+    }  # fmt: skip
+    (tmp_path / "link").symlink_to(folder / "b" / "deep")
+    named = [folder / "a" / "one.wav", folder / "a" / "one.flac", tmp_path / "link/../deep/one.wav"]
     code, _, _ = commands(transcribe, "run", *named, recordings["two"], "--out", tmp_path / "two")
     texts = {
         str(p.relative_to(tmp_path / "two")): p.read_text() for p in tmp_path.glob("two/**/*.*")
     }
     assert texts == {
-        "a/one.wav.txt": "abc cab\n",
-        "a/one.flac.txt": "bca ac b\n",
-        "b/deep/one.txt": "abc cab\n",
-        "two.txt": "bca ac b\n",
+        "in/a/one.wav.txt": "abc cab\n",
+        "in/a/one.flac.txt": "bca ac b\n",
+        "in/b/deep/one.wav.txt": "abc cab\n",
+        "two.wav.txt": "bca ac b\n",
     }
 
 
