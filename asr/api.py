@@ -26,7 +26,6 @@ from asr.analysis.runs import VALID
 from asr.analysis.wer import Score
 from asr.arguments import key_of
 from asr.config.loader import default_run, read_recipe
-from asr.config.schema import Recipe
 from asr.data.examples import Examples, corpus_of
 from asr.errors import EXIT_STOPPED, UserError, check_list
 from asr.hub import local_run
@@ -64,18 +63,14 @@ def load(
 class Run(os.PathLike):
     """A run folder, trained or in training; usable as its path.
 
-    Attributes: folder, a Path. Raises UserError where the folder holds no run.
+    Attributes: folder, a Path; recipe, every setting of the run. Raises UserError where the folder
+    holds no run.
     """
 
     def __init__(self, folder: AnyPath) -> None:
         self._address = os.fspath(folder)
         self.folder = local_run(folder)
-        run_folders.recipe_of(self.folder)
-
-    @property
-    def recipe(self) -> Recipe:
-        """Every setting of the run."""
-        return run_folders.recipe_of(self.folder)
+        self.recipe = run_folders.recipe_of(self.folder)
 
     @property
     def finished(self) -> bool:

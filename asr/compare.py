@@ -5,10 +5,9 @@ except seed and run. The report is OUT/compare.md and compare.html with the pict
 .svg, seeds.png and .svg.
 """
 
-import math
 from pathlib import Path
 
-from asr.arguments import CommandParser
+from asr.arguments import CommandParser, above_zero
 from asr.errors import UserError, run_command
 from asr.io import atomic_write
 
@@ -21,14 +20,14 @@ def main() -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run or sweep folder")
     add("--out", type=Path, help="folder of the report (SWEEP/compare or compare)")
-    add("--levels", nargs="+", metavar="LOSS", help="of steps to a loss (automatic)")
+    levels = "of steps to a loss (automatic)"
+    add("--levels", nargs="+", type=above_zero, metavar="LOSS", help=levels)
     ignore = "settings that may differ within a group, like the seed: train.init"
     add("--ignore", nargs="+", metavar="KEY", default=[], help=ignore)
     add("--curve", default="valid/nll", help="the loss on validation (%(default)s)")
     add("--csv", type=Path, metavar="FILE", help="also write the results as a table")
     add("--latex", type=Path, metavar="FILE", help="also write them as a table for booktabs")
     args = parser.parse()
-    levels = None if args.levels is None else [_level(text) for text in args.levels]
     tables = [(file, kind) for kind in ("csv", "latex") if (file := getattr(args, kind))]
     for file, kind in tables:
         if file.is_symlink() or (file.exists() and not file.is_file()):
@@ -41,18 +40,8 @@ def main() -> int:
     for file, kind in tables:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, comparison.to_csv() if kind == "csv" else comparison.to_latex())
-    report(comparison, out, levels)
+    report(comparison, out, args.levels)
     return 0
-
-
-def _level(text: str) -> float:
-    try:
-        level = float(text)
-    except ValueError:
-        level = math.nan
-    if not math.isfinite(level):
-        raise UserError(f"--levels {text}: must be numbers, e.g. --levels 1.0 0.5")
-    return level
 
 
 if __name__ == "__main__":

@@ -42,13 +42,12 @@ def main() -> None:
     add("--onnx", action="store_true", help=onnx)
     args = parser.parse()
     check_combination(args)
-    text = {"about": args.about, "licence": args.license, "with_encoder": args.with_encoder}
     if args.onnx:
         export_onnx(args.run, args.overrides, args.to)
     elif args.push_to:
-        push(args.run, args.overrides, args.push_to, args.private, args.to, **text)
+        push(args)
     else:
-        export(args.run, args.overrides, args.to, **text)
+        export(args, args.to)
         print(f"the run is in {args.to}")
 
 
@@ -66,38 +65,21 @@ def check_combination(args: argparse.Namespace) -> None:
             raise UserError(f"{name} is for a run with its model card, which --onnx does not write")
 
 
-def push(
-    run: Path,
-    overrides: Sequence[str],
-    repo: str,
-    private: bool,
-    to: Path | None = None,
-    about: Path | None = None,
-    licence: str | None = None,
-    with_encoder: bool = False,
-) -> None:
-    """Export the run, into a temporary folder without `to`, and upload it to the hub."""
+def push(args: argparse.Namespace) -> None:
+    """Export the run, into a temporary folder without --to, and upload it to the hub."""
     from asr.hub import check_repo, push_run
 
+    repo = args.push_to
     check_repo(repo)
-    with nullcontext() if to else TemporaryDirectory() as temporary:
-        folder = to or Path(temporary) / repo.partition("/")[2]
-        export(run, overrides, folder, about, licence, f"hf:{repo}", with_encoder)
-        print(f"the run is at {push_run(folder, repo, private)}; load it as hf:{repo}")
+    with nullcontext() if args.to else TemporaryDirectory() as temporary:
+        to = args.to or Path(temporary) / repo.partition("/")[2]
+        export(args, to, f"hf:{repo}")
+        print(f"the run is at {push_run(to, repo, args.private)}; load it as hf:{repo}")
 
 
-def export(
-    run: Path,
-    overrides: Sequence[str],
-    to: Path,
-    about: Path | None = None,
-    licence: str | None = None,
-    address: str = "THIS_FOLDER",
-    with_encoder: bool = False,
-) -> None:
+def export(args: argparse.Namespace, to: Path, address: str = "THIS_FOLDER") -> None:
     """Write the exported run folder, whose card names it as `address`.
 
-    with_encoder: with the weights of a frozen encoder, which others find by its name otherwise.
     UserError, before anything is written, where it cannot be.
     """
     from asr.analysis.model_card import model_card
@@ -105,11 +87,12 @@ def export(
     from asr.inference.encoders import check_shared, copy_files, shared_name
     from asr.training.checkpoint import choose
 
-    recipe, recognizer = load_alone(run, overrides, to)
+    run = args.run
+    recipe, recognizer = load_alone(run, args.overrides, to)
     checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
     encoder = recognizer.front_end.extract.encoder if recipe.features.encoder else None
     if encoder:
-        if recipe.features.train == "none" and not with_encoder:
+        if recipe.features.train == "none" and not args.with_encoder:
             check_shared(encoder.source)
         encoder.source = encoder.source._replace(name=shared_name(encoder.source.name))
     model = recognizer.model.half()
@@ -118,11 +101,11 @@ def export(
             raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
     best, parameters = checkpoints[0], sum(weight.numel() for weight in model.parameters())
     steps = [checkpoint.step for checkpoint in checkpoints]
-    name = to.resolve().name
     smaller = exported_recipe(recipe, to, encoder and encoder.source.name)
+    name, about, licence = to.resolve().name, args.about, args.license
     card = model_card(name, run, recipe, steps, parameters, about, licence, address)
     write_run(to, smaller, recognizer, best.step, best.loss, card)
-    if encoder and with_encoder and recipe.features.train == "none":
+    if encoder and args.with_encoder and recipe.features.train == "none":
         copy_files(encoder.source.folder, to)
     if recipe.decode.lm:
         print(f"without the language model {recipe.decode.lm}: pass it on as a separate run")

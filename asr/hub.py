@@ -62,16 +62,15 @@ def local_run(run: str | os.PathLike[str]) -> Path:
     if not is_on_hub(run):
         return find_run(Path(run))
     address = os.fspath(run)
-    repo, at, revision = address.removeprefix(PREFIX).partition("@")
-    if not NAME.fullmatch(repo) or (at and not REVISION.fullmatch(revision)):
+    name = address.removeprefix(PREFIX)
+    if not is_name(name):
         raise UserError(f"{address}: write hf:USER/NAME or hf:USER/NAME@REVISION")
-    required = "recipe.yaml", "tokenizer.json"
-    return _copy(address, repo, revision, "runs", NEEDED, required)
+    return _copy(address, name, "runs", NEEDED, ("recipe.yaml", "tokenizer.json"))
 
 
-def is_name(encoder: str) -> bool:
-    """Whether this is NAME or NAME@REVISION of a repository."""
-    repo, at, revision = encoder.partition("@")
+def is_name(text: str) -> bool:
+    """Whether this is USER/NAME or USER/NAME@REVISION of a repository."""
+    repo, at, revision = text.partition("@")
     return bool(NAME.fullmatch(repo) and (not at or REVISION.fullmatch(revision)))
 
 
@@ -80,23 +79,17 @@ def download_encoder(name: str) -> tuple[Path, str]:
 
     Raises UserError as local_run does.
     """
-    repo, _, revision = name.partition("@")
-    address = f"features.encoder = {name}"
     required = "config.json", "model.safetensors or model.safetensors.index.json"
-    folder = _copy(address, repo, revision, "encoders", ENCODER, required)
-    return folder, f"{repo}@{folder.name}"
+    folder = _copy(f"features.encoder = {name}", name, "encoders", ENCODER, required)
+    return folder, f"{name.partition('@')[0]}@{folder.name}"
 
 
 def _copy(
-    address: str,
-    repo: str,
-    revision: str,
-    kind: str,
-    wanted: re.Pattern[str],
-    required: Sequence[str],
+    address: str, name: str, kind: str, wanted: re.Pattern[str], required: Sequence[str]
 ) -> Path:
     """The folder of a copy of the wanted files, which is made or brought up to date."""
     hub = import_hub(address)
+    repo, _, revision = name.partition("@")
     revision = revision or "main"
     assets = hub.constants.HF_ASSETS_CACHE
     folder = hub.cached_assets_path(LIBRARY, repo, kind, assets_dir=assets)
@@ -118,8 +111,8 @@ def _copy(
         if not _complete(folder, info.sha):
             sizes = _sizes(address, info.siblings or [], wanted, required)
             _download(api, repo, address, folder / info.sha, sizes)
-        for name in (info.sha, revision):
-            atomic_write(_reference(folder, name), info.sha)
+        for seen in (info.sha, revision):
+            atomic_write(_reference(folder, seen), info.sha)
     return folder / info.sha
 
 

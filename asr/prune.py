@@ -51,18 +51,16 @@ def prune_run(
     from torch import nn
 
     from asr.inference.derived import load_alone, write_run
-    from asr.inference.load import load_run_recipe
     from asr.models.build import config_errors
     from asr.training.checkpoint import choose
 
-    recipe = load_run_recipe(run, overrides)
+    recipe, recognizer = load_alone(run, overrides, to)
     if recipe.model.kind == "las":
         raise UserError(f"{run}: a las model; only a transformer or conformer can be pruned")
     if recipe.model.depth_scaled:
         raise UserError(f"{run}: model.depth_scaled makes its norms depend on the layers before")
     if recipe.model.intermediate_ctc:
         raise UserError(f"{run}: model.intermediate_ctc numbers its layers; it cannot be pruned")
-    _, recognizer = load_alone(run, overrides, to)
     model = recognizer.model
     before = (len(model.encoder.layers), len(model.decoder.layers))
     counts = [n if k is None else k for n, k in zip(before, keep, strict=True)]
@@ -86,15 +84,11 @@ def every_other(layers: int, keep: int) -> list[int]:
     p = 1 - keep/layers. If 1/p is not an integer the rule may keep fewer than `keep`. Raises
     ValueError for p above 1/2, where floor(1/p) = 1 removes all, and below 0.
     """
-    if keep < 1:
-        raise ValueError(f"pruning {layers} layers to {keep} would leave no layer: keep at least 1")
-    if keep > layers:
-        raise ValueError(f"pruning cannot keep {keep} layers: the stack has {layers}")
-    removed = layers - keep
-    if 2 * removed > layers:
+    if not layers <= 2 * keep <= 2 * layers:
         raise ValueError(
-            f"pruning {layers} layers to {keep} would keep fewer than half: prune the result again"
+            f"cannot keep {keep} of {layers} layers: keep half or more; for fewer, prune the result"
         )
+    removed = layers - keep
     period = layers // removed if removed else layers + 1  # floor(1/p), in integers
     return [depth - 1 for depth in range(1, layers + 1) if depth % period]
 

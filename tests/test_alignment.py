@@ -233,25 +233,18 @@ def test_repetition_is_the_share_of_repeated_ngrams():
     assert repetition([4, 5], n=3) == 0.0
 
 
-def test_hypothesis_health_without_attention_has_no_coverage():
-    figures = hypothesis_health([4, 5, 6], 30, None, 25)
-    assert figures.coverage is None
-    assert figures.length_ratio == pytest.approx(0.1)
-    assert hypothesis_health([], 0, None, 25).length_ratio == 0.0
-
-
 def test_the_row_of_eos_does_not_count():
     weights = attending([3, 28, 55], 56)  # the last row is EOS, which attends to the last second
-    assert hypothesis_health([4, 5], 56, weights, 25).coverage == 1.0
-    assert hypothesis_health([4], 56, weights, 25).coverage == 0.5
+    assert hypothesis_health([4, 5], weights, 25).coverage == 1.0
+    assert hypothesis_health([4], weights, 25).coverage == 0.5
 
 
 def test_flags_are_for_hypotheses_that_skip_or_repeat_most():
-    skipping = hypothesis_health([4, 5], 125, attending([12, 37], 125), 25)
-    looping = hypothesis_health([4] * 13, 50, None, 25)
-    assert hypothesis_health([4, 5], 50, attending([12, 37], 50), 25).flags == ()
-    assert hypothesis_health([4, 5], 100, attending([12, 37], 100), 25).flags == ()  # exactly half
+    skipping = hypothesis_health([4, 5], attending([12, 37], 125), 25)
+    looping = hypothesis_health([4] * 13, attending([12, 37], 50), 25)
+    assert hypothesis_health([4, 5], attending([12, 37], 50), 25).flags == ()
+    assert hypothesis_health([4, 5], attending([12, 37], 100), 25).flags == ()  # exactly half
     assert skipping.flags == ("low coverage",) and looping.flags == ("repetition",)
-    assert hypothesis_health([4, 5, 6] * 4, 50, None, 25).flags == ()
-    both = hypothesis_health([4] * 13, 125, attending([12] * 13, 125), 25)
+    assert hypothesis_health([4, 5, 6] * 4, attending([12, 37], 50), 25).flags == ()
+    both = hypothesis_health([4] * 13, attending([12] * 13, 125), 25)
     assert both.flags == ("low coverage", "repetition")

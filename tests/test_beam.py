@@ -306,10 +306,6 @@ def test_an_utterance_without_frames_is_empty_and_changes_no_other():
         ({"nbest": 9}, r"nbest is 9; it must be between 1 and beam \(8\)"),
         ({"nbest": 0}, r"nbest is 0; it must be between 1 and beam \(8\)"),
         ({"ctc_weight": 0.3}, r"ctc_weight is 0.3, but this model has no CTC head; set it to 0"),
-        (
-            {"scorers": [(0.3, Bigrams(11))]},
-            r"a scorer has 11 tokens and the model 6; both must use one vocabulary",
-        ),
     ],
 )
 def test_errors_are_one_clear_line(settings, message):

@@ -284,18 +284,11 @@ DAMAGES = {
         b"[]",
         b"null\n",
         b'{"audio": "other.wav", "text": "", "seconds": 1}',
-        b'{"audio": "a.wav"}',
+        b'{"audio": "a.wa',
         b"\xff",
         b"[" * 100_000,
-        b'{"error": "x", "attempt": "first"}',
     ],
-    "summary.json": [
-        b"",
-        b"[]",
-        b'{"attempt": 1}',
-        b'{"attempt": "1e", "files": 1}',
-        b"[" * 99_999,
-    ],
+    "summary.json": [b"", b"[]", b"[" * 99_999],
 }
 
 

@@ -40,7 +40,7 @@ from asr.analysis.report import Table, html, markdown
 from asr.analysis.runs import HOURS, SECONDS, TRAIN, VALID, short_names
 from asr.analysis.score_files import write_evaluation
 from asr.analysis.statistics import detectable, holm, paired_t, pairs_needed, spread
-from asr.analysis.wer import pooled, score
+from asr.analysis.wer import score
 from asr.config.loader import read_recipe, write_recipe
 from asr.config.registered import REGISTERED
 from asr.errors import UserError
@@ -805,7 +805,7 @@ def test_a_table_has_all_settings_of_unequal_models(tmp_path, commands):
         (["missing"], "missing: there is no such folder"),
         (["empty"], "empty: no run and no folder of runs"),
         (["bad"], "none of the 1 runs can be compared"),
-        (["good", "--levels", "x"], "--levels x: must be numbers"),
+        (["good", "--levels", "x"], "argument --levels: 'x': must be above 0, and finite"),
         (["good", "--ignore", "train.begin"], "--ignore train.begin: no run has such a setting"),
     ],
 )
@@ -1109,13 +1109,6 @@ def test_an_evaluation_of_older_checkpoints_is_named(steps, stale, two_groups, c
     for step in (20, 30):
         save_checkpoint(two_groups / "ba-1", nn.Linear(2, 3), None, step, 1.0, {})
     assert ("of older checkpoints than the run has now" in report(commands, two_groups)) is stale
-
-
-def test_runs_scored_against_different_texts_are_not_pooled():
-    first, mended = (score([text, "b"], ["a", "b"], ["1", "2"]) for text in ("a", "c"))
-    assert pooled([first, first]).wer == 0
-    with pytest.raises(UserError, match="the runs were evaluated against different texts"):
-        pooled([first, mended])
 
 
 def hostile_records():

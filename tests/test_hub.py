@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def hub(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def exported(tiny_run, tmp_path_factory):
     to = tmp_path_factory.mktemp("exported") / "small"
-    export.export(tiny_run, [], to)
+    parts = {"about": None, "license": None, "with_encoder": False}
+    export.export(Namespace(run=tiny_run, overrides=[], **parts), to)
     return to
 
 

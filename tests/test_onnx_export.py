@@ -289,14 +289,12 @@ def test_a_program_that_differs_from_the_model_is_not_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_its_audio_a_run_is_compared_on_synthetic_speech(
-    tiny_run, unchecked, commands, tmp_path
-):
+def test_without_its_audio_a_run_is_compared_on_noise(tiny_run, unchecked, commands, tmp_path):
     unchecked(lambda recognizer: None)
     missing = f"data.valid={tmp_path}/valid.tsv"
     code, out, err = commands(export, tiny_run, "--onnx", "--to", tmp_path / "to", missing)
     assert code == 0 and len(list((tmp_path / "to").iterdir())) == 5, err
-    assert out.startswith("greatest differences from the model, on synthetic speech (")
+    assert out.startswith("greatest differences from the model, on noise (")
 
 
 def test_a_file_that_does_not_run_is_one_line(tiny_run, commands, tmp_path, monkeypatch):

@@ -97,20 +97,6 @@ def test_a_failed_write_leaves_the_old_evaluation(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"words": [1, 2, 3, 4]}, "has a column 'words' already: choose another name"),
-        ({"health": [1, 2]}, "column 'health' has 2 values for 4 utterances"),
-        ({"note": ["a", "b\tc", "", ""]}, r"'b\\tc' has a tab or a line break"),
-    ],
-)
-def test_wrong_columns_are_reported_and_nothing_is_written(tmp_path, columns, message):
-    with pytest.raises(UserError, match=message):
-        write_evaluation(tmp_path, example(), columns=columns)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_missing_evaluation_is_reported(tmp_path):
     with pytest.raises(UserError, match=r"score.json: missing; run python -m asr.evaluate first"):
         read_evaluation(tmp_path)

@@ -13,6 +13,7 @@ import soundfile
 import srt
 import torch
 import webvtt
+from full_disk import full_disk
 from tiny_speech import RATE, tones
 from tone_model import spoken, tone_recognizer
 
@@ -114,7 +115,7 @@ def test_subtitles_of_several_recordings_need_a_folder(recordings, commands):
 
 
 def test_recordings_of_one_name_keep_their_folders(recordings, commands, tmp_path):
-    """Those of a named folder its own, others the ones in which they differ, or their suffix."""
+    """Those of a named folder its own; where two would share a name, all, and their suffixes."""
     folder = tmp_path / "in"
     for name in ("a/one.wav", "b/deep/one.wav", "b/deep/.hidden.wav", ".git/one.wav", "two.WAV"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -130,17 +131,20 @@ def test_recordings_of_one_name_keep_their_folders(recordings, commands, tmp_pat
     shutil.copy(recordings["two"], folder / "a" / "one.flac")
     assert commands(transcribe, "run", folder, "--out", tmp_path / "all")[0] == 0
     written = {str(path.relative_to(tmp_path / "all")) for path in tmp_path.glob("all/**/*.*")}
-    assert written == {"a/one.flac.txt", "a/one.wav.txt", "b/deep/one.txt", "two.txt"}
-    named = [folder / "a" / "one.wav", folder / "a" / "one.flac", folder / "b" / "deep" / "one.wav"]
+    assert written == {
+        "a/one.flac.txt", "a/one.wav.txt", "b/deep/one.wav.txt", "two.WAV.txt",
+    }  # fmt: skip
+    (tmp_path / "link").symlink_to(folder / "b" / "deep")
+    named = [folder / "a" / "one.wav", folder / "a" / "one.flac", tmp_path / "link/../deep/one.wav"]
     code, _, _ = commands(transcribe, "run", *named, recordings["two"], "--out", tmp_path / "two")
     texts = {
         str(p.relative_to(tmp_path / "two")): p.read_text() for p in tmp_path.glob("two/**/*.*")
     }
     assert texts == {
-        "a/one.wav.txt": "abc cab\n",
-        "a/one.flac.txt": "bca ac b\n",
-        "b/deep/one.txt": "abc cab\n",
-        "two.txt": "bca ac b\n",
+        "in/a/one.wav.txt": "abc cab\n",
+        "in/a/one.flac.txt": "bca ac b\n",
+        "in/b/deep/one.wav.txt": "abc cab\n",
+        "two.wav.txt": "bca ac b\n",
     }
 
 
@@ -175,10 +179,10 @@ def test_standard_input(recordings, commands, tmp_path, monkeypatch):
     assert commands(transcribe, "run", "-", "--json", "--out", tmp_path / "out")[0] == 0
     result = json.loads((tmp_path / "out" / "stdin.json").read_text())
     assert (result["audio"], result["text"]) == ("-", "bca ac b")
-    monkeypatch.setattr("asr.inference.sources.MAX_STDIN", 1000)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-    code, _, err = commands(transcribe, "run", "-")
-    assert code == 2 and err.startswith("error: -: more than 1000 bytes")
+    with full_disk(1000):
+        line = commands.refused(transcribe, "run", "-")
+    assert "/stdin-" in line and line.endswith(": File too large")
 
 
 def test_audio_of_a_few_frames_has_no_text(recordings, commands, tmp_path):

@@ -80,7 +80,7 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         axes.axhline(level, color="#9aa0a6", linewidth=0.7, dashes=(4, 3), zorder=0)
         style = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#5a6066"}
         # Side by side, since levels may be close.
-        axes.annotate(f"{level:g}", (0.01 + 0.1 * (index % 9), level), va="bottom", **style)
+        axes.annotate(f"{level:.4g}", (0.01 + 0.1 * (index % 9), level), va="bottom", **style)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)

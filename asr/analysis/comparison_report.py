@@ -329,7 +329,9 @@ def _failed(setting: SettingRuns) -> str:
 
 def level_table(settings: Sequence[SettingRuns], levels: Sequence[float]) -> Table:
     """Steps, audio-hours and seconds until the loss first passes each level: medians over runs."""
-    rows = [(f"{level:g}", s.label, *_level_cells(s, level)) for level in levels for s in settings]
+    rows = [
+        (f"{level:.4g}", s.label, *_level_cells(s, level)) for level in levels for s in settings
+    ]
     head = ("loss", "setting", "reached", "steps", "audio-hours", "seconds")
     return Table("Until the loss first passes a level", head, rows)
 

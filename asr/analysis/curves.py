@@ -159,8 +159,7 @@ def choose_levels(groups: Sequence[Sequence[Curve]]) -> list[float]:
           even number): the typical run of every group reaches it
     best  the lowest of these medians
 
-    Each is rounded up to three digits, so that the runs that define it pass it. Equal levels are
-    merged; without points there are none.
+    Equal levels are merged; without points there are none.
     """
     curves = [[c for c in map(finite, group) if len(c)] for group in groups]
     medians = [
@@ -170,8 +169,7 @@ def choose_levels(groups: Sequence[Sequence[Curve]]) -> list[float]:
         return []
     first = float(np.median([c.values[0] for group in curves for c in group]))
     worst, best = max(medians), min(medians)
-    levels = {_rounded_up(value) for value in ((first + worst) / 2, worst, best)}
-    return sorted(levels, reverse=True)
+    return sorted({(first + worst) / 2, worst, best}, reverse=True)
 
 
 def band(curves: Iterable[Curve], points: int = 400) -> Band | None:
@@ -195,12 +193,3 @@ def band(curves: Iterable[Curve], points: int = 400) -> Band | None:
     rows = np.add.reduceat(rows, edges[:-1], axis=1) / sizes
     middle = np.add.reduceat(steps, edges[:-1]) // sizes
     return Band(middle, rows.mean(axis=0), rows.min(axis=0), rows.max(axis=0))
-
-
-def _rounded_up(value: float) -> float:
-    """Rounded up to three significant digits."""
-    if value == 0:
-        return 0.0
-    digit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)
-    # Six digits first: the last bit of 3 * 0.1 must not round it up.
-    return float(f"{math.ceil(round(value / digit, 6)) * digit:.6g}")

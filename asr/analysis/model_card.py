@@ -139,7 +139,7 @@ def description(
     address: str,
 ) -> Iterator[str]:
     """The lines on model, training cost and evaluations of these weights."""
-    cost = read_cost(run, read_scalars(run, {HOURS, SECONDS})).at(max(steps))
+    cost = read_cost(read_scalars(run, {HOURS, SECONDS})).at(max(steps))
     millions = f"{parameters / 1e6:.2f} M parameters"
     *sooner, last = (f"{step:,}" for step in sorted(steps))
     which = (

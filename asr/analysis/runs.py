@@ -27,7 +27,6 @@ from asr.shipped import missing_run, train_command
 from asr.training.checkpoint import choose, list_checkpoints, read_training
 from asr.training.losses import SpeechObjective
 from asr.training.resume import OBJECTIVE, SHA256, Content
-from asr.training.state import TrainState
 
 TAIL = 1 << 20  # bytes of a log that are read
 MAX_HASHED = 1 << 30  # bytes of a file that is hashed
@@ -287,15 +286,15 @@ def _validation_files_hash(settings: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class Cost:
-    """Audio and time at N steps; empty if nothing is known."""
+    """Audio and time at N steps, the first of which is 0; there is no other if none is known."""
 
-    steps: np.ndarray  # (N,), from 0
+    steps: np.ndarray  # (N,)
     hours: np.ndarray  # of audio trained on
     seconds: np.ndarray  # of training and loading, without validation
 
     def at(self, step: float) -> tuple[float, float] | None:
         """Audio-hours and seconds at a step: interpolated; proportional after the last step."""
-        if len(self.steps) < 2 or self.steps[-1] <= 0:
+        if self.steps[-1] <= 0:
             return None
         scale = max(1.0, step / self.steps[-1])
         known = min(step, self.steps[-1])
@@ -303,19 +302,12 @@ class Cost:
         return float(hours), float(np.interp(known, self.steps, self.seconds) * scale)
 
 
-def read_cost(run: Path, curves: Mapping[str, Curve]) -> Cost:
-    """From the curves HOURS and SECONDS; without them from the last checkpoint."""
+def read_cost(curves: Mapping[str, Curve]) -> Cost:
+    """From the curves HOURS and SECONDS."""
     hours, seconds = finite(curves[HOURS]), finite(curves[SECONDS])
-    if len(hours) and len(seconds):
-        steps = np.intersect1d(hours.steps, seconds.steps)
-        pair = [c.values[np.isin(c.steps, steps)] for c in (hours, seconds)]
-        return Cost(*(np.insert(row, 0, 0) for row in (steps, *pair)))
-    with suppress(UserError):  # damaged, or weights only
-        for checkpoint in list_checkpoints(run)[-1:]:
-            state = TrainState(**read_training(checkpoint)["position"])
-            ends = (state.step, state.audio_seconds / 3600, state.train_seconds)
-            return Cost(*(np.array([0.0, end]) for end in ends))
-    return Cost(*np.zeros((3, 0)))
+    steps = np.intersect1d(hours.steps, seconds.steps)
+    pair = [c.values[np.isin(c.steps, steps)] for c in (hours, seconds)]
+    return Cost(*(np.insert(row, 0, 0) for row in (steps, *pair)))
 
 
 def _rates_without_words(file: Path) -> dict[str, Any]:
@@ -425,5 +417,5 @@ def read_setting_run(run: RunRecord, curve: str, notes: list[str]) -> SettingRun
         notes += evaluation_notes(run.folder, folder, evaluation.metadata)
         scores[split], decoded[split] = evaluation.score, decode_settings(evaluation.metadata)
         figures[f"{WER_OF}{split}"] = evaluation.score.wer
-    cost = read_cost(run.folder, run.curves)
+    cost = read_cost(run.curves)
     return SettingRun(run.name, seed, loss, run.curves[TRAIN], cost, scores, figures, decoded)

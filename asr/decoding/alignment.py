@@ -4,8 +4,7 @@ Token spans come from CTC's forced alignment where there is a CTC head and the t
 frames (in fast speech they may not), else from attention: the monotonic path of frames with the
 most attention (Viterbi), one frame per token. A word covers the spans of its tokens.
 
-Coverage, repetition and length ratio show a hypothesis that loops or skips speech, which its score
-does not.
+Coverage and repetition show a hypothesis that loops or skips speech, which its score does not.
 
 Shapes: T memory frames, U tokens, V vocabulary; one utterance at a time, real frames only.
 """
@@ -144,7 +143,6 @@ class HypothesisHealth:
 
     coverage: float | None  # share of windows of the audio that were attended; low: skipped speech
     repetition: float  # share of n-grams that occurred before; high: a loop
-    length_ratio: float  # tokens per frame; far from the corpus' mean: a loop or an early end
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -153,21 +151,18 @@ class HypothesisHealth:
         return ("low coverage",) * low + ("repetition",) * (self.repetition > MAX_REPETITION)
 
 
-def hypothesis_health(
-    tokens: Sequence[int], frames: int, attention: Tensor | None, window: int
-) -> HypothesisHealth:
-    """U tokens over T frames, with attention (U, T), or (U + 1, T) with a row for EOS.
+def hypothesis_health(tokens: Sequence[int], attention: Tensor, window: int) -> HypothesisHealth:
+    """U tokens with attention (U, T), or (U + 1, T) with a row for EOS.
 
     window: frames in which attention must be spent somewhere, about 1 s.
     """
-    covered = None if attention is None else coverage(attention[: len(tokens)], window)
-    return HypothesisHealth(covered, repetition(tokens), len(tokens) / frames if frames else 0.0)
+    return HypothesisHealth(coverage(attention[: len(tokens)], window), repetition(tokens))
 
 
 def mean_health(parts: Sequence[HypothesisHealth], lengths: Sequence[int]) -> HypothesisHealth:
     """Mean over the segments of one recording, weighted by length; all have a coverage."""
     if not parts:
-        return HypothesisHealth(None, 0.0, 0.0)
+        return HypothesisHealth(None, 0.0)
     columns = zip(*map(astuple, parts), strict=True)
     return HypothesisHealth(*(sum(map(mul, column, lengths)) / sum(lengths) for column in columns))
 

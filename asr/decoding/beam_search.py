@@ -258,12 +258,6 @@ class BeamSearch:
         results = [scorer.step(one, last) for (_, scorer), one in pairs]
         token_scores, states = map(list, zip(*results, strict=True))
         nan = token_scores[0].isnan().flatten(1).any(dim=1)
-        for other in token_scores[1:]:
-            if other.shape != token_scores[0].shape:
-                raise UserError(
-                    f"decoding: a scorer has {other.shape[2]} tokens and the model "
-                    f"{token_scores[0].shape[2]}; both must use one vocabulary"
-                )
         return token_scores, states, nan
 
     def _collect_finished(
@@ -335,10 +329,10 @@ def beam_search(
     another speed or in another model, each with its model and ctc; the search uses the mean of
     their log-probabilities and counts frames in `memory`. A hypothesis has at most
     max_ratio * frames + max_constant tokens. Hypothesis.parts: the model, CTC if it has a weight,
-    the scorers. An utterance without a frame in one of the memories gives one empty hypothesis.
+    the scorers, which have the model's vocabulary. An utterance without a frame in one of the
+    memories gives one empty hypothesis.
 
-    Raises UserError for nbest out of range, a ctc_weight without ctc, a scorer of another
-    vocabulary, and NaN from the model.
+    Raises UserError for nbest out of range, a ctc_weight without ctc, and NaN from the model.
     """
     if not 1 <= nbest <= config.beam:
         raise UserError(f"nbest is {nbest}; it must be between 1 and beam ({config.beam})")

@@ -48,7 +48,6 @@ from asr.training.checkpoint import WEIGHTS, choose
 
 FAILURES, SUMMARY = "failures.tsv", "summary.json"
 LIST_BYTES = 1 << 28  # of a list, which has some million names
-LINE_BYTES = 1 << 28  # of one file's transcript
 PRINTED = 10  # failures printed at the end; the file has all
 PROGRESS = 10.0  # seconds between two lines of progress
 POLL = 0.5  # seconds between two checks of the other ranks' shards
@@ -126,15 +125,10 @@ class BulkJob:
             names = self.files[shard * self.size : (shard + 1) * self.size]
             with open_file(path) as file, _damaged(path):
                 for name in names:
-                    row = parse_json(file.readline(LINE_BYTES))
-                    if "error" in row:
-                        known = {"error": str(row["error"]), "attempt": int(row["attempt"])}
-                    else:
-                        known = {"text": str(row["text"])}
-                        known |= {key: float(row[key]) for key in ("seconds", "level")}
+                    row = parse_json(file.readline())
                     if row["audio"] != name_of(name):
                         raise ValueError("a line of another file")
-                    yield row | known
+                    yield row
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of this attempt or a later one; None until every shard is done."""
@@ -143,8 +137,7 @@ class BulkJob:
             return None
         with _damaged(path):
             summary = read_json(path)
-            counts = {name: int(summary[name]) for name in ("attempt", "files", "failures")}
-        return counts if counts["attempt"] >= self.attempt else None
+            return summary if summary["attempt"] >= self.attempt else None
 
 
 @contextmanager
@@ -152,7 +145,7 @@ def _damaged(path: Path) -> Iterator[None]:
     """Raise UserError for a file of the job that has other content than the job writes."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, KeyError):
         remedy = "remove it and start the same command again"
         raise UserError(f"{path}: damaged; {remedy}") from None
 
@@ -165,8 +158,6 @@ def read_list(path: Path, allow_outside: bool = False) -> list[str]:
     if path.suffix == ".tsv":
         names = (str(utterance.audio) for utterance in read_manifest(path, allow_outside))
     else:
-        if path.is_file() and path.stat().st_size > LIST_BYTES:
-            raise UserError(f"{path}: larger than {LIST_BYTES >> 20} MiB; a manifest (.tsv) may be")
         try:  # a name may have bytes that are not text, and an editor may add a byte order mark
             with open_file(path, LIST_BYTES) as file:
                 text = file.read(LIST_BYTES).decode("utf-8-sig", "surrogateescape")

@@ -101,7 +101,7 @@ class DecodedUtterance:
 
 
 NOT_DECODED = DecodedUtterance(
-    EMPTY_TRANSCRIPT, EMPTY_TRANSCRIPT, False, HypothesisHealth(None, 0.0, 0.0)
+    EMPTY_TRANSCRIPT, EMPTY_TRANSCRIPT, False, HypothesisHealth(None, 0.0)
 )
 Labels = Mapping[str, Mapping[str, str]]  # column -> utterance id -> group
 
@@ -334,7 +334,7 @@ def decoded_utterances(
     window = max(1, round(1 / frame_seconds(recognizer)))
     weights = attention(encoded, [best.tokens for best in hypotheses])
     health = [
-        hypothesis_health(best.tokens, attended.shape[1], attended, window)
+        hypothesis_health(best.tokens, attended, window)
         for best, attended in zip(hypotheses, weights, strict=True)
     ]
     finished = [best.finished for best in hypotheses]
@@ -418,11 +418,10 @@ def write(folder: Path, evaluation: Evaluation, recognizer: Recognizer, pictures
     columns = {
         "coverage": ["" if one.coverage is None else f"{one.coverage:.3f}" for one in health],
         "repetition": [f"{one.repetition:.3f}" for one in health],
-        "length_ratio": [f"{one.length_ratio:.3f}" for one in health],
         "finished": ["yes" if utterance.finished else "no" for utterance in decoded],
     }
     if "ctc_wer" in evaluation.metadata:
-        columns["ctc"] = [utterance.ctc.text for utterance in decoded]
+        columns["ctc"] = [tidy(utterance.ctc.text) for utterance in decoded]
     write_evaluation(folder, result, evaluation.metadata, columns)
 
 

@@ -82,22 +82,9 @@ def check_audio(recognizer: Recognizer, recipe: SpeechRecipe) -> tuple[list[Tens
             reason = str(error)
     if waveforms:
         return waveforms, f"{len(waveforms)} utterances of {valid}"
-    seconds = (min(share, longest) for share in (1.9, 2.9, 1.3))
-    rate = front_end.sample_rate
-    return [synthetic_speech(part, rate) for part in seconds], f"synthetic speech ({reason})"
-
-
-def synthetic_speech(seconds: float, rate: int) -> Tensor:
-    """(S,): syllables of a voice whose pitch and formants move, over weak noise."""
-    time = torch.arange(int(seconds * rate), dtype=torch.float64) / rate
-    pitch = 120 + 20 * (4 * time).sin()  # Hz
-    harmonics = torch.arange(1, 31).unsqueeze(1)  # (30, 1)
-    tones = (harmonics * (2 * torch.pi / rate * pitch.cumsum(0))).sin()  # (30, S)
-    formants = 500 + 200 * (9 * time).sin(), 1500 + 500 * (7 * time).cos()
-    loudness = sum((-((harmonics * pitch - formant) / 150).square()).exp() for formant in formants)
-    voice = (tones * loudness).sum(0) * (20 * time).sin().clamp_min(0)
-    noise = torch.randn(len(time), generator=torch.Generator().manual_seed(1))
-    return (0.1 * voice + 0.003 * noise).clamp(-1.0, 1.0).float()
+    sizes = (int(min(seconds, longest) * front_end.sample_rate) for seconds in (1.9, 2.9, 1.3))
+    generator = torch.Generator().manual_seed(1)
+    return [0.1 * torch.randn(size, generator=generator) for size in sizes], f"noise ({reason})"
 
 
 @torch.no_grad()

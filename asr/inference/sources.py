@@ -5,19 +5,18 @@ it needs room on the disk, and no more memory than any file.
 """
 
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from tempfile import NamedTemporaryFile
 from typing import IO, NamedTuple
 
-from asr.errors import UserError
+from asr.errors import writing
 from asr.features.files import CONVERSION, RECORDING_SUFFIXES, UNREAD_SUFFIXES, name_of
-from asr.io import CHUNK
 
 STDIN = Path("-")
-MAX_STDIN = 4 << 30  # bytes: three days of MP3 at 128 kbit/s
 
 
 class Source(NamedTuple):
@@ -51,34 +50,16 @@ def open_sources(names: Sequence[Path], faults: dict[Path, str]) -> Iterator[lis
 def targets(sources: Sequence[Source]) -> dict[Path, PurePath]:
     """The path of each source -> its transcript's path in a folder, without a suffix.
 
-    That is its target. Where several in different folders would have the same, it is the path
-    below the folder that they share; where several in one folder would, the name has the suffix of
-    the recording: a/x.wav, b/x.wav and b/x.mp3 give a/x, b/x.wav and b/x.mp3. Raises UserError
-    where that does not separate two.
+    That is its target without the suffix. Where two would share one, all are named by their paths
+    below the folder that they share, with the suffix: a/x.wav, b/x.wav and b/y.mp3 by these paths.
     """
-    paths = {source: Path(os.path.abspath(source.name)) for source in sources}  # noqa: PTH100
-    chosen = {source: source.target.parent / source.target.stem for source in sources}
-    for _ in range(2):
-        for group in _sharing(chosen):
-            folders = {paths[source].parent for source in group}
-            for source in group:
-                if len(folders) == 1:
-                    chosen[source] = chosen[source].parent / paths[source].name
-                else:
-                    target = paths[source].relative_to(os.path.commonpath(folders))
-                    chosen[source] = target.parent / target.stem
-    for group in _sharing(chosen):
-        both = " and ".join(name_of(source.name) for source in group[:2])
-        raise UserError(f"{both} would share a file in --out: give each call files of other names")
-    return {source.path: target for source, target in chosen.items()}
-
-
-def _sharing(chosen: Mapping[Source, PurePath]) -> list[list[Source]]:
-    """The groups of sources that have one target."""
-    groups: dict[PurePath, list[Source]] = {}
-    for source, target in chosen.items():
-        groups.setdefault(target, []).append(source)
-    return [group for group in groups.values() if len(group) > 1]
+    chosen = {source.path: source.target.with_suffix("") for source in sources}
+    if len(set(chosen.values())) == len(chosen):
+        return chosen
+    # Links to folders are resolved, since `..` after one leads elsewhere.
+    paths = {s.path: Path(os.path.realpath(s.name.parent), s.name.name) for s in sources}
+    shared = os.path.commonpath([path.parent for path in paths.values()])
+    return {source: path.relative_to(shared) for source, path in paths.items()}
 
 
 def _below(folder: Path, faults: dict[Path, str]) -> list[Source]:
@@ -107,12 +88,7 @@ def _read_stdin(copy: IO[bytes], faults: dict[Path, str]) -> list[Source]:
     if sys.stdin is None or sys.stdin.isatty():
         faults[STDIN] = "-: standard input is no file and no pipe; use: ... < FILE"
         return []
-    left = MAX_STDIN
-    while block := sys.stdin.buffer.read(CHUNK):
-        left -= len(block)
-        if left < 0:
-            faults[STDIN] = f"-: more than {MAX_STDIN} bytes on standard input; name a file"
-            return []
-        copy.write(block)
-    copy.flush()
+    with writing(Path(copy.name)):
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
     return [Source(Path(copy.name), STDIN, PurePath("stdin"))]
