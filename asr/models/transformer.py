@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from asr.config.schema import ConformerConfig, EncoderDecoderConfig, TransformerConfig
 from asr.nn.attention import Memory, keeps_all, valid_mask
-from asr.nn.conformer import conformer_stack
+from asr.nn.conformer import ConformerLayer
 from asr.nn.dropout import Dropout
 from asr.nn.frontend import Frontend
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
@@ -31,12 +31,13 @@ from asr.nn.norm import WordEmbedding, at_least_float32
 from asr.nn.positions import make_positions
 from asr.nn.subsampling import ConvSubsampling
 from asr.nn.transformer import (
+    DecoderLayer,
+    EncoderLayer,
     LayerScales,
     Stack,
-    decoder_stack,
-    encoder_stack,
     extend_past,
     layer_scales,
+    make_stack,
 )
 
 
@@ -75,7 +76,7 @@ class Transformer(nn.Module):
         self.encoder = self.make_encoder(config, scales[0])
         self.words = WordEmbedding(vocabulary, size, config.fixnorm)
         self.token_positions = make_positions(config.positions, size)
-        self.decoder = decoder_stack(config, counts[1], scales[1])
+        self.decoder = make_stack(config, counts[1], scales[1], DecoderLayer)
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.ctc_head = nn.Linear(size, vocabulary) if config.ctc_weight else None
         self.dropout = Dropout(config.dropout)
@@ -87,7 +88,7 @@ class Transformer(nn.Module):
         """The encoder's layers."""
         norm = config.convolution_norm or config.norm
         extras = (config.encoder_windows, config.encoder_convolution, norm)
-        return encoder_stack(config, config.encoder_layers, scales, *extras)
+        return make_stack(config, config.encoder_layers, scales, EncoderLayer, *extras)
 
     def memory_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory (B,) for that many frames of features (B,)."""
@@ -188,5 +189,7 @@ class Conformer(Transformer):
 
     @staticmethod
     def make_encoder(config: ConformerConfig, scales: LayerScales) -> Stack:
-        """The encoder's layers."""
-        return conformer_stack(config, config.encoder_layers, scales)
+        """The encoder's layers, the last of which ends with the norm of the stack."""
+        stack = make_stack(config, config.encoder_layers, scales, ConformerLayer)
+        stack.last_norm = nn.Identity()
+        return stack
