@@ -617,7 +617,7 @@ class TrainConfig(Config):
     samples: Natural = 4  # validation utterances shown in TensorBoard
     wer_utterances: Natural = 200  # validation utterances, evenly spread, decoded for WER curves
     alarm: AlarmConfig = AlarmConfig()
-    health: Natural = 0  # log gates, norms and attention every so many validations; 0: never
+    health: Natural = 0  # log gates, norms and gradients every so many validations; 0: never
     debug: Literal["nan"] | None = None  # nan: stop at the first non-finite value; slow
 
     @property
