@@ -130,12 +130,11 @@ class Transformer(nn.Module):
             x, _ = layer(x, layer.cross_attention.project(memory.states), valid)
         return self._logits(x)
 
-    def attention(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """tokens (B, U) -> weights (B, U, T) of the last layer's cross-attention, mean of heads."""
-        return self.decode_and_attend(memory, tokens)[1]
-
     def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of decode and attention in one pass. LayerDrop keeps the last layer."""
+        """As decode, and weights (B, U, T) of the last layer's cross-attention, mean of heads.
+
+        LayerDrop keeps that layer.
+        """
         x, valid = self._embed(tokens), memory.valid[:, None, None]
         last = len(self.decoder.layers)
         layers = dict(self.decoder.passing()) | {last: self.decoder.layers[-1]}
