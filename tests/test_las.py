@@ -60,7 +60,7 @@ def test_padding_and_batch_mates_change_nothing(norm):
     model, padded = las(norm=norm), batch()
     memory = model.encode(padded.features, padded.lengths)
     inputs = torch.cat([torch.full((3, 1), SOS), padded.tokens], dim=1)
-    logits, weights = model.decode(memory, inputs), model.attention(memory, inputs)
+    logits, weights = model.decode_and_attend(memory, inputs)
     ctc = model.ctc(memory)
     frames = model.memory_lengths(padded.lengths).tolist()
     assert frames == memory.valid.sum(dim=1).tolist()
@@ -72,7 +72,7 @@ def test_padding_and_batch_mates_change_nothing(norm):
         torch.testing.assert_close(
             model.decode(alone, inputs[row : row + 1, :u])[0], logits[row, :u]
         )
-        expected = model.attention(alone, inputs[row : row + 1, :u])[0]
+        expected = model.decode_and_attend(alone, inputs[row : row + 1, :u])[1][0]
         torch.testing.assert_close(weights[row, :u, :t], expected)
         torch.testing.assert_close(weights[row].sum(-1), torch.ones(len(inputs[0])).double())
         assert (weights[row, :, t:] == 0).all()
@@ -109,9 +109,8 @@ def test_steps_equal_the_whole_sequence(kind):
     memory = model.encode(full.features, full.lengths)
     tokens = torch.tensor([[SOS, 4, 9, 9, 5], [SOS, 12, 4, 7, 8], [SOS, 6, 6, 6, 6]])
     expected = model.decode(memory, tokens).log_softmax(-1)
-    weights = model.attention(memory, tokens)
-    both = model.decode_and_attend(memory, tokens)
-    torch.testing.assert_close(both, (model.decode(memory, tokens), weights))
+    logits, weights = model.decode_and_attend(memory, tokens)
+    torch.testing.assert_close(logits, model.decode(memory, tokens))
     state = model.start(memory)
     for u, token in enumerate(tokens.unbind(dim=1)):
         log_probs, state = model.step(state, token[:, None])

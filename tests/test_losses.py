@@ -99,8 +99,8 @@ class FixedModel(nn.Module):
         super().__init__()
         self.logits, self.log_probs, self.valid = logits, log_probs, valid
 
-    def encode(self, features, lengths):
-        return Memory(features, self.valid)
+    def encode_with_intermediate_ctc(self, features, lengths):
+        return Memory(features, self.valid), []
 
     def memory_lengths(self, lengths):
         return self.valid.sum(dim=1)
@@ -224,9 +224,9 @@ def test_both_views_are_trained_on_and_compared_in_training_only():
     two = replace(batch(), second_view=torch.ones(B, T, F))
 
     class TwoViews(FixedModel):
-        def encode(self, features, lengths):
+        def encode_with_intermediate_ctc(self, features, lengths):
             self.features = features
-            return Memory(features, self.valid[: len(features)])
+            return Memory(features, self.valid[: len(features)]), []
 
         def memory_lengths(self, lengths):
             return self.valid.sum(dim=1)[: len(lengths)]

@@ -9,8 +9,6 @@ import sys
 
 import pytest
 
-from asr.training.oom import CAPACITIES, SHAPES, limit_onednn_cache
-
 pytestmark = pytest.mark.slow
 
 GROWN = """
@@ -33,7 +31,6 @@ for shapes in (SHAPES, None, SHAPES_ROUNDED):
     if not os.fork():  # the limit is read once in a process
         if shapes:
             limit_onednn_cache(shapes)
-        assert not any("CACHE_CAPACITY" in name for name in os.environ)
         print(grown(), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
@@ -73,23 +70,3 @@ def test_convolutions_of_three_hundred_lengths_need_little_memory():
 def test_reference_cycles_are_collected():
     taken, left = ask(RINGS)
     assert taken > 25e6 and left < 0.2 * taken
-
-
-@pytest.mark.parametrize("value", [None, "", "x", "0", "-1", "1e3", "9" * 99])
-def test_the_environment_stays_as_it_is(value, monkeypatch):
-    for name in CAPACITIES:
-        monkeypatch.setenv(name, value or "")
-        if value is None:
-            monkeypatch.delenv(name)
-    before = dict(os.environ)
-    limit_onednn_cache(SHAPES)
-    assert dict(os.environ) == before
-
-
-def test_a_capacity_that_is_no_number_does_not_crash_a_command(tiny_run, tmp_path):
-    """oneDNN reads it once, at the first convolution, and torch.set_num_threads does, too."""
-    line = [sys.executable, "-m", "asr.evaluate", str(tiny_run), "--split", "test"]
-    line += ["--out", str(tmp_path / "out")]
-    env = os.environ | dict.fromkeys(CAPACITIES, "x")
-    done = subprocess.run(line, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

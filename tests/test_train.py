@@ -494,32 +494,19 @@ def test_non_finite_losses_stop_the_run_and_the_batches_are_kept(
     assert "the last 2 steps changed no weight: their gradients were not finite" in log
 
 
-@pytest.mark.parametrize(
-    ("changed", "fault", "remedy"),
-    [
-        ("lr=1e38", r"\S+ is (infinite|NaN|[\d.]+e\+37)", "lower train.optimizer.lr = 1e+38 (eps"),
-        ("eps=1e-300", r"\S+ is NaN", "raise train.optimizer.eps = 1e-300 (lr = 0.01, weight"),
-        ("weight_decay=1e300", r"\S+ is NaN", "lower train.optimizer.weight_decay = 1e+300 (lr"),
-    ],
-)
 @pytest.mark.parametrize("every", [1, 100])
-def test_weights_that_diverge_stop_the_run_and_are_not_saved(
-    changed, fault, remedy, every, tiny, commands, tmp_path
-):
-    more = f"train.optimizer.{changed}", f"train.save_every={every}", "train.epochs=1"
+def test_weights_that_diverge_stop_the_run_and_are_not_saved(every, tiny, commands, tmp_path):
+    more = "train.optimizer.lr=1e38", f"train.save_every={every}", "train.epochs=1"
     line = commands.refused(train, tiny, "--run", tmp_path, *more)
-    assert re.match(rf"step 1: a weight of {fault} after its update, and is not saved; ", line)
-    assert remedy in line
+    fault = r"\S+ is (infinite|NaN|[\d.]+e\+37) after its update, and is not saved"
+    assert re.match(rf"step 1: a weight of {fault}; lower train.optimizer.lr = 1e\+38", line)
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_validation_loss_that_is_nan_stops_the_run(tiny, commands, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "means", lambda sums: dict.fromkeys(losses.means(sums), math.nan))
     line = commands.refused(train, tiny, "--run", tmp_path, "train.optimizer.lr=0.5")
-    assert line == (
-        "step 3: the validation loss is NaN; lower train.optimizer.lr = 0.5 (eps = 1e-08, "
-        "weight_decay = 0)"
-    )
+    assert line == "step 3: the validation loss is NaN; lower train.optimizer.lr = 0.5"
     assert not (tmp_path / "checkpoints").exists()
 
 

@@ -32,7 +32,7 @@ def test_padding_and_batch_mates_change_nothing(settings):
         right_padded[b, 7 - b :] = BLANK
         out = ours.decode(memory, right_padded)
         torch.testing.assert_close(out[b, : 7 - b], decoded[0])
-        weights = ours.attention(memory, right_padded)[b, : 7 - b]
+        weights = ours.decode_and_attend(memory, right_padded)[1][b, : 7 - b]
         torch.testing.assert_close(weights.sum(-1), torch.ones(7 - b))
         assert (weights[:, size:] == 0).all()
 

@@ -25,9 +25,8 @@ from asr.nn.transformer import (
     EncoderLayer,
     LayerScales,
     Residual,
-    decoder_stack,
-    encoder_stack,
     layer_scales,
+    make_stack,
     per_stack,
 )
 
@@ -54,6 +53,12 @@ def layer(kind, norm="layer", position="pre", alpha=1.0, scale=1.0, **more):
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return made.eval()
+
+
+def stacks_of(settings):
+    """Five layers of an encoder, and of a decoder."""
+    encoder = EncoderLayer, None, None, "layer"
+    return [make_stack(settings, 5, LayerScales(1.0), *make) for make in (encoder, (DecoderLayer,))]
 
 
 def judge_of(ours, judge):
@@ -229,8 +234,7 @@ def test_dropout_is_on_the_sublayer_output_only():
     ],
 )
 def test_number_of_norms(position, in_encoder, in_decoder, around):
-    settings = (config(norm_position=position), 5, LayerScales(1.0))
-    stacks = encoder_stack(*settings, None, None, "layer"), decoder_stack(*settings)
+    stacks = stacks_of(config(norm_position=position))
     for stack, in_layer in zip(stacks, (in_encoder, in_decoder), strict=True):
         norms = sum(isinstance(module, nn.LayerNorm) for module in stack.modules())
         assert norms == 5 * in_layer + around
@@ -239,9 +243,8 @@ def test_number_of_norms(position, in_encoder, in_decoder, around):
 
 
 def test_depth_scaled_norms_are_divided_by_the_root_of_the_layer():
-    settings = config(depth_scaled=True), 5, LayerScales(1.0)
     x = torch.randn(3, E)
-    for stack in (encoder_stack(*settings, None, None, "layer"), decoder_stack(*settings)):
+    for stack in stacks_of(config(depth_scaled=True)):
         for number, layer in enumerate(stack.layers, start=1):
             around = [part for part in layer.children() if isinstance(part, Residual)]
             for part in around:

@@ -112,12 +112,13 @@ class ToneModel(nn.Module):
             state.attention.flatten(0, 1)[rows],
         )
 
-    def attention(self, memory: Memory, tokens: Tensor) -> Tensor:
-        state, rows = self.start(memory), []
+    def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        state, scores, rows = self.start(memory), [], []
         for token in tokens.unbind(dim=1):
-            _, state = self.step(state, token[:, None])
+            log_probs, state = self.step(state, token[:, None])
+            scores.append(log_probs)
             rows.append(state.attention)
-        return torch.cat(rows, dim=1)
+        return torch.cat(scores, dim=1), torch.cat(rows, dim=1)
 
 
 def tone_recognizer(

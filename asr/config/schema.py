@@ -523,9 +523,9 @@ class OptimizerConfig(Config):
     # peak learning rate; for noam the factor
     lr: Annotated[float, Field(gt=0.0)] = 1e-3
     betas: tuple[Rate, Rate] = (0.9, 0.999)  # decay of both moments
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8  # of Adam
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-8  # of Adam
     # of matrices alone
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     # factors of the learning rate by patterns of parameter names; the first match counts:
     # {"encoder.*": 0.1}
     lr_factors: dict[str, Positive] = Field(default_factory=dict)
@@ -620,7 +620,7 @@ class TrainConfig(Config):
     samples: Natural = 4  # validation utterances shown in TensorBoard
     wer_utterances: Natural = 200  # validation utterances, evenly spread, decoded for WER curves
     alarm: AlarmConfig = AlarmConfig()
-    health: Natural = 0  # log gates, norms and attention every so many validations; 0: never
+    health: Natural = 0  # log gates, norms and gradients every so many validations; 0: never
     debug: Literal["nan"] | None = None  # nan: stop at the first non-finite value; slow
 
     @property

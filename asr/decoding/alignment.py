@@ -198,7 +198,7 @@ def teacher_forced_attention(
     -> (U + 1, T) float32 of each utterance, on the CPU.
     """
     inputs = functional.pad(tokens, (1, 0), value=SOS)
-    weights = model.attention(memory, inputs.to(memory.states.device))
+    _, weights = model.decode_and_attend(memory, inputs.to(memory.states.device))
     sizes = zip(lengths.tolist(), memory.valid.sum(dim=1).tolist(), strict=True)
     return [w[: u + 1, :t].float().cpu() for w, (u, t) in zip(weights, sizes, strict=True)]
 

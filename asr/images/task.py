@@ -108,9 +108,6 @@ class ImageTask(Task):
         torch.manual_seed(self.recipe.seed)  # the same noise in DRAW in every validation
         return islice(in_order(self.validation, BATCH), share.start, share.stop, share.step)
 
-    def no_validation_data(self) -> str:
-        return "no image for validation"
-
     def health_batches(self) -> Iterator[ImageBatch]:
         """The first validation images, in one batch."""
         return in_order(self.validation.part("valid", slice(None, INSPECTED)), INSPECTED)

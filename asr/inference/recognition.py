@@ -49,7 +49,7 @@ from asr.inference.load import (
 )
 from asr.inference.transcript import Transcript, merge_segments, timed_transcript
 from asr.training.distributed import choose_device
-from asr.training.oom import SHAPES_DECODING, limit_onednn_cache, release_device_memory
+from asr.training.oom import release_device_memory
 
 # A path; a file's content, or an open file; samples (S,), (S, C) or (C, S); or samples with their
 # rate, as Hugging Face has them: {"array": samples, "sampling_rate": Hz}.
@@ -92,7 +92,6 @@ class Recognizer:
         local_run does.
         """
         run = local_run(run)
-        limit_onednn_cache(SHAPES_DECODING)
         recipe = load_run_recipe(run, overrides)
         decode, tokenizer = recipe.decode, load_tokenizer(run)
         front_end = load_run_front_end(run, recipe)

@@ -24,7 +24,7 @@ from asr.nn.dropout import Dropout
 from asr.nn.lstm import LayerNormLSTM
 from asr.nn.norm import WordEmbedding
 from asr.nn.positions import make_positions
-from asr.nn.transformer import LayerScales, encoder_stack, extend_past
+from asr.nn.transformer import EncoderLayer, LayerScales, extend_past, make_stack
 
 
 class LSTMState(NamedTuple):
@@ -115,7 +115,7 @@ class TransformerLanguageModel(nn.Module):
         self.words = WordEmbedding(vocabulary, size, config.fixnorm)
         self.positions = make_positions(config.positions, size)
         extras = (None, None, config.norm)
-        self.stack = encoder_stack(config, layers, scales, *extras)
+        self.stack = make_stack(config, layers, scales, EncoderLayer, *extras)
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.dropout = Dropout(config.dropout)
 

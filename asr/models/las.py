@@ -276,12 +276,8 @@ class LAS(nn.Module):
         """tokens (B, U) from <sos> on -> logits (B, U, V) of the token after each."""
         return self.decode_and_attend(memory, tokens)[0]
 
-    def attention(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """Attention weights (B, U, T) of the step that reads each of tokens (B, U)."""
-        return self._read(memory, tokens)[1]
-
     def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of `decode` and `attention` in one pass."""
+        """As decode, and attention weights (B, U, T) of the step that reads each token."""
         outputs, weights = self._read(memory, tokens)
         return self.speller.logits(outputs), weights
 

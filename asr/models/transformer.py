@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from asr.config.schema import ConformerConfig, EncoderDecoderConfig, TransformerConfig
 from asr.nn.attention import Memory, keeps_all, valid_mask
-from asr.nn.conformer import conformer_stack
+from asr.nn.conformer import ConformerLayer
 from asr.nn.dropout import Dropout
 from asr.nn.frontend import Frontend
 from asr.nn.intermediate_ctc import IntermediateCTC, self_conditioning
@@ -31,12 +31,13 @@ from asr.nn.norm import WordEmbedding, at_least_float32
 from asr.nn.positions import make_positions
 from asr.nn.subsampling import ConvSubsampling
 from asr.nn.transformer import (
+    DecoderLayer,
+    EncoderLayer,
     LayerScales,
     Stack,
-    decoder_stack,
-    encoder_stack,
     extend_past,
     layer_scales,
+    make_stack,
 )
 
 
@@ -78,7 +79,7 @@ class Transformer(nn.Module):
         self.encoder = self.make_encoder(config, scales[0])
         self.words = WordEmbedding(vocabulary, size, config.fixnorm)
         self.token_positions = make_positions(config.positions, size)
-        self.decoder = decoder_stack(config, counts[1], scales[1])
+        self.decoder = make_stack(config, counts[1], scales[1], DecoderLayer)
         self.output = None if config.tied else nn.Linear(size, vocabulary)
         self.ctc_head = nn.Linear(size, vocabulary) if config.ctc_weight else None
         self.dropout = Dropout(config.dropout)
@@ -90,7 +91,7 @@ class Transformer(nn.Module):
         """The encoder's layers."""
         norm = config.convolution_norm or config.norm
         extras = (config.encoder_windows, config.encoder_convolution, norm)
-        return encoder_stack(config, config.encoder_layers, scales, *extras)
+        return make_stack(config, config.encoder_layers, scales, EncoderLayer, *extras)
 
     def memory_lengths(self, lengths: Tensor) -> Tensor:
         """Frames of memory (B,) for that many frames of features (B,)."""
@@ -132,12 +133,11 @@ class Transformer(nn.Module):
             x, _ = layer(x, layer.cross_attention.project(memory.states), valid)
         return self._logits(x)
 
-    def attention(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """tokens (B, U) -> weights (B, U, T) of the last layer's cross-attention, mean of heads."""
-        return self.decode_and_attend(memory, tokens)[1]
-
     def decode_and_attend(self, memory: Memory, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of decode and attention in one pass. LayerDrop keeps the last layer."""
+        """As decode, and weights (B, U, T) of the last layer's cross-attention, mean of heads.
+
+        LayerDrop keeps that layer.
+        """
         x, valid = self._embed(tokens), memory.valid[:, None, None]
         last = len(self.decoder.layers)
         layers = dict(self.decoder.passing()) | {last: self.decoder.layers[-1]}
@@ -191,5 +191,7 @@ class Conformer(Transformer):
 
     @staticmethod
     def make_encoder(config: ConformerConfig, scales: LayerScales) -> Stack:
-        """The encoder's layers."""
-        return conformer_stack(config, config.encoder_layers, scales)
+        """The encoder's layers, the last of which ends with the norm of the stack."""
+        stack = make_stack(config, config.encoder_layers, scales, ConformerLayer)
+        stack.last_norm = nn.Identity()
+        return stack

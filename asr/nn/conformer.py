@@ -16,15 +16,7 @@ from torch import Tensor, nn
 
 from asr.config.schema import ConformerConfig
 from asr.nn.convolution import ConvolutionModule
-from asr.nn.transformer import (
-    FeedForward,
-    LayerScales,
-    Residual,
-    SelfAttention,
-    Stack,
-    norms_around,
-    scales_by_layer,
-)
+from asr.nn.transformer import FeedForward, LayerScales, Residual, SelfAttention, norms_around
 
 
 class ConformerLayer(nn.Module):
@@ -49,10 +41,3 @@ class ConformerLayer(nn.Module):
         x = self.around_self_attention.wrap(x, lambda y: self.self_attention(y, valid))
         x = self.around_convolution.wrap(x, lambda y: self.convolution(y, valid[:, 0, 0]))
         return self.norm(self.around_feed_forward.wrap(x, self.feed_forward, share=0.5))
-
-
-def conformer_stack(config: ConformerConfig, count: int, scales: LayerScales) -> Stack:
-    """`count` Conformer layers, the last of which ends with the norm of the stack."""
-    layers = [ConformerLayer(config, layer) for layer in scales_by_layer(config, scales, count)]
-    first, _ = norms_around(config)
-    return Stack(layers, first, nn.Identity(), config.layer_drop)

@@ -35,7 +35,7 @@ E size, D = E/H.
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -442,34 +442,23 @@ class Stack(nn.Module):
         return self.layer_drop.passing(self.layers)
 
 
-def encoder_stack(
+def make_stack(
     config: TransformerLayersConfig,
     count: int,
     scales: LayerScales,
-    windows: WindowsConfig | None,
-    kernel: int | None,
-    convolution_norm: str,
+    make: Callable[..., nn.Module],
+    *settings: Any,
 ) -> Stack:
-    """`count` encoder layers and the norms around them."""
-    extras = (windows, kernel, convolution_norm)
-    by_layer = scales_by_layer(config, scales, count)
-    layers = [EncoderLayer(config, layer_scales, *extras) for layer_scales in by_layer]
+    """`count` layers by make(config, scales, *settings), and the norms around them.
+
+    With depth_scaled the outputs of the norms in layer l have a factor of 1/sqrt(l).
+    """
+    layers = []
+    for number in range(1, count + 1):
+        if config.depth_scaled:
+            scales = scales._replace(norm_output=number**-0.5)
+        layers.append(make(config, scales, *settings))
     return Stack(layers, *norms_around(config), config.layer_drop)
-
-
-def decoder_stack(config: TransformerLayersConfig, count: int, scales: LayerScales) -> Stack:
-    """`count` decoder layers and the norms around them."""
-    layers = [DecoderLayer(config, layer) for layer in scales_by_layer(config, scales, count)]
-    return Stack(layers, *norms_around(config), config.layer_drop)
-
-
-def scales_by_layer(
-    config: TransformerLayersConfig, scales: LayerScales, count: int
-) -> list[LayerScales]:
-    """The scales of each layer: with depth_scaled a factor of 1/sqrt(l) on its norms' outputs."""
-    if not config.depth_scaled:
-        return [scales] * count
-    return [scales._replace(norm_output=(number + 1) ** -0.5) for number in range(count)]
 
 
 def norms_around(config: TransformerLayersConfig) -> tuple[nn.Module, nn.Module]:

@@ -101,9 +101,6 @@ class LanguageTask(Task):
     def validation_batches(self, share: slice = slice(None)) -> Iterator[SentenceBatch]:
         return self.validation.batches(0, share.start or 0, share.step or 1)
 
-    def no_validation_data(self) -> str:
-        return "no sentence for validation"
-
     def report(self, log: Log, step: int) -> dict[str, float]:
         """Log a few generated sentences, always from the same random numbers."""
         self.objective.eval()

@@ -1,4 +1,4 @@
-"""Internals of a model in training (train.health): gates, norms, gradients and attention.
+"""Internals of a model in training (train.health): gates, norms and gradients.
 
 A few validation examples are run forward and backward with hooks, which are then removed: training
 itself is not slowed down. `trace` computes the internals of an LSTM anew, whatever its backend.
@@ -11,7 +11,6 @@ Figures, by their names below `valid_health/` in TensorBoard:
     gain/LAYER, gain_max/    mean and largest absolute value of a norm's gain
     gradient/LAYER           norm of the gradient of the layer's weights, of validation's loss:
                              without dropout, guided attention and intermediate CTC
-    attention/diagonality, attention/coverage    see asr.decoding.alignment
 
 B utterances, T frames, I input size, H hidden size, D directions, N rows still running.
 """
@@ -27,8 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from asr.config.cell import CellSettings
-from asr.data.batching import Batch
-from asr.decoding.alignment import coverage, diagonality, teacher_forced_attention
 from asr.kernels import reference
 from asr.kernels.deferred import deferred_linear
 from asr.kernels.types import LayerInput, Weights
@@ -169,19 +166,14 @@ def measure(objective: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     objective.eval()
     objective.zero_grad(set_to_none=True)
     device = next(objective.parameters()).device
-    batches = [batch.to(device) for batch in batches]
     count = 0.0
     with watch(objective.model) as internals, torch.enable_grad():
         for batch in batches:
-            out = objective(batch)["objective"]
+            out = objective(batch.to(device))["objective"]
             out.total.backward()
             count += float(out.count)
     figures = internals.figures() | gains(objective.model)
     figures |= gradients(objective.model, max(count, 1.0))
-    if pairs := [pair for batch in batches for pair in attention(objective.model, batch)]:
-        slopes, covered = zip(*pairs, strict=True)
-        figures["attention/diagonality"] = sum(slopes) / len(slopes)
-        figures["attention/coverage"] = sum(covered) / len(covered)
     objective.zero_grad(set_to_none=True)
     return figures
 
@@ -265,16 +257,3 @@ def layer_of(name: str) -> str:
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1]) or name
-
-
-@torch.no_grad()
-def attention(model: nn.Module, batch: Any) -> list[tuple[float, float]]:
-    """Diagonality and coverage of each utterance, for models that attend to speech."""
-    if not isinstance(batch, Batch):
-        return []
-    memory = model.encode(batch.features, batch.lengths)
-    frame = batch.seconds / int(batch.lengths.sum())  # seconds
-    seconds = frame * batch.features.size(1) / memory.states.size(1)  # of a frame of memory
-    weights = teacher_forced_attention(model, memory, batch.tokens, batch.token_lengths)
-    window = max(1, round(1 / seconds))
-    return [(diagonality(w.numpy()), coverage(w[:-1], window)) for w in weights]

@@ -193,7 +193,8 @@ class SpeechObjective(Objective):
         """
         consistency = self.consistency if self.training else None
         batch = batch.both_views() if consistency else batch
-        memory, intermediate = self._encode(batch)
+        memory, inner = self.model.encode_with_intermediate_ctc(batch.features, batch.lengths)
+        intermediate = inner if self.training else []
         inputs, targets = shift(batch.tokens, batch.token_lengths)
         logits, sums = self.decoder_loss(memory, inputs, targets)
         if consistency:
@@ -209,19 +210,12 @@ class SpeechObjective(Objective):
         last_weight = self.ctc_weight * (1 - inner_weight)
         add_loss(sums, "ctc", ctc_loss(log_probs, *labels), last_weight)
         if intermediate:
-            inner = sum(ctc_loss(each, *labels) for each in intermediate)
-            mean = inner / len(intermediate)
+            mean = sum(ctc_loss(each, *labels) for each in intermediate) / len(intermediate)
             add_loss(sums, "intermediate_ctc", mean, self.ctc_weight * inner_weight)
         if consistency:
             weight = self.ctc_weight * consistency.ctc
             add_loss(sums, "ctc_symmetric_kl", symmetric_kl(log_probs, memory.valid), weight)
         return sums
-
-    def _encode(self, batch: Batch) -> tuple[Any, list[Tensor]]:
-        """-> memory, and intermediate log-probabilities of CTC where they have a loss."""
-        if not (self.training and self.intermediate_weight):
-            return self.model.encode(batch.features, batch.lengths), []
-        return self.model.encode_with_intermediate_ctc(batch.features, batch.lengths)
 
     def decoder_loss(
         self, memory: Any, inputs: Tensor, targets: Tensor

@@ -7,7 +7,6 @@ order of a sum, and what is drawn at random during it, such as dropout.
 import ctypes
 import gc
 import os
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,30 +23,16 @@ Result = TypeVar("Result")
 SHAPES = 64
 # With rounded lengths all shapes recur, and compiling one again takes longer than a step.
 SHAPES_ROUNDED = 16384
-SHAPES_DECODING = 1024  # oneDNN's default
 CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def limit_onednn_cache(shapes: int) -> None:
     """Keep the code of so many shapes, unless the environment sets a number.
 
-    oneDNN and torch read the number from the environment once, at the first convolution, so this
-    does one, and leaves the environment as it was. After another convolution it has no effect.
-    oneDNN crashes with a capacity of 0 or text.
+    oneDNN and torch read it from the environment once, at the first convolution.
     """
-    before = {name: os.environ.get(name) for name in CAPACITIES}
-    for name, value in before.items():
-        if not re.fullmatch("[1-9][0-9]{0,8}", value or ""):
-            os.environ[name] = str(shapes)
-    try:
-        with torch.inference_mode():
-            torch.nn.functional.conv1d(torch.ones(2, 3, 11), torch.ones(16, 3, 5))
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    for name in CAPACITIES:
+        os.environ.setdefault(name, str(shapes))
 
 
 def release_memory() -> None:

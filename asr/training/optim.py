@@ -87,7 +87,7 @@ LARGEST = 1e18  # of a weight: products of two such overflow float32
 def check_weights(tensors: Mapping[str, Tensor], step: int, config: OptimizerConfig) -> None:
     """Raise UserError where one is NaN, infinite or beyond LARGEST, which no further step mends.
 
-    It names `step`, the first such tensor and the setting that is probably responsible.
+    It names `step` and the first such tensor.
     """
     named = {n: t.detach() for n, t in tensors.items() if t.is_floating_point() and t.numel()}
     largest = read([t.abs().max() for t in named.values()]).tolist()  # NaN where one is
@@ -97,21 +97,8 @@ def check_weights(tensors: Mapping[str, Tensor], step: int, config: OptimizerCon
             shown = "NaN" if math.isnan(value) else shown
             raise UserError(
                 f"step {step}: a weight of {name} is {shown} after its update, and is not saved; "
-                f"{probable_cause(config)}"
+                f"lower train.optimizer.lr = {config.lr:g}"
             )
-
-
-def probable_cause(config: OptimizerConfig) -> str:
-    """Which setting of the optimizer to change where a training diverges, and the others."""
-    change = "lower", "lr"
-    if config.eps < torch.finfo(torch.float32).tiny:  # it is 0 beside float32
-        change = "raise", "eps"
-    elif config.weight_decay > 1.0:
-        change = "lower", "weight_decay"
-    verb, key = change
-    others = [k for k in ("lr", "eps", "weight_decay") if k != key]
-    values = ", ".join(f"{k} = {getattr(config, k):g}" for k in others)
-    return f"{verb} train.optimizer.{key} = {getattr(config, key):g} ({values})"
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[nn.Parameter]:
@@ -149,7 +136,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         parameter.requires_grad_(False)
 
 
-def make_optimizer(config: OptimizerConfig, module: nn.Module) -> "optim.Optimizer | Muon":
+def make_optimizer(config: OptimizerConfig, module: nn.Module) -> optim.Optimizer:
     """The optimizer of all parameters; gains and biases are not decayed.
 
     Frozen ones are included, which without gradient take no step: a stage may train them.
@@ -193,8 +180,8 @@ def _groups(
     ]
 
 
-class Muon:
-    """Muon for the hidden matrices and AdamW for the rest, with the state of one."""
+class Muon(optim.AdamW):
+    """AdamW, but Muon for the groups of hidden matrices, which follow the others."""
 
     def __init__(
         self,
@@ -202,80 +189,51 @@ class Muon:
         hidden: list[dict[str, Any]],
         others: list[dict[str, Any]],
     ) -> None:
-        adamw = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-        self.parts: list[optim.Optimizer] = [optim.AdamW(others or [{"params": []}], **adamw)]
-        if hidden:
-            decay = config.weight_decay
-            muon = optim.Muon(hidden, config.lr, decay, adjust_lr_fn="match_rms_adamw")
-            self.parts.append(muon)
+        settings = optim.Muon([torch.zeros(1, 1)]).defaults | {"lr": config.lr}
+        groups = [*others, *(settings | group for group in hidden)]
+        super().__init__(groups, config.lr, config.betas, config.eps, fused=True)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of both."""
-        return [group for part in self.parts for group in part.param_groups]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        optim.Optimizer.__setstate__(self, state)  # AdamW's reads a step of every parameter
 
-    def step(self) -> None:
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
         """One update of all weights; every rank calls it."""
-        adamw, *muon = self.parts
-        adamw.step()
-        for part in muon:
-            _step_by_shares(part)
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if kind_of(group) == "adam"]
+        super().step()
+        self.param_groups = groups
+        self._step_hidden([group for group in groups if kind_of(group) == "muon"])
 
-    def state_dict(self) -> dict[str, Any]:
-        """As of one optimizer, whose parameters are those of both in turn."""
-        state, groups = {}, []
-        for part in self.parts:
-            first, saved = sum(len(group["params"]) for group in groups), part.state_dict()
-            state |= {first + number: moments for number, moments in saved["state"].items()}
-            groups += [
-                {**group, "params": [first + number for number in group["params"]]}
-                for group in saved["param_groups"]
-            ]
-        return {"state": state, "param_groups": groups}
+    def _step_hidden(self, groups: list[dict[str, Any]]) -> None:
+        """One update of the hidden matrices as torch's Muon; each rank computes a share of them.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The state of another Muon with as many parameters."""
-        first, groups = 0, list(state["param_groups"])
-        for part in self.parts:
-            ours = [groups.pop(0) for _ in part.param_groups]
-            numbers = [n for group in ours for n in group["params"]]
-            moments = {n - first: state["state"][n] for n in numbers if n in state["state"]}
-            ours = [{**group, "params": [n - first for n in group["params"]]} for group in ours]
-            part.load_state_dict({"state": moments, "param_groups": ours})
-            first += len(numbers)
-
-
-@torch.no_grad()
-def _step_by_shares(muon: optim.Muon) -> None:
-    """One update of all its weights as torch's; each rank computes a share of them for all.
-
-    Making the matrices orthogonal can take a third of a training step. All ranks have the same
-    momenta, because they have the same gradients.
-    """
-    used = [(p, group) for group in muon.param_groups for p in group["params"]]
-    used = [(p, group) for p, group in used if p.grad is not None]
-    # Multiplications of one Newton-Schulz iteration, up to a factor.
-    owners = distributed.assign_owners([max(p.shape) * min(p.shape) ** 2 for p, _ in used])
-    owned = {p for (p, _), owner in zip(used, owners, strict=True) if owner == distributed.rank()}
-    for group in muon.param_groups:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        if not parameters:
-            continue
-        decay = group["momentum"]
-        for p in parameters:
-            if "momentum_buffer" not in muon.state[p]:
-                muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        momenta = {p: muon.state[p]["momentum_buffer"] for p in parameters}
-        torch._foreach_lerp_(list(momenta.values()), [p.grad for p in parameters], 1 - decay)
-        for alike in _of_one_shape([p for p in parameters if p in owned]):
-            gradients, own = [p.grad for p in alike], [momenta[p] for p in alike]
-            ahead = torch._foreach_lerp(gradients, own, decay)
-            directions = orthogonal(torch.stack(ahead) if len(ahead) > 1 else ahead[0], group)
-            directions = directions.float().view(len(alike), *ahead[0].shape).unbind()
-            scale = 0.2 * math.sqrt(max(ahead[0].shape))  # the step size of AdamW
-            torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(alike, directions, alpha=-group["lr"] * scale)
-    distributed.broadcast([p for p, _ in used], owners)
+        Making the matrices orthogonal can take a third of a training step. All ranks have the same
+        momenta, because they have the same gradients.
+        """
+        used = [p for group in groups for p in group["params"] if p.grad is not None]
+        # Multiplications of one Newton-Schulz iteration, up to a factor.
+        owners = distributed.assign_owners([max(p.shape) * min(p.shape) ** 2 for p in used])
+        mine = {p for p, owner in zip(used, owners, strict=True) if owner == distributed.rank()}
+        for group in groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            decay = group["momentum"]
+            for p in parameters:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momenta = {p: self.state[p]["momentum_buffer"] for p in parameters}
+            torch._foreach_lerp_(list(momenta.values()), [p.grad for p in parameters], 1 - decay)
+            for alike in _of_one_shape([p for p in parameters if p in mine]):
+                gradients, own = [p.grad for p in alike], [momenta[p] for p in alike]
+                ahead = torch._foreach_lerp(gradients, own, decay)
+                directions = orthogonal(torch.stack(ahead) if len(ahead) > 1 else ahead[0], group)
+                directions = directions.float().view(len(alike), *ahead[0].shape).unbind()
+                scale = 0.2 * math.sqrt(max(ahead[0].shape))  # the step size of AdamW
+                torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(alike, directions, alpha=-group["lr"] * scale)
+        distributed.broadcast(used, owners)
 
 
 def _of_one_shape(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -307,7 +265,7 @@ def orthogonal(matrices: Tensor, settings: Mapping[str, Any]) -> Tensor:
     return x.mT if turned else x
 
 
-def load_moments(optimizer: "optim.Optimizer | Muon", state: dict[str, Any]) -> None:
+def load_moments(optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
     """Load the moments of a state_dict, but not its betas, eps, decay and groups by factor of the
     learning rate, which the recipe sets.
 

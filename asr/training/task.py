@@ -38,6 +38,7 @@ class Task(Protocol):
 
     def no_validation_data(self) -> str:
         """The error where there are none that can be read."""
+        return "no validation data"
 
     def report(self, log: Log, step: int) -> dict[str, float]:
         """Log texts and pictures of a validation; -> more figures of it.

@@ -392,8 +392,10 @@ class Training:
         if not losses:
             raise UserError(self.task.no_validation_data())
         if math.isnan(losses["nll"]):
-            cause = optim.probable_cause(self.config.optimizer)
-            raise UserError(f"step {self.state.step}: the validation loss is NaN; {cause}")
+            raise UserError(
+                f"step {self.state.step}: the validation loss is NaN; lower train.optimizer.lr = "
+                f"{self.config.optimizer.lr:g}"
+            )
         return losses | self.stop.interruptible_on_all_ranks(self.report)
 
     def validate_share(self) -> tuple[dict[str, Sum], BatchStats]:

@@ -424,8 +424,8 @@ class _CellBackward:
         )  # fmt: skip
         if cell.split:
             added = None if cell.added is None else cell.added[now]
-            inputs = ax[now], added, cell.gain_x, self.dz[now], self.dax[now], None
-            lstm.launch_norm_backward(cell.settings, True, *inputs)
+            inputs = ax[now], added, cell.gain_x, self.dz[now], self.dax[now]
+            lstm.norm_backward(cell.settings, True, *inputs, sums=False)
         torch.mm(self.dah[s], cell.weight_h, out=self.through_h)
         torch.mm(self.dax[s], cell.weight_x, out=self.dx)
 

@@ -506,37 +506,26 @@ def norm_backward(
     gain: Tensor | None,
     dy: Tensor,
     dx: Tensor | None,
-) -> Tensor:
-    """dy of y = gain N(x + added) + bias -> gradients of gain and bias (2, N); dx is filled.
+    sums: bool = True,
+) -> Tensor | None:
+    """dy of y = gain N(x + added) + bias -> gradients of gain and bias (2, N), None without `sums`;
+    dx is filled.
 
     x, added, dy, dx (S, B, N); x, added and dx have the same strides.
     """
-    sums = dy.new_empty(2, min(x.shape[:2].numel(), PROGRAMS), x.shape[2])
-    launch_norm_backward(settings, normed, x, added, gain, dy, dx, sums)
-    return sums.sum(1)
-
-
-def launch_norm_backward(
-    settings: CellSettings,
-    normed: bool,
-    x: Tensor,
-    added: Tensor | None,
-    gain: Tensor | None,
-    dy: Tensor,
-    dx: Tensor | None,
-    sums: Tensor | None,
-) -> None:
-    """As norm_backward, with the sums of each program (2, programs, N), or dx alone."""
     from asr.kernels.cuda import triton_norm
 
     S, B, N = x.shape
-    dgain, dbias = (dy, dy) if sums is None else sums
-    triton_norm.norm_rows_backward[(S * B if sums is None else sums.shape[1],)](
+    programs = min(S * B, PROGRAMS) if sums else S * B
+    parts = dy.new_empty(2, programs, N) if sums else None
+    dgain, dbias = (dy, dy) if parts is None else parts
+    triton_norm.norm_rows_backward[(programs,)](
         x, x if added is None else added, x if gain is None else gain, dy,
         x if dx is None else dx, dgain, dbias, S * B, B, N, *x.stride()[:2], *dy.stride()[:2],
         settings.eps, NORM=normed, RMS=settings.norm_kind == "rms", GAIN=gain is not None,
-        ADD=added is not None, DX=dx is not None, SUMS=sums is not None, **_row_options(N),
+        ADD=added is not None, DX=dx is not None, SUMS=sums, **_row_options(N),
     )  # fmt: skip
+    return None if parts is None else parts.sum(1)
 
 
 def _row_options(N: int) -> dict[str, int]:
