@@ -48,10 +48,6 @@ def rows(count, text="ab c", audio="train-{}.flac"):
             "train.epoch=3",
             "command line: train.epoch is not a recipe key. Did you mean train.epochs?",
         ),
-        ("train.epochs=two", "command line: train.epochs = 'two': should be a valid integer"),
-        ("train.clip=-1", "command line: train.clip = -1: should be greater than 0"),
-        ("model.attention=soft", "model.attention = 'soft': should be 'additive', 'dot' or"),
-        ("nonsense", "'nonsense' is not of the form key.path=value"),
         ("features.noise=[20, 10]", r"features: noise \(20.0, 10.0\) must be \(lowest"),
         ("features.mel_bins=500", "features: .*500 mel bins at 8000 Hz"),
         (
@@ -117,30 +113,6 @@ def test_a_folder_instead_of_a_manifest(split, tiny, run, commands, tmp_path):
 def test_a_manifest_that_is_not_set(split, tiny, run, commands):
     line = commands.refused(train, tiny, "--run", run, f"data.{split}=null")
     assert line.startswith(f"data.{split} is not set: name a manifest")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "no column id, speaker, audio, seconds, text"),
-        ("id\tspeaker\taudio\tseconds\ttext\n", "the manifest is empty"),
-        ("id\taudio\ttext\n", "no column speaker, seconds"),
-        ("id\taudio\ttext\n", "own.tsv --to FOLDER adds what is missing"),
-        (
-            "id\tspeaker\taudio\tseconds\ttext\ttext\na\ts\ta.wav\t3\tx\ty\n",
-            "column text appears twice; rename or remove one of them",
-        ),
-        ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\t-3\tx\n", ":2: seconds is '-3'"),
-        ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\tnan\tx\n", ":2: seconds is 'nan'"),
-        ("id\tspeaker\taudio\tseconds\ttext\na\ts\t/etc/x\t3\tx\n", "is outside"),
-        ("id\tspeaker\taudio\tseconds\ttext\na\ts\tx\t3\n", ":2: 4 fields where the header has 5"),
-    ],
-)
-def test_an_invalid_manifest(content, message, tiny, run, commands, tmp_path):
-    path = tmp_path / "own.tsv"
-    path.write_text(content)
-    line = commands.refused(train, tiny, "--run", run, f"data.valid={path}")
-    assert line.startswith(str(path)) and message in line
 
 
 def test_training_text_that_is_empty(tiny, run, commands, manifest):
@@ -388,22 +360,6 @@ class TestNoRun:
             line = commands.refused(module, run, *last)
             assert "model.safetensors: of another vocabulary" in line
         assert "of another vocabulary" in commands.refused(train, tiny, "--run", run, "--resume")
-
-    def test_damaged_weights(self, tiny, tiny_run, commands, tmp_path):
-        run = tmp_path / "copy"
-        shutil.copytree(tiny_run, run)
-        for checkpoint in list_checkpoints(run):
-            path = checkpoint.folder / "model.safetensors"
-            path.write_bytes(path.read_bytes()[:-8])
-        line = commands.refused(transcribe, run, tiny.parent / "test-0.flac")
-        assert "checkpoint" in line
-
-    def test_a_damaged_recipe(self, tiny, tiny_run, commands, tmp_path):
-        run = tmp_path / "copy"
-        shutil.copytree(tiny_run, run)
-        (run / "recipe.yaml").write_text("run: [")
-        line = commands.refused(transcribe, run, tiny.parent / "test-0.flac")
-        assert line.startswith(f"{run / 'recipe.yaml'}:1: not valid YAML")
 
 
 def test_resuming_with_only_damaged_checkpoints(tiny, tiny_run, commands, tmp_path):

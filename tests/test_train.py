@@ -15,7 +15,7 @@ import soundfile
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_speech import RATE, age, tones
+from tiny_speech import RATE, age
 
 from asr import evaluate, train, transcribe
 from asr.analysis.runs import unfinished_note
@@ -889,45 +889,3 @@ def test_evaluate_counts_unreadable_audio_as_empty_and_reports_it(
     assert f"cannot be read: to list them: python -m asr.prepare table {manifest} --to " in out
     score = json.loads((tmp_path / "score.json").read_text())
     assert score["deletions"] >= 2 and score["about"]["not_decoded"] == 1
-
-
-def test_transcribe_writes_one_line_per_file(tiny, tiny_run, commands, tmp_path):
-    stereo = np.stack([tones("cab", 1)] * 2, axis=1).repeat(2, axis=0)
-    soundfile.write(tmp_path / "b.wav", stereo, 2 * RATE)
-    soundfile.write(tmp_path / "short.wav", np.zeros(5) + 0.1, RATE)
-    files = [tiny.parent / "test-0.flac", tmp_path / "b.wav", tmp_path / "short.wav"]
-    code, out, err = commands(transcribe, tiny_run, *files)
-    (warning,) = err.splitlines()
-    assert code == 0 and "short.wav: 0.001 seconds of audio" in warning
-    recognizer = Recognizer.load(tiny_run)
-    assert out.splitlines() == [f"{path}: {recognizer(path).text}" for path in files]
-    assert out.splitlines()[2] == f"{files[2]}: "
-
-
-def test_transcribe_json_is_one_object_per_line(tiny, tiny_run, commands):
-    files = [tiny.parent / "test-0.flac", tiny.parent / "test-1.flac"]
-    code, out, _ = commands(transcribe, tiny_run, "--json", *files)
-    objects = [json.loads(line) for line in out.splitlines()]
-    assert code == 0 and [o["audio"] for o in objects] == [str(path) for path in files]
-    for expected in objects:
-        assert math.isfinite(expected["score"]) and expected["score"] <= 0
-        assert isinstance(expected["text"], str) and isinstance(expected["tokens"], list)
-
-
-def test_one_bad_file_does_not_stop_the_others(tiny, tiny_run, commands, tmp_path):
-    (tmp_path / "bad.wav").write_bytes(b"no audio at all")
-    good = [tiny.parent / "test-0.flac", tiny.parent / "test-1.flac"]
-    code, out, err = commands(transcribe, tiny_run, good[0], tmp_path / "bad.wav", good[1])
-    assert code == 2 and [line.split(":")[0] for line in out.splitlines()] == list(map(str, good))
-    (line,) = err.splitlines()
-    assert line.startswith(f"error: {tmp_path / 'bad.wav'}: not readable as audio")
-
-
-def test_recognizer_reads_paths_arrays_and_tensors_alike(tiny, tiny_run):
-    recognizer = Recognizer.load(tiny_run)
-    path = tiny.parent / "test-2.flac"
-    samples, rate = soundfile.read(path, dtype="float32")
-    expected = recognizer(path)
-    assert recognizer(samples, rate) == expected
-    assert recognizer(torch.from_numpy(samples), rate) == expected
-    assert recognizer(str(path)) == expected
