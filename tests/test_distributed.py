@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from event_files import curve
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from asr.data.batching import plan_epoch
@@ -96,11 +96,6 @@ def faults(results_of):
 @pytest.fixture(scope="module")
 def ends(results_of):
     return results_of("ends")
-
-
-def curve(run, name):
-    board = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    return [(point.step, point.value) for point in board.Scalars(name)]
 
 
 def state(run):

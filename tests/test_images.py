@@ -13,7 +13,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from event_files import events
 from torch import nn
 
 from asr import prepare, train
@@ -204,7 +204,7 @@ def test_rows_from_recipe_to_score(recipes, tmp_path):
     assert score["accuracy"] == pytest.approx(counts.trace() / 360) == 1 - score["error"]
     low, high = score["accuracy_interval"]
     assert low < score["accuracy"] < high
-    health = EventAccumulator(str(tmp_path / "run")).Reload().Tags()["scalars"]
+    health = events(tmp_path / "run").Tags()["scalars"]
     names = ("variance/lstm.l0/forget", "flat/lstm.l0/c", "gradient/out")
     assert {f"valid_health/{name}" for name in names} <= set(health)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from event_files import curve
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from asr import sweep
@@ -180,8 +180,7 @@ def test_a_training_is_evaluated(tiny, commands, tmp_path):
     command = (sweep, tiny, "train.steps=3", "--out", tmp_path, "--evaluate", "test")
     code, output, _ = commands(*command)
     assert code == 0 and "1 of 1 runs are done" in output and finished(run) == 3
-    points = EventAccumulator(str(run)).Reload().Scalars("train/nll")
-    assert [p.step for p in points] == [1, 2, 3]
+    assert [step for step, _ in curve(run, "train/nll")] == [1, 2, 3]
     assert (run / "evaluate" / "test" / "score.json").exists()
     board = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
     assert list(board.Runs()) == ["run"]  # TensorBoard lists it once
