@@ -319,6 +319,16 @@ def test_restarted_ranks_agree_on_a_prefix_in_a_store_of_finished_ones():
     assert len(prefixes) == len(again) == 1 and len(prefixes | again | {"stale"}) == 3
 
 
+def test_two_ranks_train_under_torchrun(tiny, tmp_path):
+    """The command in the README."""
+    torchrun = Path(sys.executable).with_name("torchrun")
+    line = [torchrun, "--nproc-per-node", "2", "-m", "--", "asr.train", tiny, "--run", tmp_path]
+    env = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    subprocess.run([*line, "train.steps=2"], check=True, env=env)
+    assert ", 2 ranks, on cpu" in (tmp_path / "train.log").read_text()
+    assert [step for step, _ in curve(tmp_path, "train/nll")] == [1, 2]
+
+
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
 
 
