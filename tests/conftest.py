@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -101,6 +102,12 @@ def tiny_run(tiny, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "tiny"
     train(read_recipe(tiny), run)
     return run
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path) -> Path:
+    """A copy of that run, which a test may change."""
+    return shutil.copytree(tiny_run, tmp_path / "run")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from event_files import events
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import asr
@@ -41,14 +41,14 @@ def test_importing_the_package_imports_nothing_else():
 
 def test_history_is_what_tensorboard_has(two_runs):
     (run, _), _ = two_runs
-    board = EventAccumulator(str(run.folder), size_guidance={"scalars": 0}).Reload()
+    board = events(run.folder)
     rows = run.history()
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     names = set().union(*rows) - {"step"}
     assert names == set(board.Tags()["scalars"]) and "train/nll" in names
     for name in names:
         points = [(row["step"], row[name]) for row in rows if name in row]
-        assert points == [(event.step, event.value) for event in board.Scalars(name)]
+        assert points == [(point.step, point.value) for point in board.Scalars(name)]
         assert run.metrics[name] == points[-1][1]
 
 
@@ -100,7 +100,7 @@ def test_a_finished_run_logs_what_was_chosen_and_its_best_figures(two_runs):
     """Read from the events by TensorBoard; the first run has the norm that is no default."""
     runs, _ = two_runs
     for run, norm in zip(runs, ("none", "ba"), strict=True):
-        board = EventAccumulator(str(run.folder)).Reload()
+        board = events(run.folder)
         content = board.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
         settings = HParamsPluginData.FromString(content).session_start_info.hparams
         assert settings["model.listener.norm"].string_value == norm  # set in both

@@ -1,17 +1,14 @@
-"""When an attention step runs in C++; results do not depend on threads and processes."""
+"""When an attention step runs in C++; results do not depend on the number of threads."""
 
 import copy
-import multiprocessing
-import warnings
 
 import pytest
 import torch
-from test_attention_kernel import KINDS, SIZES, all_of, drawn, make, weights_of
+from test_attention_kernel import KINDS, SIZES, all_of, drawn, make
 
 from asr.errors import UserError
 from asr.kernels import dispatch
-from asr.kernels.cpu import compiler, decoder
-from asr.kernels.types import AttentionInput
+from asr.kernels.cpu import compiler
 from asr.nn.attention import AttentionState, Memory
 
 pytestmark = pytest.mark.skipif(
@@ -38,40 +35,6 @@ def test_threads_change_nothing(kind):
         torch.set_num_threads(before)
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=1e-12, rtol=1e-12)
-
-
-def fingerprint():
-    """The norms of an attention step's gradients with two threads."""
-    # Torch's own parallel loops hang in a process forked from one that has run such a loop, so
-    # only the kernels run with two threads.
-    torch.set_num_threads(1)
-    module, ((query, keys, *past), valid) = make("location", SIZES[2]), drawn(SIZES[2])
-    projected = module.to_query(query).detach()
-    given = [projected, keys, *past, *weights_of(module)[1:]]
-    torch.set_num_threads(2)
-    names = ("query", "keys", "past_weights", "past_total", "conv", "weight_loc", "v")
-    given = [x.detach().requires_grad_() for x in given]
-    weights, total = decoder.attend(AttentionInput(**dict(zip(names, given, strict=True))), valid)
-    gradients = torch.autograd.grad(weights[..., 0].sum() + total.sum(), given)
-    torch.set_num_threads(1)
-    return [float(part.norm()) for part in gradients]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes_compute_the_same(method):
-    before = torch.get_num_threads()
-    try:
-        expected = fingerprint()  # starts threads before the fork
-    finally:
-        torch.set_num_threads(before)
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # newer Pythons warn about any fork in a process with threads
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            result = pool.apply_async(fingerprint).get(timeout=100)
-    assert result == pytest.approx(expected, rel=1e-12)
 
 
 def test_uncovered_cases_use_torch_operators(monkeypatch):

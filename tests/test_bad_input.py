@@ -30,7 +30,7 @@ def manifest(tiny, tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path):
+def no_run(tmp_path):
     """A run folder that must not be created."""
     path = tmp_path / "run"
     yield path
@@ -48,10 +48,6 @@ def rows(count, text="ab c", audio="train-{}.flac"):
             "train.epoch=3",
             "command line: train.epoch is not a recipe key. Did you mean train.epochs?",
         ),
-        ("train.epochs=two", "command line: train.epochs = 'two': should be a valid integer"),
-        ("train.clip=-1", "command line: train.clip = -1: should be greater than 0"),
-        ("model.attention=soft", "model.attention = 'soft': should be 'additive', 'dot' or"),
-        ("nonsense", "'nonsense' is not of the form key.path=value"),
         ("features.noise=[20, 10]", r"features: noise \(20.0, 10.0\) must be \(lowest"),
         ("features.mel_bins=500", "features: .*500 mel bins at 8000 Hz"),
         (
@@ -67,8 +63,8 @@ def rows(count, text="ab c", audio="train-{}.flac"):
         ("model.listener.backend=cuda", "cuda"),
     ],
 )
-def test_recipe_errors_stop_train(override, message, tiny, run, commands):
-    assert re.search(message, commands.refused(train, tiny, "--run", run, override))
+def test_recipe_errors_stop_train(override, message, tiny, no_run, commands):
+    assert re.search(message, commands.refused(train, tiny, "--run", no_run, override))
 
 
 def test_a_locale_that_lacks_a_character_is_accepted(monkeypatch):
@@ -89,81 +85,58 @@ def test_decoding_out_of_memory_is_reported(tiny, tiny_run, monkeypatch, command
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
-def test_a_missing_manifest_names_the_command_that_makes_it(split, tiny, run, commands):
-    line = commands.refused(train, tiny, "--run", run, f"data.{split}=/x/dev.tsv")
+def test_a_missing_manifest_names_the_command_that_makes_it(split, tiny, no_run, commands):
+    line = commands.refused(train, tiny, "--run", no_run, f"data.{split}=/x/dev.tsv")
     assert line.startswith(f"data.{split}: /x/dev.tsv is not there. Make it with: python -m asr.pr")
     more = ["data.corpus=librispeech", f"data.{split}=/x/dev-clean.tsv"]
-    line = commands.refused(train, tiny, "--run", run, *more)
+    line = commands.refused(train, tiny, "--run", no_run, *more)
     assert "python -m asr.prepare librispeech --to /x --subsets dev-clean" in line
     more = ["data.corpus=spoken-numbers", f"data.{split}=/x/valid.tsv"]
-    line = commands.refused(train, tiny, "--run", run, *more)
+    line = commands.refused(train, tiny, "--run", no_run, *more)
     assert line.endswith("spoken-numbers --to /x, which has train.tsv, valid.tsv and test.tsv")
     more[1] = f"data.{split}=/x/mine.tsv"  # with a recipe for the spoken numbers
-    line = commands.refused(train, tiny, "--run", run, *more)
+    line = commands.refused(train, tiny, "--run", no_run, *more)
     assert line.endswith(
         "asr.prepare auto SOURCE --to /x, where SOURCE is your mine.tsv or a corpus in another form"
     )
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
-def test_a_folder_instead_of_a_manifest(split, tiny, run, commands, tmp_path):
-    line = commands.refused(train, tiny, "--run", run, f"data.{split}={tmp_path}")
+def test_a_folder_instead_of_a_manifest(split, tiny, no_run, commands, tmp_path):
+    line = commands.refused(train, tiny, "--run", no_run, f"data.{split}={tmp_path}")
     assert line == f"data.{split}: {tmp_path} is a folder; name a manifest (.tsv)"
-    line = commands.refused(train, tiny, "--run", run, f"data.{split}={tiny.parent}")
+    line = commands.refused(train, tiny, "--run", no_run, f"data.{split}={tiny.parent}")
     assert "is a folder; name one of its tables (" in line and "train.tsv" in line
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
-def test_a_manifest_that_is_not_set(split, tiny, run, commands):
-    line = commands.refused(train, tiny, "--run", run, f"data.{split}=null")
+def test_a_manifest_that_is_not_set(split, tiny, no_run, commands):
+    line = commands.refused(train, tiny, "--run", no_run, f"data.{split}=null")
     assert line.startswith(f"data.{split} is not set: name a manifest")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "no column id, speaker, audio, seconds, text"),
-        ("id\tspeaker\taudio\tseconds\ttext\n", "the manifest is empty"),
-        ("id\taudio\ttext\n", "no column speaker, seconds"),
-        ("id\taudio\ttext\n", "own.tsv --to FOLDER adds what is missing"),
-        (
-            "id\tspeaker\taudio\tseconds\ttext\ttext\na\ts\ta.wav\t3\tx\ty\n",
-            "column text appears twice; rename or remove one of them",
-        ),
-        ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\t-3\tx\n", ":2: seconds is '-3'"),
-        ("id\tspeaker\taudio\tseconds\ttext\na\ts\ta.wav\tnan\tx\n", ":2: seconds is 'nan'"),
-        ("id\tspeaker\taudio\tseconds\ttext\na\ts\t/etc/x\t3\tx\n", "is outside"),
-        ("id\tspeaker\taudio\tseconds\ttext\na\ts\tx\t3\n", ":2: 4 fields where the header has 5"),
-    ],
-)
-def test_an_invalid_manifest(content, message, tiny, run, commands, tmp_path):
-    path = tmp_path / "own.tsv"
-    path.write_text(content)
-    line = commands.refused(train, tiny, "--run", run, f"data.valid={path}")
-    assert line.startswith(str(path)) and message in line
-
-
-def test_training_text_that_is_empty(tiny, run, commands, manifest):
-    line = commands.refused(train, tiny, "--run", run, f"data.train={manifest(rows(3, text=''))}")
+def test_training_text_that_is_empty(tiny, no_run, commands, manifest):
+    path = manifest(rows(3, text=""))
+    line = commands.refused(train, tiny, "--run", no_run, f"data.train={path}")
     assert "data.train: every text is empty" in line
 
 
-def test_too_few_subwords(tiny, run, commands, manifest):
+def test_too_few_subwords(tiny, no_run, commands, manifest):
     path = manifest(rows(3, text="abcdefg hij"))
     more = ["text={kind: bpe, size: 9}", f"data.train={path}"]
-    assert "text.size = 9: too few pieces" in commands.refused(train, tiny, "--run", run, *more)
+    assert "text.size = 9: too few pieces" in commands.refused(train, tiny, "--run", no_run, *more)
 
 
-def test_text_with_no_known_characters(tiny, run, tiny_run, commands, manifest):
+def test_text_with_no_known_characters(tiny, no_run, tiny_run, commands, manifest):
     path = manifest(rows(3, text="AB C"))
-    line = commands.refused(train, tiny, "--run", run, f"data.valid={path}")
+    line = commands.refused(train, tiny, "--run", no_run, f"data.valid={path}")
     assert line.startswith(f"{path}: 100 % of its letters are not in the vocabulary")
-    line = commands.refused(evaluate, tiny_run, "--split", path, "--out", run)
+    line = commands.refused(evaluate, tiny_run, "--split", path, "--out", no_run)
     assert line.startswith(f"{path}: 100 % of its letters are not in the vocabulary")
 
 
-def test_utterances_outside_the_limits(tiny, run, commands):
-    line = commands.refused(train, tiny, "--run", run, "data.max_seconds=0.05")
+def test_utterances_outside_the_limits(tiny, no_run, commands):
+    line = commands.refused(train, tiny, "--run", no_run, "data.max_seconds=0.05")
     assert "no utterance between data.min_seconds = 0.1 and data.max_seconds = 0.05" in line
 
 
@@ -181,25 +154,25 @@ TRANSFORMER = ["model={kind: transformer, d_model: 6, heads: 2, feed_forward: 7}
         (TRANSFORMER, "reduce fewer frames (model.reduction) or use text.kind=bpe"),
     ],
 )
-def test_utterances_with_more_labels_than_frames(more, remedy, tiny, run, commands, manifest):
+def test_utterances_with_more_labels_than_frames(more, remedy, tiny, no_run, commands, manifest):
     path = manifest(rows(4, text="abcacbcabacbbacbcaabccba" * 3))
-    line = commands.refused(train, tiny, "--run", run, f"data.train={path}", *more)
+    line = commands.refused(train, tiny, "--run", no_run, f"data.train={path}", *more)
     assert "4 of 4 utterances have more CTC labels than frames: u0 u1 u2 u3" in line
     assert line.endswith(remedy)
 
 
-def test_an_untrained_decoder_neither_ranks_nor_decodes(tiny, run, commands):
+def test_an_untrained_decoder_neither_ranks_nor_decodes(tiny, no_run, commands):
     """model.ctc_weight=1 trains CTC alone; each refusal names a remedy, and both are enough."""
     alone = (train, tiny, "model.ctc_weight=1", "train.steps=1", "--run")
-    line = commands.refused(*alone, run)
+    line = commands.refused(*alone, no_run)
     assert "checkpoints cannot be ranked by its nll" in line
     rank, decode = "train.early_stopping.metric=ctc", "decode.search=ctc"
     assert f"set {rank}, and" in line
-    line = commands.refused(*alone, run, rank)
+    line = commands.refused(*alone, no_run, rank)
     assert line.endswith(f"so transcripts cannot be its: set {decode}")
-    assert not run.exists()
+    assert not no_run.exists()
     alarm = "train.alarm.steps=1"
-    code, out, err = commands(*alone, run.parent / "trained", rank, decode, alarm)
+    code, out, err = commands(*alone, no_run.parent / "trained", rank, decode, alarm)
     assert code == 0, err
     assert "attention is not diagonal" not in out  # it has no reason to be
 
@@ -242,9 +215,7 @@ def test_a_run_is_not_overwritten(tiny, tiny_run, commands):
 
 
 class TestResumingWithAnotherRecipe:
-    def test_changes_are_listed_and_no_file_is_written(self, tiny, tiny_run, commands, tmp_path):
-        run = tmp_path / "copy"
-        shutil.copytree(tiny_run, run)
+    def test_changes_are_listed_and_no_file_is_written(self, tiny, run, commands):
         before = (run / "recipe.yaml").read_text()
         more = ("model.listener.hidden=6", "train.clip=2", "train.epochs=9")
         line = commands.refused(train, tiny, "--run", run, "--resume", *more)
@@ -255,9 +226,7 @@ class TestResumingWithAnotherRecipe:
         )
         assert (run / "recipe.yaml").read_text() == before
 
-    def test_harmless_changes_are_reported_and_kept(self, tiny, tiny_run, commands, tmp_path):
-        run = tmp_path / "copy"
-        shutil.copytree(tiny_run, run)
+    def test_harmless_changes_are_reported_and_kept(self, tiny, tiny_run, run, commands):
         more = ("train.epochs=3", "data.workers=1", "decode.beam=2", "train.log_every=5")
         code, out, _ = commands(train, tiny, "--run", run, "--resume", *more)
         assert code == 0 and "changed in the recipe: train.epochs 2 -> 3" in out
@@ -272,9 +241,7 @@ class TestResumingWithAnotherRecipe:
         assert moved and all(map(is_harmless, moved))
         assert not any(map(is_harmless, ("train.clip", "model.hidden", "data.train")))
 
-    def test_force_resumes(self, tiny, tiny_run, commands, tmp_path):
-        run = tmp_path / "copy"
-        shutil.copytree(tiny_run, run)
+    def test_force_resumes(self, tiny, run, commands):
         arguments = (tiny, "--run", run, "--resume", "--force")
         more = ("train.clip=2", "train.epochs=3", "train.optimizer.weight_decay=0.1")
         code, out, _ = commands(train, *arguments, *more)
@@ -390,9 +357,7 @@ class TestNoRun:
         assert message in commands.refused(evaluate, run, "--split", "test")
         assert not (run / "evaluate").exists()
 
-    def test_a_checkpoint_of_another_vocabulary(self, tiny, tiny_run, commands, tmp_path):
-        run = tmp_path / "copy"
-        shutil.copytree(tiny_run, run)
+    def test_a_checkpoint_of_another_vocabulary(self, tiny, run, commands):
         text = (run / "tokenizer.json").read_text()
         (run / "tokenizer.json").write_text(text.replace('"c"', '"d"'))
         for module, *last in (
@@ -403,27 +368,9 @@ class TestNoRun:
             assert "model.safetensors: of another vocabulary" in line
         assert "of another vocabulary" in commands.refused(train, tiny, "--run", run, "--resume")
 
-    def test_damaged_weights(self, tiny, tiny_run, commands, tmp_path):
-        run = tmp_path / "copy"
-        shutil.copytree(tiny_run, run)
-        for checkpoint in list_checkpoints(run):
-            path = checkpoint.folder / "model.safetensors"
-            path.write_bytes(path.read_bytes()[:-8])
-        line = commands.refused(transcribe, run, tiny.parent / "test-0.flac")
-        assert "checkpoint" in line
 
-    def test_a_damaged_recipe(self, tiny, tiny_run, commands, tmp_path):
-        run = tmp_path / "copy"
-        shutil.copytree(tiny_run, run)
-        (run / "recipe.yaml").write_text("run: [")
-        line = commands.refused(transcribe, run, tiny.parent / "test-0.flac")
-        assert line.startswith(f"{run / 'recipe.yaml'}:1: not valid YAML")
-
-
-def test_resuming_with_only_damaged_checkpoints(tiny, tiny_run, commands, tmp_path):
+def test_resuming_with_only_damaged_checkpoints(tiny, run, commands):
     """Training must neither continue silently with damaged weights nor restart."""
-    run = tmp_path / "copy"
-    shutil.copytree(tiny_run, run)
     for checkpoint in list_checkpoints(run):
         path = checkpoint.folder / "model.safetensors"
         content = bytearray(path.read_bytes())
@@ -464,7 +411,7 @@ def test_an_unknown_split(split, message, tiny_run, commands):
     assert commands.refused(evaluate, tiny_run, "--split", split) == message
 
 
-def test_evaluating_unreadable_audio(tiny_run, commands, manifest, run):
+def test_evaluating_unreadable_audio(tiny_run, commands, manifest, no_run):
     path = manifest(rows(3, audio="gone-{}.flac"))
-    line = commands.refused(evaluate, tiny_run, "--split", path, "--out", run)
+    line = commands.refused(evaluate, tiny_run, "--split", path, "--out", no_run)
     assert line.startswith(f"{path}: none of its 3 utterances could be read: ")

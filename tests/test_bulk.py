@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -222,17 +221,16 @@ def test_another_list_needs_another_folder(archive, decoded_files, commands, tin
     assert "(list differ)" in line
 
 
-def test_another_run_needs_another_folder(archive, decoded_files, commands, tiny_run, tmp_path):
+def test_another_run_needs_another_folder(
+    archive, decoded_files, commands, tiny_run, run, tmp_path
+):
     commands(asr_transcribe, *arguments(tiny_run, tmp_path))
-    other = shutil.copytree(tiny_run, tmp_path / "other")
-    assert (
-        commands(asr_transcribe, *arguments(other, tmp_path))[0] == 2 and len(decoded_files) == 14
-    )
-    for path in other.glob("checkpoints/*/model.safetensors"):
+    assert commands(asr_transcribe, *arguments(run, tmp_path))[0] == 2 and len(decoded_files) == 14
+    for path in run.glob("checkpoints/*/model.safetensors"):
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
         path.write_bytes(content)
-    line = commands.refused(asr_transcribe, *arguments(other, tmp_path))
+    line = commands.refused(asr_transcribe, *arguments(run, tmp_path))
     assert "holds transcripts of another run" in line and "(weights differ)" in line
 
 

@@ -69,6 +69,7 @@ def test_spreadsheet_marks_and_line_ends_are_read(tmp_path):
         (HEADER, "empty"),
         (HEADER + "\n  \n", "empty"),
         ("id\taudio\ttext\na\tb\tc\n", "no column speaker, seconds"),
+        ("id\taudio\ttext\na\tb\tc\n", "train.tsv --to FOLDER adds what is missing"),
         ("text\t" + HEADER, "column text appears twice; rename or remove one of them"),
         (HEADER + ROW + "b2\tbert\tb2.wav\t7\n", ":3: 4 fields where the header has 5"),
         (HEADER + ROW + "b2\tbert\tb2.wav\t7\tA\tB\n", ":3: 6 fields where the header has 5"),

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from event_files import curve
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from asr.data.batching import plan_epoch
@@ -96,11 +96,6 @@ def faults(results_of):
 @pytest.fixture(scope="module")
 def ends(results_of):
     return results_of("ends")
-
-
-def curve(run, name):
-    board = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    return [(point.step, point.value) for point in board.Scalars(name)]
 
 
 def state(run):
@@ -322,6 +317,16 @@ def test_restarted_ranks_agree_on_a_prefix_in_a_store_of_finished_ones():
             one.result(20) for one in [ranks.submit(new_key_prefix, store, n, 3) for n in range(3)]
         }
     assert len(prefixes) == len(again) == 1 and len(prefixes | again | {"stale"}) == 3
+
+
+def test_two_ranks_train_under_torchrun(tiny, tmp_path):
+    """The command in the README."""
+    torchrun = Path(sys.executable).with_name("torchrun")
+    line = [torchrun, "--nproc-per-node", "2", "-m", "--", "asr.train", tiny, "--run", tmp_path]
+    env = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    subprocess.run([*line, "train.steps=2"], check=True, env=env)
+    assert ", 2 ranks, on cpu" in (tmp_path / "train.log").read_text()
+    assert [step for step, _ in curve(tmp_path, "train/nll")] == [1, 2]
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}

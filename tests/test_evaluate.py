@@ -50,9 +50,7 @@ def errors(commands, run, split, out, *more):
 
 
 @pytest.mark.parametrize("more", [(), (SPEEDS,)], ids=["once", "at three speeds"])
-def test_tuning_writes_settings_that_are_no_worse(more, tiny, tiny_run, commands, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
+def test_tuning_writes_settings_that_are_no_worse(more, tiny, tiny_run, run, commands, tmp_path):
     before = errors(commands, run, "valid", tmp_path / "before", *more)
     code, out, _ = commands(evaluate, run, "--split", "valid", "--tune", *more)
     assert code == 0
@@ -282,8 +280,7 @@ def test_overlaps_are_not_transcribed_twice(find, tiny, tmp_path):
     assert actual.text == actual.ctc.text == utterance.text and actual.finished
 
 
-def test_tuning_skips_long_utterances(with_long, tiny_run, commands, tmp_path):
-    run = shutil.copytree(tiny_run, tmp_path / "run")
+def test_tuning_skips_long_utterances(with_long, run, commands):
     line = (evaluate, run, "--split", with_long, "--tune")
     code, out, _ = commands(*line, "decode.max_segment_seconds=1")
     assert (
@@ -387,9 +384,7 @@ def test_against_another_run_the_differences_are_those_of_jiwer(tiny, tiny_run, 
         assert f"over {units}: not tested, there are fewer than 20" in out
 
 
-def test_what_else_causes_a_difference_is_named(tiny, tiny_run, commands, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
+def test_what_else_causes_a_difference_is_named(tiny, tiny_run, run, commands, tmp_path):
     assert commands(evaluate, run, "--split", "test", "decode.beam=3")[0] == 0
     file = run / "evaluate" / "test" / "score.json"
     about = json.loads(file.read_text())

@@ -20,12 +20,6 @@ from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import SUMS, WEIGHTS, list_checkpoints
 
 
-@pytest.fixture
-def run(tiny_run, tmp_path):
-    """A copy that a test may modify."""
-    return shutil.copytree(tiny_run, tmp_path / "run")
-
-
 def weights(run, *overrides):
     return Recognizer.load(run, overrides).model.state_dict()
 
@@ -45,9 +39,8 @@ def test_the_weights_are_those_decoded_with_in_fp16(tiny_run, commands, tmp_path
     assert bytes_of(to / "checkpoints") < bytes_of(list_checkpoints(tiny_run)[0].folder) / 4
 
 
-def test_an_export_is_a_run_without_local_paths(tiny, tiny_run, commands, tmp_path):
-    to = tmp_path / "small"
-    run, noise = shutil.copytree(tiny_run, tmp_path / "run"), tiny.parent / "noise.tsv"
+def test_an_export_is_a_run_without_local_paths(tiny, run, commands, tmp_path):
+    to, noise = tmp_path / "small", tiny.parent / "noise.tsv"
     recipe = override(
         read_recipe(run), [f"features.noise_files={noise}", "features.noise=[5,20]"], "run"
     )

@@ -1,7 +1,6 @@
 """Runs on the Hugging Face Hub, by its own library against a stand-in for its server."""
 
 import json
-import shutil
 import socket
 from argparse import Namespace
 from pathlib import Path
@@ -269,8 +268,7 @@ def test_without_the_library(monkeypatch, tiny_run, commands, tmp_path):
     assert install in commands.refused(export, tiny_run, "--push-to", "owner/tiny")
 
 
-def test_the_card_has_the_metadata_of_the_hub(tiny_run, tiny, commands, tmp_path):
-    run = shutil.copytree(tiny_run, tmp_path / "run")
+def test_the_card_has_the_metadata_of_the_hub(run, tiny, commands, tmp_path):
     assert commands(evaluate, run, "--split", "test")[0] == 0
     about = tmp_path / "about.md"
     about.write_text("---\nlicense: cc-by-4.0\nlanguage: [en, de]\n---\nOn tones.\n")

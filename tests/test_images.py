@@ -13,7 +13,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from event_files import events
 from torch import nn
 
 from asr import prepare, train
@@ -68,14 +68,16 @@ def test_a_hostile_idx_file_is_one_line(tmp_path, name):
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def write_set(folder, train_labels=(0, 1, 2, 1, 0, 2, 1), test_labels=(2, 0, 1), rows=5):
+def write_split(folder, name, images, labels):
     folder.mkdir(parents=True, exist_ok=True)
-    for name, labels in (("train", train_labels), ("t10k", test_labels)):
-        images = numbers(len(labels), rows if name == "train" else 5, 3)
-        pairs = (("images-idx3", images), ("labels-idx1", np.array(labels, np.uint8)))
-        for what, array in pairs:
-            path = folder / f"{name}-{what}-ubyte.gz"
-            path.write_bytes(gzip.compress(idx(array), mtime=0))
+    for what, array in (("images-idx3", images), ("labels-idx1", np.array(labels, np.uint8))):
+        path = folder / f"{name}-{what}-ubyte.gz"
+        path.write_bytes(gzip.compress(idx(array), mtime=0))
+
+
+def write_set(folder, train_labels=(0, 1, 2, 1, 0, 2, 1), test_labels=(2, 0, 1), rows=5):
+    write_split(folder, "train", numbers(len(train_labels), rows, 3), train_labels)
+    write_split(folder, "t10k", numbers(len(test_labels), 5, 3), test_labels)
     return folder
 
 
@@ -204,9 +206,22 @@ def test_rows_from_recipe_to_score(recipes, tmp_path):
     assert score["accuracy"] == pytest.approx(counts.trace() / 360) == 1 - score["error"]
     low, high = score["accuracy_interval"]
     assert low < score["accuracy"] < high
-    health = EventAccumulator(str(tmp_path / "run")).Reload().Tags()["scalars"]
+    health = events(tmp_path / "run").Tags()["scalars"]
     names = ("variance/lstm.l0/forget", "flat/lstm.l0/c", "gradient/out")
     assert {f"valid_health/{name}" for name in names} <= set(health)
+
+
+def test_images_of_a_folder_are_learned(recipes, tmp_path):
+    """The class of an image is its white row."""
+    for name, count in (("train", 100), ("t10k", 31)):
+        labels = np.arange(count) % 3
+        images = np.repeat(np.eye(3, dtype=np.uint8)[labels] * 255, 5, axis=1).reshape(count, 3, 5)
+        write_split(tmp_path / "idx", name, images, labels)
+    keys = [f"data.folder={tmp_path / 'idx'}", "data.batch=9", "train.epochs=5", "train.health=0"]
+    keys += ["train.optimizer.lr=0.03", "train.schedule={kind: constant, warmup: 0}"]
+    assert trainer.train(read_recipe(recipes / "rows.yaml", keys), tmp_path / "run") == 0
+    score = json.loads((tmp_path / "run/evaluate/test/score.json").read_text())
+    assert score["images"] == 31 and score["accuracy"] == 1
 
 
 def test_changed_images_are_detected_when_resuming(recipes, tmp_path, monkeypatch):

@@ -322,7 +322,7 @@ def test_a_table_in_ljspeech_s_layout_but_with_a_header(tmp_path, asr_prepare):
     assert code == 2 and "metadata.csv: its first line names columns" in line
 
 
-@pytest.mark.parametrize("large", range(12))
+@pytest.mark.parametrize("large", [0, 11])
 def test_a_speaker_of_half_the_corpus_is_not_held_out(tmp_path, large):
     names = [f"s{n}" for n in range(12) for _ in range(29 if n == large else 2)]
     rows = "".join(f"u{n}\t{name}\ta.wav\t1.0\ttext\n" for n, name in enumerate(names))

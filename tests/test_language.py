@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from event_files import events
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_text_corpus import make_lines, manifest, write
 
 from asr import train
@@ -76,11 +76,6 @@ def hand_nats(model, tokenizer, lines):
     return total, count
 
 
-def scalars(run):
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}, events
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_run_gives_the_perplexity_of_its_model(commands, folder, kind):
@@ -93,13 +88,14 @@ def test_a_run_gives_the_perplexity_of_its_model(commands, folder, kind):
     lines = make_lines(9, seed=6)
     nats, tokens = hand_nats(model, tokenizer, lines)
     words = sum(len(line.split()) + 1 for line in lines)
-    shown, events = scalars(run)
+    board = events(run)
+    shown = {tag: board.Scalars(tag)[-1].value for tag in board.Tags()["scalars"]}
     assert shown["valid/nll"] == pytest.approx(nats / tokens, rel=1e-4)
     assert shown["valid/perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert shown["valid/word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-4)
     assert shown["train/perplexity"] == pytest.approx(math.exp(shown["train/nll"]), rel=1e-4)
     assert list_checkpoints(run)[-1].loss == pytest.approx(nats / tokens, rel=1e-4)
-    (text,) = events.Tensors("samples/text_summary")[-1].tensor_proto.string_val
+    (text,) = board.Tensors("samples/text_summary")[-1].tensor_proto.string_val
     assert text.decode().count("\n\n") == 2
 
 

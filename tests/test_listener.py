@@ -59,9 +59,8 @@ def test_listener_equals_the_slow_pyramid(pyramid):
 
 @pytest.mark.parametrize("convolution", [1, 2, 4, 6])
 @pytest.mark.parametrize("pyramid", [(1,), (2,)])
-@pytest.mark.parametrize("norm", ["none", "ba", "per_gate"])
-def test_padding_and_batch_mates_change_nothing(norm, pyramid, convolution):
-    ours = listener(layers=2, pyramid=pyramid, norm=norm, convolution=convolution)
+def test_padding_and_batch_mates_change_nothing(pyramid, convolution):
+    ours = listener(layers=2, pyramid=pyramid, norm="ba", convolution=convolution)
     features, lengths = batch()
     with torch.no_grad():
         memory = ours(features, lengths)

@@ -118,12 +118,11 @@ def test_files_match_the_split(tiny, tiny_run, commands, tmp_path):
     assert "ensemble with" in (out / "page.html").read_text()
 
 
-def test_the_checkpoint_choice_of_the_first_run_applies_to_all(tiny_run, tmp_path):
-    other = shutil.copytree(tiny_run, tmp_path / "other")
+def test_the_checkpoint_choice_of_the_first_run_applies_to_all(tiny_run, run):
     for average in (1, 2):
         overrides = [f"decode.average={average}"]
-        ours = Recognizer.load(tiny_run, [*overrides, together(other)]).ensemble[0].state_dict()
-        judge = Recognizer.load(other, overrides).model.state_dict()
+        ours = Recognizer.load(tiny_run, [*overrides, together(run)]).ensemble[0].state_dict()
+        judge = Recognizer.load(run, overrides).model.state_dict()
         assert all(torch.equal(ours[name], weight) for name, weight in judge.items())
 
 

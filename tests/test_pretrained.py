@@ -1,4 +1,4 @@
-"""The pretrained runs of the project: size, integrity and error rate."""
+"""The pretrained runs of the project: size, integrity, error rate, and what the README shows."""
 
 import re
 import shutil
@@ -41,14 +41,36 @@ def test_it_recognises_unseen_speakers(name, shared):
     assert jiwer.cer([utterance.text for utterance in some], hypotheses) < MOST
 
 
+def rates_on_test_clean(name):
+    """The WER in the table of its card and the interval over speakers, with one decimal."""
+    card = (ROOT / "pretrained" / name / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^\| test-clean \| all.*", card, re.MULTILINE)
+    rate, *_, low, high = (f"{float(value):.1f}" for value in re.findall(r"([0-9.]+) %", line))
+    return rate, low, high
+
+
+def test_the_readme_has_the_error_rates_of_the_cards():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for row, name in (("Conformer, 17.0 hours of speech", "conformer"), ("LAS with Layer", "las")):
+        rate, low, high = rates_on_test_clean(name)
+        assert re.search(rf"\| .*{row}.* \| {rate} % \({low} to {high}\) \|", readme)
+
+
+@pytest.mark.slow
+def test_the_transcript_in_the_readme_is_that_of_the_shipped_model(shared, commands, monkeypatch):
+    monkeypatch.chdir(shared("librispeech-sample/LibriSpeech/dev-clean/2902/9006"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    name, line = re.search(r"transcribe conformer (\S+\.flac) .*\n    (.+\n)", readme).groups()
+    assert commands(transcribe, "conformer", name)[1] == line
+
+
 def test_a_shipped_model_states_its_error_rate_once(commands, tiny_run, tmp_path, monkeypatch):
     """The value in its card's table; no line for a run of the user's, whatever its name."""
     soundfile.write(tmp_path / "a.wav", [0.1] * 16000, 16000)
     code, _, err = commands(transcribe, "conformer", tmp_path / "a.wav", tmp_path / "a.wav")
     assert code == 0
-    card = (ROOT / "pretrained" / "conformer" / "README.md").read_text(encoding="utf-8")
-    (rate,) = re.findall(r"\n\| test-clean \| all.*?\| ([0-9.]+) % \|", card)
-    assert err.count("WER") == 2 and f"WER {float(rate):.1f} % on test-clean" in err
+    rate, *_ = rates_on_test_clean("conformer")
+    assert err.count("WER") == 2 and f"WER {rate} % on test-clean" in err
     shutil.copytree(tiny_run, tmp_path / "las")
     monkeypatch.chdir(tmp_path)
     assert "WER" not in commands(transcribe, "las", "a.wav")[2]

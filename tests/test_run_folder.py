@@ -68,12 +68,6 @@ def test_a_disk_that_is_full_before_the_training(tmp_path):
     assert error.value.filename == str(run / LOCK) and not run.exists()
 
 
-@pytest.fixture
-def run(tiny_run, tmp_path) -> Path:
-    """A copy that a test may change."""
-    return shutil.copytree(tiny_run, tmp_path / "run")
-
-
 def lines(tiny, run, out):
     """Every command that opens a run folder, and its arguments."""
     audio = tiny.parent / "test-0.flac"

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from event_files import events
 from tiny_speech import age
 
 from asr import train
@@ -35,9 +35,9 @@ def places(monkeypatch, tmp_path):
 
 def tensorboard_points(run):
     age(run)
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    names = events.Tags()["scalars"]
-    return {name: {p.step: p.value for p in events.Scalars(name)} for name in names}
+    board = events(run)
+    names = board.Tags()["scalars"]
+    return {name: {p.step: p.value for p in board.Scalars(name)} for name in names}
 
 
 def mlflow_run():

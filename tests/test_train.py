@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from event_files import curve, events
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_speech import RATE, age, tones
+from tiny_speech import RATE, age
 
 from asr import evaluate, train, transcribe
 from asr.analysis.runs import unfinished_note
@@ -30,14 +30,6 @@ from asr.tasks.speech import SpeechTask
 from asr.training import distributed, losses, trainer
 from asr.training.checkpoint import choose, list_checkpoints
 from asr.training.losses import SpeechObjective
-
-
-def events(run):
-    return EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-
-
-def curve(run, name):
-    return [(point.step, point.value) for point in events(run).Scalars(name)]
 
 
 def last_state(run):
@@ -348,9 +340,7 @@ def test_frozen_batch_norm_keeps_its_statistics(tiny, commands, tmp_path):
         assert bool(mean.any()) == ("layers.1." in name), name
 
 
-def test_a_run_is_not_resumed_to_an_end_before_its_last_step(tiny, tiny_run, commands, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)  # 2 epochs of 3 steps
+def test_a_run_is_not_resumed_to_an_end_before_its_last_step(tiny, run, commands):
     before = (run / "recipe.yaml").read_bytes(), last_state(run)[1]
     for end, reason in {
         "train.epochs=1": "2 epochs are done, more than train.epochs = 1",
@@ -367,21 +357,20 @@ def test_a_run_is_not_resumed_to_an_end_before_its_last_step(tiny, tiny_run, com
 
 
 @pytest.mark.slow
-def test_a_learning_rate_that_more_epochs_change_is_logged(tiny, tiny_run, commands, tmp_path):
+def test_a_learning_rate_that_more_epochs_change_is_logged(tiny, run, commands, tmp_path):
     """Where the rate had fallen to its end; the log has the settings that keep it."""
-    shutil.copytree(tiny_run, tmp_path / "run")
-    shutil.copytree(tiny_run, tmp_path / "kept")
+    kept = shutil.copytree(run, tmp_path / "kept")
     arguments = tiny, "--resume", "train.epochs=3", "--run"
-    code, out, _ = commands(train, *arguments, tmp_path / "run")
+    code, out, _ = commands(train, *arguments, run)
     # After 2 of 5 batches of the third epoch; in the second half of the run it falls to 5 %.
     rate = 0.01 * 0.05 ** (((2 + 2 / 5) / 3 - 0.5) / 0.5)
     assert code == 0 and f"learning rate 0.0005 -> {rate:.3g} at step 7: train.schedule" in out
-    rates = dict(curve(tmp_path / "run", "train/learning_rate"))
+    rates = dict(curve(run, "train/learning_rate"))
     assert (rates[6], rates[7]) == pytest.approx((0.0005, rate))
     (settings,) = re.findall("end has changed; (.*) keeps the rate", out)
-    code, out, _ = commands(train, *arguments, tmp_path / "kept", *settings.split())
+    code, out, _ = commands(train, *arguments, kept, *settings.split())
     assert code == 0 and "\nlearning rate " not in out
-    rates = dict(curve(tmp_path / "kept", "train/learning_rate"))
+    rates = dict(curve(kept, "train/learning_rate"))
     assert [rates[step] for step in (6, 7, 8, 9)] == pytest.approx([0.0005] * 4)
 
 
@@ -404,15 +393,14 @@ def test_a_damaged_checkpoint_is_replaced_from_the_one_before_it(
     assert curve(tmp_path, "valid/nll") == curve(tiny_run, "valid/nll")
 
 
-def test_torchrun_resumes_only_its_own_run(tiny, tiny_run, commands, tmp_path, monkeypatch):
+def test_torchrun_resumes_only_its_own_run(tiny, run, commands, monkeypatch):
     """torchrun's variables, here for one process: its restart count, and its own folder."""
-    run, more = tmp_path / "run", "train.epochs=3"
-    shutil.copytree(tiny_run, run)
+    line = train, tiny, "--run", run, "train.epochs=3"
 
     def attempt(number, agent, *options):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{agent}/attempt_{number}/0/error.json")
-        return commands(train, tiny, "--run", run, more, *options)
+        return commands(*line, *options)
 
     for number in (0, 1):
         code, _, err = attempt(number, "/logs/none_a")
@@ -424,7 +412,7 @@ def test_torchrun_resumes_only_its_own_run(tiny, tiny_run, commands, tmp_path, m
     monkeypatch.setenv(
         "TORCHELASTIC_ERROR_FILE", "error.json"
     )  # another launch, which starts one process
-    assert commands(train, tiny, "--run", run, more, "--resume")[0] == 0
+    assert commands(*line, "--resume")[0] == 0
 
 
 @pytest.mark.slow
@@ -567,8 +555,7 @@ def test_resuming_a_finished_run_changes_nothing(tiny, commands, tmp_path, tiny_
     assert_same_state(tmp_path, tiny_run)
 
 
-def test_resuming_keeps_decode_settings_that_tune_has_written(tiny, tiny_run, commands, tmp_path):
-    run = shutil.copytree(tiny_run, tmp_path / "run")
+def test_resuming_keeps_decode_settings_that_tune_has_written(tiny, run, commands):
     path, resume = run / "recipe.yaml", [tiny, "--run", run, "--resume"]
     tune.save(run, read_recipe(path).decode, {"beam": 7, "length_penalty": 0.3})
     tuned = path.read_bytes()
@@ -588,8 +575,7 @@ def test_resuming_keeps_decode_settings_that_tune_has_written(tiny, tiny_run, co
     assert read_recipe(path).decode.beam == 1
 
 
-def test_kept_decode_settings_must_fit_those_given(tiny, tiny_run, commands, tmp_path):
-    run = shutil.copytree(tiny_run, tmp_path / "run")
+def test_kept_decode_settings_must_fit_those_given(tiny, run, commands):
     path = run / "recipe.yaml"
     write_recipe(read_recipe(path, ["decode.speeds=[0.9,1.0]"]), path)
     resume = [tiny, "--run", run, "--resume", "decode.search=ctc"]
@@ -665,17 +651,16 @@ def test_a_new_vocabulary_keeps_all_other_weights(model, tiny, commands, tmp_pat
     assert code == 0, err
 
 
-def test_fine_tuning_starts_from_the_weights_that_are_evaluated(tiny, tiny_run, commands, tmp_path):
+def test_fine_tuning_starts_from_the_weights_that_are_evaluated(tiny, run, commands, tmp_path):
     """The mean of the checkpoints that the run's own recipe chooses."""
-    source = shutil.copytree(tiny_run, tmp_path / "source")
-    path = source / "recipe.yaml"
+    path, new = run / "recipe.yaml", tmp_path / "new"
     write_recipe(read_recipe(path, ["decode.checkpoint=last", "decode.average=2"]), path)
-    hardly = f"train.init={source}", "train.steps=1", "train.optimizer.lr=1e-12"
-    assert commands(train, tiny, "--run", tmp_path / "run", *hardly)[0] == 0
-    files = [c.folder / "model.safetensors" for c in list_checkpoints(source)[-2:]]
+    hardly = f"train.init={run}", "train.steps=1", "train.optimizer.lr=1e-12"
+    assert commands(train, tiny, "--run", new, *hardly)[0] == 0
+    files = [c.folder / "model.safetensors" for c in list_checkpoints(run)[-2:]]
     first, second = map(load_file, files)
     assert len(files) == 2 and any(not torch.equal(first[name], second[name]) for name in first)
-    actual = load_file(list_checkpoints(tmp_path / "run")[-1].folder / "model.safetensors")
+    actual = load_file(list_checkpoints(new)[-1].folder / "model.safetensors")
     mean = {name: (first[name] + second[name]) / 2 for name in first}
     torch.testing.assert_close(actual, mean, atol=1e-6, rtol=0)
 
@@ -909,45 +894,3 @@ def test_evaluate_counts_unreadable_audio_as_empty_and_reports_it(
     assert f"cannot be read: to list them: python -m asr.prepare table {manifest} --to " in out
     score = json.loads((tmp_path / "score.json").read_text())
     assert score["deletions"] >= 2 and score["about"]["not_decoded"] == 1
-
-
-def test_transcribe_writes_one_line_per_file(tiny, tiny_run, commands, tmp_path):
-    stereo = np.stack([tones("cab", 1)] * 2, axis=1).repeat(2, axis=0)
-    soundfile.write(tmp_path / "b.wav", stereo, 2 * RATE)
-    soundfile.write(tmp_path / "short.wav", np.zeros(5) + 0.1, RATE)
-    files = [tiny.parent / "test-0.flac", tmp_path / "b.wav", tmp_path / "short.wav"]
-    code, out, err = commands(transcribe, tiny_run, *files)
-    (warning,) = err.splitlines()
-    assert code == 0 and "short.wav: 0.001 seconds of audio" in warning
-    recognizer = Recognizer.load(tiny_run)
-    assert out.splitlines() == [f"{path}: {recognizer(path).text}" for path in files]
-    assert out.splitlines()[2] == f"{files[2]}: "
-
-
-def test_transcribe_json_is_one_object_per_line(tiny, tiny_run, commands):
-    files = [tiny.parent / "test-0.flac", tiny.parent / "test-1.flac"]
-    code, out, _ = commands(transcribe, tiny_run, "--json", *files)
-    objects = [json.loads(line) for line in out.splitlines()]
-    assert code == 0 and [o["audio"] for o in objects] == [str(path) for path in files]
-    for expected in objects:
-        assert math.isfinite(expected["score"]) and expected["score"] <= 0
-        assert isinstance(expected["text"], str) and isinstance(expected["tokens"], list)
-
-
-def test_one_bad_file_does_not_stop_the_others(tiny, tiny_run, commands, tmp_path):
-    (tmp_path / "bad.wav").write_bytes(b"no audio at all")
-    good = [tiny.parent / "test-0.flac", tiny.parent / "test-1.flac"]
-    code, out, err = commands(transcribe, tiny_run, good[0], tmp_path / "bad.wav", good[1])
-    assert code == 2 and [line.split(":")[0] for line in out.splitlines()] == list(map(str, good))
-    (line,) = err.splitlines()
-    assert line.startswith(f"error: {tmp_path / 'bad.wav'}: not readable as audio")
-
-
-def test_recognizer_reads_paths_arrays_and_tensors_alike(tiny, tiny_run):
-    recognizer = Recognizer.load(tiny_run)
-    path = tiny.parent / "test-2.flac"
-    samples, rate = soundfile.read(path, dtype="float32")
-    expected = recognizer(path)
-    assert recognizer(samples, rate) == expected
-    assert recognizer(torch.from_numpy(samples), rate) == expected
-    assert recognizer(str(path)) == expected

@@ -3,7 +3,6 @@
 import json
 import math
 import pickle
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -78,12 +77,6 @@ def write(folder: Path, state: Any) -> None:
     torch.save(state, folder / TRAINING)
     sums = {name: sha256_of_files([folder / name]) for name in (TRAINING, WEIGHTS)}
     (folder / "sha256.json").write_text(json.dumps(sums))
-
-
-@pytest.fixture
-def run(tiny_run, tmp_path) -> Path:
-    """A copy that a test may damage."""
-    return shutil.copytree(tiny_run, tmp_path / "run")
 
 
 def test_what_a_training_writes_is_accepted(tiny_run, state):

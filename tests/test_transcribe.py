@@ -52,6 +52,10 @@ def test_json_has_words_with_times_and_confidence(recordings, commands, tmp_path
     code, out, _ = commands(transcribe, "run", recordings["one"], "--format", "json")
     result = json.loads(out)
     assert code == 0 and [word["text"] for word in result["words"]] == ["abc", "cab"]
+    keys = {"audio", "text", "score", "tokens", "times", "words", "seconds", "level"}
+    assert result.keys() == keys and result["score"] <= 0
+    assert len(result["times"]) == len(result["tokens"])
+    assert result["times"][0] == result["words"][0]["start"]
     for word in result["words"]:
         assert 0 <= word["start"] < word["end"] and 0 < word["confidence"] <= 1
     commands(transcribe, "run", recordings["one"], "--format", "json", "--out", tmp_path)

@@ -160,9 +160,8 @@ def test_a_decoded_setting_has_the_errors_of_its_evaluation(tiny_run, threshold)
 
 
 @pytest.mark.slow
-def test_a_language_model_that_does_not_help_is_not_written(tiny_run, commands, tmp_path):
-    run, lm = tmp_path / "run", tmp_path / "lm"
-    shutil.copytree(tiny_run, run)
+def test_a_language_model_that_does_not_help_is_not_written(run, commands, tmp_path):
+    lm = tmp_path / "lm"
     save_language_run(lm, Recognizer.load(run).tokenizer)
     code, out, _ = commands(
         evaluate, run, "--split", "valid", "--tune", f"decode.lm={lm}", "decode.lm_weight=9"
@@ -181,9 +180,7 @@ def test_ctc_alone_has_no_weight_to_tune(tiny_run, commands):
     assert line == "--tune weighs what a beam adds up; set decode.search=beam"
 
 
-def test_utterances_that_are_not_tuned_on_are_reported(tiny, tiny_run, commands, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
+def test_utterances_that_are_not_tuned_on_are_reported(tiny, run, commands, tmp_path):
     good = read_manifest(tiny.parent / "valid.tsv")[0]
     (tmp_path / "bad.wav").write_text("no sound")
     bad = Utterance("bad", "s", tmp_path / "bad.wav", 1.0, "a b")
