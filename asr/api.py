@@ -8,8 +8,7 @@
     asr.api.compare([run, "runs/y"]).rows()
 
 A mistake of the caller raises UserError, RecipeError among them, with a message of one line;
-unreadable audio raises AudioError. Nothing here ends the process; training sets the capacity of
-oneDNN's caches in os.environ, unless it is set.
+unreadable audio raises AudioError. Nothing here changes os.environ or ends the process.
 """
 
 import os

@@ -139,7 +139,13 @@ def exported_recipe(recipe: "SpeechRecipe", to: Path, encoder: str | None) -> "R
     for key in ("noise_files", "room_responses"):  # null would be white noise, and no rooms
         if manifest := tree["features"][key]:
             tree["features"][key] = Path(manifest).name
-    tree["train"] |= {"init": None, "device": "auto", "threads": None, "trackers": []}
+    tree["train"] |= {
+        "init": None,
+        "new_vocabulary": False,
+        "device": "auto",
+        "threads": None,
+        "trackers": [],
+    }
     tree["decode"] |= {"lm": None, "ensemble": []}
     return validate(tree, f"--to {to}")
 

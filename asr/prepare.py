@@ -63,6 +63,7 @@ WITH_TEXT_COLUMN = ("auto", "table", "datasets")
 VALID = re.compile(r"(^|[^a-z])(valid|validation|val|dev)(?![a-z])", re.IGNORECASE)
 MAX_LETTERS = 25  # a second; of three read corpora of English the fastest utterance has 22.4
 LABEL = 2.5  # letters of a word, on average: labels such as phones have fewer
+MOST_LABELS = 90  # which the vocabularies of the recipes below hold
 MEASURED = 10_000  # utterances
 FEW_HOURS = 3.0  # below, a model from nothing makes errors in most words
 LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is a better start
@@ -331,7 +332,8 @@ def _report(manifest: Path) -> None:
 def _are_labels(texts: Sequence[str]) -> bool:
     """Whether their words are labels such as phones, each a token."""
     words = " ".join(texts).split()
-    return sum(map(len, words)) < LABEL * len(words) and not is_unspaced("".join(words[:MEASURED]))
+    few = len(set(words)) <= MOST_LABELS
+    return few and sum(map(len, words)) < LABEL * len(words) and not is_unspaced("".join(words))
 
 
 def _find_splits(folder: Path, written: Container[Path]) -> tuple[Path | None, Path | None]:

@@ -99,6 +99,8 @@ def test_each_word_is_a_token(more, tmp_path):
             assert [each.surfaces[token] for token in tokens] == [f" {w}" for w in text.split()]
             assert each.decode(tokens) == text
         assert each.encode("sh zz iy")[1] == UNK and each.unknown("sh zz iy") == "z"
+    line = "x.tsv: 25 % of its words are not in the vocabulary: zz"
+    assert splits.check_vocabulary_coverage(["h# sh", "zz h#"], tokenizer, Path("x.tsv")) == line
     few = train_tokenizer(TextConfig(kind="word", size=8), texts)  # the most frequent
     assert few.size == 8 and UNK not in few.encode("h# sh") and UNK in few.encode(texts[0])
 

@@ -634,8 +634,8 @@ def test_a_new_vocabulary_keeps_all_other_weights(model, tiny, commands, tmp_pat
     assert code == 0, err
     new = "train.new_vocabulary=true", "text.kind=bpe", "text.size=13", "train.optimizer.lr=1e-12"
     init = f"train.init={runs[0]}", "seed=5"
-    code, _, err = commands(train, tiny, "--run", runs[1], *plain, *init, *new)
-    assert code == 0, err
+    code, out, err = commands(train, tiny, "--run", runs[1], *plain, *init, *new)
+    assert code == 0 and "conditioning.* start at random" in out, err
     first, second = (
         load_file(list_checkpoints(run)[-1].folder / "model.safetensors") for run in runs
     )
@@ -646,9 +646,16 @@ def test_a_new_vocabulary_keeps_all_other_weights(model, tiny, commands, tmp_pat
     for name in first.keys() - changed - {"conditioning.bias"}:
         torch.testing.assert_close(second[name], first[name], atol=1e-9, rtol=0)
     assert commands(evaluate, runs[1], "--split", "test")[0] == 0
-    more = "train.steps=2", f"model={model}", *init, *new
+    more = "train.steps=2", f"model={model}", "seed=5", *new[1:]
     code, _, err = commands(train, tiny, "--run", runs[1], "--resume", *more)
     assert code == 0, err
+    # Its own recipe continues it with the same vocabulary, whose weights are taken over.
+    hardly = f"train.init={runs[1]}", "--run", tmp_path / "third"
+    code, out, err = commands(train, runs[1] / "recipe.yaml", *hardly, "train.steps=1")
+    assert code == 0 and "at random" not in out, err
+    third = load_file(list_checkpoints(tmp_path / "third")[-1].folder / "model.safetensors")
+    second = load_file(choose(runs[1], "best", 1)[0].folder / "model.safetensors")
+    torch.testing.assert_close(third, second, atol=1e-9, rtol=0)
 
 
 def test_fine_tuning_starts_from_the_weights_that_are_evaluated(tiny, run, commands, tmp_path):

@@ -43,6 +43,12 @@ IN_WORDS = {  # pydantic's types of errors whose messages name types of Python
     "dict_type": "should hold names with values, {NAME: VALUE, ...}",
 }
 SCALARS = ("bool", "float", "int", "null")
+NAMED = ("test", "lr_factors")  # mappings of free names, which {} empties
+NEEDED = {  # key -> what it changes nothing without: key, in words, and the setting to add
+    "decode.lm_weight": ("decode.lm", "a language model", "decode.lm=RUN_OR_NGRAMS"),
+    "decode.lm_unit": ("decode.lm", "a language model", "decode.lm=RUN_OR_NGRAMS"),
+    "train.new_vocabulary": ("train.init", "a trained model", "train.init=RUN"),
+}
 NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters and surrogates
 
 
@@ -93,8 +99,8 @@ def _overridden(tree: dict[str, Any], overrides: Iterable[str], source: str) -> 
 
 
 def _check_effect(recipe: Recipe, changes: Mapping[str, Any]) -> None:
-    """Raise RecipeError where the command line changes a setting of what is not there: a norm, or
-    a language model.
+    """Raise RecipeError where the command line changes a setting of what is not there, such as a
+    norm or a language model.
 
     A recipe may have one beside another norm, so that a sweep over norms can start from it.
     """
@@ -109,10 +115,10 @@ def _check_effect(recipe: Recipe, changes: Mapping[str, Any]) -> None:
         if reason:
             fault = f"does not fit {section}.norm = {norm}: {reason}."
             raise RecipeError(f"{COMMAND_LINE}: {key} = {value} {fault}")
-        if key in ("decode.lm_weight", "decode.lm_unit") and settings["decode.lm"] is None:
+        needed, what, remedy = NEEDED.get(key, (None, None, None))
+        if needed and settings[needed] is None:
             raise RecipeError(
-                f"{COMMAND_LINE}: {key} = {value} changes nothing without a language model: add "
-                "decode.lm=RUN_OR_NGRAMS."
+                f"{COMMAND_LINE}: {key} = {value} changes nothing without {what}: add {remedy}."
             )
 
 
@@ -352,12 +358,12 @@ def _check_values(value: Any, source: str, keys: tuple[str, ...] = ()) -> None:
 
 def _merge(base: Mapping[str, Any], change: Mapping[str, Any], top: bool = True) -> dict[str, Any]:
     """`change` merged into `base`, mapping by mapping; a model of another kind replaces the old,
-    and below a section {} empties a mapping.
+    and {} one of NAMED.
     """
     merged = dict(base)
     for key, value in change.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and (value or top):
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and (value or key not in NAMED):
             is_model = top and key == "model"
             if not (is_model and value.get("kind", old.get("kind")) != old.get("kind")):
                 value = _merge(old, value, top=False)

@@ -15,11 +15,11 @@ import numpy as np
 
 from asr.config.schema import DataConfig
 from asr.data.corpus import Corpus, read_manifest
-from asr.data.tokenizer import Tokenizer
+from asr.data.tokenizer import UNK, Tokenizer
 from asr.errors import UserError, print_line
 
 MAX_UNKNOWN = 0.5  # share of a text's letters that the vocabulary may lack
-MAX_SHOWN = 20  # letters in the message
+MAX_SHOWN = 20  # letters or words in the message
 CUT = "cut recordings into utterances (columns start and end of a table: docs/corpora.md)"
 MAX_DURATION = 1e30  # seconds
 DATA = Path("data")  # in the working directory
@@ -148,21 +148,26 @@ def check_longest(corpus: Corpus, limit: float) -> str | None:
 def check_vocabulary_coverage(
     texts: Sequence[str], tokenizer: Tokenizer, path: Path | None
 ) -> str | None:
-    """A line on the letters that the vocabulary lacks; None if it lacks none.
+    """A line on the letters, or in a vocabulary of words the words, that it lacks; None if it lacks
+    none.
 
     Raises UserError if the vocabulary lacks most.
     """
-    count = Counter("".join(texts).replace(" ", ""))
-    unknown = set("".join(map(tokenizer.unknown, texts)))
-    missing = {letter: count[letter] for letter in unknown & set(count)}
+    if tokenizer.kind == "word":
+        units, count = "words", Counter(" ".join(texts).split())
+        unknown = {word for word in count if UNK in tokenizer.encode(word)}
+    else:
+        units, count = "letters", Counter("".join(texts).replace(" ", ""))
+        unknown = set("".join(map(tokenizer.unknown, texts)))
+    missing = {unit: count[unit] for unit in unknown & set(count)}
     if not missing:
         return None
     share = sum(missing.values()) / count.total()
-    shown = " ".join(sorted(missing, key=lambda letter: (-missing[letter], letter))[:MAX_SHOWN])
-    line = f"{path}: {100 * share:.3g} % of its letters are not in the vocabulary: {shown}"
+    shown = " ".join(sorted(missing, key=lambda unit: (-missing[unit], unit))[:MAX_SHOWN])
+    line = f"{path}: {100 * share:.3g} % of its {units} are not in the vocabulary: {shown}"
     if share > MAX_UNKNOWN:
         raise UserError(
             f"{line}; its case is another (asr.prepare --text upper-az or lower), or its language, "
-            "which needs its own vocabulary: with train.init, train.new_vocabulary=true"
+            "which needs its own vocabulary (in speech, train.new_vocabulary=true)"
         )
     return line

@@ -87,7 +87,9 @@ class NgramScorer:
         self.surfaces = list(surfaces)
         self.words = [surface.replace(" ", SPACE) for surface in surfaces]
         self.words[UNK] = UNKNOWN
-        self.begins_word = torch.tensor([surface.startswith(" ") for surface in surfaces])
+        if all(surface.startswith(" ") for surface in self.surfaces[len(SPECIAL) :]):
+            self.surfaces[UNK] = f" {UNKNOWN}"  # a word, in a vocabulary of words
+        self.begins_word = torch.tensor([surface.startswith(" ") for surface in self.surfaces])
 
     def start(self, memory: Memory) -> NgramState:
         """-> state before SOS with one hypothesis per utterance."""

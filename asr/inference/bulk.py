@@ -126,7 +126,7 @@ class BulkJob:
             with open_file(path) as file, _damaged(path):
                 for name in names:
                     row = parse_json(file.readline())
-                    if row["audio"] != name_of(name):
+                    if row["audio"] != name_of(name) or not row.keys() & {"text", "error"}:
                         raise ValueError("a line of another file")
                     yield row
 

@@ -57,9 +57,10 @@ def targets(sources: Sequence[Source]) -> dict[Path, PurePath]:
     if len(set(chosen.values())) == len(chosen):
         return chosen
     # Links to folders are resolved, since `..` after one leads elsewhere.
-    paths = {s.path: Path(os.path.realpath(s.name.parent), s.name.name) for s in sources}
+    files = [source for source in sources if source.name != STDIN]
+    paths = {s.path: Path(os.path.realpath(s.name.parent), s.name.name) for s in files}
     shared = os.path.commonpath([path.parent for path in paths.values()])
-    return {source: path.relative_to(shared) for source, path in paths.items()}
+    return chosen | {source: path.relative_to(shared) for source, path in paths.items()}
 
 
 def _below(folder: Path, faults: dict[Path, str]) -> list[Source]:

@@ -29,10 +29,15 @@ CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 def limit_onednn_cache(shapes: int) -> None:
     """Keep the code of so many shapes, unless the environment sets a number.
 
-    oneDNN and torch read it from the environment once, at the first convolution.
+    oneDNN and torch read it from the environment once, at the first convolution, so this does one,
+    and leaves the environment as it was. After another convolution it has no effect.
     """
-    for name in CAPACITIES:
-        os.environ.setdefault(name, str(shapes))
+    added = {name: str(shapes) for name in CAPACITIES if name not in os.environ}
+    os.environ |= added
+    with torch.inference_mode():
+        torch.nn.functional.conv1d(torch.ones(2, 3, 11), torch.ones(16, 3, 5))
+    for name in added:
+        del os.environ[name]
 
 
 def release_memory() -> None:

@@ -56,13 +56,14 @@ class ResumePoint:
         return parse_recipe(self.state["recipe"], f"{self.checkpoint.folder}: recipe")
 
     def as_asked(self, recipe: Recipe) -> Recipe:
-        """The recipe with what only the start of a run reads, as it was begun: train.init; the
-        section `text` and features.encoder where they are those of RUN/recipe.yaml, which has the
-        vocabulary and the commit that are used.
+        """The recipe with what only the start of a run reads, as it was begun: train.init and
+        train.new_vocabulary; the section `text` and features.encoder where they are those of
+        RUN/recipe.yaml, which has the vocabulary and the commit that are used.
         """
         with suppress(UserError):  # of an older version
             begun = self.begun_with
-            train = recipe.train.model_copy(update={"init": begun.train.init})
+            of_start = {key: getattr(begun.train, key) for key in ("init", "new_vocabulary")}
+            train = recipe.train.model_copy(update=of_start)
             recipe = recipe.model_copy(update={"train": train})
             used = read_recipe(self.run / "recipe.yaml")
             if not recipe.task == used.task == begun.task:

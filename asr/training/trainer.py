@@ -67,7 +67,7 @@ from asr.training.state import (
     stage_at_epoch,
 )
 from asr.training.task import Task
-from asr.training.warm_start import starting_weights
+from asr.training.warm_start import has_new_vocabulary, starting_weights
 
 # The maker of each task: (recipe, run folder, whether the run is resumed, stage) -> Task. Resolved
 # only when needed: training speech imports neither images nor language models.
@@ -591,8 +591,10 @@ class Training:
         if init := self.recipe.train.init:
             (checkpoints, lines), task = starting_weights(init, self.recipe), self.task
             model, metadata, kept = task.objective.model, task.metadata, ()
-            if self.recipe.train.new_vocabulary:
+            if has_new_vocabulary(self.recipe, metadata):
                 metadata, kept = {}, model.of_vocabulary
+                names = ", ".join(f"{prefix}*" for prefix in kept)
+                lines.append(f"train.new_vocabulary: the weights {names} start at random")
             load_weights(model, checkpoints, metadata, task.pretrained, kept)
         if is_first():
             self.task.prepare(self.run)

@@ -1,11 +1,12 @@
 """Start a training from the weights of another run: train.init."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from asr.config.loader import flat, read_recipe
 from asr.config.schema import TRAINING_ONLY, Recipe, unusable_later
-from asr.data.tokenizer import Tokenizer, load_tokenizer
+from asr.data.tokenizer import Tokenizer, checkpoint_metadata, load_tokenizer
 from asr.errors import UserError
 from asr.hub import local_run
 from asr.io import check_run_folder
@@ -32,6 +33,13 @@ def starting_tokenizer(init: Path, task: str) -> Tokenizer:
     if other and other.task != task:
         raise UserError(f"train.init = {init}: a run of the task {other.task}; name one of {task}")
     return load_tokenizer(run)
+
+
+def has_new_vocabulary(recipe: Recipe, metadata: Mapping[str, str]) -> bool:
+    """Whether the run, of a vocabulary with this metadata, is to have another than train.init."""
+    if not (recipe.train.new_vocabulary and recipe.train.init):
+        return False
+    return checkpoint_metadata(starting_tokenizer(recipe.train.init, recipe.task)) != metadata
 
 
 def starting_weights(init: Path, recipe: Recipe) -> tuple[list[Checkpoint], list[str]]:
