@@ -186,7 +186,7 @@ def test_files_of_the_reading_order_exist():
     """Lines such as `asr/nn/  lstm.py attention.py`; at most 20 files up to the loss."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     counts = []
-    for title in ("Read from audio file to loss:", "From audio file to text:"):
+    for title in ("From audio to loss:", "From audio to text:"):
         _, actual, rest = text.partition(title)
         assert actual
         block = rest.strip("\n").partition("\n\n")[0]
