@@ -44,10 +44,10 @@ IN_WORDS = {  # pydantic's types of errors whose messages name types of Python
 }
 SCALARS = ("bool", "float", "int", "null")
 NAMED = ("test", "lr_factors")  # mappings of free names, which {} empties
-NEEDED = {  # key -> what it changes nothing without: key, in words, and the setting to add
-    "decode.lm_weight": ("decode.lm", "a language model", "decode.lm=RUN_OR_NGRAMS"),
-    "decode.lm_unit": ("decode.lm", "a language model", "decode.lm=RUN_OR_NGRAMS"),
-    "train.new_vocabulary": ("train.init", "a trained model", "train.init=RUN"),
+NEEDED = {  # key -> what it changes nothing without, in words, and the setting to add
+    "decode.lm_weight": ("a language model", "decode.lm=RUN_OR_NGRAMS"),
+    "decode.lm_unit": ("a language model", "decode.lm=RUN_OR_NGRAMS"),
+    "train.new_vocabulary": ("a trained model", "train.init=RUN"),
 }
 NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters and surrogates
 
@@ -115,8 +115,8 @@ def _check_effect(recipe: Recipe, changes: Mapping[str, Any]) -> None:
         if reason:
             fault = f"does not fit {section}.norm = {norm}: {reason}."
             raise RecipeError(f"{COMMAND_LINE}: {key} = {value} {fault}")
-        needed, what, remedy = NEEDED.get(key, (None, None, None))
-        if needed and settings[needed] is None:
+        what, remedy = NEEDED.get(key, ("", ""))
+        if remedy and settings[remedy.partition("=")[0]] is None:
             raise RecipeError(
                 f"{COMMAND_LINE}: {key} = {value} changes nothing without {what}: add {remedy}."
             )

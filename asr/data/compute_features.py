@@ -50,7 +50,8 @@ def make_cache(
     cache = open_cache(corpus, key, front_end.size)
     if cache and not _missing(cache, front_end, corpus, speeds):
         return cache
-    for folder in cache_folders(corpus, key):
+    folders = list(cache_folders(corpus, key))
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
@@ -70,7 +71,7 @@ def make_cache(
             except OSError as error:
                 raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
         return read_cache(folder, corpus, front_end.size)
-    if corpus.path and corpus.path.is_file():
+    if folders:
         print_line(
             f"{corpus.path}: no folder for its features can be written and locked; the encoder "
             "computes them in each epoch"
