@@ -14,7 +14,18 @@ from asr.arguments import CommandParser, run_folder
 from asr.errors import UserError, run_command
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from asr.config.schema import Recipe, SpeechRecipe
+
+# Keys under `train:` that depend on the machine, with what the exported recipe has instead.
+OF_MACHINE = {
+    "init": None,
+    "new_vocabulary": False,
+    "device": "auto",
+    "threads": None,
+    "trackers": [],
+}
 
 
 def main() -> None:
@@ -26,7 +37,7 @@ def main() -> None:
         epilog="Keys of the run's recipe can be overridden: decode.average=5 decode.beam=8 ...",
     )
     add = parser.add_argument
-    add("run", type=run_folder, help="a speech run's folder")
+    add("run", type=run_folder, help="the folder of a speech run or of a language model's")
     parser.add_overrides()
     add("--to", type=Path, help="folder of the exported run")
     add("--push-to", metavar="USER/NAME", help="upload it to the Hugging Face Hub")
@@ -85,9 +96,13 @@ def export(args: argparse.Namespace, to: Path, address: str = "THIS_FOLDER") -> 
     from asr.analysis.model_card import model_card
     from asr.inference.derived import load_alone, write_run
     from asr.inference.encoders import check_shared, copy_files, shared_name
+    from asr.inference.load import load_any_recipe
     from asr.training.checkpoint import choose
 
     run = args.run
+    if load_any_recipe(run).task == "language":
+        export_language_model(args, to, address)
+        return
     recipe, recognizer = load_alone(run, args.overrides, to)
     checkpoints = choose(run, recipe.decode.checkpoint, recipe.decode.average)
     encoder = recognizer.front_end.extract.encoder if recipe.features.encoder else None
@@ -95,11 +110,7 @@ def export(args: argparse.Namespace, to: Path, address: str = "THIS_FOLDER") -> 
         if recipe.features.train == "none" and not args.with_encoder:
             check_shared(encoder.source)
         encoder.source = encoder.source._replace(name=shared_name(encoder.source.name))
-    model = recognizer.model.half()
-    for name, weight in model.state_dict().items():
-        if not weight.isfinite().all():
-            raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
-    best, parameters = checkpoints[0], sum(weight.numel() for weight in model.parameters())
+    best, parameters = checkpoints[0], in_fp16(recognizer.model, run)
     steps = [checkpoint.step for checkpoint in checkpoints]
     smaller = exported_recipe(recipe, to, encoder and encoder.source.name)
     name, about, licence = to.resolve().name, args.about, args.license
@@ -111,6 +122,50 @@ def export(args: argparse.Namespace, to: Path, address: str = "THIS_FOLDER") -> 
         print(f"without the language model {recipe.decode.lm}: pass it on as a separate run")
     for other in recipe.decode.ensemble:
         print(f"without {other} of its ensemble: pass it on as a separate run")
+
+
+def export_language_model(args: argparse.Namespace, to: Path, address: str) -> None:
+    """Write the best weights of a language model, in fp16, as a run folder with its card.
+
+    UserError, before anything is written, where it cannot be.
+    """
+    from asr.analysis.model_card import language_card
+    from asr.config.loader import validate
+    from asr.inference.derived import check_new, derived_recipe, write_run
+    from asr.inference.load import load_language_model
+
+    run = args.run
+    if args.overrides or args.with_encoder:
+        given = "--with-encoder" if args.with_encoder else args.overrides[0]
+        raise UserError(f"{given}: changes nothing in {run}, a language model")
+    check_new(to)
+    trained = load_language_model(run)
+    tree = derived_recipe(trained.recipe, to)
+    for role in ("train", "valid"):
+        tree["data"][role] = [Path(path).name for path in tree["data"][role]]
+    tree["text"]["run"] = None
+    tree["train"] |= OF_MACHINE
+    step, loss = trained.checkpoint.step, trained.checkpoint.loss
+    card = language_card(
+        name=to.resolve().name,
+        run=run,
+        recipe=trained.recipe,
+        tokens=trained.tokenizer.size,
+        step=step,
+        parameters=in_fp16(trained.model, run),
+        about=args.about,
+        licence=args.license,
+        address=address,
+    )
+    write_run(to, validate(tree, f"--to {to}"), trained, step, loss, card)
+
+
+def in_fp16(model: "Module", run: Path) -> int:
+    """Convert the weights to fp16; -> their number. UserError for values that it cannot hold."""
+    for name, weight in model.half().state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"{run}: {name} has values that fp16 cannot hold; pass on RUN itself")
+    return sum(weight.numel() for weight in model.parameters())
 
 
 def export_onnx(run: Path, overrides: Sequence[str], to: Path) -> None:
@@ -139,13 +194,7 @@ def exported_recipe(recipe: "SpeechRecipe", to: Path, encoder: str | None) -> "R
     for key in ("noise_files", "room_responses"):  # null would be white noise, and no rooms
         if manifest := tree["features"][key]:
             tree["features"][key] = Path(manifest).name
-    tree["train"] |= {
-        "init": None,
-        "new_vocabulary": False,
-        "device": "auto",
-        "threads": None,
-        "trackers": [],
-    }
+    tree["train"] |= OF_MACHINE
     tree["decode"] |= {"lm": None, "ensemble": []}
     return validate(tree, f"--to {to}")
 

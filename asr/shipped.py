@@ -13,7 +13,7 @@ from pathlib import Path
 from asr.errors import UserError
 
 PACKAGE = Path(__file__).parent
-RUNS = ("conformer", "las", "transformer")  # in pretrained/; a wheel has some of them (setup.cfg)
+RUNS = ("conformer", "las", "lm", "transformer")  # in pretrained/; a wheel has some (setup.cfg)
 NAME = re.compile(r"\w{1,100}", re.ASCII)
 
 

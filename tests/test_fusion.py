@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from small_language_model import language_model
 from tiny_speech import RATE
 from toy_speller import NO_FRAMES, beam_search
 
-from asr import evaluate
-from asr.config.loader import validate, write_recipe
+from asr import evaluate, export
+from asr.config.loader import read_recipe, validate, write_recipe
 from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig, TransformerConfig
 from asr.data.tokenizer import EOS, SOS, UNK, Characters
 from asr.inference.recognition import Recognizer
@@ -133,7 +134,8 @@ def test_a_beam_as_wide_as_the_space_is_brute_force(family, kind, settings):
 def save_language_run(run, tokenizer, task="language"):
     """An untrained language model's run."""
     model = {"kind": "lstm", "layers": 1, "hidden": 7, "embedding": 5, "backend": "reference"}
-    tree = {"task": task, "run": "lm", "data": {"train": ["a.txt"], "valid": ["a.txt"]}}
+    texts = [str(run.parent / "a.txt")]
+    tree = {"task": task, "run": "lm", "data": {"train": texts, "valid": texts}}
     recipe = validate({**tree, "model": model}, "test")
     run.mkdir()
     tokenizer.save(run)
@@ -159,6 +161,26 @@ def test_a_recognizer_takes_the_language_model_of_a_run(tiny_run, tmp_path):
 
 def _memory():
     return encoded(tiny("las dot"))[0]
+
+
+def test_an_exported_language_model_is_the_same_in_fp16(tiny_run, commands, tmp_path):
+    """Transcripts and scores; no path of the machine in it."""
+    lm, to = tmp_path / "lm", tmp_path / "to"
+    save_language_run(lm, Recognizer.load(tiny_run).tokenizer)
+    (tmp_path / "about.md").write_text("---\nlanguage: en\n---\nOf a.txt.\n")
+    assert commands(export, lm, "--to", to, "--about", tmp_path / "about.md")[0] == 0
+    audio = torch.randn(8000, generator=torch.Generator().manual_seed(1)) * 0.3
+    weight = "decode.lm_weight=0.5", "decode.beam=4"
+    before, after = (
+        Recognizer.load(tiny_run, [f"decode.lm={run}", *weight])(audio, RATE) for run in (lm, to)
+    )
+    assert after.text == before.text and after.score == pytest.approx(before.score, abs=0.05)
+    card = (to / "README.md").read_text()
+    assert "Of a.txt." in card and "language: en\n" in card and "(lstm) of 0.00 M" in card
+    recipe = read_recipe(to / "recipe.yaml")
+    assert recipe.data.train == (Path("a.txt"),) and recipe.text.run is None
+    assert "changes nothing in" in commands.refused(export, lm, "--to", tmp_path / "b", "seed=3")
+    assert "is there already" in commands.refused(export, lm, "--to", to)
 
 
 def refused(commands, tiny_run, *overrides):
@@ -191,7 +213,7 @@ def test_errors_are_one_clear_line(commands, tiny_run, overrides, message):
 
 def test_a_speech_run_is_no_language_model(commands, tiny_run):
     line = refused(commands, tiny_run, f"decode.lm={tiny_run}")
-    assert line.endswith("a run of the task speech, no language model")
+    assert line == f"decode.lm: {tiny_run}: a run of the task speech, no language model"
 
 
 def test_without_kenlm_the_error_names_the_package(commands, tiny_run, tmp_path, monkeypatch):

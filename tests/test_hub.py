@@ -186,6 +186,8 @@ def test_a_run_from_the_hub_stands_wherever_a_run_does(pushed, tiny, tiny_run, c
     assert code == 0, err
     split = "--split", "test", "--out", out
     assert commands(evaluate, tiny_run, *split, f"decode.ensemble=[{name}]")[0] == 0
+    line = commands.refused(evaluate, tiny_run, *split, f"decode.lm={name}")
+    assert line.endswith("a run of the task speech, no language model")
     line = commands.refused(evaluate, tiny_run, *split, "--against", name)
     test = tiny.parent / "test.tsv"
     assert f"python -m asr.evaluate {name} --split {test} --out evaluate/tiny/test" in line

@@ -141,7 +141,7 @@ def test_the_examples_of_the_help_are_in_a_wheel(wheel, tmp_path):
         assert found[command].endswith(made)
     for name, key in (("las", "las"), ("transformer", "transformer"), ("las", "recipe las")):
         assert found[key].rstrip(".") == (
-            f"{name}: this installation only has conformer; {name} is in pretrained/ of the "
+            f"{name}: this installation only has conformer and lm; {name} is in pretrained/ of the "
             "project's repository: give the path of that folder"
         )
 

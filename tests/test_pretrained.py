@@ -7,9 +7,11 @@ from pathlib import Path
 import jiwer
 import pytest
 import soundfile
+import torch
 
 from asr import transcribe
 from asr.data.corpus import read_manifest
+from asr.data.tokenizer import SOS
 from asr.inference.recognition import Recognizer
 from asr.training.checkpoint import WEIGHTS, is_sound, list_checkpoints
 
@@ -39,6 +41,20 @@ def test_it_recognises_unseen_speakers(name, shared):
     recognizer = Recognizer.load(ROOT / "pretrained" / name, ["decode.speeds=[1.0]"])
     hypotheses = [recognizer(utterance.audio).text for utterance in some]
     assert jiwer.cer([utterance.text for utterance in some], hypotheses) < MOST
+
+
+@pytest.mark.parametrize("name", FINALISTS[:2])  # those with its vocabulary
+def test_the_shipped_language_model_prefers_english(name):
+    """To the same words in reverse order; total log-probabilities by a plain loop."""
+    recognizer = Recognizer.load(name, ["decode.lm=lm"])
+    words = "HE", "WAS", "IN", "THE", "GARDEN", "WITH", "ONE", "OF", "THE", "OLD", "MEN"
+    scores = []
+    for text in (" ".join(words), " ".join(words[::-1])):
+        row = torch.tensor([SOS, *recognizer.tokenizer.encode(text)])
+        with torch.inference_mode():
+            log_probs = recognizer.lm(row[None])[0].log_softmax(-1)
+        scores.append(log_probs[range(len(row) - 1), row[1:]].sum())
+    assert scores[0] > scores[1] + 10
 
 
 def rates_on_test_clean(name):

@@ -91,7 +91,8 @@ def test_the_wheel_has_all_packages_and_data():
     here = {path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").iterdir()}
     model = {
         path.relative_to(ROOT / "pretrained")
-        for path in (ROOT / "pretrained" / "conformer").rglob("*")
+        for name in ("conformer", "lm")
+        for path in (ROOT / "pretrained" / name).rglob("*")
         if path.is_file() and "evaluate" not in path.parts
     }
     assert files == here | model

@@ -3,7 +3,7 @@
 https://github.com/huggingface/hub-docs/blob/main/modelcard.md
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from asr.analysis.curves import read_scalars
 from asr.analysis.report import markdown_text
 from asr.analysis.runs import HOURS, SECONDS, read_cost
 from asr.analysis.wer import between, percent
+from asr.config.language import LanguageRecipe
 from asr.config.schema import SpeechRecipe
 from asr.errors import UserError
+from asr.hub import LIBRARY
 from asr.io import read_front_matter, read_json
 
 TASK = {"type": "automatic-speech-recognition", "name": "Automatic Speech Recognition"}
@@ -40,9 +42,50 @@ def model_card(
     about: a text to include. address: how a command names the exported run. Raises UserError for a
     text that cannot be read, and for a damaged evaluation.
     """
-    more, text = read_about(about) if about else ({}, [])
     rated = dict(evaluations(run, steps))
-    metadata = card_metadata(name, recipe, rated)
+    facts = description(run, recipe, steps, parameters, rated, address)
+    return _card(name, card_metadata(name, recipe, rated), facts, about, licence)
+
+
+def language_card(
+    name: str,
+    run: Path,
+    recipe: LanguageRecipe,
+    tokens: int,
+    step: int,
+    parameters: int,
+    about: Path | None,
+    licence: str | None,
+    address: str,
+) -> str:
+    """The card of a language model over `tokens` tokens, as model_card."""
+    tags = ["speech", "language-model", recipe.model.kind, "layer-normalization"]
+    metadata = {"library_name": LIBRARY, "pipeline_tag": "text-generation", "tags": tags}
+    facts = [
+        f"A language model ({recipe.model.kind}) of {parameters / 1e6:.2f} M parameters in fp16, "
+        f"step {step:,}, for speech models with its vocabulary of {tokens} tokens.",
+        "",
+        f"    python -m asr.transcribe SPEECH_RUN file.wav decode.lm={address}",
+        "",
+    ]
+    curves = read_scalars(run, {"valid/perplexity", "valid/word_perplexity"})
+    values = [curve.values[curve.steps == step] for _, curve in sorted(curves.items())]
+    if all(map(len, values)):
+        of_tokens, of_words = (value[0] for value in values)
+        facts.append(
+            f"Perplexity on validation: {of_tokens:.2f} per token, {of_words:.0f} per word."
+        )
+    return _card(name, metadata, facts, about, licence)
+
+
+def _card(
+    name: str,
+    metadata: dict[str, Any],
+    facts: Iterable[str],
+    about: Path | None,
+    licence: str | None,
+) -> str:
+    more, text = read_about(about) if about else ({}, [])
     if licence:
         metadata["license"] = licence[:MAX_LICENCE]
     metadata |= more
@@ -52,7 +95,7 @@ def model_card(
         f"# {markdown_text(name)}",
         "",
         *text,
-        *description(run, recipe, steps, parameters, rated, address),
+        *facts,
         f"\nLicence: {markdown_text(str(terms)) if terms else UNLICENSED}.",
         "",
     ]
@@ -80,7 +123,7 @@ def card_metadata(
     corpus = recipe.data.corpus
     metadata: dict[str, Any] = {"language": "en"} if corpus in ENGLISH else {}
     metadata |= {
-        "library_name": "layernorm-asr",
+        "library_name": LIBRARY,
         "pipeline_tag": TASK["type"],
         "tags": ["speech", recipe.model.kind, "layer-normalization"],
     }

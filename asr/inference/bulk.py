@@ -29,7 +29,7 @@ from asr.data.manifest import write_rows
 from asr.errors import UserError, one_line
 from asr.features.files import name_of
 from asr.hub import local_run
-from asr.inference.load import missing_language_model
+from asr.inference.load import find_language_model
 from asr.inference.recognition import Recognizer
 from asr.inference.transcript import ON_ONE_LINE, json_line, json_row, level_warning
 from asr.io import (
@@ -187,10 +187,8 @@ def identity(run: Path, recipe: SpeechRecipe) -> dict[str, Any]:
         ]
     except UserError as error:
         raise UserError(f"decode.ensemble: {error}") from None
-    lm = decode.lm
-    if lm is not None:
-        if not lm.exists():
-            raise missing_language_model(lm)
+    lm = decode.lm and find_language_model(decode.lm)
+    if lm:
         lm = _sha256s(lm, "best", 1)[0] if lm.is_dir() else sha256_of_files([lm])
     keys = {
         "decode": decode.model_dump(mode="json", exclude={"batch_seconds", "lm", "ensemble"}),

@@ -75,7 +75,7 @@ from asr.inference.recognition import (
 )
 from asr.inference.transcript import EMPTY_TRANSCRIPT, Transcript, merge_segments
 from asr.io import check_run_folder, check_writable
-from asr.shipped import is_installed
+from asr.shipped import find_run, is_installed
 
 # Where the decoder loops or stops early; eos_threshold would refuse ends that it is unsure of.
 SAFE_SEARCH = "decode.beam=4 decode.ctc_weight=0.3 decode.eos_threshold=null"
@@ -159,7 +159,7 @@ class EvaluationSplit:
             note = recognizer.lm.note(self.corpus.texts)
             notes.append(note and f"decode.lm = {lm}: of {path} {note}")
         elif lm:
-            notes.append(unfinished_note(lm))
+            notes.append(unfinished_note(find_run(lm)))
         for note in filter(None, notes):
             print(note, flush=True)
         return recognizer

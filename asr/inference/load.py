@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from asr.config.loader import flat, override, read_recipe
 from asr.config.schema import (
     TRAINING_ONLY_FEATURES,
     DecodeConfig,
+    Recipe,
     SpeechRecipe,
     unusable_later,
 )
@@ -30,25 +32,19 @@ from asr.models.build import (
     build_speech_model,
 )
 from asr.shipped import missing_run, train_command
-from asr.training.checkpoint import MemoryLimit, choose, load_weights
+from asr.training.checkpoint import Checkpoint, MemoryLimit, choose, load_weights
 from asr.training.distributed import choose_device
 
 STATISTICS = "features.safetensors"
 
 
 def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
-    """The resolved recipe of a run.
+    """The resolved recipe of a run of speech.
 
-    Raises UserError for a folder that is no run of speech, or that has a link as a member, and for
-    overrides of what its model was trained with.
+    Raises UserError for a folder that is none, and for overrides of what its model was trained
+    with.
     """
-    if not run.exists():
-        raise missing_run(run)
-    if not (run / "recipe.yaml").is_file():
-        raise UserError(f"{run}: no recipe.yaml in it, so it is no run folder")
-    check_run_folder(run)
-    path = run / "recipe.yaml"
-    trained = read_recipe(path)
+    trained = load_any_recipe(run)
     if not isinstance(trained, SpeechRecipe):
         where = "the log of its training"
         if trained.task == "images":
@@ -59,13 +55,26 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
         )
     if not overrides:
         return trained
-    recipe = override(trained, overrides, str(path))
+    recipe = override(trained, overrides, str(run / "recipe.yaml"))
     old, new = flat(trained), flat(recipe)
     for key in old | new:
         before, after = old.get(key), new.get(key)
         if before != after and (reason := unusable_later(key, before, after)):
             raise UserError(f"{run}: {key} = {after}: {reason}; remove it, or train another run")
     return recipe
+
+
+def load_any_recipe(run: Path) -> Recipe:
+    """The recipe of a run of any task.
+
+    Raises UserError for a folder that is no run, or that has a link as a member.
+    """
+    if not run.exists():
+        raise missing_run(run)
+    if not (run / "recipe.yaml").is_file():
+        raise UserError(f"{run}: no recipe.yaml in it, so it is no run folder")
+    check_run_folder(run)
+    return read_recipe(run / "recipe.yaml")
 
 
 def load_run_front_end(run: Path, recipe: SpeechRecipe) -> FrontEnd:
@@ -164,42 +173,56 @@ def load_language_scorer(
     Raises UserError for a path that is neither a run folder nor a file of n-grams, another
     vocabulary, and a missing kenlm.
     """
-    path = decode.lm
-    if path is None:
+    if decode.lm is None:
         return None
     if decode.search == "ctc":
         raise UserError("decode.lm needs decode.search=beam; decode.ctc_weight=1 is CTC alone")
-    if path.is_dir():
-        return load_language_model(path, tokenizer.fingerprint(), device)
+    path = find_language_model(decode.lm)
     if path.is_file():
         return load_ngrams(path, tokenizer.surfaces, decode.lm_unit)
-    raise missing_language_model(path)
-
-
-def missing_language_model(path: Path) -> UserError:
-    """The error for a `decode.lm` that is neither a folder nor a file."""
-    return UserError(
-        f"decode.lm = {path}: neither a run folder nor a file of n-grams. Make a run with: "
-        f"{train_command(path)}"
-    )
-
-
-def load_language_model(run: Path, fingerprint: str, device: torch.device) -> nn.Module:
-    """The model of a run's best checkpoint. UserError for no such run or another vocabulary."""
-    if not (run / "recipe.yaml").is_file():
-        raise UserError(f"decode.lm = {run}: no recipe.yaml in it, so it is no run folder")
-    check_run_folder(run)
-    recipe = read_recipe(run / "recipe.yaml")
-    if not isinstance(recipe, LanguageRecipe):
-        raise UserError(f"decode.lm = {run}: a run of the task {recipe.task}, no language model")
-    tokenizer = load_tokenizer(run)
-    if tokenizer.fingerprint() != fingerprint:
+    try:
+        loaded = load_language_model(path)
+    except UserError as error:
+        raise UserError(f"decode.lm: {error}") from None
+    if loaded.tokenizer.fingerprint() != tokenizer.fingerprint():
         raise UserError(
-            f"decode.lm = {run}: its vocabulary is not this speech model's; "
+            f"decode.lm = {decode.lm}: its vocabulary is not this speech model's; "
             "train a language model with text.run=SPEECH_RUN"
         )
-    chosen = choose(run, "best", 1)
-    with MemoryLimit(chosen[0]):
+    return loaded.model.to(device).eval()
+
+
+def find_language_model(named: Path) -> Path:
+    """The run's folder or the file of n-grams in `decode.lm`. UserError where there is neither."""
+    try:
+        path = local_run(named)
+    except UserError as error:
+        raise UserError(f"decode.lm: {error}") from None
+    if not path.exists():
+        raise UserError(
+            f"decode.lm = {named}: neither a run folder nor a file of n-grams. Make a run with: "
+            f"{train_command(named)}"
+        )
+    return path
+
+
+class LanguageModel(NamedTuple):
+    """A run of the task `language`, with the weights of its best checkpoint."""
+
+    recipe: LanguageRecipe
+    tokenizer: Tokenizer
+    model: nn.Module
+    checkpoint: Checkpoint
+
+
+def load_language_model(run: Path) -> LanguageModel:
+    """A language model on the CPU. UserError for a folder that is no such run."""
+    recipe = load_any_recipe(run)
+    if not isinstance(recipe, LanguageRecipe):
+        raise UserError(f"{run}: a run of the task {recipe.task}, no language model")
+    tokenizer = load_tokenizer(run)
+    (checkpoint,) = choose(run, "best", 1)
+    with MemoryLimit(checkpoint):
         model = build_language_model(recipe.model, tokenizer.size)
-    load_weights(model, chosen, checkpoint_metadata(tokenizer))
-    return model.to(device).eval()
+    load_weights(model, [checkpoint], checkpoint_metadata(tokenizer))
+    return LanguageModel(recipe, tokenizer, model, checkpoint)
