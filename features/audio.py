@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from asr.features import AudioError, NoSamples
+from asr.features.files import Source
 from asr.features.resample import resample, resample_blocks
 from asr.features.sound import (
     BLOCK_VALUES,
     Sound,
-    Source,
     check_values,
     open_audio,
     whole_rate,
@@ -87,7 +87,7 @@ def read_audio(
 
 
 def stream_audio(
-    path: str | os.PathLike[str], sample_rate: int, max_seconds: float | None = None
+    path: Source, sample_rate: int, max_seconds: float | None = None
 ) -> Iterator[Tensor]:
     """`read_audio` in blocks (S,), each decoded when it is asked for."""
     with open_audio(path) as sound:

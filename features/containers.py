@@ -7,7 +7,6 @@ of any length, as in features/audio.py. Which container a file is, its first byt
 Shapes: S samples.
 """
 
-import os
 import re
 import resource
 import shutil
@@ -15,6 +14,7 @@ import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from tempfile import TemporaryFile
 from typing import IO
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from asr.features import AudioError, NoSamples
-from asr.features.files import name_of, open_regular
+from asr.features.files import Source, name_of, open_regular
 from asr.features.resample import resample_blocks
 from asr.features.sound import BLOCK_VALUES, check_values, whole_rate
 
@@ -38,20 +38,18 @@ FILL += "aresample=async=1:first_pts=0:rematrix_maxval=1"
 AU = struct.Struct(">4sIIIII")  # magic, offset of the samples, bytes, encoding, rate, channels
 
 
-def container_of(path: str | os.PathLike[str]) -> str | None:
+def container_of(source: Source) -> str | None:
     """The name of ffmpeg's demuxer for the file, None for files of other kinds or none at all."""
-    with suppress(OSError, ValueError), open_regular(path) as file:
-        start = file.read(12)
-        if start[4:8] == b"ftyp":
-            return "mov"
-        if start.startswith(b"\x1aE\xdf\xa3"):
-            return "matroska"
-    return None
+    start = source[:12] if isinstance(source, bytes) else b""
+    if not start:
+        with suppress(OSError, ValueError), open_regular(source) as file:
+            start = file.read(12)
+    if start[4:8] == b"ftyp":
+        return "mov"
+    return "matroska" if start.startswith(b"\x1aE\xdf\xa3") else None
 
 
-def stream_container(
-    path: str | os.PathLike[str], demuxer: str, sample_rate: int
-) -> Iterator[Tensor]:
+def stream_container(source: Source, demuxer: str, sample_rate: int) -> Iterator[Tensor]:
     """The first audio track, its channels mixed, in blocks (S,), each decoded when asked for.
 
     Sample 0 is at time 0 of the container's clock: where the track starts later, or its time stamps
@@ -60,8 +58,8 @@ def stream_container(
     Raises AudioError as asr.features.audio.stream_audio does, where ffmpeg is not installed, and at
     a gap of more than MAX_GAP samples.
     """
-    name = name_of(path)
-    with _decoder(path, demuxer, name) as (pipe, gap):
+    name = name_of(source)
+    with _decoder(source, demuxer, name) as (pipe, gap):
         start = pipe.read(AU.size)
         if len(start) < AU.size:
             raise AudioError(f"{name}: not readable as audio (ffmpeg finds no audio in it)")
@@ -75,9 +73,7 @@ def stream_container(
 
 
 @contextmanager
-def _decoder(
-    path: str | os.PathLike[str], demuxer: str, name: str
-) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def _decoder(source: Source, demuxer: str, name: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Pipes with the samples in float32 in Sun's AU format, whose header has their rate, and with
     the ends of a gap of more than MAX_GAP samples.
     """
@@ -85,11 +81,13 @@ def _decoder(
     if program is None:
         remedy = "install it (apt-get install ffmpeg), or convert the file to FLAC or WAV"
         raise AudioError(f"{name}: M4A, MP4 and WebM need the program ffmpeg; {remedy}")
-    with open_regular(path) as file:
-        source = f"/dev/fd/{file.fileno()}"
+    with TemporaryFile() if isinstance(source, bytes) else open_regular(source) as file:
+        if isinstance(source, bytes):  # ffmpeg seeks in files alone
+            file.write(source)
+            file.seek(0)
         line = [program, "-nostdin", "-v", "panic", "-protocol_whitelist", "file", "-f", demuxer]
-        line += ["-copyts", "-i", source, "-map", "0:a:0", "-ac", "1", "-af", FILL]
-        line += ["-c:a", "pcm_f32be", "-f", "au", "-"]
+        line += ["-copyts", "-i", f"/dev/fd/{file.fileno()}", "-map", "0:a:0"]
+        line += ["-ac", "1", "-af", FILL, "-c:a", "pcm_f32be", "-f", "au", "-"]
         process = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[file.fileno()]
         )

@@ -13,8 +13,9 @@ import soundfile
 import torch
 
 from asr.features import AudioError
+from asr.features.files import Source
 from asr.features.libsndfile import sound_error
-from asr.features.sound import BLOCK_VALUES, Sound, Source, check_values, open_audio
+from asr.features.sound import BLOCK_VALUES, Sound, check_values, open_audio
 
 MAX_PART = 3600.0  # seconds of a part, which is cut in memory
 OVERSHOOT = 0.5  # seconds that a part may end after its recording, as in Kaldi's extract-segments

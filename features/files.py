@@ -13,9 +13,16 @@ UNREAD_SUFFIXES = {".aac", ".ac3", ".amr", ".avi", ".flv", ".mp2", ".mpeg", ".mp
 CONVERSION = "convert it to FLAC: ffmpeg -i FILE FILE.flac"
 
 
-def name_of(path: str | os.PathLike[str]) -> str:
-    """The path on one line: quoted, with escapes, if it has a line break or no printable text."""
-    text = os.fspath(path)
+Source = str | os.PathLike[str] | bytes  # a file, a location in a tar, or a file's content
+
+
+def name_of(source: Source) -> str:
+    """For messages: the path on one line, quoted, with escapes, if it has a line break or no
+    printable text.
+    """
+    if isinstance(source, bytes):
+        return "the audio"
+    text = os.fspath(source)
     return text if text.isprintable() else ascii(text)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from asr.features import AudioError
-from asr.features.files import CONVERSION, UNREAD_SUFFIXES, Window, name_of, open_regular
+from asr.features.files import CONVERSION, UNREAD_SUFFIXES, Source, Window, name_of, open_regular
 from asr.features.libsndfile import (
     HAS_FILE_NAMES,
     QUIET,
@@ -52,8 +52,6 @@ MAX_PEAK = 8.0  # lossy decoders overshoot a little; above it samples are not sc
 BLOCK_VALUES = 2**22  # decoded at once, over all channels: 16 MB, which most utterances fit
 KEPT = 8  # decoded files of which parts are cut
 REPORTED = 10  # files that a process names
-Source = str | os.PathLike[str] | bytes  # a file, a location in a tar, or a file's content
-IN_MEMORY = "the audio"  # the name of a content in messages
 
 
 def check_values(waveform: Tensor, name: str) -> None:
@@ -83,7 +81,7 @@ def open_audio(path: Source) -> Iterator["Sound"]:
     """The open file. Raises AudioError for what is not audio, and at the end where reading failed,
     which libsndfile takes for the end of the file.
     """
-    name = IN_MEMORY if isinstance(path, bytes) else name_of(path)
+    name = name_of(path)
     with ExitStack() as stack:
         source, window = _open_bytes(path, name, stack)
         try:

@@ -18,6 +18,7 @@ from tiny_speech import RATE, tones
 from tone_model import spoken, tone_recognizer
 
 from asr import transcribe
+from asr.features import AudioError
 from asr.features.audio import read_audio
 from asr.features.containers import container_of, stream_container
 from asr.inference import recognition
@@ -236,6 +237,11 @@ def test_ffmpeg_decodes_what_libsndfile_cannot(kind, recordings, commands, tmp_p
     result = json.loads(out)
     assert code == 0 and result["text"] == "abc cab"
     assert result["seconds"] == pytest.approx(soundfile.info(recordings["one"]).duration, abs=0.1)
+    content = file.read_bytes()
+    (blocks, same) = (stream_container(x, container_of(x), RATE) for x in (file, content))
+    assert torch.equal(torch.cat(list(blocks)), torch.cat(list(same)))
+    with pytest.raises(AudioError, match=r"^the audio: "):
+        list(stream_container(content[:12] + bytes(700), container_of(content), RATE))
     file.write_bytes(file.read_bytes()[:12] + bytes(700))
     code, out, err = commands(transcribe, "run", file)
     assert code == 2 and err.startswith(f"error: {file}: ") and len(err.splitlines()) == 1

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -377,24 +376,11 @@ def _blocks(front_end: FrontEnd, recording: Recording) -> Iterator[Tensor]:
             if recording.sample_rate is None:
                 raise AudioError(f"samples need their sample rate: sample_rate={rate}, say")
             blocks = iter([from_samples(audio, recording.sample_rate, rate)])
-        elif isinstance(audio, bytes):
-            blocks = _stream_content(front_end, audio)
         else:
             blocks = front_end.stream(audio)
         for block in blocks:
             recording.level = max(recording.level, loudness(block, rate))
             yield block
-
-
-def _stream_content(front_end: FrontEnd, content: bytes) -> Iterator[Tensor]:
-    """The waveform of a file's content, in blocks (S,)."""
-    with NamedTemporaryFile() as file:  # ffmpeg reads files alone
-        file.write(content)
-        file.flush()
-        try:
-            yield from front_end.stream(file.name)
-        except AudioError as error:
-            raise type(error)(str(error).replace(file.name, "the audio")) from None
 
 
 def _add(recording: Recording, group: Iterable[tuple[Segment, Tensor]]) -> Iterator[_Part]:
