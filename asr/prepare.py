@@ -260,9 +260,9 @@ def _features(args: argparse.Namespace) -> None:
     """Features of a frozen pretrained encoder, computed once.
 
     Training computes those of its splits itself, unless they are there; this computes them before,
-    for example on a machine with a GPU, or of a test split for several evaluations.
+    for example on a machine with a GPU, or of a test split at decode.speeds for evaluations.
     """
-    from asr.config.loader import read_recipe
+    from asr.config.loader import read_recipe, training_speeds
     from asr.config.schema import SpeechRecipe
     from asr.data import splits
     from asr.inference.encoders import cache_features, find_encoder, load_encoder
@@ -280,7 +280,7 @@ def _features(args: argparse.Namespace) -> None:
     front_end = build_front_end(recipe.features, data.max_seconds * 2, encoder)
     for name in args.split or ("train", "valid"):
         corpus = splits.load_split(data, name)
-        speeds = [1.0] if name != "train" else sorted({*recipe.features.speed_perturb})
+        speeds = training_speeds(recipe) if name == "train" else recipe.decode.speeds
         if cache_features(corpus, front_end, speeds, data.workers, device) is None:
             raise UserError(f"{corpus.path}: no folder can be written for its features")
         print_line(f"{corpus.path}: the features of {len(corpus)} utterances are stored")

@@ -16,6 +16,7 @@ from torch import Tensor
 from asr.features.audio import read_audio, stream_audio
 from asr.features.augment import AudioFiles, SpecAugment, add_noise, change_speed, reverberate
 from asr.features.fbank import FeatureExtractor
+from asr.features.files import Source
 from asr.features.normalize import MeanVarianceNorm
 
 
@@ -70,16 +71,16 @@ class FrontEnd:
         """The waveform (S,) of a file. Raises AudioError."""
         return read_audio(path, self.sample_rate, self.max_seconds)
 
-    def stream(self, path: str | os.PathLike[str]) -> Iterator[Tensor]:
+    def stream(self, source: Source) -> Iterator[Tensor]:
         """The waveform of a file of any length, in blocks (S,). Raises AudioError.
 
         Here, but not in `load`, ffmpeg decodes what libsndfile cannot read.
         """
         from asr.features.containers import container_of, stream_container  # not for training
 
-        if demuxer := container_of(path):
-            return stream_container(path, demuxer, self.sample_rate)
-        return stream_audio(path, self.sample_rate)
+        if demuxer := container_of(source):
+            return stream_container(source, demuxer, self.sample_rate)
+        return stream_audio(source, self.sample_rate)
 
     @property
     def changes_audio(self) -> bool:
@@ -105,17 +106,27 @@ class FrontEnd:
         return self.normalised(self.raw(waveform, speed), speaker, speed)
 
     def at_speeds(
-        self, waveform: Tensor, speaker: str | None, others: Sequence[float]
-    ) -> tuple[Tensor, ...]:
+        self,
+        waveform: Tensor,
+        speaker: str | None,
+        others: Sequence[float],
+        stored: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor]:
         """(S,) -> `features` (T, F) at speed 1 and at each of `others`.
 
-        A speed at which the audio is shorter than a frame has the features of speed 1.
+        stored: `raw` ones of these speeds, None where they are to be computed. A speed at which the
+        audio is shorter than a frame has the features of speed 1.
         """
-        plain = self.features(waveform, speaker)
+
+        def at(speed: float, raw: Tensor | None) -> Tensor:
+            raw = self.raw(waveform, speed) if raw is None else raw
+            return self.normalised(raw, speaker, speed)
+
+        first, *rest = stored or [None] * (1 + len(others))
+        plain = at(1.0, first)
         if not len(plain):
-            return (plain,) * (1 + len(others))
-        changed = (self.features(waveform, speaker, speed) for speed in others)
-        return (plain, *(features if len(features) else plain for features in changed))
+            return [plain] * (1 + len(others))
+        return [plain, *(found if len(found) else plain for found in map(at, others, rest))]
 
     def augmented(
         self,

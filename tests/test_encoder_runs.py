@@ -19,9 +19,12 @@ from tiny_speech import make_corpus, make_recipe
 from asr import evaluate, export, prepare, train, transcribe
 from asr.config.schema import FeaturesConfig
 from asr.data import compute_features
+from asr.data.batching import Item
 from asr.data.compute_features import make_cache
 from asr.data.corpus import read_manifest
 from asr.data.feature_cache import FRAMES, INDEX, open_cache
+from asr.data.loader import UtteranceDataset
+from asr.data.tokenizer import Characters
 from asr.errors import UserError
 from asr.features.augment import change_speed
 from asr.features.encoder import EncoderFeatures, PretrainedEncoder
@@ -96,6 +99,42 @@ def test_stored_features_are_those_computed_from_the_audio(corpus, front_end):
     sent = pickle.dumps(cache)  # to a process that is not forked, without the frames
     assert len(sent) < cache.frames.nbytes / 2
     check(pickle.loads(sent), front_end, part)
+
+
+def test_evaluation_computes_only_the_speeds_that_are_not_stored(corpus, front_end, monkeypatch):
+    part = read_manifest(corpus / "valid.tsv")
+    speeds, computed = (0.9, 1.1), []
+    cache = make_cache(part, front_end, "key", SPEEDS, 0, CPU)
+    tokenizer = Characters.train(part.texts)
+    each = [
+        UtteranceDataset(part, front_end, tokenizer, 1, other_speeds=speeds, cache=stored)
+        for stored in (cache, None)
+    ]
+
+    def counted(self, waveform, speed=1.0, raw=FrontEnd.raw):
+        computed.append(speed)
+        return raw(self, waveform, speed)
+
+    monkeypatch.setattr(FrontEnd, "raw", counted)
+    ours, theirs = (dataset[Item(1, 0, 1.0)] for dataset in each)
+    assert computed == [1.1, 1.0, *speeds]
+    for some, other in zip(
+        (ours.features, *ours.other_speeds), (theirs.features, *theirs.other_speeds), strict=True
+    ):
+        torch.testing.assert_close(some, other, atol=1e-2, rtol=1e-3)  # stored in fp16
+
+
+@pytest.mark.slow
+def test_features_are_prepared_at_the_speeds_that_are_used(commands, corpus, encoder):
+    """Those of a stage, and those of decoding."""
+    keys = [*KEYS, f"features.encoder={encoder}", "decode.speeds=[1.0, 1.1]"]
+    keys += ["features.speed_perturb=[1.0]"]
+    keys += ["stages=[{start: 0.5, features: {speed_perturb: [0.9]}}]"]
+    assert commands(prepare, "features", corpus / "tiny.yaml", *keys)[0] == 0
+    for split, speeds in (("train", {0.9, 1.0}), ("valid", {1.0, 1.1})):
+        (index,) = corpus.glob(f"{split}.features/*/{INDEX}")
+        lines = filter(None, index.read_text().splitlines())
+        assert {float(line.split("\t")[5]) for line in lines} == speeds
 
 
 def test_a_disk_without_locks_for_the_features_is_reported(corpus, front_end, monkeypatch, capsys):
@@ -249,7 +288,11 @@ def test_training_reads_what_is_stored(commands, corpus, encoder, tmp_path, monk
     # Another folder may have the same weights, but no others.
     moved = shutil.copytree(encoder, tmp_path / "moved")
     assert commands(transcribe, stored, audio, f"features.encoder={moved}")[1] == out
+    again = train, tmp_path / "again" / "recipe.yaml", "--resume", f"features.encoder={moved}"
+    code, _, err = commands(*again, "--run", tmp_path / "again")
+    assert code == 0, err
     make_encoder(moved, "wav2vec2", seed=2)
+    assert "not the weights" in commands.refused(*again, "--run", tmp_path / "again")
     line = commands.refused(transcribe, stored, audio, f"features.encoder={moved}")
     assert "not the weights" in line
     assert "no such folder" in commands.refused(transcribe, stored, audio, "features.encoder=x")

@@ -243,6 +243,9 @@ def test_an_empty_mapping_empties_one():
     assert read_recipe(path).data.test
     recipe = read_recipe(path, ["data.test={}", "data.corpus=null", "data.max_seconds=7"])
     assert recipe.data.test == {} and recipe.data.train == read_recipe(path).data.train
+    for own in (["data.test={}", "data.test.own=own.tsv"], ["data.test={own: own.tsv}"]):
+        recipe = read_recipe(path, own)
+        assert ("own" in recipe.data.test) and len(recipe.data.test) == (1 if own[1:] else 5)
 
 
 def test_overrides_of_another_kind_of_model_in_any_order():

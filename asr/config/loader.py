@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from asr.config.schema import Config, Recipe
+from asr.config.schema import Config, Recipe, SpeechRecipe
 from asr.errors import UserError
 from asr.io import atomic_write, read_small_file
 from asr.shipped import find_recipe, not_installed, recipe_names
@@ -90,6 +90,8 @@ def _overridden(tree: dict[str, Any], overrides: Iterable[str], source: str) -> 
     changed, changes = set(), {}
     for text in overrides:
         keys, change = _parse_override(text)
+        if keys[-1] in NAMED:  # {} empties the mapping of the file, whatever is added to it then
+            tree = _merge(tree, change)
         changes = _merge(changes, change, top=False)
         changed.add(keys)
     # Together, for model.kind replaces the model of the file, but no other override.
@@ -167,6 +169,12 @@ def at_stage(recipe: Recipe, stage: int, source: str = "recipe") -> Recipe:
         # A group without changes may be none of the task's.
         tree = _merge(tree, {k: group for k, group in changes.items() if k != "start" and group})
     return validate(tree, source)
+
+
+def training_speeds(recipe: SpeechRecipe) -> list[float]:
+    """The speeds of features.speed_perturb in all stages, in ascending order."""
+    stages = (at_stage(recipe, number) for number in range(len(recipe.stages) + 1))
+    return sorted({speed for each in stages for speed in each.features.speed_perturb})
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:

@@ -138,23 +138,21 @@ class UtteranceDataset(Dataset):
 
     def _evaluated(self, utterance: Utterance) -> Sequence[Tensor] | None:
         """Features at speed 1 and at `other_speeds`; None for audio that is skipped."""
-        front_end, speeds = self.front_end, (1.0, *self.other_speeds)
-        stored = read_stored(self.cache, utterance, speeds)
-        if self.skips or not stored:
+        front_end, waveform = self.front_end, torch.empty(0)
+        stored = read_stored(self.cache, utterance, (1.0, *self.other_speeds))
+        if self.skips or any(raw is None for raw in stored):
             waveform = load_waveform(front_end, utterance.audio)
             if self.skips and self.skips(front_end, waveform):
                 return None
-        if not stored:
-            return front_end.at_speeds(waveform, utterance.speaker, self.other_speeds)
-        pairs = zip(stored, speeds, strict=True)
-        return [front_end.normalised(raw, utterance.speaker, speed) for raw, speed in pairs]
+        return front_end.at_speeds(waveform, utterance.speaker, self.other_speeds, stored)
 
     def _augmented(self, item: Item, utterance: Utterance) -> Sequence[Tensor]:
         """Features for training, in `views`."""
         front_end, speaker = self.front_end, utterance.speaker
         random = utterance_generator(self.seed, item.epoch, utterance.id)
-        if stored := read_stored(self.cache, utterance, [item.speed]):
-            features = front_end.normalised(stored[0], speaker, item.speed)
+        (raw,) = read_stored(self.cache, utterance, [item.speed])
+        if raw is not None:
+            features = front_end.normalised(raw, speaker, item.speed)
             return front_end.masked(features, random, self.views)
         waveform = load_waveform(front_end, utterance.audio)
         return front_end.augmented(waveform, speaker, item.speed, random, self.views)
@@ -170,10 +168,9 @@ def load_waveform(front_end: FrontEnd, audio: Path | ExampleAudio) -> Tensor:
 
 def read_stored(
     cache: FeatureCache | None, utterance: Utterance, speeds: Sequence[float]
-) -> list[Tensor]:
-    """The stored features (T, F) at all these speeds; empty where one is missing."""
-    found = [cache.read(utterance.id, speed) for speed in speeds] if cache else []
-    return [] if any(raw is None for raw in found) else found
+) -> list[Tensor | None]:
+    """The stored features (T, F) at each speed, None where they are missing."""
+    return [cache.read(utterance.id, speed) if cache else None for speed in speeds]
 
 
 def utterance_generator(seed: int, epoch: int, name: str) -> torch.Generator:
@@ -234,7 +231,8 @@ class _RawFeatures(Dataset):
 
     def __getitem__(self, index: int) -> list[tuple[Tensor, str | None]]:
         utterance = self.corpus[index]
-        if stored := read_stored(self.cache, utterance, self.speeds):
+        stored = read_stored(self.cache, utterance, self.speeds)
+        if all(raw is not None for raw in stored):
             groups = [group_of(utterance.speaker, speed) for speed in self.speeds]
             return list(zip(stored, groups, strict=True))
         try:

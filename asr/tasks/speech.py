@@ -18,7 +18,7 @@ import torch
 
 from asr.analysis.plots import attention_picture, feature_picture
 from asr.analysis.wer import score
-from asr.config.loader import at_stage
+from asr.config.loader import at_stage, training_speeds
 from asr.config.schema import LasConfig, SpeechRecipe, TextConfig
 from asr.data import loader, splits
 from asr.data.batching import Batch, Item, collate, plan_evaluation
@@ -220,7 +220,7 @@ def speech_task(
     """
     check_ctc_alone(recipe, resume)
     stages = [at_stage(recipe, number) for number in range(len(recipe.stages) + 1)]
-    every_speed = sorted({speed for each in stages for speed in each.features.speed_perturb})
+    every_speed = training_speeds(recipe)
     check_views(stages)
     recipe = stages[stage]
     data, speeds = recipe.data, recipe.features.speed_perturb
