@@ -691,6 +691,7 @@ def test_no_seed_in_common_is_not_tested(tmp_path, commands):
         make_run(tmp_path / norm, [f"model.listener.norm={norm}", f"seed={seed}"], falling(0.1))
     out = report(commands, tmp_path / "ba", tmp_path / "none", "--out", tmp_path / "c")
     assert out.count("have no seed in common: their difference is not tested") == 1
+    assert "No seed in common: train or evaluate the same seeds." in out and "One seed" not in out
     assert "Pairs of settings" not in (tmp_path / "c" / "compare.md").read_text()
 
 

@@ -650,8 +650,9 @@ def test_a_new_vocabulary_keeps_all_other_weights(model, tiny, commands, tmp_pat
     code, _, err = commands(train, tiny, "--run", runs[1], "--resume", *more)
     assert code == 0, err
     # Its own recipe continues it with the same vocabulary, whose weights are taken over.
+    new_size = "train.steps=1", "text.size=11"
     hardly = f"train.init={runs[1]}", "--run", tmp_path / "third"
-    code, out, err = commands(train, runs[1] / "recipe.yaml", *hardly, "train.steps=1")
+    code, out, err = commands(train, runs[1] / "recipe.yaml", *hardly, *new_size)
     assert code == 0 and "at random" not in out, err
     third = load_file(list_checkpoints(tmp_path / "third")[-1].folder / "model.safetensors")
     second = load_file(choose(runs[1], "best", 1)[0].folder / "model.safetensors")
@@ -712,6 +713,9 @@ def test_a_resumed_fine_tuning_records_where_it_began(tiny, tiny_run, commands, 
     code, out, err = commands(train, *again, "train.steps=3", "train.init=elsewhere")
     assert f"train.init = elsewhere is not read: the run began with {tiny_run}" in out, err
     assert read_recipe(tmp_path / "recipe.yaml").train.init == tiny_run
+    late = "train.steps=4", "train.new_vocabulary=true"
+    code, out, err = commands(train, tmp_path / "recipe.yaml", *again[1:], *late)
+    assert "train.new_vocabulary = True is not read: the run began with False" in out, err
 
 
 def test_a_run_s_recipe_trains_into_the_run_that_is_named(

@@ -142,7 +142,9 @@ def answer(comparison: Comparison, figure: str) -> str:
             lines.append(
                 f"On the {seeds} of both it is better: they have unequal numbers of seeds."
             )
-    if not tested:
+    if not pairs:
+        lines.append("No seed in common: train or evaluate the same seeds.")
+    elif not tested:
         lines.append("One seed in common allows no conclusion for others: train or evaluate more.")
     elif not comparison.winner(figure):
         lines += _power(figure, tested, pair)

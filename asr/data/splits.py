@@ -167,7 +167,8 @@ def check_vocabulary_coverage(
     line = f"{path}: {100 * share:.3g} % of its {units} are not in the vocabulary: {shown}"
     if share > MAX_UNKNOWN:
         raise UserError(
-            f"{line}; its case is another (asr.prepare --text upper-az or lower), or its language, "
-            "which needs its own vocabulary (in speech, train.new_vocabulary=true)"
+            f"{line}; {'raise text.size, or ' * (units == 'words')}its case is another "
+            "(asr.prepare --text upper-az or lower), or its language, which needs its own "
+            "vocabulary (in speech, train.new_vocabulary=true)"
         )
     return line

@@ -36,6 +36,7 @@ HARMLESS = (
     *NOT_LEARNING, "data.max_unreadable", "train.bad_steps", "train.early_stopping",
     "train.epochs", "train.keep", "train.keep_best", "train.steps", "train.validate_every",
 )  # fmt: skip
+OF_START = ("init", "new_vocabulary")  # keys under `train:` that only the start of a run reads
 SHA256, OBJECTIVE = "sha256", "objective"
 
 # What a training learns from: recipe key, or OBJECTIVE -> figures to report ("utterances": 600) and
@@ -56,13 +57,13 @@ class ResumePoint:
         return parse_recipe(self.state["recipe"], f"{self.checkpoint.folder}: recipe")
 
     def as_asked(self, recipe: Recipe) -> Recipe:
-        """The recipe with what only the start of a run reads, as it was begun: train.init and
-        train.new_vocabulary; the section `text` and features.encoder where they are those of
-        RUN/recipe.yaml, which has the vocabulary and the commit that are used.
+        """The recipe with what only the start of a run reads as it was begun: OF_START, and the
+        section `text` and features.encoder where they are those of RUN/recipe.yaml, which has the
+        vocabulary and the commit that are used.
         """
         with suppress(UserError):  # of an older version
             begun = self.begun_with
-            of_start = {key: getattr(begun.train, key) for key in ("init", "new_vocabulary")}
+            of_start = {key: getattr(begun.train, key) for key in OF_START}
             train = recipe.train.model_copy(update=of_start)
             recipe = recipe.model_copy(update={"train": train})
             used = read_recipe(self.run / "recipe.yaml")
@@ -70,10 +71,11 @@ class ResumePoint:
                 return recipe
             if recipe.task != "images" and recipe.text == used.text:
                 recipe = recipe.model_copy(update={"text": begun.text})
-            if recipe.task == "speech" and recipe.features.encoder == used.features.encoder:
-                encoder = {"encoder": begun.features.encoder}
-                features = recipe.features.model_copy(update=encoder)
-                recipe = recipe.model_copy(update={"features": features})
+            if recipe.task == "speech" and (name := recipe.features.encoder):
+                first = begun.features.encoder
+                if name == used.features.encoder and name.startswith(f"{first}@"):
+                    features = recipe.features.model_copy(update={"encoder": first})
+                    recipe = recipe.model_copy(update={"features": features})
         return recipe
 
     def check_recipe(
@@ -99,7 +101,8 @@ class ResumePoint:
         if lines:
             lines.append(f"resuming from the one before it, step {self.checkpoint.step}")
         changed = self._changes(recipe, force)
-        new, checked = flat(recipe), self.state["content"]  # their files may have been moved
+        # Their files may have been moved: what is in them is checked.
+        new, checked = flat(recipe), {*self.state["content"], "features.encoder"}
         moved = {key for key in changed if key in checked and new.get(key) is not None}
         harmful = [line for key, line in changed.items() if not (is_harmless(key) or key in moved)]
         if harmful and not force:
@@ -251,6 +254,16 @@ def with_stored_settings(
     merged = validate(tree, str(path))
     lines = changes(recipe, merged).items()
     return merged, [f"kept in {path}: {line}" for key, line in lines if key.startswith("decode")]
+
+
+def unread(asked: TrainConfig, begun: TrainConfig) -> list[str]:
+    """Lines for the log on keys of OF_START that a resumed run has otherwise."""
+    pairs = {key: (getattr(asked, key), getattr(begun, key)) for key in OF_START}
+    return [
+        f"train.{key} = {value} is not read: the run began with {first}"
+        for key, (value, first) in pairs.items()
+        if value and value != first
+    ]
 
 
 def changes(old: Recipe, new: Recipe) -> dict[str, str]:

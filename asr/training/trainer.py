@@ -51,7 +51,7 @@ from asr.training.oom import (
     release_memory,
     retry_in_halves,
 )
-from asr.training.resume import ResumePoint, changes, find_resume_point
+from asr.training.resume import ResumePoint, changes, find_resume_point, unread
 from asr.training.signals import Stop, Stopped
 from asr.training.state import (
     TrainState,
@@ -554,11 +554,9 @@ class Training:
         with distributed.first_rank_first():  # rank 0 writes what the others read
             start = find_resume_point(self.run, resume)
             if start:
-                asked, self.recipe = recipe.train.init, start.as_asked(recipe)
+                asked, self.recipe = recipe.train, start.as_asked(recipe)
                 recipe, messages = start.check_recipe(self.recipe, overridden, force)
-                begun = self.recipe.train.init
-                if asked and asked != begun:
-                    messages.append(f"train.init = {asked} is not read: the run began with {begun}")
+                messages += unread(asked, self.recipe.train)
                 self.state = TrainState(**start.state["position"])
             stage = self.due_stage()
             self.make_task(stage, resume=start is not None)
@@ -581,7 +579,10 @@ class Training:
         if stage > self.state.stage:
             messages.append(self.enter_stage(stage))
         if is_first():  # not sooner: a recipe whose model does not fit must replace no other
-            write_recipe(recipe, self.run / "recipe.yaml")
+            # With this recipe and train.init = RUN a fine-tuning is to keep the run's vocabulary.
+            train = recipe.train.model_copy(update={"new_vocabulary": False})
+            stored = recipe.model_copy(update={"train": train})
+            write_recipe(stored, self.run / "recipe.yaml")
         self.used = recipe
         return [*messages, *self.summary(resumed=start is not None)]
 
