@@ -1,7 +1,8 @@
-"""Downloads from a local server that disconnects, sends false headers, redirects or is missing."""
+"""Downloads from a local server that disconnects, sends false headers or is missing."""
 
 import contextlib
 import hashlib
+import re
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +11,7 @@ import pytest
 from full_disk import full_disk
 
 from asr.data.importers import download
-from asr.data.importers.download import check_address, fetch
+from asr.data.importers.download import fetch
 from asr.errors import UserError
 
 CONTENT = bytes(i * 7919 % 251 for i in range(300_007))
@@ -26,7 +27,6 @@ class Server(ThreadingHTTPServer):
     partial = False  # whether it sends 206 even for the whole file
     lengths = True  # whether it sends Content-Length
     replies = ()  # status codes for the first requests
-    redirect = ""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -42,11 +42,6 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append(self.headers.get("Range"))
         if len(self.server.asked) <= len(self.server.replies):
             self.send_error(self.server.replies[len(self.server.asked) - 1])
-            return
-        if self.server.redirect:
-            self.send_response(302)
-            self.send_header("Location", self.server.redirect)
-            self.end_headers()
             return
         self._content(self._start())
 
@@ -190,37 +185,12 @@ def test_no_server(server, tmp_path):
         fetch(url, tmp_path / "a", MD5)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://www.openslr.org/resources/12/dev-clean.tar.gz",
-        "http://localhost.example.org/x",
-        "file:///etc/passwd",
-        "https:///x",
-        "dev-clean.tar.gz",
-        "http://[::1/x",
-    ],
-)
-def test_addresses_that_are_refused(url, tmp_path):
-    with pytest.raises(UserError, match="address"):
-        check_address(url)
-    with pytest.raises(UserError, match="address"):
+@pytest.mark.parametrize("url", ["dev-clean.tar.gz", "https:///x", "http://[::1/x", "htp://a/b"])
+def test_what_is_no_address_is_refused(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "PAUSE", 0.0)
+    with pytest.raises(UserError, match=f"^{re.escape(url)}: ") as raised:
         fetch(url, tmp_path / "a", MD5)
-
-
-@pytest.mark.parametrize(
-    "url", ["https://www.openslr.org/x", "http://localhost:8/x", "http://[::1]:8/x"]
-)
-def test_addresses_that_are_accepted(url):
-    check_address(url)
-
-
-@pytest.mark.parametrize("target", ["http://example.org/x", "file:///etc/passwd"])
-def test_an_unsafe_redirect_is_refused(server, tmp_path, target):
-    server.redirect = target
-    with pytest.raises(UserError, match=r"only https|says 302"):
-        fetch(server.url, tmp_path / "a", MD5)
-    assert len(server.asked) == 1 and names(tmp_path) == []
+    assert "\n" not in str(raised.value) and names(tmp_path) == []
 
 
 class RawServer:

@@ -69,7 +69,7 @@ def test_alignment_file_shows_the_worst_first(tmp_path):
     assert text.endswith(
         "4 utterances, 6 words. The 1 with most errors:\n\n"
         "a-1  ann  2 errors of 3 words, 66.67 %: 1 S, 1 D, 0 I\n"
-        "REF: THE CAT SAT\nHYP: THE CAP ***\n         S   D\n"
+        "REF: THE CAT SAT\nHYP: THE CAP ***\n           S   D\n"
     )
 
 

@@ -254,9 +254,6 @@ def test_a_missing_tracker_is_one_line_before_anything_starts(
     line = commands.refused(train, tiny, "train.trackers=[mlflow]", "--run", run)
     assert "in the checkout pip install '.[mlflow]'" in line
     assert not run.exists()
-    assert "names a tracker twice" in commands.refused(
-        train, tiny, "train.trackers=[mlflow,mlflow]", "--run", run
-    )
 
 
 def test_the_folder_that_wandb_writes_is_no_package(monkeypatch, tmp_path):

@@ -9,9 +9,7 @@ import jiwer
 import pytest
 
 from asr.analysis.wer import (
-    Edit,
     align,
-    alignment_text,
     confusions,
     interval_over_speakers,
     score,
@@ -208,35 +206,6 @@ def test_alignment_is_an_optimal_path_through_both_texts():
         assert [e.hypothesis for e in edits if e.mark != "D"] == theirs.split()
         assert all((e.reference == e.hypothesis) == (e.mark == "C") for e in edits)
         assert sum(e.mark != "C" for e in edits) == levenshtein(ours.split(), theirs.split())
-
-
-def test_alignment_of_words_from_right_to_left_has_columns_from_left_to_right():
-    """Each word of Hebrew is followed by a mark, which has no width."""
-    text = alignment_text([Edit("S", "שלום", "שלם"), Edit("C", "ab", "ab")])
-    assert text == "REF: שלום\u200e ab\nHYP: שלם\u200e  ab\n     S"
-
-
-def test_alignment_text_by_hand():
-    edits = [
-        Edit("C", "THE", "THE"),
-        Edit("S", "CAT", "DOGS"),
-        Edit("D", "SAT", ""),
-        Edit("I", "", "語"),
-        Edit("C", "e\u0301", "e\u0301"),
-        Edit("I", "", "UH"),
-    ]
-    assert alignment_text(edits) == (
-        "REF: THE CAT  SAT ** e\u0301 **\nHYP: THE DOGS *** 語 e\u0301 UH\n         S    D   I    I"
-    )
-    assert alignment_text([]) == ""
-
-
-def test_long_alignments_wrap():
-    edits = [Edit("S", "abcde", "fgh")] * 13 + [Edit("C", "x" * 61, "x" * 61)]
-    blocks = alignment_text(edits, width=41).split("\n\n")
-    assert [block.count("abcde") for block in blocks] == [6, 6, 1, 0]
-    assert all(len(line) <= 41 for block in blocks[:3] for line in block.split("\n"))
-    assert blocks[3].split("\n")[0] == "REF: " + "x" * 61  # a longer word has a separate line
 
 
 def test_confusions_are_counted_and_ordered():

@@ -69,8 +69,7 @@ def write_evaluation(
     alignments = align([u.reference for u in wrong], [u.hypothesis for u in wrong])
     confused = confusions(alignments)
     shown = [
-        f"{_headline(utterance)}\n{alignment_text(edits)}\n"
-        for utterance, edits in zip(wrong[:worst], alignments, strict=False)
+        f"{_headline(u)}\n{alignment_text(u.reference, u.hypothesis)}\n" for u in wrong[:worst]
     ]
     contents = {
         "hypotheses.tsv": _table(score, columns or {}),

@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 
 from asr.analysis.statistics import Interval, percentile_interval, resampled_sums, summed_by
 from asr.errors import UserError
-from asr.words import columns, split_words, without_loose_spaces
+from asr.words import split_words, without_loose_spaces
 
 Units = Literal["utterances", "speakers"]
-LEFT_TO_RIGHT = "\u200e"
 UNTRAINED = 0.9  # WER from which a model counts as untrained
 _MARKS = {"equal": "C", "substitute": "S", "delete": "D", "insert": "I"}
 
@@ -92,35 +91,11 @@ def confusions(alignments: Iterable[Sequence[Edit]], most: int = 20) -> Confusio
     )
 
 
-def alignment_text(edits: Sequence[Edit], width: int = 100) -> str:
-    """Three lines, REF, HYP and the marks of errors, wrapped at `width` columns; "" without edits.
-
-    Aligned words are in one column; asterisks stand for a missing word.
-    """
-    rows: list[tuple[str, str, str]] = []
-    used = width  # columns used in the last row: full, so that the first edit starts one
-    for edit in edits:
-        cells = _cells(edit)
-        if used + columns(cells[0]) + 1 > width:
-            rows.append(("REF:", "HYP:", "    "))
-            used = 4
-        rows[-1] = tuple(f"{row} {cell}" for row, cell in zip(rows[-1], cells, strict=True))
-        used += columns(cells[0]) + 1
-    return "\n\n".join("\n".join(line.rstrip() for line in row) for row in rows)
-
-
-def _cells(edit: Edit) -> tuple[str, str, str]:
-    """Reference, hypothesis and mark of one edit, padded to the same width."""
-    width = max(columns(edit.reference), columns(edit.hypothesis))
-    mark = "" if edit.mark == "C" else edit.mark
-    cells = (edit.reference or "*" * width, edit.hypothesis or "*" * width, mark)
-    ours, theirs, mark = (_left_to_right(cell) + " " * (width - columns(cell)) for cell in cells)
-    return ours, theirs, mark
-
-
-def _left_to_right(word: str) -> str:
-    """The word; of Hebrew or Arabic with a mark behind it, so that the next one is to its right."""
-    return word + LEFT_TO_RIGHT * any(unicodedata.bidirectional(c) in ("R", "AL") for c in word)
+def alignment_text(reference: str, hypothesis: str, width: int = 100) -> str:
+    """Lines REF, HYP and the marks of errors, wrapped at `width` characters."""
+    result = jiwer.process_words(*(" ".join(split_words(t)) for t in (reference, hypothesis)))
+    text = jiwer.visualize_alignment(result, False, False, width)
+    return text.partition("\n\n")[2].rstrip()  # without the number of the sentence
 
 
 @dataclass(frozen=True, slots=True)

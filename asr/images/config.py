@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from asr.config.schema import (
-    REMOVE_KEY,
     SPEECH_ONLY_KEYS,
     Config,
     Count,
@@ -71,10 +70,10 @@ class ImageRecipe(NonSpeechRecipe):
         return super().unmeasured | {"perplexity", "word_perplexity"} | of_labels
 
     @property
-    def unused_keys(self) -> dict[str, str]:
+    def unused_keys(self) -> tuple[str, ...]:
         """Speech-only keys, text samples, and for DRAW, which has no labels, their smoothing."""
-        labels = {"label_smoothing": REMOVE_KEY} if self.model.kind == "draw" else {}
-        return SPEECH_ONLY_KEYS | {"samples": REMOVE_KEY} | labels
+        labels = ("label_smoothing",) * (self.model.kind == "draw")
+        return *SPEECH_ONLY_KEYS, "samples", *labels
 
     @model_validator(mode="after")
     def _draw_is_black_and_white(self) -> "ImageRecipe":

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from asr.data.importers.download import fetch
 from asr.errors import UserError
 from asr.io import open_file
 
-UNSIGNED_BYTES = 0x08
 MAX_BYTES = 1 << 30  # of an unpacked file; known sets of small images are smaller
 
 URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
@@ -141,10 +140,9 @@ def read_images(folder: Path, name: str) -> Images:
     arrays = []
     for what, dimensions in (("images", 3), ("labels", 1)):
         path = find(folder, f"{name}-{what}-idx{dimensions}-ubyte")
-        array = read_idx(path)
-        if array.ndim != dimensions or array.size == 0:
-            raise UserError(f"{path}: has shape {array.shape}; expected {dimensions} sizes above 0")
-        arrays.append(array)
+        arrays.append(read_idx(path, dimensions))
+        if not arrays[-1].size:
+            raise UserError(f"{path}: is empty")
     pixels, labels = arrays
     if len(pixels) != len(labels):
         raise UserError(f"{folder}: {len(pixels)} {name} images, but {len(labels)} labels")
@@ -160,7 +158,7 @@ def find(folder: Path, name: str) -> Path:
     raise UserError(f"{folder / name}: not found, nor with .gz; {remedy}")
 
 
-def read_idx(path: Path) -> np.ndarray:
+def read_idx(path: Path, dimensions: int) -> np.ndarray:
     """An IDX file of unsigned bytes -> uint8 array of the shape in its header.
 
     Raises UserError for other files.
@@ -169,29 +167,16 @@ def read_idx(path: Path) -> np.ndarray:
         with open_file(path) as file:
             packed = file.read(2) == b"\x1f\x8b"
         with open_file(path) as file, gzip.open(file) if packed else file as stream:
-            shape = _read_header(stream, path)
-            size = math.prod(shape)
-            content = bytearray(stream.read(size + 1))  # torch warns of arrays of bytes
+            content = bytearray(stream.read(MAX_BYTES))  # torch warns of arrays of bytes
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or "truncated"
         raise UserError(f"{path}: cannot be read: {reason}") from None
-    if len(content) != size:
-        length = "more" if len(content) > size else len(content)
-        raise UserError(f"{path}: its header claims {size} bytes, there are {length}")
-    return np.frombuffer(content, np.uint8).reshape(shape)
-
-
-def _read_header(stream: IO[bytes], path: Path) -> tuple[int, ...]:
-    magic = stream.read(4)
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] != UNSIGNED_BYTES:
-        raise UserError(f"{path}: not an IDX file of unsigned bytes (it starts {magic.hex(' ')})")
-    sizes = stream.read(4 * magic[3])
-    if not 1 <= magic[3] <= 3 or len(sizes) < 4 * magic[3]:
-        raise UserError(f"{path}: {magic[3]} dimensions; a complete header has 1 to 3")
-    shape = struct.unpack(f">{magic[3]}I", sizes)
-    if math.prod(shape) > MAX_BYTES:
-        raise UserError(f"{path}: its header claims {shape}, more than {MAX_BYTES} bytes")
-    return shape
+    start = 4 + 4 * dimensions
+    sizes = content[4:start]
+    shape = struct.unpack(f">{dimensions}I", sizes) if len(sizes) == 4 * dimensions else (0,)
+    if content[:4] != bytes((0, 0, 8, dimensions)) or len(content) != start + math.prod(shape):
+        raise UserError(f"{path}: not an IDX file of unsigned bytes, {dimensions} dimensions")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def digits() -> tuple[Images, Images]:

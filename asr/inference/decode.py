@@ -19,7 +19,6 @@ from asr.decoding.beam_search import beam_search
 from asr.decoding.ctc import ctc_greedy
 from asr.decoding.ctc_search import ctc_beam_search, ctc_gains
 from asr.decoding.scorer import Hypothesis, Scorer, check_not_nan, greedy
-from asr.errors import UserError
 from asr.nn.attention import Memory
 
 NO_SPEECH = Hypothesis((), 0.0, True)
@@ -87,10 +86,6 @@ def best_hypotheses(
 def _ctc_search(encoded: Encoded, beam: int, nbest: int) -> list[list[Hypothesis]]:
     """The CTC head alone: with a beam of 1 the best path, else prefix beam search."""
     log_probs, valid = encoded.ctc, encoded.memory.valid
-    if log_probs is None:
-        raise UserError(
-            "decode.search is ctc, but this model has no CTC head; set decode.search=beam"
-        )
     check_not_nan(bool(log_probs[valid].isnan().any()))
     if beam > 1:
         return ctc_beam_search(log_probs, valid, beam, nbest=nbest)

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from asr.errors import UserError, missing_package
 
@@ -39,18 +39,6 @@ def check_installed(names: Iterable[str]) -> None:
         if spec is None or spec.origin is None:
             reason = missing_package(name, name)
             raise UserError(f"train.trackers: {reason}; or set train.trackers=[]")
-
-
-class Tracker(Protocol):
-    """A run at a tracker, opened with its name, parameters and id; continued where it exists."""
-
-    location: str  # where to find it, for the log
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Points of curves at a step."""
-
-    def close(self, status: str) -> None:
-        """End the run: `finished`, `stopped` (it can be resumed) or `failed`."""
 
 
 class WandbTracker:
@@ -123,10 +111,7 @@ class MLflowTracker:
         self.client.set_terminated(self.id, self.STATUS[status])
 
 
-OPEN: Mapping[str, Callable[[str, Mapping[str, Any], str], Tracker]] = {
-    "wandb": WandbTracker,
-    "mlflow": MLflowTracker,
-}
+OPEN = {"wandb": WandbTracker, "mlflow": MLflowTracker}
 
 
 class Trackers:

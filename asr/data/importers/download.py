@@ -6,17 +6,15 @@ under its final name is complete, and repeating the command resumes (HTTP ranges
 """
 
 import http.client
-import ipaddress
 import os
 import re
 import ssl
 import sys
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from urllib.error import HTTPError
 
 from rich import progress
@@ -39,10 +37,9 @@ RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:\*|[0-9]{1,18})")
 def fetch(url: str, path: str | Path, md5: str) -> None:
     """Download `url` to `path`, unless it exists.
 
-    Raises UserError for an address that is not https (http only to this machine), a server that
-    refuses, a connection that keeps breaking, and content with another MD5.
+    Raises UserError for an address that is none, a server that refuses, a connection that keeps
+    breaking, and content with another MD5.
     """
-    check_address(url)
     path = Path(path)
     if path.exists():
         if md5_of_file(path) != md5:
@@ -66,35 +63,6 @@ def fetch(url: str, path: str | Path, md5: str) -> None:
     part.replace(path)
 
 
-def check_address(url: str) -> None:
-    """Raises UserError unless the address is https, or http to this machine itself."""
-    try:
-        if not re.fullmatch("[!-~]+", url):
-            raise ValueError("only printable ASCII is allowed")
-        parts = urllib.parse.urlsplit(url)
-        host, _ = parts.hostname or "", parts.port
-    except ValueError as error:
-        raise UserError(f"{url}: not an address: {error}") from None
-    secure = parts.scheme == "https" and host
-    if not (secure or (parts.scheme == "http" and _is_this_machine(host))):
-        raise UserError(f"{url}: only https addresses are allowed (http on this machine alone)")
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows only redirections to permitted addresses: never from TLS to plain text."""
-
-    def redirect_request(self, request: urllib.request.Request, *more: Any) -> Any:
-        check_address(more[-1])
-        return super().redirect_request(request, *more)
-
-
 def _receive_all(url: str, part: IO[bytes]) -> None:
     """Connect again and again, as long as the file grows."""
     columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
@@ -111,7 +79,7 @@ def _receive_all(url: str, part: IO[bytes]) -> None:
             except BROKEN as error:
                 reason = _reason(url, error)
             except (ValueError, OverflowError) as error:  # of a redirection or a length
-                raise UserError(f"{url}: an invalid answer: {_short(error)}") from None
+                raise UserError(f"{url}: an invalid address or answer: {_short(error)}") from None
             size = part.seek(0, os.SEEK_END)
             failed = 1 if size >= before + LEAST else failed + 1
             if failed >= TRIES:
@@ -184,5 +152,4 @@ def _open(url: str, start: int) -> http.client.HTTPResponse:
     headers = {"User-Agent": "layernorm-asr", "Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
-    opener = urllib.request.build_opener(_Redirects())
-    return opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+    return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
