@@ -67,7 +67,8 @@ MOST_LABELS = 90  # which the vocabularies of the recipes below hold
 MEASURED = 10_000  # utterances
 FEW_HOURS = 3.0  # below, a model from nothing makes errors in most words
 LARGE_HOURS = 30.0  # from here on the recipe for hundreds of hours is a better start
-TUNING_RECIPE, SMALL_RECIPE, LARGE_RECIPE = "fine_tune", "small_corpus_conformer", "librispeech100"
+TUNING_RECIPE, ENCODER_RECIPE = "fine_tune", "small_corpus_las_whisper"
+SMALL_RECIPE, LARGE_RECIPE = "small_corpus_conformer", "librispeech100"
 MOST_FOREIGN = 0.005  # letters outside A to Z in English, which the trained models know
 # Of which the subwords of these recipes, 100 and 500, can be made.
 MOST_LETTERS = {SMALL_RECIPE: 80, LARGE_RECIPE: 400}
@@ -390,11 +391,15 @@ def _next_command(folder: Path, train: Path | None, valid: Path | None) -> str:
             text = "".join(corpus.texts)
             foreign = sum(letter.isalpha() and not letter.isascii() for letter in text)
             if foreign > MOST_FOREIGN * len(text):
-                advice = "rather use a multilingual encoder (docs/pretrained_encoders.md)"
+                advice = "the next command uses a multilingual encoder (pip install '.[encoders]')"
+                recipe = ENCODER_RECIPE
             elif any(letter.islower() for letter in letters):
-                advice = "with --text upper-az a trained one can be fine-tuned"
+                advice = (
+                    "English, prepared with --text upper-az, can be learned by a trained one; for "
+                    f"other languages use a multilingual encoder ({ENCODER_RECIPE})"
+                )
             else:
-                advice = "the next command fine-tunes a trained one"
+                advice = "the next command fine-tunes a trained one, which knows English"
                 recipe, settings = TUNING_RECIPE, []
             print_line(f"{hours:.2f} hours are few to train a model from nothing: {advice}")
     command = ["python", "-m", "asr.train", recipe, *settings]

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -279,6 +279,7 @@ class SweepProcess:
     folder: Path
     split: str | None = None
     process: subprocess.Popen[bytes] | None = None
+    gpu: str | None = None  # the only one it sees; None: all
     waits: bool = False  # for a process of another sweep
     started: float = field(default_factory=time.monotonic)
 
@@ -313,6 +314,7 @@ class SweepProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         check_run_folder(self.folder)
         env = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        env |= {"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}
         # The process inherits the lock and keeps it, even if this process is killed.
         with open_append(self.folder / LOCK) as lock, open_append(self.console) as console:
             if locked_by_another(lock, inherited=True):
@@ -333,7 +335,7 @@ class SweepProcess:
 
 def sweep(jobs: Sequence[SweepProcess], parallel: int, out: Path) -> int:
     """Run the jobs, `parallel` at a time; all are run even if one fails. -> 1 if one failed."""
-    threads = max(1, usable_cores() // parallel)
+    threads, gpus = max(1, usable_cores() // parallel), shared_gpus(jobs) if parallel > 1 else []
     waiting, running, failed = deque(jobs), [], {}
     done = sum(job.next_command() is None for job in jobs)
     print_line(f"{len(jobs)} runs in {out}, {done} of them done already")
@@ -344,6 +346,8 @@ def sweep(jobs: Sequence[SweepProcess], parallel: int, out: Path) -> int:
             while waiting and len(running) < parallel:
                 job = waiting.popleft()
                 job.started = time.monotonic()
+                used = Counter(other.gpu for other in running)
+                job.gpu = min(gpus, key=lambda gpu: used[gpu], default=None)
                 if _start(job, threads, failed):
                     print_line(f"{job.run.name}: started")
                     running.append(job)
@@ -359,6 +363,18 @@ def sweep(jobs: Sequence[SweepProcess], parallel: int, out: Path) -> int:
         print_line(f"failed: {name}: {reason}")
     print_line(f"compare:     python -m asr.compare {out}\nTensorBoard: tensorboard --logdir {out}")
     return 1 if failed else 0
+
+
+def shared_gpus(jobs: Iterable[SweepProcess]) -> list[str]:
+    """The GPUs to share out, as CUDA_VISIBLE_DEVICES names them; none if a recipe names one."""
+    if not {job.run.recipe.train.device for job in jobs} <= {"auto", "cuda"}:
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [gpu.strip() for gpu in named.split(",") if gpu.strip()]
+    from torch.cuda import device_count
+
+    return list(map(str, range(device_count())))
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -426,7 +442,7 @@ def main() -> int:
     add("recipe", type=Path, help="a recipe, or the name of a shipped one: demo")
     add("grid", nargs="*", metavar="key.path=a,b,c")
     add("--out", type=Path, help="folder of the runs (runs/RUN_sweep)")
-    add("--jobs", type=positive, default=1, help="runs at a time")
+    add("--jobs", type=positive, default=1, help="runs at a time, each on one of the GPUs")
     add("--evaluate", metavar="SPLIT", help="score each run on this split")
     add("--dry-run", action="store_true", help="print the names of the runs and exit")
     args = parser.parse()

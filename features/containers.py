@@ -7,6 +7,7 @@ of any length, as in features/audio.py. Which container a file is, its first byt
 Shapes: S samples.
 """
 
+import io
 import re
 import resource
 import shutil
@@ -18,10 +19,12 @@ from tempfile import TemporaryFile
 from typing import IO
 
 import numpy as np
+import soundfile
 import torch
 from torch import Tensor
 
 from asr.features import AudioError, NoSamples
+from asr.features.cut import MAX_PART
 from asr.features.files import Source, name_of, open_regular
 from asr.features.resample import resample_blocks
 from asr.features.sound import BLOCK_VALUES, check_values, whole_rate
@@ -60,16 +63,39 @@ def stream_container(source: Source, demuxer: str, sample_rate: int) -> Iterator
     """
     name = name_of(source)
     with _decoder(source, demuxer, name) as (pipe, gap):
-        start = pipe.read(AU.size)
-        if len(start) < AU.size:
-            raise AudioError(f"{name}: not readable as audio (ffmpeg finds no audio in it)")
-        _, offset, _, _, rate, _ = AU.unpack(start)
-        pipe.read(offset - AU.size)
-        rate = whole_rate(rate, name)
+        rate = _read_header(pipe, name)
         length = max(1, int(BLOCK_VALUES * min(1.0, rate / sample_rate)))
         blocks = _blocks(pipe, gap, length, name)
         for block in resample_blocks(blocks, rate, sample_rate):
             yield block.clamp(-1.0, 1.0)
+
+
+def container_as_flac(source: Source, demuxer: str) -> bytes:
+    """The track as `stream_container` has it, at its own rate, as FLAC of 16 bits.
+
+    Raises AudioError as stream_container does, and for more than MAX_PART seconds.
+    """
+    name, file = name_of(source), io.BytesIO()
+    with _decoder(source, demuxer, name) as (pipe, gap):
+        rate = _read_header(pipe, name)
+        with soundfile.SoundFile(file, "w", rate, 1, "PCM_16", format="FLAC") as flac:
+            rest = int(MAX_PART * rate)
+            for block in _blocks(pipe, gap, BLOCK_VALUES, name):
+                rest -= len(block)
+                if rest < 0:
+                    raise AudioError(f"{name}: over {MAX_PART:g} seconds; convert it to FLAC")
+                flac.write((32768 * block).round().clamp(-32768, 32767).short().numpy())
+    return file.getvalue()
+
+
+def _read_header(pipe: IO[bytes], name: str) -> int:
+    """The sample rate by the AU header, which is read. Raises AudioError where there is none."""
+    start = pipe.read(AU.size)
+    if len(start) < AU.size:
+        raise AudioError(f"{name}: not readable as audio (ffmpeg finds no audio in it)")
+    _, offset, _, _, rate, _ = AU.unpack(start)
+    pipe.read(offset - AU.size)
+    return whole_rate(rate, name)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ import csv
 import gzip
 import importlib.util
 import io
+import shutil
+import subprocess
 import sys
 import unicodedata
 from itertools import product
@@ -27,6 +29,9 @@ from asr.errors import UserError
 from asr.features.audio import read_audio
 
 RATE = 22_050  # of the recordings, which the recogniser resamples
+
+
+FFMPEG = shutil.which("ffmpeg")
 
 
 def noise(path, seconds=1.0, channels=1, rate=RATE, **options):
@@ -110,7 +115,7 @@ def test_many_letters_are_tokens_themselves_in_the_next_command(tmp_path, asr_pr
         (tmp_path / "data" / f"{split}.csv").write_text("\n".join(lines) + "\n")
     code, out, _ = asr_prepare("table", tmp_path / "data", "--to", tmp_path / "to")
     assert code == 0
-    assert "asr.train small_corpus_conformer text.kind=characters data.train=" in out
+    assert "asr.train small_corpus_las_whisper text.kind=characters data.train=" in out
 
 
 def test_audio_of_two_splits_in_two_folders_needs_their_common_one(tmp_path, asr_prepare):
@@ -254,9 +259,9 @@ def test_common_voice_has_its_splits(tmp_path, asr_prepare):
 @pytest.mark.parametrize(
     ("text", "advice", "recipe"),
     [
-        ("LE CAFE", "the next command fine-tunes a trained one", "fine_tune"),
-        ("Hello", "with --text upper-az a trained one can be fine-tuned", "small_corpus_conformer"),
-        ("LE CAFÉ", "rather use a multilingual encoder", "small_corpus_conformer"),
+        ("LE CAFE", "the next command fine-tunes a trained one, which knows English", "fine_tune"),
+        ("Hello", "English, prepared with --text upper-az, can be", "small_corpus_conformer"),
+        ("LE CAFÉ", "the next command uses a multilingual encoder", "small_corpus_las_whisper"),
     ],
 )
 def test_a_few_hours_begin_with_what_knows_their_letters(
@@ -767,6 +772,26 @@ def test_subtitles_are_taken_before_the_text_of_a_long_recording(
     assert read_manifest(tmp_path / "to" / "set.tsv").texts == expected
 
 
+@pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed")
+def test_recordings_of_a_phone_are_stored_as_flac(tmp_path, asr_prepare):
+    """M4A of 44.1 kHz, by a name without suffix, whole and in parts; empty rows are none."""
+    folder = tmp_path / "set"
+    judge = noise(folder / "a.wav", 3.0, rate=44_100)
+    line = [FFMPEG, "-v", "error", "-i", folder / "a.wav", "-c:a"]
+    subprocess.run([*line, "alac", folder / "a.m4a"], check=True)  # without loss
+    (folder / "a.wav").unlink()
+    table = "audio,start,end,text\na,,,one\na,0.5,1.25,two\n,,,\n , ,,\n"
+    (folder / "t.csv").write_text(table)
+    code, out, err = asr_prepare("table", folder / "t.csv", "--to", tmp_path / "to")
+    assert code == 0 and err == [] and "t.tsv: 2 utterances" in out
+    whole, half = read_manifest(tmp_path / "to" / "t.tsv")
+    check_audio(whole, judge, 44_100)
+    check_audio(half, part(judge, 0.5, 1.25, 44_100), 44_100)
+    (folder / "t.csv").write_text("audio,channel,text\na.m4a,1,one\n")
+    code, _, err = asr_prepare("table", folder / "t.csv", "--to", tmp_path / "other")
+    assert code == 2 and "a channel of M4A, MP4 or WebM; convert the file to FLAC" in err[0]
+
+
 def test_splits_of_a_folder_and_texts_in_another_tree(tmp_path, asr_prepare):
     for split in ("train", "dev"):
         folder = tmp_path / "set" / split
@@ -855,7 +880,7 @@ FOLDER_FAULTS = [
     (lambda f: subtitles(f, "1.srt", ["A", "A\nB", "B\nC", "C\nD"]), "1.srt: its cues begin with"),
     (lambda f: (f / "1.txt").rename(f / "1.json"), "1.json: not a JSON object"),
     (lambda f: noise(f / "2.flac"), "2.wav: has the same name as "),
-    (lambda f: as_m4a(f / "1.wav"), "1.flac"),
+    (lambda f: as_m4a(f / "1.wav"), "1.m4a: "),
 ]
 
 
@@ -979,7 +1004,8 @@ def test_what_error_rates_count_is_reported():
     assert normalize("Hello, you.") == "Hello, you." and normalize("don't") == "don't"
     assert normalize.report() == [
         "error rates count 2 punctuation marks: ',' 1, '.' 1 and 1 transcripts with capital "
-        "letters; --text lower --punctuation drop removes them"
+        "letters; --text lower --punctuation drop removes them (the models of pretrained/ know "
+        "English in --text upper-az)"
     ]
     normalize = TextNormalizer("lower", punctuation="drop")
     assert normalize("Room 7, 5 %!") == "room 7 5 %"

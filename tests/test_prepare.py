@@ -512,13 +512,6 @@ def test_an_archive_without_its_subset_is_refused(mirror, tmp_path, asr_prepare,
     assert [p.name for p in (tmp_path / "to").iterdir()] == ["dev-clean.tar.gz"]
 
 
-def test_a_mirror_must_be_safe(tmp_path, asr_prepare):
-    code, _, err = asr_prepare(
-        "librispeech", "--to", tmp_path / "to", "--subsets", "dev-clean", "--url", "http://x.org"
-    )
-    assert code == 2 and "only https" in err[0]
-
-
 def test_real_librispeech_folders(tmp_path, asr_prepare, shared):
     sample = shared("librispeech-sample/LibriSpeech")
     subsets = ["train-clean-100", "dev-clean"]

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from event_files import curve
@@ -84,8 +85,8 @@ def test_names_are_folders_whatever_the_values(tiny):
         (["seed=1,2", "--evaluate", "tset"], "--split tset: the run has train, valid"),
         (["decode.beam=1,4"], "would train the same model 2 times"),
         ([], "no grid: name keys with several values, e.g. python -m asr.sweep"),
-        (["data.train=train.tsv,gone.tsv"], "data.train: gone.tsv is not there. Make it with"),
-        (["seed=1,2", "data.valid=gone.tsv"], "data.valid: gone.tsv is not there. Make it with"),
+        (["data.train=train.tsv,gone.tsv"], "data.train: gone.tsv is not there (test.tsv, train.tsv, valid.tsv are). Make"),
+        (["seed=1,2", "data.valid=gone.tsv"], "data.valid: gone.tsv is not there (test.tsv, train.tsv, valid.tsv are). Make"),
         (["seed=1,2", "train.device=cuda:99"], "train.device = cuda:99: this machine has no such"),
         (["seed=1,2", "train.init=gone"], "gone: no checkpoint in it; train it first"),
         (["seed=1", "--jobs", "0"], "argument --jobs: '0' is not a whole number from 1 up"),
@@ -442,6 +443,31 @@ def test_jobs_share_the_cores(tmp_path, monkeypatch):
     job.start(3)
     job.process.wait()
     assert (job.folder / "console.log").read_text().endswith("\n7\n")
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "parallel", "expected"),
+    [
+        (None, "auto", 3, ["0", "1", "0"]),
+        ("5, GPU-7", "cuda", 2, ["5", "GPU-7", None]),  # the third has what ends first
+        ("", "auto", 3, [""] * 3),
+        (None, "cuda:1", 3, ["all"] * 3),
+        (None, "auto", 1, ["all"] * 3),
+    ],
+)
+def test_jobs_share_the_gpus(visible, device, parallel, expected, tmp_path, monkeypatch, commands):
+    code = "import os, time; print(os.environ.get('CUDA_VISIBLE_DEVICES', 'all')); time.sleep(0.5)"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    jobs = sleepers(tmp_path, 3, monkeypatch, code)
+    for job in jobs:
+        job.run.recipe = SimpleNamespace(train=SimpleNamespace(device=device))
+    sweep.sweep(jobs, parallel, tmp_path)
+    found = [(job.folder / "console.log").read_text().split("\n")[1] for job in jobs]
+    assert all(b in (a, None) for a, b in zip(found, expected, strict=True)), found
+    assert set(found) == set(filter(lambda gpu: gpu is not None, expected))
 
 
 def test_a_dry_run_prints_the_names_of_the_runs(tiny, commands, tmp_path):

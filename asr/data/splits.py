@@ -73,12 +73,18 @@ def load_split_manifest(data: DataConfig, path: Path | None, role: str) -> Corpu
     make_built_in(data.corpus, path)
     if not path.exists():
         command = prepare_command(data.corpus, path)
-        raise UserError(f"data.{role}: {path} is not there. Make it with: {command}")
+        there = f" ({', '.join(tables)} are)" if (tables := _tables_in(path.parent)) else ""
+        raise UserError(f"data.{role}: {path} is not there{there}. Make it with: {command}")
     if path.is_dir():
-        tables = sorted(file.name for file in path.glob("*.tsv"))[:MAX_TABLES]
+        tables = _tables_in(path)
         has = f"one of its tables ({', '.join(tables)})" if tables else "a manifest (.tsv)"
         raise UserError(f"data.{role}: {path} is a folder; name {has}")
     return read_manifest(path, data.allow_outside_audio)
+
+
+def _tables_in(folder: Path) -> list[str]:
+    """The names of its first tables."""
+    return sorted(file.name for file in folder.glob("*.tsv"))[:MAX_TABLES]
 
 
 def prepare_command(corpus: str | None, manifest: Path) -> str:

@@ -3,14 +3,13 @@
 Rows are read, measured and written one after another, in bounded memory: a million rows cost their
 ids, and a number each for audio and text. Relative paths start from the folder in which the first
 files exist. Audio that is a whole file stays where it is; NAME.audio becomes a link to its folder.
-Parts of files, single channels and audio inside files of the corpus go into NAME-*.tar
-(shards.py), parts as FLAC of the same rate. Nothing is written if a row is faulty, unless such rows
-are to be skipped.
+Parts of files, single channels, M4A, MP4, WebM and audio inside files of the corpus go into
+NAME-*.tar (shards.py), parts and what ffmpeg decodes as FLAC of the same rate. Nothing is written
+if a row is faulty, unless such rows are to be skipped.
 """
 
 import math
 import os
-import shlex
 import sys
 import unicodedata
 from collections import deque
@@ -35,8 +34,9 @@ from asr.data.shards import TarWriter
 from asr.errors import UserError, one_line, print_line, terminal
 from asr.features import AudioError
 from asr.features.audio import audio_seconds, decoded_seconds
+from asr.features.containers import container_as_flac, container_of
 from asr.features.cut import audio_channels, cut_audio
-from asr.features.files import FFMPEG_SUFFIXES, RECORDING_SUFFIXES
+from asr.features.files import RECORDING_SUFFIXES, Source
 from asr.features.sound import open_audio
 from asr.io import atomic_writer, made_folder, usable_cores
 
@@ -375,24 +375,23 @@ def _measure(row: Row, path: str, options: Options) -> Measured | str:
     """Open a row's audio -> its measure, or what is wrong with it."""
     try:
         return _cut_or_measure(row, path, options)
-    except AudioError as error:
-        file = Path(path)
-        if file.suffix.lower() in FFMPEG_SUFFIXES and file.is_file():
-            names = shlex.join([str(file), str(file.with_suffix(".flac"))])
-            return f"{error}; convert it: ffmpeg -i {names}"
-        return str(error)
-    except ValueError as error:
+    except (AudioError, ValueError) as error:
         return str(error)
 
 
 def _cut_or_measure(row: Row, path: str, options: Options) -> Measured:
     """Cut what is not a whole file. Raises AudioError and ValueError."""
     content = row.load() if row.load else None
-    audio: str | bytes = path if content is None else content
-    limit, name, levels = options.max_seconds, row.audio, _Levels()
+    source: Source = path if content is None else content
+    audio, limit, name, levels = source, options.max_seconds, row.audio, _Levels()
     if row.length is not None and limit is not None and row.length > limit + TOLERANCE:
         raise ValueError(f"{row.length:.2f} seconds long, over the limit of {limit:g}")
-    if _is_part(row, audio):
+    if demuxer := container_of(source):  # which training does not read
+        if row.channel is not None:
+            raise AudioError(f"{path}: a channel of M4A, MP4 or WebM; convert the file to FLAC")
+        audio = content = container_as_flac(source, demuxer)
+        name = "part.flac"
+    if _is_part(row, audio, source):
         content, seconds = cut_audio(audio, row.start or 0.0, row.length, row.channel)
         decoded_seconds(content, inspect=levels.add)
         name = "part.flac"
@@ -403,24 +402,24 @@ def _cut_or_measure(row: Row, path: str, options: Options) -> Measured:
     seconds_field(seconds)
     if limit is not None and seconds > limit:
         raise ValueError(f"{seconds:.2f} seconds long, over the limit of {limit:g}")
-    padded = _is_padded(row, seconds, audio)
+    padded = _is_padded(row, seconds, source)
     levels.check()
     return Measured(seconds, content, name, padded)
 
 
-def _is_part(row: Row, audio: str | bytes) -> bool:
-    """Whether a row is less than its file. Raises AudioError."""
+def _is_part(row: Row, audio: Source, source: Source) -> bool:
+    """Whether a row is less than its file, `source`, or `audio` in FLAC. Raises AudioError."""
     if row.start or (row.channel is not None and (row.channel or audio_channels(audio) > 1)):
         return True
     if row.length is None:
         return False
     more = audio_seconds(audio) - row.length
     if row.start is None and TOLERANCE < more <= PADDING:
-        return not _is_lossy(audio)
+        return not _is_lossy(source)
     return more > (TOLERANCE if row.start is None else EXACT)
 
 
-def _is_padded(row: Row, seconds: float, audio: str | bytes) -> bool:
+def _is_padded(row: Row, seconds: float, source: Source) -> bool:
     """Whether the row's duration differs by more than TOLERANCE from its audio's.
 
     Raises ValueError if it differs by more than PADDING, or the audio is a whole file without loss,
@@ -432,13 +431,15 @@ def _is_padded(row: Row, seconds: float, audio: str | bytes) -> bool:
     difference = 0.0 if stated is None else abs(stated - seconds)
     if difference <= TOLERANCE:
         return False
-    if difference > PADDING or not (row.start is not None or _is_lossy(audio)):
+    if difference > PADDING or not (row.start is not None or _is_lossy(source)):
         raise ValueError(f"{name} is {stated:g}, but the file has {seconds:.3f}")
     return True
 
 
-def _is_lossy(audio: str | bytes) -> bool:
-    with open_audio(audio) as sound:
+def _is_lossy(source: Source) -> bool:
+    if container_of(source):
+        return True
+    with open_audio(source) as sound:
         return sound.format in LOSSY
 
 

@@ -63,9 +63,11 @@ def table_records(path: Path, delimiter: str) -> Iterator[Record | Fault]:
         header = next((fields for fields in reader if any(fields)), [])
         line = reader.line_num + 1
         for fields in reader:
-            if len(fields) == len(header):
+            if not any(map(str.strip, fields)):
+                pass  # as spreadsheet programs write below a table
+            elif len(fields) == len(header):
                 yield line, dict(zip(header, fields, strict=True))
-            elif any(fields):
+            else:
                 yield Fault(path, line, _wrong_width(len(fields), len(header), delimiter))
             line = reader.line_num + 1
     except csv.Error as error:

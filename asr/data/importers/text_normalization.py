@@ -238,6 +238,8 @@ class TextNormalizer:
         options = [lower] if self.capitals and self.small else []
         options += ["--punctuation drop"] if self.punctuation else []
         line = f"error rates count {' and '.join(found)}; {' '.join(options)} removes them"
+        if "--text lower" in options:
+            line += " (the models of pretrained/ know English in --text upper-az)"
         return [line, *signs]
 
     def _tag_report(self) -> list[str]:
