@@ -480,7 +480,7 @@ def test_more_settings_than_are_paired_are_tested_against_the_first(tmp_path, co
         settings = [f"model.listener.hidden={8 + 2 * size}", f"seed={seed}"]
         make_run(tmp_path / "s" / f"{size}-{seed}", settings, falling(loss))
     out = report(commands, tmp_path / "s")
-    assert "17 groups: tested against the first, listener.hidden=8, only." in out
+    assert "17 groups: tested against the first alone." in out
     assert "best mean: listener.hidden=10, significantly better than 1 of the 1 that it is" in out
 
 
@@ -740,8 +740,32 @@ def test_tables_for_papers_have_the_results(two_groups, commands, tmp_path):
     latex = (tmp_path / "t.tex").read_text()
     assert "listener.norm & WER of test, \\% & best loss \\\\\n" in latex
     assert rf"ba & $1.67$ & $\mathbf{{{best.mean():.4f}}}$ (${low:.4f}$" in latex
-    assert latex.count("mathbf") == 1 and "none & $20.00$ & $0.5467$" in latex
+    assert latex.count("mathbf") == 1 and "none & $20.00$ & $0.5467^{*}$" in latex
+    others = np.array([0.55, 0.56, 0.53])
+    p = stats.ttest_rel(others, best).pvalue
+    assert [row["p"] for row in table[::2]] == ["", ""]
+    assert float(table[3]["p"]) == pytest.approx(p, rel=1e-3)
+    assert float(table[3]["difference"]) == pytest.approx(others.mean() - best.mean(), abs=1e-6)
     assert latex.count(" & ") == 6 and latex.rstrip().endswith(r"\end{tabular}")
+
+
+def test_against_the_first_alone_holm_counts_only_these_pairs(tmp_path, commands):
+    """With p of scipy's paired t test, times 2 and 1 instead of 3, 2 and 1."""
+    losses = {"ba": [0.10, 0.13, 0.11], "none": [0.15, 0.17, 0.17], "joined": [0.19, 0.24, 0.20]}
+    for norm, values in losses.items():
+        for seed, loss in enumerate(values):
+            keys = [f"model.listener.norm={norm}", f"seed={seed}"]
+            make_run(tmp_path / "s" / f"{norm}{seed}", keys, falling(loss))
+    raw = {n: stats.ttest_rel(losses[n], losses["ba"]).pvalue for n in ("none", "joined")}
+    small, large = sorted(raw, key=raw.get)
+    wanted = {small: 2 * raw[small], large: max(2 * raw[small], raw[large])}
+    comparison = compare_runs([tmp_path / "s"], against_first=True)
+    rows = {row["listener.norm"]: row for row in comparison.results()}
+    assert {n: rows[n]["p"] for n in wanted} == pytest.approx(wanted, rel=1e-3)
+    assert len(comparison.rows()) == 2 and rows["ba"]["p"] is None and rows["ba"]["best"]
+    assert comparison.to_latex().count("^{*}$") == sum(p < 0.05 for p in wanted.values()) == 2
+    out = report(commands, tmp_path / "s", "--against-first")
+    assert "best loss: listener.norm=ba" in out
 
 
 def test_tables_for_papers_count_failed_runs(tmp_path):

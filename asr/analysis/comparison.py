@@ -48,6 +48,7 @@ RecipeKeys = Mapping[str, Any]
 Pair = tuple[SettingRun, SettingRun]  # of the same seed
 _SHORT, _LONG = 24, 70  # longest label: in any table; beside a letter, in one column
 OF_RUNS = ("mean", "sd", "low", "high")  # columns of the results
+AGAINST_FIRST = ("difference", "p")
 _MISSING, _OFF = "\0missing", "\0off"  # no YAML text can contain them
 _MOST_IN_PAIRS = 16  # settings: 120 pairs, under a minute of bootstrap for each split
 
@@ -111,12 +112,14 @@ class Comparison:
         """A mapping for each figure and setting, as for pandas.DataFrame; to_csv writes them.
 
         The settings that differ, number of runs and of failed ones, mean, standard deviation and
-        95 % interval over runs (None for one run), and whether the setting is significantly better
-        than all others. Rates are fractions.
+        95 % interval over runs (None for one run), whether the setting is significantly better than
+        all others, and its difference from the first setting with p over seeds, as in `rows`. Rates
+        are fractions.
         """
-        rows = []
-        for figure in self.differences:
+        rows, first = [], self.settings[0].short
+        for figure, pairs in self.differences.items():
             winner, known = self.winner(figure), comparable_in(figure, self.settings)
+            against = {pair.second: pair for pair in pairs if pair.first == first}
             for setting in self.settings:
                 if setting not in known and not setting.failed:
                     continue
@@ -127,13 +130,18 @@ class Comparison:
                     low, high = over.interval or (None, None)
                     row |= {"runs": over.count, "mean": over.mean, "sd": over.sd}
                     row |= {"low": low, "high": high}
-                rows.append(row | {"best": setting is winner})
+                row |= {"best": setting is winner} | dict.fromkeys(AGAINST_FIRST)
+                if pair := against.get(setting.short):
+                    p = pair.over_seeds.p if pair.over_seeds else None
+                    row |= {"difference": pair.mean, "p": p}
+                rows.append(row)
         return rows
 
     def to_csv(self) -> str:
         """The results as a table with a header."""
         rows, text = self.results(), io.StringIO()
         head = ["figure", "setting", *self.factors, "runs", "failed", *OF_RUNS, "best"]
+        head += AGAINST_FIRST
         writer = csv.DictWriter(text, head, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -142,8 +150,9 @@ class Comparison:
     def to_latex(self) -> str:
         """The results as a table for the package booktabs: a row for each setting.
 
-        Rates are in percent. Bold: significantly better than all other settings. With the number of
-        runs where it is not the same for all, or some failed; with the notes as comments.
+        Rates are in percent. Bold: significantly better than all other settings; star: different
+        from the first. With the number of runs where it is not the same for all, or some failed;
+        with the notes as comments.
         """
         names = self.factors or ["setting"]
         runs = {s.legend: _run_count(s) for s in self.settings}
@@ -153,6 +162,7 @@ class Comparison:
         lines = [
             "% Means over runs with 95 % intervals (Student). Bold: significantly better than all",
             "% other settings (paired t test over seeds, p < 0.05 with Holm's correction).",
+            f"% Star: different from {plain_text(self.settings[0].legend)} by the same test.",
             *(f"% {plain_text(note)}" for note in self.notes),
             rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len([*counts, *percent])}}}",
             r"\toprule",
@@ -222,11 +232,12 @@ def _latex_row(texts: Sequence[str], cells: Sequence[str] = ()) -> str:
 
 
 def _latex_cell(row: Mapping[str, Any]) -> str:
-    """Mean and interval."""
+    """Mean, a star if it differs from that of the first setting, and interval."""
     factor, digits = scale(row["figure"])
     ends = [row["mean"], row["low"], row["high"]]
     mean, low, high = (n if n is None else f"{factor * n:.{digits}f}" for n in ends)
-    mean = rf"$\mathbf{{{mean}}}$" if row["best"] else f"${mean}$"
+    star = "^{*}" * (row["p"] is not None and row["p"] < ALPHA)
+    mean = rf"$\mathbf{{{mean}}}{star}$" if row["best"] else f"${mean}{star}$"
     return mean if low is None else f"{mean} (${low}$ to ${high}$)"
 
 
@@ -279,12 +290,16 @@ def scale(figure: str) -> tuple[int, int]:
 
 
 def compare_runs(
-    folders: Sequence[Path], curve: str = VALID, ignore: Sequence[str] = ()
+    folders: Sequence[Path],
+    curve: str = VALID,
+    ignore: Sequence[str] = (),
+    against_first: bool = False,
 ) -> Comparison:
     """Read and test runs, or the runs of sweep folders.
 
-    curve: the loss on validation. ignore: keys that may differ in a group, like the seed. Raises
-    UserError if no run can be compared, and for a curve that is no loss.
+    curve: the loss on validation. ignore: keys that may differ in a group, like the seed.
+    against_first: only pairs with the first setting are tested. Raises UserError if no run can be
+    compared, and for a curve that is no loss.
     """
     if not folders:
         raise UserError("no runs to compare: name at least one run folder")
@@ -299,7 +314,12 @@ def compare_runs(
     names = compared_figures(settings)
     for split in (name.removeprefix(WER_OF) for name in names if name.startswith(WER_OF)):
         notes += decoding_note(settings, split) + untrained_settings(settings, split)
-    differences = {name: setting_differences(settings, name, notes) for name in names}
+    if not against_first and len(settings) > _MOST_IN_PAIRS:
+        against_first = True
+        notes.append(f"{len(settings)} groups: tested against the first alone.")
+    differences = {
+        name: setting_differences(settings, name, against_first, notes) for name in names
+    }
     cells = {name: figure_cells(settings, name) for name in names}
     main = {name: effects(one) for name, one in cells.items()}
     crossed = {name: large_interactions(one) for name, one in cells.items()}
@@ -498,14 +518,18 @@ def comparable_in(figure: str, settings: Sequence[SettingRuns]) -> list[SettingR
 
 
 def setting_differences(
-    settings: Sequence[SettingRuns], figure: str, notes: list[str]
+    settings: Sequence[SettingRuns], figure: str, against_first: bool, notes: list[str]
 ) -> list[SettingDifference]:
-    """Every pair of settings in one figure, tested over seeds, and a WER over utterances too.
+    """Every pair of settings, or those with the first, in one figure, tested over seeds, and a WER
+    over utterances too.
 
     Pairs that cannot be tested are named in `notes`.
     """
-    differences = []
-    for first, second, pairs in _setting_pairs(comparable_in(figure, settings), figure, notes):
+    differences, known = [], comparable_in(figure, settings)
+    chosen = [
+        pair for pair in combinations(known, 2) if not against_first or pair[0] is settings[0]
+    ]
+    for first, second, pairs in _with_common_seeds(chosen, figure, notes):
         values = [[member.figures[figure] for member in side] for side in zip(*pairs, strict=True)]
         means = (sum(values[0]) / len(pairs), sum(values[1]) / len(pairs))
         difference = SettingDifference(
@@ -525,15 +549,10 @@ def setting_differences(
     return [replace(d, over_seeds=s, over_utterances=u) for d, s, u in tested]
 
 
-def _setting_pairs(
-    settings: Sequence[SettingRuns], figure: str, notes: list[str]
+def _with_common_seeds(
+    chosen: Iterable[tuple[SettingRuns, SettingRuns]], figure: str, notes: list[str]
 ) -> Iterator[tuple[SettingRuns, SettingRuns, list[Pair]]]:
     """Pairs of settings that have the figure of a common seed, and their runs paired by seed."""
-    chosen = list(combinations(settings, 2))
-    if len(settings) > _MOST_IN_PAIRS:
-        first = settings[0]
-        notes.append(f"{len(settings)} groups: tested against the first, {first.short}, only.")
-        chosen = [(first, other) for other in settings[1:]]
     for first, second in chosen:
         ours, theirs = (
             {m.seed: m for m in s.members if figure in m.figures} for s in (first, second)

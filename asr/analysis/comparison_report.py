@@ -47,8 +47,8 @@ METHODS = (
     "2004), for these models and speakers only: another seed can reverse such a difference. "
     f"Differences over utterances need {MIN_UNITS} of them.",
     "Differences: second minus first, runs of one seed paired; t test over seeds, sign test where "
-    "all differences are equal. Significant: p below 0.05 after Holm's correction for all pairs of "
-    "the figure. Each interval is for one difference alone.",
+    "all differences are equal. Significant: p below 0.05 after Holm's correction for all tested "
+    "pairs of the figure. Each interval is for one difference alone.",
     "Effect of a factor: mean difference of pairs of runs that are equal in seed and in all other "
     "factors, over the pairs of a seed, then over seeds; t test over seeds, since runs of one seed "
     "are not independent; Holm's correction for all effects on the figure.",
