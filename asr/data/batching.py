@@ -80,9 +80,6 @@ class ItemSequence(Sequence[Item]):
             return ItemSequence(order, choice, self.speeds, self.epoch)
         return Item(int(order), self.epoch, self.speeds[choice])
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
 
 @dataclass(eq=False)
 class BatchSequence(Sequence[Sequence]):
@@ -99,9 +96,6 @@ class BatchSequence(Sequence[Sequence]):
         if isinstance(index, slice):
             return BatchSequence(self.items, self.starts[index], self.stops[index])
         return self.items[self.starts[index] : self.stops[index]]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BatchSequence) and list(self) == list(other)
 
 
 def plan_epoch(
