@@ -191,17 +191,17 @@ def compare(
     *,
     curve: str = VALID,
     ignore: Sequence[str] = (),
-    against_first: bool = False,
+    baseline: str | None = None,
 ) -> Comparison:
     """Test the differences between runs, or between the settings of sweep folders.
 
     Runs that differ in nothing but the seed, in recipe, training data and objective, are one
     setting. curve: the loss on validation. ignore: keys that may differ within a setting, too.
-    against_first: test only pairs with the first setting, a baseline that was chosen before. The
+    baseline: a setting (`norm=none`), the only one with which the others are tested. The
     evaluations of the runs are compared if they have any. `python -m asr.compare` writes a report
     from the same comparison.
     Raises UserError where no run can be compared.
     """
     check_list("runs", runs)
     check_list("ignore", ignore)
-    return compare_runs([Path(run) for run in runs], curve, ignore, against_first)
+    return compare_runs([Path(run) for run in runs], curve, ignore, baseline)

@@ -24,8 +24,8 @@ def main() -> int:
     add("--levels", nargs="+", type=above_zero, metavar="LOSS", help=levels)
     ignore = "settings that may differ within a group, like the seed: train.init"
     add("--ignore", nargs="+", metavar="KEY", default=[], help=ignore)
-    first = "test only pairs with the first group, a baseline chosen before: smaller p by Holm"
-    add("--against-first", action="store_true", help=first)
+    baseline = "test only differences from this setting, chosen before: listener.norm=none"
+    add("--baseline", metavar="SETTING", help=baseline)
     add("--curve", default="valid/nll", help="the loss on validation (%(default)s)")
     add("--csv", type=Path, metavar="FILE", help="also write the results as a table")
     add("--latex", type=Path, metavar="FILE", help="also write them as a table for booktabs")
@@ -38,7 +38,7 @@ def main() -> int:
     from asr.analysis.comparison_report import report, report_folder
 
     out = args.out or report_folder(args.runs)
-    comparison = compare_runs(args.runs, args.curve, args.ignore, args.against_first)
+    comparison = compare_runs(args.runs, args.curve, args.ignore, args.baseline)
     for file, kind in tables:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, comparison.to_csv() if kind == "csv" else comparison.to_latex())

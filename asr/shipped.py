@@ -72,7 +72,7 @@ def missing_run(run: Path, key: str = "") -> UserError:
         return UserError(f"{name}: there is no such run. Did you mean {below}?")
     if elsewhere := not_installed(run):
         return UserError(f"{name}: {elsewhere}")
-    if run.name in run_names():  # pretrained/conformer, outside the checkout
+    if run.parent.name == "pretrained" and run.name in run_names():  # outside the checkout
         return UserError(f"{name}: there is no such run. Did you mean {run.name}?")
     trained = [str(path) for path in Path("runs").glob("*")]
     if near := difflib.get_close_matches(str(run), [*run_names(), *trained], n=1, cutoff=0.8):

@@ -14,6 +14,7 @@ CONVERSION = "convert it to FLAC: ffmpeg -i FILE FILE.flac"
 
 
 Source = str | os.PathLike[str] | bytes  # a file, a location in a tar, or a file's content
+IN_MEMORY = "the audio"  # the name of a content in messages
 
 
 def name_of(source: Source) -> str:
@@ -21,7 +22,7 @@ def name_of(source: Source) -> str:
     printable text.
     """
     if isinstance(source, bytes):
-        return "the audio"
+        return IN_MEMORY
     text = os.fspath(source)
     return text if text.isprintable() else ascii(text)
 

@@ -24,7 +24,15 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from asr.features import AudioError
-from asr.features.files import CONVERSION, UNREAD_SUFFIXES, Source, Window, name_of, open_regular
+from asr.features.files import (
+    CONVERSION,
+    IN_MEMORY,
+    UNREAD_SUFFIXES,
+    Source,
+    Window,
+    name_of,
+    open_regular,
+)
 from asr.features.libsndfile import (
     HAS_FILE_NAMES,
     QUIET,
@@ -361,6 +369,6 @@ _reported: set[str] = set()  # files
 def _report(name: str, fault: str) -> None:
     """Log a line for each of the first files; a process that loads training batches logs none."""
     if name not in _reported and len(_reported) < REPORTED and get_worker_info() is None:
-        _reported.add(name)
+        _reported.update({name} - {IN_MEMORY})
         more = "; further files like it are not named" if len(_reported) == REPORTED else ""
         logger.warning("%s: %s%s", name, fault, more)

@@ -582,6 +582,10 @@ def test_a_truncated_ogg_is_reported(tmp_path, kind, caplog, reported):
         read_audio(path, RATE)
         assert f"{line}{there if end < pages[-1] else ''}" in caplog.text
         assert caplog.text.endswith(" seconds are there, and a part of a page\n")
+    caplog.clear()
+    for _ in range(2):  # contents, which have no name of their own
+        list(stream_audio(content[: middle + 5], RATE))
+    assert caplog.text.count("the audio: the file ends before its stream does: ") == 2
     for _ in range(2):  # whole pages without the one that is marked as the last
         path.write_bytes(content[:middle])
         reported.clear()

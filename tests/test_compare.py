@@ -480,7 +480,7 @@ def test_more_settings_than_are_paired_are_tested_against_the_first(tmp_path, co
         settings = [f"model.listener.hidden={8 + 2 * size}", f"seed={seed}"]
         make_run(tmp_path / "s" / f"{size}-{seed}", settings, falling(loss))
     out = report(commands, tmp_path / "s")
-    assert "17 groups: tested against the first alone." in out
+    assert "17 groups: tested against the first, listener.hidden=8, only." in out
     assert "best mean: listener.hidden=10, significantly better than 1 of the 1 that it is" in out
 
 
@@ -691,7 +691,7 @@ def test_no_seed_in_common_is_not_tested(tmp_path, commands):
         make_run(tmp_path / norm, [f"model.listener.norm={norm}", f"seed={seed}"], falling(0.1))
     out = report(commands, tmp_path / "ba", tmp_path / "none", "--out", tmp_path / "c")
     assert out.count("have no seed in common: their difference is not tested") == 1
-    assert "No seed in common: train or evaluate the same seeds." in out and "One seed" not in out
+    assert "No pair is tested (see Notes)." in out and "One seed" not in out
     assert "Pairs of settings" not in (tmp_path / "c" / "compare.md").read_text()
 
 
@@ -749,7 +749,7 @@ def test_tables_for_papers_have_the_results(two_groups, commands, tmp_path):
     assert latex.count(" & ") == 6 and latex.rstrip().endswith(r"\end{tabular}")
 
 
-def test_against_the_first_alone_holm_counts_only_these_pairs(tmp_path, commands):
+def test_with_a_baseline_holm_counts_only_pairs_with_it(tmp_path, commands):
     """With p of scipy's paired t test, times 2 and 1 instead of 3, 2 and 1."""
     losses = {"ba": [0.10, 0.13, 0.11], "none": [0.15, 0.17, 0.17], "joined": [0.19, 0.24, 0.20]}
     for norm, values in losses.items():
@@ -759,13 +759,18 @@ def test_against_the_first_alone_holm_counts_only_these_pairs(tmp_path, commands
     raw = {n: stats.ttest_rel(losses[n], losses["ba"]).pvalue for n in ("none", "joined")}
     small, large = sorted(raw, key=raw.get)
     wanted = {small: 2 * raw[small], large: max(2 * raw[small], raw[large])}
-    comparison = compare_runs([tmp_path / "s"], against_first=True)
+    comparison = compare_runs([tmp_path / "s"], baseline="listener.norm=ba")
     rows = {row["listener.norm"]: row for row in comparison.results()}
     assert {n: rows[n]["p"] for n in wanted} == pytest.approx(wanted, rel=1e-3)
     assert len(comparison.rows()) == 2 and rows["ba"]["p"] is None and rows["ba"]["best"]
     assert comparison.to_latex().count("^{*}$") == sum(p < 0.05 for p in wanted.values()) == 2
-    out = report(commands, tmp_path / "s", "--against-first")
-    assert "best loss: listener.norm=ba" in out
+    out = report(commands, tmp_path / "s", "--baseline", "listener.norm=joined")
+    assert "best mean: listener.norm=ba, significantly better than 1 of the 1" in out
+    line = commands.refused(compare, tmp_path / "s", "--baseline", "norm=ba")
+    assert line == (
+        "--baseline norm=ba: no such setting; there are: listener.norm=ba; listener.norm=joined; "
+        "listener.norm=none"
+    )
 
 
 def test_tables_for_papers_count_failed_runs(tmp_path):

@@ -181,7 +181,7 @@ def test_a_busy_server_is_retried_and_a_refusal_is_not(server, tmp_path):
 
 def test_no_server(server, tmp_path):
     url = server.url.replace(str(server.server_address[1]), "9")  # discard: nothing listens there
-    with pytest.raises(UserError, match=r"Connection refused.*resumes there"):
+    with pytest.raises(UserError, match=r"Connection refused$"):
         fetch(url, tmp_path / "a", MD5)
 
 

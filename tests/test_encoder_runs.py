@@ -320,6 +320,8 @@ def test_the_top_of_an_encoder_is_trained_with_the_model(commands, corpus, encod
     code, _, err = commands(transcribe, run, audio)
     assert code == 0, err
     # Resumed to its end after another epoch: the encoder is that of the run.
+    other = train, run / "recipe.yaml", "--resume", f"features.encoder={encoder}", "--run", run
+    assert "its recipe was another: features.encoder" in commands.refused(*other)
     code, _, err = commands(train, run / "recipe.yaml", "--run", run, "--resume", "train.epochs=3")
     assert code == 0, err
     assert commands(export, run, "--to", tmp_path / "small")[0] == 0

@@ -14,6 +14,7 @@ from asr import evaluate, export
 from asr.config.loader import read_recipe, validate, write_recipe
 from asr.config.schema import LasConfig, ListenerConfig, SpellerConfig, TransformerConfig
 from asr.data.tokenizer import EOS, SOS, UNK, Characters
+from asr.inference.load import find_language_model
 from asr.inference.recognition import Recognizer
 from asr.models import build
 from asr.models.las import LAS
@@ -161,6 +162,14 @@ def test_a_recognizer_takes_the_language_model_of_a_run(tiny_run, tmp_path):
 
 def _memory():
     return encoded(tiny("las dot"))[0]
+
+
+def test_a_file_of_the_user_comes_before_a_shipped_language_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = find_language_model(Path("lm"))
+    assert shipped.name == "lm" and (shipped / "recipe.yaml").is_file()
+    (tmp_path / "lm").write_text("\\data\\\n")
+    assert find_language_model(Path("lm")) == Path("lm")
 
 
 def test_an_exported_language_model_is_the_same_in_fp16(tiny_run, commands, tmp_path):

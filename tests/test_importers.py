@@ -19,6 +19,7 @@ from tiny_speech import json_lines
 
 from asr import prepare
 from asr.data.corpus import read_manifest
+from asr.data.importers import convert as convert_module
 from asr.data.importers.convert import Options, convert
 from asr.data.importers.formats import FORMATS, GENERAL
 from asr.data.importers.hold_out import hold_out
@@ -27,6 +28,7 @@ from asr.data.importers.text_normalization import TextNormalizer
 from asr.decoding.subtitles import Cue, srt, webvtt
 from asr.errors import UserError
 from asr.features.audio import read_audio
+from asr.features.containers import container_as_flac
 
 RATE = 22_050  # of the recordings, which the recogniser resamples
 
@@ -773,18 +775,25 @@ def test_subtitles_are_taken_before_the_text_of_a_long_recording(
 
 
 @pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed")
-def test_recordings_of_a_phone_are_stored_as_flac(tmp_path, asr_prepare):
+def test_recordings_of_a_phone_are_stored_as_flac(tmp_path, asr_prepare, monkeypatch):
     """M4A of 44.1 kHz, by a name without suffix, whole and in parts; empty rows are none."""
     folder = tmp_path / "set"
     judge = noise(folder / "a.wav", 3.0, rate=44_100)
     line = [FFMPEG, "-v", "error", "-i", folder / "a.wav", "-c:a"]
     subprocess.run([*line, "alac", folder / "a.m4a"], check=True)  # without loss
     (folder / "a.wav").unlink()
-    table = "audio,start,end,text\na,,,one\na,0.5,1.25,two\n,,,\n , ,,\n"
+    decoded = []
+    monkeypatch.setattr(
+        convert_module,
+        "container_as_flac",
+        lambda *arguments: decoded.append(1) or container_as_flac(*arguments),
+    )
+    table = "audio,start,end,text\na,,,one\na,0.5,1.25,two\n,,,\n , ,,\na,1.5,2,three\n"
     (folder / "t.csv").write_text(table)
     code, out, err = asr_prepare("table", folder / "t.csv", "--to", tmp_path / "to")
-    assert code == 0 and err == [] and "t.tsv: 2 utterances" in out
-    whole, half = read_manifest(tmp_path / "to" / "t.tsv")
+    assert code == 0 and err == [] and "t.tsv: 3 utterances" in out
+    whole, half, _ = read_manifest(tmp_path / "to" / "t.tsv")
+    assert len(decoded) == 2  # whole, and once for all parts
     check_audio(whole, judge, 44_100)
     check_audio(half, part(judge, 0.5, 1.25, 44_100), 44_100)
     (folder / "t.csv").write_text("audio,channel,text\na.m4a,1,one\n")

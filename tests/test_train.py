@@ -649,6 +649,7 @@ def test_a_new_vocabulary_keeps_all_other_weights(model, tiny, commands, tmp_pat
     more = "train.steps=2", f"model={model}", "seed=5", *new[1:]
     code, _, err = commands(train, tiny, "--run", runs[1], "--resume", *more)
     assert code == 0, err
+    assert read_recipe(runs[1]).train.new_vocabulary  # a start that is repeated makes it again
     # Its own recipe continues it with the same vocabulary, whose weights are taken over.
     new_size = "train.steps=1", "text.size=11"
     hardly = f"train.init={runs[1]}", "--run", tmp_path / "third"

@@ -293,13 +293,13 @@ def compare_runs(
     folders: Sequence[Path],
     curve: str = VALID,
     ignore: Sequence[str] = (),
-    against_first: bool = False,
+    baseline: str | None = None,
 ) -> Comparison:
     """Read and test runs, or the runs of sweep folders.
 
-    curve: the loss on validation. ignore: keys that may differ in a group, like the seed.
-    against_first: only pairs with the first setting are tested. Raises UserError if no run can be
-    compared, and for a curve that is no loss.
+    curve: the loss on validation. ignore: keys that may differ in a group, like the seed. baseline:
+    a setting (`norm=none`), the only one with which others are tested. Raises UserError if no run
+    can be compared, for a curve that is no loss, and for a baseline that is none of the settings.
     """
     if not folders:
         raise UserError("no runs to compare: name at least one run folder")
@@ -310,16 +310,14 @@ def compare_runs(
         raise UserError(f"none of the {len(runs)} runs can be compared; the first, {runs[0].fault}")
     notes: list[str] = []
     grouped = group_runs(runs, curve, notes, ignore)
+    if baseline:
+        grouped = baseline_first(grouped, baseline)
     settings = with_equal_references(grouped, notes)
     names = compared_figures(settings)
     for split in (name.removeprefix(WER_OF) for name in names if name.startswith(WER_OF)):
         notes += decoding_note(settings, split) + untrained_settings(settings, split)
-    if not against_first and len(settings) > _MOST_IN_PAIRS:
-        against_first = True
-        notes.append(f"{len(settings)} groups: tested against the first alone.")
-    differences = {
-        name: setting_differences(settings, name, against_first, notes) for name in names
-    }
+    alone = settings[0] if baseline else None
+    differences = {name: setting_differences(settings, name, alone, notes) for name in names}
     cells = {name: figure_cells(settings, name) for name in names}
     main = {name: effects(one) for name, one in cells.items()}
     crossed = {name: large_interactions(one) for name, one in cells.items()}
@@ -440,6 +438,14 @@ def group_runs(
     return settings
 
 
+def baseline_first(settings: Sequence[SettingRuns], name: str) -> list[SettingRuns]:
+    """The settings, that of this label first. UserError where there is none."""
+    if not (named := [s for s in settings if name in (s.short, s.legend)]):
+        labels = "; ".join(plain_text(setting.legend) for setting in settings)
+        raise UserError(f"--baseline {name}: no such setting; there are: {labels}")
+    return [*named, *(setting for setting in settings if setting not in named)]
+
+
 def with_equal_references(
     settings: Sequence[SettingRuns], notes: list[str]
 ) -> Sequence[SettingRuns]:
@@ -518,17 +524,20 @@ def comparable_in(figure: str, settings: Sequence[SettingRuns]) -> list[SettingR
 
 
 def setting_differences(
-    settings: Sequence[SettingRuns], figure: str, against_first: bool, notes: list[str]
+    settings: Sequence[SettingRuns], figure: str, baseline: SettingRuns | None, notes: list[str]
 ) -> list[SettingDifference]:
-    """Every pair of settings, or those with the first, in one figure, tested over seeds, and a WER
+    """Every pair of settings, or those with a baseline, in one figure, tested over seeds, and a WER
     over utterances too.
 
     Pairs that cannot be tested are named in `notes`.
     """
     differences, known = [], comparable_in(figure, settings)
-    chosen = [
-        pair for pair in combinations(known, 2) if not against_first or pair[0] is settings[0]
-    ]
+    if baseline and baseline not in known:
+        notes.append(f"{figure}: {baseline.short}, the baseline, has none: nothing is tested.")
+    if not baseline and len(known) > _MOST_IN_PAIRS:
+        baseline = known[0]
+        notes.append(f"{len(known)} groups: tested against the first, {baseline.short}, only.")
+    chosen = [pair for pair in combinations(known, 2) if baseline in (None, pair[0])]
     for first, second, pairs in _with_common_seeds(chosen, figure, notes):
         values = [[member.figures[figure] for member in side] for side in zip(*pairs, strict=True)]
         means = (sum(values[0]) / len(pairs), sum(values[1]) / len(pairs))

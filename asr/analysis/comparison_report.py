@@ -143,7 +143,7 @@ def answer(comparison: Comparison, figure: str) -> str:
                 f"On the {seeds} of both it is better: they have unequal numbers of seeds."
             )
     if not pairs:
-        lines.append("No seed in common: train or evaluate the same seeds.")
+        lines.append("No pair is tested (see Notes).")
     elif not tested:
         lines.append("One seed in common allows no conclusion for others: train or evaluate more.")
     elif not comparison.winner(figure):

@@ -59,13 +59,20 @@ class RecipeError(UserError):
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file with its bases and the command line's `key.path=value` overrides.
 
-    path: a file, the name of a shipped recipe (`demo`), or a run folder, whose recipe is read.
-    Raises RecipeError with one line on any mistake.
+    path: a file, the name of a shipped recipe (`demo`), or a run folder, whose recipe is read. With
+    that of the run in train.init, train.new_vocabulary, which made the run's own, is false unless
+    it is overridden. Raises RecipeError with one line on any mistake.
     """
     path = find_recipe(Path(path), Path())
     if (path / "recipe.yaml").is_file():
         path /= "recipe.yaml"
-    return _overridden(_with_bases(path), overrides, str(path))
+    tree, overrides = _with_bases(path), list(overrides)
+    recipe = _overridden(tree, overrides, str(path))
+    is_own = recipe.train.init and recipe.train.init.resolve() == path.parent.resolve()
+    if is_own and not any(text.startswith("train.new_vocabulary") for text in overrides):
+        tree["train"] |= {"new_vocabulary": False}
+        recipe = _overridden(tree, overrides, str(path))
+    return recipe
 
 
 def default_run(path: Path | str, recipe: Recipe, overridden: Container[str]) -> Path:

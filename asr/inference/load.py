@@ -195,7 +195,7 @@ def load_language_scorer(
 def find_language_model(named: Path) -> Path:
     """The run's folder or the file of n-grams in `decode.lm`. UserError where there is neither."""
     try:
-        path = local_run(named)
+        path = named if named.is_file() else local_run(named)
     except UserError as error:
         raise UserError(f"decode.lm: {error}") from None
     if not path.exists():

@@ -101,8 +101,9 @@ class ResumePoint:
         if lines:
             lines.append(f"resuming from the one before it, step {self.checkpoint.step}")
         changed = self._changes(recipe, force)
-        # Their files may have been moved: what is in them is checked.
-        new, checked = flat(recipe), {*self.state["content"], "features.encoder"}
+        new, checked = flat(recipe), {*self.state["content"]}  # their files may have been moved
+        if new.get("features.train") == "none" and not (self.run / "encoder").exists():
+            checked.add("features.encoder")  # its weights are
         moved = {key for key in changed if key in checked and new.get(key) is not None}
         harmful = [line for key, line in changed.items() if not (is_harmless(key) or key in moved)]
         if harmful and not force:

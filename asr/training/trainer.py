@@ -579,10 +579,7 @@ class Training:
         if stage > self.state.stage:
             messages.append(self.enter_stage(stage))
         if is_first():  # not sooner: a recipe whose model does not fit must replace no other
-            # With this recipe and train.init = RUN a fine-tuning is to keep the run's vocabulary.
-            train = recipe.train.model_copy(update={"new_vocabulary": False})
-            stored = recipe.model_copy(update={"train": train})
-            write_recipe(stored, self.run / "recipe.yaml")
+            write_recipe(recipe, self.run / "recipe.yaml")
         self.used = recipe
         return [*messages, *self.summary(resumed=start is not None)]
 

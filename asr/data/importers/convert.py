@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from itertools import islice, product
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,9 +167,10 @@ class _Output:
         except ValueError as error:
             self.faults.add(row, str(error))
             return None
+        if row.load is None and row.start is row.length is row.channel is None:
+            self.retold += self._texts.setdefault(hash(path), hash(text)) != hash(text)
         if measured.content is None:
             self.links = True
-            self.retold += self._texts.setdefault(hash(path), hash(text)) != hash(text)
             below = os.path.relpath(path, self.root)
             fields[2] = os.path.normpath(os.path.join(self._linked, below))  # noqa: PTH118
         else:
@@ -389,7 +392,10 @@ def _cut_or_measure(row: Row, path: str, options: Options) -> Measured:
     if demuxer := container_of(source):  # which training does not read
         if row.channel is not None:
             raise AudioError(f"{path}: a channel of M4A, MP4 or WebM; convert the file to FLAC")
-        audio = content = container_as_flac(source, demuxer)
+        if row.load is None and (row.start is not None or row.length is not None):
+            audio = content = _flac_of(path, os.stat(path).st_mtime_ns, demuxer)  # noqa: PTH116
+        else:
+            audio = content = container_as_flac(source, demuxer)
         name = "part.flac"
     if _is_part(row, audio, source):
         content, seconds = cut_audio(audio, row.start or 0.0, row.length, row.channel)
@@ -405,6 +411,26 @@ def _cut_or_measure(row: Row, path: str, options: Options) -> Measured:
     padded = _is_padded(row, seconds, source)
     levels.check()
     return Measured(seconds, content, name, padded)
+
+
+_decoding = Lock()  # else each thread would decode the file of its part
+
+
+def _flac_of(path: str, version: int, demuxer: str) -> bytes:
+    """container_as_flac of a file with many parts, decoded once. Raises AudioError."""
+    with _decoding:
+        found = _decoded(path, version, demuxer)
+    if isinstance(found, AudioError):
+        raise found
+    return found
+
+
+@lru_cache(maxsize=2)
+def _decoded(path: str, version: int, demuxer: str) -> bytes | AudioError:
+    try:
+        return container_as_flac(path, demuxer)
+    except AudioError as error:
+        return error
 
 
 def _is_part(row: Row, audio: Source, source: Source) -> bool:

@@ -1,4 +1,4 @@
-"""Download large files over TLS, resumed after a broken connection, and verified.
+"""Download large files, resumed after a broken connection, and verified.
 
 Content stays in NAME.part until its MD5 is the published one, and is only then renamed. So a file
 under its final name is complete, and repeating the command resumes (HTTP ranges: RFC 9110, section
@@ -83,10 +83,8 @@ def _receive_all(url: str, part: IO[bytes]) -> None:
             size = part.seek(0, os.SEEK_END)
             failed = 1 if size >= before + LEAST else failed + 1
             if failed >= TRIES:
-                raise UserError(
-                    f"{url}: {reason}; {size} bytes are kept in {part.name}, "
-                    "the same command resumes there"
-                )
+                kept = f"; {size} bytes are kept in {part.name}, the same command resumes there"
+                raise UserError(f"{url}: {reason}{kept if size else ''}")
             time.sleep(PAUSE * 2 ** (failed - 1))
 
 
