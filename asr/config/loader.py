@@ -9,7 +9,7 @@ import difflib
 import json
 import pkgutil
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import eq
 from pathlib import Path
@@ -56,7 +56,7 @@ class RecipeError(UserError):
     """A recipe that cannot be used; the message names file, dotted key and remedy."""
 
 
-def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
+def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file with its bases and the command line's `key.path=value` overrides.
 
     path: a file, the name of a shipped recipe (`demo`), or a run folder, whose recipe is read. With
@@ -66,12 +66,13 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     path = find_recipe(Path(path), Path())
     if (path / "recipe.yaml").is_file():
         path /= "recipe.yaml"
-    tree, overrides = _with_bases(path), list(overrides)
+    tree = _with_bases(path)
     recipe = _overridden(tree, overrides, str(path))
-    is_own = recipe.train.init and recipe.train.init.resolve() == path.parent.resolve()
-    if is_own and not any(text.startswith("train.new_vocabulary") for text in overrides):
-        tree["train"] |= {"new_vocabulary": False}
-        recipe = _overridden(tree, overrides, str(path))
+    init = recipe.train.init
+    if recipe.train.new_vocabulary and init and init.resolve() == path.parent.resolve():
+        if not any(text.startswith("train.new_vocabulary") for text in overrides):
+            tree["train"] |= {"new_vocabulary": False}
+            recipe = _overridden(tree, overrides, str(path))
     return recipe
 
 
