@@ -68,11 +68,11 @@ def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         path /= "recipe.yaml"
     tree = _with_bases(path)
     recipe = _overridden(tree, overrides, str(path))
-    init = recipe.train.init
-    if recipe.train.new_vocabulary and init and init.resolve() == path.parent.resolve():
-        if not any(text.startswith("train.new_vocabulary") for text in overrides):
-            tree["train"] |= {"new_vocabulary": False}
-            recipe = _overridden(tree, overrides, str(path))
+    asked, init = recipe.train.new_vocabulary, recipe.train.init
+    is_own = init and init.resolve() == path.parent.resolve()
+    if asked and is_own and not any(text.startswith("train.new_vocab") for text in overrides):
+        tree["train"] |= {"new_vocabulary": False}
+        recipe = _overridden(tree, overrides, str(path))
     return recipe
 
 
