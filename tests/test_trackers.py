@@ -64,7 +64,10 @@ def wandb_records(folder):
 
 
 def leveldb_records(content):
-    """The records of a LevelDB log, in blocks of 32 kB, after wandb's seven bytes."""
+    """The records of a LevelDB log, in blocks of 32 kB, after wandb's seven bytes.
+
+    Without one at the end that wandb's process, which goes on after a run, has not written whole.
+    """
     assert content.startswith(b":W&B")
     place, parts = 7, b""
     while place + 7 <= len(content):
@@ -73,6 +76,8 @@ def leveldb_records(content):
             place += left
             continue
         _, size, kind = struct.unpack_from("<IHB", content, place)  # checksum, length, kind
+        if place + 7 + size > len(content):
+            return
         parts += content[place + 7 : place + 7 + size]
         place += 7 + size
         if kind in (1, 4):  # whole, or the last part
