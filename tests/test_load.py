@@ -155,7 +155,10 @@ def of_language(tmp_path, like):
         (of_other_words, "its vocabulary differs from the first run's"),
         (of_other_features, "its features.mel_bins, features.mvn differ from the first run's"),
         (without_ctc, "it has no CTC head for decode.ctc_weight = "),
-        (of_language, "a run of the task language, without speech to decode; its results are in"),
+        (
+            of_language,
+            "a run of the task language, without speech to decode; a speech run decodes",
+        ),
         (lambda tmp_path, _: tmp_path / "other", "there is no such run. Make it with: python -m"),
     ],
 )

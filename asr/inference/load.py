@@ -46,13 +46,10 @@ def load_run_recipe(run: Path, overrides: Sequence[str] = ()) -> SpeechRecipe:
     """
     trained = load_any_recipe(run)
     if not isinstance(trained, SpeechRecipe):
-        where = "the log of its training"
+        use = f"a speech run decodes with it by decode.lm={run}"
         if trained.task == "images":
-            where = f"{run / 'evaluate' / 'test' / 'score.json'}, for asr.compare"
-        raise UserError(
-            f"{run}: a run of the task {trained.task}, without speech to decode; its results are "
-            f"in {where} and in tensorboard --logdir {run}"
-        )
+            use = f"its results are in {run / 'evaluate' / 'test' / 'score.json'}, for asr.compare"
+        raise UserError(f"{run}: a run of the task {trained.task}, without speech to decode; {use}")
     if not overrides:
         return trained
     recipe = override(trained, overrides, str(run / "recipe.yaml"))
