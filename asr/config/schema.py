@@ -678,7 +678,8 @@ class DecodeConfig(BeamConfig):
     speeds: Annotated[tuple[Speed, ...], Field(min_length=1, max_length=20)] = (1.0,)
     # runs of the same vocabulary and features whose log-probabilities join that average
     ensemble: Annotated[tuple[RecipePath, ...], Field(max_length=20)] = ()
-    lm: RecipePath | None = None  # a language model's run, or n-grams (.arpa, .arpa.gz, binary)
+    # a language model's run (`lm` is shipped), or n-grams (.arpa, .arpa.gz, binary)
+    lm: RecipePath | None = None
     lm_weight: NotNegative = 0.3  # factor of the language model's log-probabilities
     # n-grams: add the score at the end of each word, or at each token; with a large lm_weight
     # `word` favours words that never end
