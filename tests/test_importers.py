@@ -1456,7 +1456,10 @@ def test_a_transcript_of_tags_alone_is_a_fault(tmp_path, asr_prepare):
     code, out, _ = asr_prepare(*call, "--skip-bad")
     assert code == 0 and "2 tags dropped: '<COMMA>' 1, '<SIL>' 1; --tags keep" in out
     code, out, _ = asr_prepare(*call, "--tags", "keep")
-    assert code == 0 and f"warning: {manifest}: 1 rows name a whole file that an earlier row" in out
+    retold = f"warning: {manifest}: 1 rows name a whole file that an earlier row"
+    assert code == 0 and retold in out
+    json_lines(manifest, [row | {"duration": 1.0} for row in rows])  # of the whole file
+    assert retold in asr_prepare(*call, "--tags", "keep")[1]
     assert read_manifest(tmp_path / "to" / "train.tsv").texts == ["a <COMMA> b", "<SIL>"]
 
 

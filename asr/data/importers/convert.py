@@ -72,6 +72,7 @@ class Measured(NamedTuple):
     content: bytes | None
     name: str  # of the content
     padded: bool  # whether the table's duration differs by more than TOLERANCE
+    is_file: bool  # whether it is all of a file that has no other utterance
 
 
 class _Levels:
@@ -167,7 +168,7 @@ class _Output:
         except ValueError as error:
             self.faults.add(row, str(error))
             return None
-        if row.load is None and row.start is row.length is row.channel is None:
+        if measured.is_file:
             self.retold += self._texts.setdefault(hash(path), hash(text)) != hash(text)
         if measured.content is None:
             self.links = True
@@ -397,7 +398,7 @@ def _cut_or_measure(row: Row, path: str, options: Options) -> Measured:
         else:
             audio = content = container_as_flac(source, demuxer)
         name = "part.flac"
-    if _is_part(row, audio, source):
+    if is_part := _is_part(row, audio, source):
         content, seconds = cut_audio(audio, row.start or 0.0, row.length, row.channel)
         decoded_seconds(content, inspect=levels.add)
         name = "part.flac"
@@ -410,7 +411,7 @@ def _cut_or_measure(row: Row, path: str, options: Options) -> Measured:
         raise ValueError(f"{seconds:.2f} seconds long, over the limit of {limit:g}")
     padded = _is_padded(row, seconds, source)
     levels.check()
-    return Measured(seconds, content, name, padded)
+    return Measured(seconds, content, name, padded, not is_part and row.load is None)
 
 
 _decoding = Lock()  # else each thread would decode the file of its part
