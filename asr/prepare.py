@@ -263,7 +263,7 @@ def _features(args: argparse.Namespace) -> None:
     Training computes those of its splits itself, unless they are there; this computes them before,
     for example on a machine with a GPU, or of a test split at decode.speeds for evaluations.
     """
-    from asr.config.loader import read_recipe, training_speeds
+    from asr.config.loader import every_stage, read_recipe, training_speeds
     from asr.config.schema import SpeechRecipe
     from asr.data import splits
     from asr.inference.encoders import cache_features, find_encoder, load_encoder
@@ -278,10 +278,11 @@ def _features(args: argparse.Namespace) -> None:
         raise UserError(f"{path}: features.train = {recipe.features.train}: of a trained encoder")
     encoder = load_encoder(recipe.features, find_encoder(recipe.features))
     data, device = recipe.data, choose_device(recipe.train.device)
+    stages = every_stage(recipe)
     front_end = build_front_end(recipe.features, data.max_seconds * 2, encoder)
     for name in args.split or ("train", "valid"):
         corpus = splits.load_split(data, name)
-        speeds = training_speeds(recipe) if name == "train" else recipe.decode.speeds
+        speeds = training_speeds(stages) if name == "train" else recipe.decode.speeds
         if cache_features(corpus, front_end, speeds, data.workers, device) is None:
             raise UserError(f"{corpus.path}: no folder can be written for its features")
         print_line(f"{corpus.path}: the features of {len(corpus)} utterances are stored")

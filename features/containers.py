@@ -43,8 +43,10 @@ AU = struct.Struct(">4sIIIII")  # magic, offset of the samples, bytes, encoding,
 
 def container_of(source: Source) -> str | None:
     """The name of ffmpeg's demuxer for the file, None for files of other kinds or none at all."""
-    start = source[:12] if isinstance(source, bytes) else b""
-    if not start:
+    start = b""
+    if isinstance(source, bytes):
+        start = source[:12]
+    else:
         with suppress(OSError, ValueError), open_regular(source) as file:
             start = file.read(12)
     if start[4:8] == b"ftyp":

@@ -66,13 +66,12 @@ def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     path = find_recipe(Path(path), Path())
     if (path / "recipe.yaml").is_file():
         path /= "recipe.yaml"
-    tree = _with_bases(path)
-    recipe = _overridden(tree, overrides, str(path))
-    asked, init = recipe.train.new_vocabulary, recipe.train.init
+    recipe, key = _overridden(_with_bases(path), overrides, str(path)), "train.new_vocabulary"
+    init = recipe.train.init
     is_own = init and init.resolve() == path.parent.resolve()
-    if asked and is_own and not any(text.startswith("train.new_vocab") for text in overrides):
-        tree["train"] |= {"new_vocabulary": False}
-        recipe = _overridden(tree, overrides, str(path))
+    is_asked = any(text.startswith(key) for text in overrides)
+    if recipe.train.new_vocabulary and is_own and not is_asked:
+        recipe = override(recipe, [f"{key}=false"], str(path))
     return recipe
 
 
@@ -179,9 +178,13 @@ def at_stage(recipe: Recipe, stage: int, source: str = "recipe") -> Recipe:
     return validate(tree, source)
 
 
-def training_speeds(recipe: SpeechRecipe) -> list[float]:
+def every_stage(recipe: Recipe) -> list[Recipe]:
+    """The recipe at its start and in each of its stages."""
+    return [at_stage(recipe, number) for number in range(len(recipe.stages) + 1)]
+
+
+def training_speeds(stages: Iterable[SpeechRecipe]) -> list[float]:
     """The speeds of features.speed_perturb in all stages, in ascending order."""
-    stages = (at_stage(recipe, number) for number in range(len(recipe.stages) + 1))
     return sorted({speed for each in stages for speed in each.features.speed_perturb})
 
 

@@ -18,7 +18,7 @@ import torch
 
 from asr.analysis.plots import attention_picture, feature_picture
 from asr.analysis.wer import score
-from asr.config.loader import at_stage, training_speeds
+from asr.config.loader import every_stage, training_speeds
 from asr.config.schema import LasConfig, SpeechRecipe, TextConfig
 from asr.data import loader, splits
 from asr.data.batching import Batch, Item, collate, plan_evaluation
@@ -219,8 +219,8 @@ def speech_task(
     that is missing or does not fit the recipe at any stage, and for check_ctc_alone.
     """
     check_ctc_alone(recipe, resume)
-    stages = [at_stage(recipe, number) for number in range(len(recipe.stages) + 1)]
-    every_speed = training_speeds(recipe)
+    stages = every_stage(recipe)
+    every_speed = training_speeds(stages)
     check_views(stages)
     recipe = stages[stage]
     data, speeds = recipe.data, recipe.features.speed_perturb

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from asr import __version__
-from asr.config.loader import as_yaml, at_stage, flat, non_default, write_recipe
+from asr.config.loader import as_yaml, at_stage, every_stage, flat, non_default, write_recipe
 from asr.config.schema import Recipe, TrainConfig
 from asr.data.batching import Broken, Epochs, TaskBatch
 from asr.errors import EXIT_STOPPED, UserError, WorkerKilled
@@ -521,8 +521,8 @@ class Training:
         make = pkgutil.resolve_name(TASKS[self.recipe.task])
         task = make(self.recipe, self.run, resume or not is_first(), stage, **self.parts)
         self.set_task(task)
-        for number in range(len(self.recipe.stages) + 1):
-            optim.check_patterns(self.task.objective.model, at_stage(self.recipe, number).train)
+        for each in every_stage(self.recipe):
+            optim.check_patterns(self.task.objective.model, each.train)
 
     def set_task(self, task: Task) -> None:
         """Train this task from now on."""
